@@ -1,0 +1,121 @@
+"""What is measured: one entry of ``OPS`` per recurrence, and the shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+"""Where ``python -m benchmarks...`` finds this package."""
+
+
+class Shape(NamedTuple):
+    """Batch, tokens, heads, key and value width; written ``8x2048x16x128x128``."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        if not re.fullmatch(r"\d+(x\d+){4}", text):
+            raise ValueError(f"a shape is BxTxHxKxV, such as 8x2048x16x128x128, got {text!r}")
+        return cls(*map(int, text.split("x")))
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+    @property
+    def label(self) -> str:
+        widths = f"K=V={self.K}" if self.K == self.V else f"K={self.K} V={self.V}"
+        return f"B{self.B} T{self.T} H{self.H} {widths}"
+
+
+TRAINING = (Shape(8, 2048, 16, 128, 128), Shape(1, 32768, 16, 128, 128))
+MORE = (Shape(8, 2048, 16, 64, 64), Shape(8, 2048, 8, 256, 256), Shape(8, 2048, 16, 64, 128))
+HOST_BOUND = Shape(1, 64, 16, 128, 128)
+DECODE_GPU = Shape(64, 1, 16, 128, 128)
+DECODE_HOST = Shape(1, 1, 16, 128, 128)
+ACCURACY = Shape(1, 1024, 16, 128, 128)
+CPU = Shape(1, 2048, 4, 64, 64)
+
+
+class Draw(NamedTuple):
+    """A random input: its axes by letter, and what is done to standard normal numbers."""
+
+    axes: str
+    transform: Callable[[Tensor], Tensor] = lambda x: x
+
+    def __call__(self, shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
+        sizes = [getattr(shape, axis) for axis in self.axes]
+        return self.transform(torch.randn(sizes, dtype=dtype, device=device))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Upper limits: ratios to the other implementation, or absolute figures on one H100."""
+
+    forward: float | None = None
+    step: float | None = 0.5
+    memory: float | None = 0.6
+    cold_s: float | None = 10.0
+    decode_gpu_us: float | None = None
+    decode_host_us: float | None = 60.0
+    cpu: float | None = 0.2
+
+
+@dataclass(frozen=True)
+class Op:
+    """One recurrence. Function and argument names are the ones that flacompose and the peer share."""
+
+    name: str
+    chunk: str
+    recurrent: str
+    inputs: Mapping[str, Draw]
+    reference: Callable[..., tuple[Tensor, Tensor]]
+    state: Draw = Draw("BHKV")
+    recurrent_names: Mapping[str, str] = field(default_factory=dict)
+    targets: Targets = Targets()
+
+    def draw(self, shape: Shape, dtype: torch.dtype, device: str, *, grad: bool = False) -> dict[str, Tensor]:
+        """Fresh inputs by the chunk function's argument names; q, k, v and gates all in ``dtype``."""
+        return {name: d(shape, dtype, device).requires_grad_(grad) for name, d in self.inputs.items()}
+
+    def draw_state(self, shape: Shape, device: str) -> Tensor:
+        return self.state(shape, torch.float32, device)
+
+    def for_recurrent(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {self.recurrent_names.get(name, name): x for name, x in inputs.items()}
+
+
+def _gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    from flacompose.ops.families.vector_decay.reference import vector_decay
+
+    return vector_decay(q, k, v, g, None, None, q.shape[-1] ** -0.5, False)
+
+
+QKV = {"q": Draw("BTHK"), "k": Draw("BTHK"), "v": Draw("BTHV")}
+
+OPS = {
+    op.name: op
+    for op in (
+        Op(
+            name="gla",
+            chunk="chunk_gla",
+            recurrent="fused_recurrent_gla",
+            inputs={**QKV, "g": Draw("BTHK", F.logsigmoid)},
+            reference=_gla_reference,
+            recurrent_names={"g": "gk"},
+            targets=Targets(forward=0.6, decode_gpu_us=70.0),
+        ),
+    )
+}

@@ -1,0 +1,182 @@
+"""The GPU's figures of one op: every case yields rows as soon as they are taken."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import measure, peer
+from .cases import ACCURACY, DECODE_GPU, DECODE_HOST, HOST_BOUND, Op, Shape
+from .cold import first_step_s
+from .report import Row
+
+Sides = Mapping[str, ModuleType]
+"""``{"flacompose": flacompose.ops, "fla": fla.ops}``, flacompose first."""
+
+DEVICE = "cuda"
+
+STATES = 8
+"""Independent states a decode graph goes through: 64 MiB each at batch 64, so a 50 MB L2 holds none."""
+
+
+def failure(side: str, error: Exception) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{side} failed: {type(error).__name__}: {first}"
+
+
+def both(
+    sides: Sides, name: str, take: Callable[[Callable], float]
+) -> tuple[float | None, float | None, str]:
+    """``take`` each side's function; one that fails leaves ``None`` and its message, and the run goes on."""
+    values: list[float | None] = []
+    notes = []
+    for side, module in sides.items():
+        try:
+            values.append(take(getattr(module, name)))
+        except Exception as error:
+            values.append(None)
+            notes.append(failure(side, error))
+    ours, other = values
+    return ours, other, "; ".join(notes)
+
+
+def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[Row]:
+    """Forward, forward and backward, and peak memory, in bfloat16."""
+    inputs = op.draw(shape, torch.bfloat16, DEVICE, grad=True)
+    do = torch.randn_like(inputs["v"])
+    forwards: dict[str, Callable[[], object]] = {}
+    steps: dict[str, Callable[[], object]] = {}
+    failed = []
+    for side, module in sides.items():
+        fn = getattr(module, op.chunk)
+        step = measure.step(fn, inputs, do)
+        try:
+            note = peer.first_call(step)
+        except Exception as error:
+            failed.append(failure(side, error))
+            continue
+        if note and note not in notes:
+            notes.append(note)
+        forwards[side] = functools.partial(fn, **inputs)
+        steps[side] = step
+    reason = "; ".join(failed)
+
+    def row(quantity: str, unit: str, values: Mapping[str, float], limit: float | None) -> Row:
+        ours, other = (values.get(side) for side in sides)
+        return Row(op.name, shape.label, quantity, unit, ours, other, max_ratio=limit, note=reason)
+
+    def times(fns: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        return dict(zip(fns, measure.gpu_ms(list(fns.values())), strict=True))
+
+    yield row("forward", "ms", times(forwards), op.targets.forward)
+    yield row("forward + backward", "ms", times(steps), op.targets.step)
+    memory = {side: measure.peak_mib(fn) for side, fn in steps.items()}
+    yield row("peak memory over the inputs", "MiB", memory, op.targets.memory)
+
+
+def host_bound(op: Op, sides: Sides) -> Iterator[Row]:
+    """A short input, where launches and Python are all there is."""
+    inputs = op.draw(HOST_BOUND, torch.bfloat16, DEVICE, grad=True)
+    do = torch.randn_like(inputs["v"])
+
+    def forward_us(fn: Callable) -> float:
+        return measure.wall_us(functools.partial(fn, **inputs))
+
+    def step_us(fn: Callable) -> float:
+        return measure.wall_us(measure.step(fn, inputs, do))
+
+    for quantity, take in (("forward", forward_us), ("forward + backward", step_us)):
+        ours, other, note = both(sides, op.chunk, take)
+        yield Row(op.name, HOST_BOUND.label, f"{quantity}, wall clock", "us", ours, other, note=note)
+
+
+def decode(op: Op, sides: Sides) -> Iterator[Row]:
+    """One token: the device's time at batch 64, replayed from a graph; the host's at batch 1, in eager."""
+
+    def gpu_us(fn: Callable) -> float:
+        calls = []
+        for _ in range(STATES):
+            inputs = op.for_recurrent(op.draw(DECODE_GPU, torch.bfloat16, DEVICE))
+            state = op.draw_state(DECODE_GPU, DEVICE)
+            calls.append(functools.partial(fn, **inputs, initial_state=state, output_final_state=True))
+        with torch.no_grad():
+            return measure.gpu_ms([measure.graph(calls)])[0] * 1e3 / STATES
+
+    def host_us(fn: Callable) -> float:
+        inputs = op.for_recurrent(op.draw(DECODE_HOST, torch.bfloat16, DEVICE))
+        state = op.draw_state(DECODE_HOST, DEVICE)
+
+        def token() -> None:
+            nonlocal state
+            _, state = fn(**inputs, initial_state=state, output_final_state=True)
+
+        return measure.host_us(token)
+
+    def row(
+        shape: Shape, quantity: str, figures: tuple[float | None, float | None, str], limit: float | None
+    ) -> Row:
+        ours, other, note = figures
+        return Row(op.name, shape.label, quantity, "us", ours, other, max_value=limit, note=note)
+
+    limits = op.targets
+    yield row(DECODE_GPU, "decode, GPU", both(sides, op.recurrent, gpu_us), limits.decode_gpu_us)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            figures = both(sides, op.recurrent, host_us)
+        yield row(DECODE_HOST, f"decode, host, {mode.__name__}", figures, limits.decode_host_us)
+
+
+def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
+    """Both sides' bfloat16 results against float64 on the same rounded inputs: never above the peer's."""
+    inputs = op.draw(ACCURACY, torch.bfloat16, DEVICE)
+    state = op.draw_state(ACCURACY, DEVICE)
+    do, d_state = torch.randn_like(inputs["v"]), torch.randn_like(state)
+
+    def results(module: ModuleType, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        leaves = {
+            name: x.to(dtype or x.dtype, copy=True) for name, x in (inputs | {"initial_state": state}).items()
+        }
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        o, final_state = getattr(module, op.chunk)(**leaves, output_final_state=True)
+        upstream = do.to(o.dtype), d_state.to(final_state.dtype)
+        gradients = torch.autograd.grad((o, final_state), list(leaves.values()), upstream)
+        named = {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+        return {"o": o.detach(), "final_state": final_state.detach(), **named}
+
+    truth: dict[str, Tensor] = {}
+    errors: dict[str, dict[str, float]] = {side: {} for side in sides}
+    notes = []
+    try:
+        truth = results(sides["flacompose"], torch.float64)
+    except Exception as error:
+        notes.append(failure("float64", error))
+    for side, module in sides.items():
+        try:
+            got = results(module)
+            errors[side] = {name: measure.relative_error(got[name], x) for name, x in truth.items()}
+        except Exception as error:
+            notes.append(failure(side, error))
+    for name in ("o", "final_state", *(f"d{name}" for name in inputs), "dinitial_state"):
+        ours, other = (errors[side].get(name) for side in sides)
+        quantity, note = f"relative error of {name}", "; ".join(notes)
+        yield Row(op.name, ACCURACY.label, quantity, "", ours, other, max_ratio=1.0, note=note)
+
+
+def cold(op: Op, shape: Shape, timeouts: Mapping[str, float | None]) -> Iterator[Row]:
+    """The first step with empty caches, per side; a side whose time limit is ``None`` is left out."""
+    values: dict[str, float | None] = {}
+    notes = []
+    for side, timeout_s in timeouts.items():
+        try:
+            values[side] = None if timeout_s is None else first_step_s(op.name, side, shape, timeout_s)
+        except Exception as error:
+            values[side] = None
+            notes.append(failure(side, error))
+    ours, other = values.values()
+    limit, note = op.targets.cold_s, "; ".join(notes)
+    yield Row(op.name, shape.label, "first step, cold caches", "s", ours, other, max_value=limit, note=note)

@@ -1,0 +1,46 @@
+"""flash-linear-attention, the peer: finding it, and the check of its that timing has to pass."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+
+def load() -> ModuleType:
+    """``fla.ops`` with all of its kernels; exits with what to install where it is missing."""
+    try:
+        return importlib.import_module("fla.ops")
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] == "fla":
+            raise SystemExit("--against fla needs the package: pip install flash-linear-attention") from error
+        raise
+
+
+def version() -> str:
+    return str(getattr(importlib.import_module("fla"), "__version__", "unknown"))
+
+
+def lift_hopper_check() -> None:
+    """Let the peer's scalar-gated backward run on Hopper under Triton 3.4 to 3.7.0, for timing alone.
+
+    ``chunk_bwd_dqkwg`` refuses there because Triton miscompiles it (flash-linear-attention issue 640): what
+    it computes may be wrong, what it costs is the same. GLA's backward has kernels of its own and never asks.
+    """
+    module = importlib.import_module("fla.ops.common.chunk_o")
+    if not hasattr(module, "TRITON_ABOVE_3_7_1"):
+        raise RuntimeError(f"flash-linear-attention {version()} no longer has the check that this lifts")
+    vars(module)["TRITON_ABOVE_3_7_1"] = True
+
+
+def first_call(fn: Callable[[], object]) -> str | None:
+    """Call ``fn``; where the peer refuses Hopper, lift the check and call again. Returns a note if it did."""
+    try:
+        fn()
+    except RuntimeError as error:
+        if "on Hopper GPUs produces incorrect results" not in str(error):
+            raise
+        lift_hopper_check()
+        fn()
+        return "the peer refuses this backward on Hopper with this Triton; its check was lifted to time it"
+    return None

@@ -1,0 +1,182 @@
+"""Results as JSON, as a Markdown table and as a plot.
+
+To render saved results anew:
+``python -m benchmarks.report benchmarks/results/gla-*.json --update-docs docs/performance.md``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of both sides. ``None`` is what was not measured; ``note`` says why."""
+
+    op: str
+    case: str
+    quantity: str
+    unit: str
+    ours: float | None = None
+    other: float | None = None
+    max_ratio: float | None = None
+    max_value: float | None = None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.ours is None or not self.other else self.ours / self.other
+
+    @property
+    def met(self) -> bool | None:
+        """Whether every target is; ``None`` without a target, and a missing figure meets none."""
+        if self.max_ratio is None and self.max_value is None:
+            return None
+        by_ratio = self.max_ratio is None or (self.ratio is not None and self.ratio <= self.max_ratio)
+        by_value = self.max_value is None or (self.ours is not None and self.ours <= self.max_value)
+        return by_ratio and by_value
+
+
+@dataclass
+class Results:
+    """One run: where it ran, what it gave. ``other`` names the side that flacompose is compared with."""
+
+    other: str
+    environment: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def save(self, path: Path) -> None:
+        """Replace the file at once, so that an interrupted run leaves the last whole one."""
+        rows = [{**asdict(row), "ratio": row.ratio, "met": row.met} for row in self.rows]
+        content = {
+            "other": self.other,
+            "environment": self.environment,
+            "notes": self.notes,
+            "rows": rows,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(part, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        content = json.loads(path.read_text())
+        rows = [Row(**{name: row[name] for name in Row.__dataclass_fields__}) for row in content["rows"]]
+        return cls(content["other"], content["environment"], rows, content["notes"])
+
+
+def number(x: float | None) -> str:
+    """Three significant digits, plain where that is short."""
+    if x is None:
+        return ""
+    if x != x:
+        return "nan"
+    if x == 0 or 1e-2 <= abs(x) < 1e5:
+        return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
+    return f"{x:.2e}"
+
+
+def target(row: Row) -> str:
+    parts = []
+    if row.max_ratio is not None:
+        parts.append(f"ratio ≤ {row.max_ratio:g}")
+    if row.max_value is not None:
+        parts.append(f"≤ {row.max_value:g} {row.unit}".rstrip())
+    return ", ".join(parts)
+
+
+def cells(row: Row) -> list[str]:
+    verdict = {None: "", True: "met", False: "short"}[row.met]
+    quantity = f"{row.quantity}, {row.unit}" if row.unit else row.quantity
+    if row.note:
+        quantity += f" ({row.note})"
+    return [row.case, quantity, number(row.ours), number(row.other), number(row.ratio), target(row), verdict]
+
+
+def table(results: Results) -> str:
+    """The whole run in Markdown: environment, notes, one table per op."""
+    lines = [f"- {name}: {value}" for name, value in results.environment.items() if name != "command"]
+    if "command" in results.environment:
+        lines.append(f"- command: `{results.environment['command']}`")
+    lines += [f"- note: {note}" for note in results.notes]
+    for op in dict.fromkeys(row.op for row in results.rows):
+        header = ["shape", op, "flacompose", results.other, "ratio", "target", ""]
+        lines += ["", "| " + " | ".join(header) + " |", "|---|---|--:|--:|--:|---|---|"]
+        lines += [
+            "| " + " | ".join(cells(row)).replace("\n", " ") + " |" for row in results.rows if row.op == op
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: Results, path: Path) -> None:
+    """One bar per figure, flacompose over the other, on a log axis; a tick marks each target."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in results.rows if row.ratio]
+    if not rows:
+        return
+    figure = Figure(figsize=(9, 1.2 + 0.28 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    positions = list(range(len(rows)))
+    colours = {True: "#2a7f62", False: "#c1554d", None: "#7a8ca3"}
+    ratios = [row.ratio or 1.0 for row in rows]
+    # From 1, so that shorter to the left is better and nothing depends on where the axis starts.
+    axes.barh(positions, [ratio - 1 for ratio in ratios], left=1, color=[colours[row.met] for row in rows])
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    limits = [(i, row.max_ratio) for i, row in enumerate(rows) if row.max_ratio is not None]
+    axes.scatter([x for _, x in limits], [i for i, _ in limits], marker="|", s=140, color="black", zorder=3)
+    low, high = min(ratios + [x for _, x in limits]), max([*ratios, 1.0])
+    axes.set_xlim(low / 1.6, high * 1.8)
+    for i, row in zip(positions, rows, strict=True):
+        values = f" {number(row.ours)} / {number(row.other)} {row.unit}"
+        axes.text(max(ratios[i], 1.0), i, values, va="center", fontsize=7)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(positions, [f"{row.op}  {row.case}  {row.quantity}" for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"flacompose / {results.other}, less is better (| is the target)")
+    axes.set_title(results.environment.get("device", ""), fontsize=9)
+    figure.savefig(path, dpi=140)
+
+
+def update_docs(page: Path, runs: Sequence[Results]) -> None:
+    """Put the tables between the page's markers, the rest untouched; a page that is missing is made."""
+    titled = [f"## Beside {run.other}, {run.environment['device']}\n\n{table(run)}" for run in runs]
+    block = "\n".join(titled)
+    text = page.read_text() if page.exists() else f"# Performance\n\n{BEGIN}\n{END}\n"
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"{page} must have the markers {BEGIN} and {END} once each, in this order")
+    before, rest = text.split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{block}\n{END}{rest.split(END)[1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Render saved results.")
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files that benchmarks.run wrote")
+    parser.add_argument(
+        "--update-docs", type=Path, metavar="PAGE", help="write the tables between its markers"
+    )
+    arguments = parser.parse_args()
+    runs = []
+    for path in arguments.results:
+        runs.append(Results.load(path))
+        path.with_suffix(".md").write_text(table(runs[-1]))
+        plot(runs[-1], path.with_suffix(".png"))
+        print(table(runs[-1]))
+    if arguments.update_docs:
+        update_docs(arguments.update_docs, runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Measure ops beside another implementation: prints a table, writes JSON and a plot.
+
+python -m benchmarks.run --ops gla --against fla                      both libraries in one process, on a GPU
+python -m benchmarks.run --ops gla --against reference --device cpu   the CPU path beside the recurrence itself
+
+Against flash-linear-attention, inputs are what its own benchmark takes: q, k, v standard normal, gates
+``logsigmoid(normal)``, all bfloat16. Forward is that of a training step, gradients enabled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from . import cases, cpu, cuda, peer, report, tuned, warm
+from .cases import OPS, Op, Shape
+from .environment import environment
+
+RESULTS = Path(__file__).with_name("results")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = p.add_argument
+    add("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP", help=f"of {', '.join(OPS)}")
+    add("--against", choices=["fla", "reference"], default="fla")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda for fla, cpu for reference")
+    add("--shapes", nargs="+", type=Shape.parse, metavar="BxTxHxKxV", help="training shapes to take instead")
+    add("--more-shapes", action="store_true", help="other head widths too; the peer tunes for each")
+    add("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    add("--update-docs", type=Path, metavar="PAGE", help="write the tables between the page's markers")
+    add = p.add_argument_group("the peer").add_argument
+    add("--peer-configs", default="shipped", help="shipped (default), none, or a file saved by a run")
+    add("--warm-peer", action="store_true", help="compile its candidates in parallel before it tunes")
+    add("--warm-timeout", type=float, default=120.0, metavar="S", help="seconds for that (default: 120)")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="processes for that (default: one a core)")
+    add("--cold-peer", action="store_true", help="its first step with empty caches too: minutes")
+    add(
+        "--cold-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds for one (default: 300)",
+    )
+    return p
+
+
+class Run:
+    """Results as they come: every row is printed, and the file is whole after each."""
+
+    def __init__(self, results: report.Results, path: Path) -> None:
+        self.results, self.path = results, path
+        self.start = time.monotonic()
+
+    def say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self.start:5.0f} s] {line}", flush=True)
+
+    def note(self, line: str) -> None:
+        self.results.notes.append(line)
+        self.say(line)
+
+    def take(self, rows: Iterable[report.Row]) -> None:
+        for row in rows:
+            self.results.rows.append(row)
+            self.results.save(self.path)
+            case, quantity, ours, other, ratio, target, verdict = report.cells(row)
+            self.say(f"{row.op}  {case}  {quantity}: {ours} / {other} = {ratio}  {target}  {verdict}")
+
+    def finish(self) -> None:
+        self.results.save(self.path)
+        text = report.table(self.results)
+        self.path.with_suffix(".md").write_text(text)
+        print("\n" + text, flush=True)
+        try:
+            report.plot(self.results, self.path.with_suffix(".png"))
+        except ModuleNotFoundError as error:
+            self.say(f"no plot: {error}")
+
+
+def tuned_file(choice: str) -> Path | None:
+    """The shipped configurations are for Hopper; elsewhere the peer tunes unless a file is given."""
+    if choice == "none" or (choice == "shipped" and torch.cuda.get_device_capability() != (9, 0)):
+        return None
+    return tuned.H100 if choice == "shipped" else Path(choice)
+
+
+def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
+    shapes = arguments.shapes or [*cases.TRAINING, *(cases.MORE if arguments.more_shapes else ())]
+    configs = tuned_file(arguments.peer_configs)
+    sides = {"flacompose": importlib.import_module("flacompose.ops"), "fla": peer.load()}
+    run.results.environment["fla"] = peer.version()
+    installed: set = set()
+    if configs is not None:
+        installed = tuned.install(configs)
+        run.note(f"{tuned.origin(configs)}; the peer tunes what that file lacks")
+    device = run.results.environment["device"]
+    save = functools.partial(tuned.save, run.path.with_name("peer-configs.json"), device, peer.version())
+    for op in ops:
+        if arguments.warm_peer:
+            every = [*shapes, cases.ACCURACY]
+            limits = arguments.warm_timeout, arguments.workers
+            run.say(warm.compile_candidates(op.name, every, configs, *limits))
+        for shape in shapes:
+            run.take(cuda.training(op, sides, shape, run.results.notes))
+            save()
+        run.take(cuda.decode(op, sides))
+        run.take(cuda.host_bound(op, sides))
+        run.take(cuda.accuracy(op, sides))
+        save()
+        peer_timeout = arguments.cold_timeout if arguments.cold_peer else None
+        timeouts = {"flacompose": arguments.cold_timeout, "fla": peer_timeout}
+        run.take(cuda.cold(op, shapes[0], timeouts))
+    run.note(f"{len(tuned.cached() - installed)} launch configurations tuned by the peer in this run")
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = parser()
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = p.parse_args(argv)
+    device = arguments.device or ("cuda" if arguments.against == "fla" else "cpu")
+    if (arguments.against, device) not in {("fla", "cuda"), ("reference", "cpu")}:
+        p.error(f"--against {arguments.against} is not measured on {device}")
+    if device == "cuda" and not torch.cuda.is_available():
+        p.error("--against fla needs a CUDA GPU; on a CPU: --against reference --device cpu")
+    ops = [OPS[name] for name in arguments.ops]
+    name = "-".join([*arguments.ops, arguments.against, device])
+    run = Run(report.Results(arguments.against, environment(device, argv)), arguments.out / f"{name}.json")
+    try:
+        if device == "cuda":
+            on_cuda(run, ops, arguments)
+        else:
+            module = importlib.import_module("flacompose.ops")
+            for op in ops:
+                for shape in arguments.shapes or [cases.CPU]:
+                    run.take(cpu.training(op, module, shape))
+    finally:
+        run.finish()
+    if arguments.update_docs:
+        # The other device's last run stays on the page.
+        saved = [path for path in sorted(arguments.out.glob("*.json")) if path.name != "peer-configs.json"]
+        report.update_docs(arguments.update_docs, [report.Results.load(path) for path in saved])
+
+
+if __name__ == "__main__":
+    main()

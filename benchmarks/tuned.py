@@ -1,0 +1,92 @@
+"""The peer's launch configurations: put saved ones in place of minutes of autotuning, save what it chose.
+
+The file has, per kernel, ``{"when": {key argument: value}, "dtypes": [...], "config": {...}}``. Keys go by name,
+as the peer reorders and extends them between releases; an entry whose names are not the kernel's is left out, and
+what is not found tunes as usual.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+H100 = Path(__file__).with_name("tuned_h100.json")
+"""For bfloat16, H = 16, K = V = 128; chosen by flash-linear-attention 0.5.2's own tuning on an H100."""
+
+
+def autotuners(package: str = "fla") -> Iterator[Any]:
+    """Every autotuned kernel of the package's loaded modules, once."""
+    from triton.runtime.autotuner import Autotuner, Heuristics
+
+    seen = set()
+    for name, module in sorted(sys.modules.items()):
+        if name != package and not name.startswith(package + "."):
+            continue
+        for value in list(vars(module).values()):
+            while isinstance(value, Heuristics):
+                value = value.fn
+            if isinstance(value, Autotuner) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def install(path: Path, package: str = "fla") -> set[tuple[str, tuple]]:
+    """Fill the autotuners' caches from the file; returns what was installed, as (kernel, key)."""
+    from triton import Config
+
+    kernels = json.loads(path.read_text())["kernels"]
+    installed = set()
+    for tuner in autotuners(package):
+        name = tuner.base_fn.__name__
+        for entry in kernels.get(name, []):
+            when, config = entry["when"], entry["config"]
+            if set(when) != set(tuner.keys):
+                continue
+            # Triton's form: the key arguments in order, then the tensors' dtypes.
+            key = (*(when[k] for k in tuner.keys), *(f"torch.{dtype}" for dtype in entry["dtypes"]))
+            tuner.cache[key] = Config(
+                config["kwargs"], num_warps=config["num_warps"], num_stages=config["num_stages"]
+            )
+            installed.add((name, key))
+    return installed
+
+
+def origin(path: Path) -> str:
+    """A line on where the file's choices come from."""
+    content = json.loads(path.read_text())
+    return (
+        f"launch configurations in {path.name} were chosen by {content['tuned_with']} on {content['device']}"
+    )
+
+
+def cached(package: str = "fla") -> set[tuple[str, tuple]]:
+    """All (kernel, key) that have a configuration now."""
+    return {(tuner.base_fn.__name__, key) for tuner in autotuners(package) for key in tuner.cache}
+
+
+def save(path: Path, device: str, version: str, package: str = "fla") -> None:
+    """Write every configuration that the autotuners hold, in the form that `install` reads."""
+    kernels: dict[str, list[dict]] = {}
+    for tuner in autotuners(package):
+        for key, config in tuner.cache.items():
+            values, dtypes = key[: len(tuner.keys)], key[len(tuner.keys) :]
+            if len(values) < len(tuner.keys) or not all(str(dtype).startswith("torch.") for dtype in dtypes):
+                continue  # a key argument was left to its default, so the values cannot be named
+            kernels.setdefault(tuner.base_fn.__name__, []).append(
+                {
+                    "when": dict(zip(tuner.keys, values, strict=True)),
+                    "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
+                    "config": {
+                        "kwargs": config.kwargs,
+                        "num_warps": config.num_warps,
+                        "num_stages": config.num_stages,
+                    },
+                }
+            )
+    tuned_with = f"flash-linear-attention {version}"
+    path.write_text(
+        json.dumps({"device": device, "tuned_with": tuned_with, "kernels": kernels}, indent=1) + "\n"
+    )

@@ -1,0 +1,123 @@
+"""Compile the peer's candidate kernels in parallel, so that its tuning afterwards only has to time them.
+
+Each worker process makes the same calls but launches nothing: of every kernel that is about to be tuned it
+compiles its share of the candidates into Triton's disk cache. The measuring process then tunes on a device of its
+own, as the peer would; timings taken by workers side by side would choose by noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import measure, peer, tuned
+from .cases import DECODE_HOST, OPS, ROOT, Op, Shape
+
+
+def compile_candidates(
+    op: str, shapes: Sequence[Shape], configs: Path | None, timeout_s: float, workers: int
+) -> str:
+    """Run the workers, ending those that outlast ``timeout_s``; returns a line on how it went."""
+    start = time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.warm",
+        op,
+        ",".join(map(str, shapes)),
+        str(configs or "none"),
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # the workers fill the cores
+    late, failed = 0, []
+    with contextlib.ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]
+        processes = [
+            subprocess.Popen([*command, str(i), str(workers)], cwd=ROOT, env=env, stdout=log, stderr=log)
+            for i, log in enumerate(logs)
+        ]
+        try:
+            for process, log in zip(processes, logs, strict=True):
+                try:
+                    code = process.wait(max(0.1, timeout_s - (time.monotonic() - start)))
+                except subprocess.TimeoutExpired:
+                    late += 1
+                    continue
+                if code:
+                    log.seek(0)
+                    failed.append((log.read().strip().splitlines() or ["no message"])[-1])
+        finally:
+            for process in processes:
+                process.kill()  # does nothing to one that has ended
+                process.wait()
+    line = f"compiled the peer's candidates in {time.monotonic() - start:.0f} s with {workers} processes"
+    if late:
+        line += f", {late} stopped at {timeout_s:.0f} s"
+    if failed:
+        line += f", {len(failed)} failed ({failed[0]})"
+    return line
+
+
+def compile_only(tuner: Any, index: int, workers: int) -> None:
+    """Make the autotuner compile every ``workers``-th candidate and launch nothing."""
+    # Kernels with few candidates start at different workers.
+    first = (index + zlib.crc32(tuner.base_fn.__name__.encode())) % workers
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+        arguments = {name: x for name, x in {**tuner.nargs, **kwargs}.items() if name in tuner.arg_names}
+        key = tuple(arguments[name] for name in tuner.keys if name in arguments)
+        key += tuple(str(x.dtype) for x in arguments.values() if hasattr(x, "dtype"))
+        candidates = [tuner.cache[key]] if key in tuner.cache else tuner.prune_configs(kwargs)
+        for config in itertools.islice(candidates, first, None, workers):
+            try:
+                tuner.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
+            except Exception as error:  # a candidate that does not compile is the tuning's to reject
+                print(f"{tuner.base_fn.__name__} {config}: {error}", file=sys.stderr)
+
+    tuner.run = run
+
+
+def calls(op: Op, shapes: Sequence[Shape]) -> None:
+    """A training step at each shape, without states and with them, and one recurrent step."""
+    module = peer.load()
+    chunk, recurrent = getattr(module, op.chunk), getattr(module, op.recurrent)
+    # No tuning key holds the length, past one chunk: short inputs leave memory for every worker.
+    for short in dict.fromkeys(shape._replace(T=256) for shape in shapes):
+        inputs = op.draw(short, torch.bfloat16, "cuda", grad=True)
+        do = torch.randn_like(inputs["v"])
+        peer.first_call(measure.step(chunk, inputs, do))
+        state = op.draw_state(short, "cuda").requires_grad_()
+        results = chunk(**inputs, initial_state=state, output_final_state=True)
+        torch.autograd.grad(results, [*inputs.values(), state], [torch.randn_like(x) for x in results])
+    with torch.no_grad():
+        inputs = op.for_recurrent(op.draw(DECODE_HOST, torch.bfloat16, "cuda"))
+        recurrent(**inputs, initial_state=op.draw_state(DECODE_HOST, "cuda"), output_final_state=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="one worker of compile_candidates")
+    for name in ("op", "shapes", "configs", "index", "workers"):
+        parser.add_argument(name)
+    arguments = parser.parse_args()
+    peer.load()
+    if arguments.configs != "none":
+        tuned.install(Path(arguments.configs))
+    for tuner in tuned.autotuners():
+        compile_only(tuner, int(arguments.index), int(arguments.workers))
+    calls(OPS[arguments.op], [Shape.parse(text) for text in arguments.shapes.split(",")])
+
+
+if __name__ == "__main__":
+    main()

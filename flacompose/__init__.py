@@ -1,0 +1,6 @@
+"""Linear-attention recurrences as PyTorch ops that compile, export and compose."""
+
+from flacompose import layers, ops
+
+__version__ = "0.1.0"
+__all__ = ["layers", "ops"]

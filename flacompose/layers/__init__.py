@@ -1,0 +1,12 @@
+"""Layers: projections, gates, norms and short convolutions in plain PyTorch around one op of `flacompose.ops`.
+
+Every layer is called the same way, ``layer(hidden_states, state=None, *, attention_mask=None, cu_seqlens=None)``,
+and returns ``(output, state)``; the state is a `RecurrentState`, new each time.
+"""
+
+from flacompose.layers.gla import GatedLinearAttention
+from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.short_conv import ShortConvolution
+from flacompose.layers.state import RecurrentState
+
+__all__ = ["GatedLinearAttention", "GatedRMSNorm", "RMSNorm", "RecurrentState", "ShortConvolution"]

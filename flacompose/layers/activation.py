@@ -1,0 +1,33 @@
+"""Activations by name, for gates and feature maps: the names that flash-linear-attention gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def sqrelu(x: Tensor) -> Tensor:
+    """``max(x, 0)^2``."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "sigmoid": F.sigmoid,
+    "logsigmoid": F.logsigmoid,
+    "silu": F.silu,
+    "swish": F.silu,
+    "sqrelu": sqrelu,
+    "gelu": partial(F.gelu, approximate="tanh"),
+}
+
+
+def activation(argument: str, name: str) -> Callable[[Tensor], Tensor]:
+    """The activation called ``name``; ``argument`` is what the user passed it as."""
+    if name not in ACTIVATIONS:
+        why = " (bias_gelu takes a bias, which this layer has not)" if name == "bias_gelu" else ""
+        raise ValueError(f"{argument} must be one of {', '.join(ACTIVATIONS)}, got {name!r}{why}")
+    return ACTIVATIONS[name]

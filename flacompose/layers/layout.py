@@ -1,0 +1,120 @@
+"""Where the sequences lie in a batch of tokens: one per row, padded, or packed one after another.
+
+A padded row is left-aligned on the way in, so that all that follows sees its tokens first and its pads last, and put
+back on the way out. All of it is index arithmetic on the device, of shapes that no value decides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """The sequences of ``T`` tokens a row, after `enter`."""
+
+    valid: Tensor | None = None  # [B, T], False for pads and past cu_seqlens[-1]; None: every token counts
+    lengths: Tensor | None = None  # [B], the tokens of each padded row
+    order: Tensor | None = None  # [B, T], the place in the input of each left-aligned token
+    rank: Tensor | None = None  # [B, T], its inverse
+
+    def enter(self, x: Tensor) -> Tensor:
+        """``x [B, T, D]`` with padded rows left-aligned, and zeros, whatever it holds there, where nothing counts."""
+        if self.order is not None:
+            x = _take(x, self.order)
+        return self.silence(x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The inverse of `enter`: every token where it came from, and zeros where nothing counts."""
+        x = self.silence(x)
+        return x if self.rank is None else _take(x, self.rank)
+
+    def silence(self, x: Tensor) -> Tensor:
+        """``x [B, T, ...]`` with zeros where nothing counts.
+
+        A token whose key and whose gates (natural logarithms) are 0 leaves a state as it is.
+        """
+        if self.valid is None:
+            return x
+        return torch.where(self.valid.reshape(*self.valid.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+def layout(
+    hidden_states: Tensor,
+    hidden_size: int,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Layout:
+    """Check what says where the sequences lie, and prepare it.
+
+    Args:
+        hidden_states: ``[B, T, hidden_size]``.
+        hidden_size: of the layer.
+        attention_mask: ``[B, T]`` of any dtype, nonzero for the tokens that count, which need not be neighbours;
+            ``[B, L]`` with ``L > T`` for a whole history, whose last ``T`` columns are these tokens.
+        cu_seqlens: ``[N + 1]`` int32 or int64, the boundaries of ``N`` sequences packed in one row.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if hidden_states.ndim != 3 or hidden_states.shape[2] != hidden_size:
+        raise ValueError(
+            f"hidden_states must have shape (B, T, {hidden_size}), got {tuple(hidden_states.shape)}"
+        )
+    if not hidden_states.is_floating_point():
+        raise TypeError(f"hidden_states must be of a floating dtype, got {hidden_states.dtype}")
+    if attention_mask is not None and cu_seqlens is not None:
+        raise ValueError("attention_mask and cu_seqlens exclude each other: packed sequences have no padding")
+    if attention_mask is not None:
+        return _padded(hidden_states, attention_mask)
+    if cu_seqlens is not None:
+        return _packed(hidden_states, cu_seqlens)
+    return Layout()
+
+
+def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
+    B, T, _ = hidden_states.shape
+    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+        raise ValueError(
+            f"attention_mask must have shape ({B}, {T}), or ({B}, L) with L > {T} for a whole history, "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    _same_device("attention_mask", attention_mask, hidden_states)
+    counts = attention_mask[:, attention_mask.shape[1] - T :] != 0
+    seen = counts.long().cumsum(1)  # the tokens up to and with this one
+    lengths = seen[:, -1]
+    place = torch.arange(T, device=seen.device).expand_as(seen)
+    rank = torch.where(counts, seen - 1, lengths[:, None] + place - seen)
+    order = rank.scatter(1, rank, place)
+    return Layout(place < lengths[:, None], lengths, order, rank)
+
+
+def _packed(hidden_states: Tensor, cu_seqlens: Tensor) -> Layout:
+    if hidden_states.shape[0] != 1:
+        raise ValueError(
+            f"cu_seqlens needs hidden_states of one row (B = 1), got B = {hidden_states.shape[0]}"
+        )
+    check_cu_seqlens(cu_seqlens, hidden_states)
+    t = torch.arange(hidden_states.shape[1], device=cu_seqlens.device)
+    return Layout(((t >= cu_seqlens[0]) & (t < cu_seqlens[-1]))[None])
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, x: Tensor) -> None:
+    """Raise unless ``cu_seqlens`` can hold the boundaries of the tokens ``x``."""
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape (N + 1,) with N >= 1, got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    _same_device("cu_seqlens", cu_seqlens, x)
+
+
+def _same_device(name: str, value: Tensor, x: Tensor) -> None:
+    if value.device != x.device:
+        raise ValueError(f"{name} must be on {x.device}, got {value.device}")
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """``y[b, t] = x[b, index[b, t]]``."""
+    return x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))

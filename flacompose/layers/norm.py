@@ -1,0 +1,67 @@
+"""Root-mean-square norms."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flacompose.layers._dtype import wide
+
+
+class RMSNorm(nn.Module):
+    r"""Root-mean-square norm over the last axis, in float32 (float64 for float64), rounded to the dtype of `x`.
+
+    $$y = x / \sqrt{\operatorname{mean}(x^2) + \epsilon} \odot \text{weight}$$
+
+    From "Root Mean Square Layer Normalization" (<https://arxiv.org/abs/1910.07467>).
+
+    Args:
+        hidden_size: Size ``D`` of the last axis.
+        elementwise_affine: Whether there is a weight, ``[D]``, of ones at first.
+        eps: Added to the mean square.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool | None = True,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.eps = eps
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        else:
+            self.register_parameter("weight", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, elementwise_affine={self.weight is not None}, eps={self.eps}"
+
+
+class GatedRMSNorm(RMSNorm):
+    """An `RMSNorm` whose output is multiplied by ``silu(g)`` before its one rounding; ``g`` has the shape of `x`."""
+
+    def forward(self, x: Tensor, g: Tensor) -> Tensor:  # type: ignore[override]
+        return (_rms_norm(x, self.weight, self.eps) * F.silu(wide(g))).to(x.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    x = wide(x)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return x if weight is None else x * weight

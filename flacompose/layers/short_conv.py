@@ -1,0 +1,203 @@
+"""The short causal convolution in front of a recurrence."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from flacompose.layers._dtype import wide
+from flacompose.layers.layout import check_cu_seqlens
+
+
+class ShortConvolution(nn.Module):
+    r"""Depthwise causal convolution over time, with explicit state.
+
+    $$y_t = \operatorname{activation}\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \odot x_{t-(W-1)+w}\Bigr)$$
+
+    Tokens before the first come from the state, or are zeros. Sums are taken in float32 (float64 for float64). It is
+    written as ``W`` shifted multiply-adds, which compile to one kernel (and a small one for the new state); `conv1d`
+    is a kernel that nothing fuses with, and does not compile for training with a dynamic ``T`` at batch 1.
+
+    Args:
+        hidden_size: Number of channels ``D``.
+        kernel_size: Width ``W``.
+        bias: Whether there is a bias.
+        activation: "silu", its other name "swish", or None.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Attributes:
+        weight: ``[D, 1, W]``, the newest token's in column ``W - 1``; initialised as in `torch.nn.Conv1d`.
+        bias: ``[D]`` or None, likewise.
+
+    Raises:
+        ValueError: If `kernel_size` is below 1 or `activation` none of these.
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        kernel_size: int,
+        bias: bool = False,
+        activation: str | None = "silu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if kernel_size < 1:
+            raise ValueError(f"kernel_size must be at least 1, got {kernel_size}")
+        if activation not in ("silu", "swish", None):
+            raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
+        self.hidden_size = hidden_size
+        self.kernel_size = kernel_size
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(hidden_size, 1, kernel_size, device=device, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.kernel_size)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Convolve, and return the state to go on from.
+
+        Args:
+            x: ``[B, T, D]``.
+            state: The inputs before the first token, ``[N, D, W]``, the newest in column ``W - 1``, in any float
+                dtype; ``N`` is ``B``, or the number of packed sequences. It is not written to. Default: zeros.
+            lengths: ``[B]`` integers: the first ``lengths[b]`` tokens of row ``b`` count, and the new state is that
+                after them. What the others give means nothing. Default: all count.
+            cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
+                is then 1. Sequences may be empty; what tokens past ``cu_seqlens[-1]`` give means nothing.
+
+        Returns:
+            ``(y, state)``: ``[B, T, D]`` and a new ``[N, D, W]``, both in the dtype of `x`.
+
+        Raises:
+            ValueError: If a shape or a device is wrong, or `lengths` comes with `cu_seqlens`.
+            TypeError: If `cu_seqlens` is neither int32 nor int64.
+        """
+        self._check(x, state, lengths, cu_seqlens)
+        if state is not None:
+            state = state.to(x.dtype)
+        if cu_seqlens is not None:
+            y, state = self._packed(x, state, cu_seqlens)
+        elif state is not None and lengths is None and statically_known_true(x.shape[1] == 1):
+            y, state = self._step(x, state)
+        else:
+            y, state = self._rows(x, state, lengths)
+        if self.bias is not None:
+            y = y + self.bias
+        return (y if self.activation is None else F.silu(y)).to(x.dtype), state
+
+    def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One token: the new state is all that it reads."""
+        state = torch.cat([state[:, :, 1:], x.transpose(1, 2)], dim=2)
+        return (wide(state) * self.weight[:, 0]).sum(2)[:, None], state
+
+    def _rows(self, x: Tensor, state: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        B, T, D = x.shape
+        W = self.kernel_size
+        # [B, W + T, D]: a sum of two pads fuses into whatever reads it, where a concatenation is written out first.
+        history = F.pad(x, (0, 0, W, 0))
+        if state is not None:
+            history = history + F.pad(state.transpose(1, 2), (0, 0, 0, T))
+        y = self._taps(wide(history)[:, 1:], T)
+        if lengths is None:
+            last = history[:, T:]
+        else:
+            rows = lengths[:, None] + torch.arange(W, device=x.device)  # [B, W]
+            last = history.gather(1, rows[:, :, None].expand(-1, -1, D))
+        return y, _columns(last)
+
+    def _packed(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        T, D = x.shape[1:]
+        W = self.kernel_size
+        cu = cu_seqlens.long().clamp(0, T)
+        begin, end = cu[:-1], cu[1:]
+        t = torch.arange(T, device=x.device)
+        sequence = torch.searchsorted(cu, t, right=True) - 1
+        age = (t - cu[sequence.clamp(min=0)])[:, None]  # the tokens before this one in its sequence
+        h = wide(F.pad(x, (0, 0, W, 0)))
+        y = h[:, W:] * self.weight[:, 0, W - 1]
+        for w in range(W - 1):
+            tap = h[:, 1 + w : 1 + w + T] * self.weight[:, 0, w]
+            y = y + torch.where(age >= W - 1 - w, tap, 0)
+
+        column = torch.arange(W, device=x.device)
+        # [N, W]: the tokens of the new state, or below begin, columns of the old one.
+        source = end[:, None] - W + column
+        last = x[0, source.clamp(min=0)]
+        if state is None:
+            old = torch.zeros_like(last)
+        else:
+            if W > 1:
+                y = y + self._from_state(state, begin, end, T)
+            old = state.transpose(1, 2).gather(
+                1, ((end - begin)[:, None] + column).clamp(max=W - 1)[:, :, None].expand(-1, -1, D)
+            )
+        return y, _columns(torch.where((source >= begin[:, None])[:, :, None], last, old))
+
+    def _from_state(self, state: Tensor, begin: Tensor, end: Tensor, T: int) -> Tensor:
+        """``[1, T, D]``: what the state adds to the first ``W - 1`` tokens of each packed sequence."""
+        _, D, W = state.shape
+        y = self._taps(F.pad(wide(state).transpose(1, 2)[:, 1:], (0, 0, 0, W - 1)), W - 1)  # [N, W - 1, D]
+        token = begin[:, None] + torch.arange(W - 1, device=state.device)  # [N, W - 1]
+        token = torch.where(token < end[:, None], token, T)  # dropped, where the sequence is too short
+        return y.new_zeros(T + 1, D).index_put((token,), y)[None, :T]
+
+    def _taps(self, h: Tensor, T: int) -> Tensor:
+        """``[N, T, D]`` from ``h [N, W - 1 + T, D]``."""
+        y = h[:, :T] * self.weight[:, 0, 0]
+        for w in range(1, self.kernel_size):
+            y = y + h[:, w : w + T] * self.weight[:, 0, w]
+        return y
+
+    def _check(
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
+    ) -> None:
+        D, W = self.hidden_size, self.kernel_size
+        if x.ndim != 3 or x.shape[2] != D:
+            raise ValueError(f"x must have shape (B, T, {D}), got {tuple(x.shape)}")
+        N = x.shape[0]
+        if lengths is not None and cu_seqlens is not None:
+            raise ValueError("lengths and cu_seqlens exclude each other")
+        if lengths is not None and tuple(lengths.shape) != (N,):
+            raise ValueError(f"lengths must have shape ({N},), got {tuple(lengths.shape)}")
+        if cu_seqlens is not None:
+            if N != 1:
+                raise ValueError(f"cu_seqlens needs x of one row (B = 1), got B = {N}")
+            check_cu_seqlens(cu_seqlens, x)
+            N = cu_seqlens.shape[0] - 1
+        if state is not None and tuple(state.shape) != (N, D, W):
+            raise ValueError(f"state must have shape ({N}, {D}, {W}), got {tuple(state.shape)}")
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return (
+            f"{self.hidden_size}, kernel_size={self.kernel_size}, bias={bias}, activation={self.activation}"
+        )
+
+
+def _columns(last: Tensor) -> Tensor:
+    """``[N, W, D]`` as a state ``[N, D, W]`` of its own."""
+    return last.transpose(1, 2).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,76 @@
+"""Argument checks of the public functions, in one wording, without reading a tensor's values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MAX_HEAD_SIZE = 256
+
+
+def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
+    """Check ``q, k [B, T, H, K]`` and ``v [B, T, H, V]``, return ``B, T, H, K, V``."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
+    if q.dim() != 4:
+        raise ValueError(f"q must have shape [B, T, H, K], got {tuple(q.shape)}")
+    B, T, H, K = q.shape
+    like(q, "k", k, q.shape)
+    if v.dim() != 4:
+        raise ValueError(f"v must have shape [B, T, H, V], got {tuple(v.shape)}")
+    V = v.shape[3]
+    like(q, "v", v, (B, T, H, V))
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        # Autocast makes them one dtype further on.
+        if not torch.is_autocast_enabled(q.device.type):
+            name, x = ("k", k) if k.dtype != q.dtype else ("v", v)
+            raise TypeError(f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}")
+    for name, x in (("q", q), ("v", v)):
+        if 0 in x.shape:
+            raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
+        if x.shape[3] > _MAX_HEAD_SIZE:
+            raise ValueError(f"{name} must have a head size of at most {_MAX_HEAD_SIZE}, got {x.shape[3]}")
+    return B, T, H, K, V
+
+
+def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """Check that `x` is a float tensor of this shape on the device of `q`."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Check `cu_seqlens`, return the number of sequences ``N``."""
+    B = q.shape[0]
+    if cu_seqlens is None:
+        return B
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {_name(cu_seqlens.dtype)}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on the device of q, {q.device}, got {cu_seqlens.device}")
+    if B != 1:
+        raise ValueError(f"q must have batch size 1 when cu_seqlens is given, got {B}")
+    return cu_seqlens.shape[0] - 1
+
+
+def number(name: str, x: object) -> None:
+    if not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

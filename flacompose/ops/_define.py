@@ -1,0 +1,362 @@
+"""Registration of operators: the one file that talks to ``torch.library``.
+
+:func:`define_op` turns a schema and pure-PyTorch functions into an operator that every part of PyTorch takes as one
+node. :func:`launch` launches a Triton kernel from an implementation, in eager and while it is traced.
+
+The private names of PyTorch in use are all in this file: those imported or resolved at the top, and the dispatch keys.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _any_requires_grad,
+    _are_functorch_transforms_active,
+    _AutoDispatchBelowAutograd,
+    _ExcludeDispatchKeyGuard,
+)
+from torch._functorch import config as functorch_config
+from torch._functorch.autograd_function import custom_function_call
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._VF import _unpack_dual
+from torch.autograd import forward_ad
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.utils.flop_counter import register_flop_formula
+
+# Read at call time; touched here so that a release of PyTorch without them fails at import.
+_ = functorch_config.decompose_custom_triton_ops, forward_ad._current_level
+
+# A collected Library takes its registrations with it.
+LIBRARY = torch.library.Library("flacompose", "FRAGMENT")
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
+
+vjp: Callable[..., Any] = torch.func.vjp
+
+
+class _Tracing(threading.local):
+    active = False
+
+
+_tracing = _Tracing()
+
+
+def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+    """Launch a Triton kernel: ``kernel[grid](*args, **kwargs)``, recorded in the graph when the caller is traced.
+
+    ``wrap_triton`` costs about fifteen times a plain launch, so eager calls do without it.
+    """
+    (torch.library.wrap_triton(kernel) if _tracing.active else kernel)[grid](*args, **kwargs)
+
+
+def define_op(
+    name: str,
+    schema: str,
+    *,
+    eager: Callable[..., tuple[Tensor, ...]],
+    fake: Callable[..., tuple[Tensor, ...]],
+    triton: Callable[..., tuple[Tensor, ...]] | None = None,
+    backward: OpOverload | None = None,
+    heads: Mapping[str, int],
+    batch: Mapping[str, int],
+    autocast: Sequence[str] = (),
+    flops: Callable[..., int] | None = None,
+) -> OpOverload:
+    """Register ``flacompose::name`` and return its overload, the fastest way to call it.
+
+    Args:
+        name: the operator's name.
+        schema: arguments and returns, every one named, no defaults, the first argument a ``Tensor``, the returns a
+            tuple of ``Tensor``.
+        eager: the implementation in PyTorch, on every device: functional (no in-place operation), differentiable to
+            any order. Second derivatives and forward-mode derivatives are derivatives of it.
+        fake: shapes, dtypes, devices and strides of the outputs.
+        triton: the implementation on CUDA, float64 excepted, where Triton is installed. It imports its kernels when
+            called and launches them through :func:`launch`.
+        backward: the operator of the gradient. It takes the arguments of this one and then the gradient of each output
+            (``Tensor?``), and returns the gradient of argument ``x`` as ``dx`` or ``d_x``, of shape ``(0,)`` where
+            ``x`` is absent. Without it, the gradient is that of ``eager``.
+        heads: for each tensor, by name, the dimension along which the operator is independent and along which
+            ``vmap`` is laid and ``DTensor`` may be sharded. The gradient ``dx`` or ``d_x`` lies as ``x`` does.
+        batch: likewise, the batch dimension, for ``DTensor``. Absent for a tensor that joins rows (``cu_seqlens``):
+            when it is given, the batch is not sharded.
+        autocast: the arguments, never absent, that autocast casts. The others are computed with as they come.
+        flops: formula for ``FlopCounterMode``, from the arguments with shapes for tensors, and ``out_shape``.
+
+    Returns:
+        ``torch.ops.flacompose.<name>.default``.
+
+    Raises:
+        ValueError: from the operator, when ``vmap`` maps an argument that has no head dimension.
+    """
+    LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    packet = getattr(torch.ops.flacompose, name)
+    op: OpOverload = packet.default
+
+    LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
+    torch.library.register_fake(op, fake, lib=LIBRARY)
+    if triton is not None and find_spec("triton") is not None:
+        _implement_cuda(op, eager, triton)
+    _differentiate(op, eager, fake, backward, _vmap_rule(op, heads), autocast, _shardings(op, heads, batch))
+    if flops is not None:
+        register_flop_formula(packet)(flops)
+    return op
+
+
+def _names(values: Any) -> tuple[str, ...]:
+    return tuple(value.name for value in values)
+
+
+def _tensors(op: OpOverload) -> tuple[int, ...]:
+    """Positions of the tensor arguments."""
+    return tuple(
+        i for i, a in enumerate(op._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")
+    )
+
+
+def _primal(name: str, names: Any) -> str:
+    """The name whose gradient ``name`` is (``x`` for ``dx`` and ``d_x``), or ``name`` itself."""
+    return next((x for x in (name, name.removeprefix("d_"), name.removeprefix("d")) if x in names), name)
+
+
+# Implementations
+
+
+def _implement_cuda(op: OpOverload, eager: Callable[..., Any], triton: Callable[..., Any]) -> None:
+    def cuda(*args: Any) -> Any:
+        return (eager if args[0].dtype is torch.float64 else triton)(*args)
+
+    def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+        # Export keeps the node. Compilation replaces it by the kernels, which the compiler then sees, but for
+        # `eager`, whose loop over chunks has no trace at a symbolic length.
+        x = args[0]
+        if not functorch_config.decompose_custom_triton_ops or not x.is_cuda or x.dtype is torch.float64:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        if any(t is not Tensor and not issubclass(t, (FakeTensor, FunctionalTensor)) for t in types):
+            return NotImplemented
+        previous, _tracing.active = _tracing.active, True
+        try:
+            with mode:
+                return triton(*args, **kwargs)
+        finally:
+            _tracing.active = previous
+
+    LIBRARY.impl(op._opname, cuda, "CUDA")
+    torch.library.register_torch_dispatch(op, FunctionalTensorMode, functionalize, lib=LIBRARY)
+
+
+# Derivatives, vmap and autocast
+
+
+def _differentiate(
+    op: OpOverload,
+    eager: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward_op: OpOverload | None,
+    vmap_rule: Callable[..., Any],
+    autocast: Sequence[str],
+    shardings: Callable[..., Any],
+) -> None:
+    """Kernels at the Autograd, functorch and autocast keys.
+
+    Both of the first two run one ``autograd.Function``. Every transform of ``torch.func`` unwinds it by the rules that
+    PyTorch has for such functions; ``register_autograd`` has no entry there, and raises or gives zero tangents.
+    """
+    arguments = _names(op._schema.arguments)
+    tensors = _tensors(op)
+    pick = itemgetter(*tensors) if len(tensors) > 1 else lambda args: (args[tensors[0]],)
+    cast = tuple(arguments.index(x) for x in autocast)
+    if backward_op is not None:
+        gradients = [arguments.index(_primal(x, arguments)) for x in _names(backward_op._schema.returns)]
+
+    def restore(ctx: Any) -> list[Any]:
+        args = list(ctx.constants)
+        for i, x in zip(tensors, ctx.saved_tensors):
+            args[i] = x
+        return args
+
+    def at(args: list[Any], positions: list[int]) -> Callable[..., Any]:
+        """``eager`` as a function of the arguments at ``positions``."""
+
+        def function(*values: Tensor) -> Any:
+            full = list(args)
+            for i, x in zip(positions, values):
+                full[i] = x
+            return eager(*full)
+
+        return function
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            with _AutoDispatchBelowAutograd():
+                return op(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            saved = pick(inputs)
+            ctx.save_for_backward(*saved)
+            # A compiled graph enters its levels of forward mode unseen.
+            traced = isinstance(inputs[0], FunctionalTensor)
+            if traced or forward_ad._current_level >= 0 or _are_functorch_transforms_active():
+                ctx.save_for_forward(*saved)
+            ctx.constants = [None if i in tensors else x for i, x in enumerate(inputs)]
+            ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            args = restore(ctx)
+            result: list[Tensor | None] = [None] * len(args)
+            if all(g is None for g in grads):
+                return tuple(result)
+            if backward_op is not None:
+                positions, found = gradients, backward_op(*args, *grads)
+            else:
+                positions = [i for i in tensors if args[i] is not None and args[i].is_floating_point()]
+                outputs, pullback = vjp(at(args, positions), *(args[i] for i in positions))
+                found = pullback(
+                    tuple(torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads))
+                )
+            for i, g in zip(positions, found):
+                result[i] = None if args[i] is None else g
+            return tuple(result)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            args = restore(ctx)
+            # Forward mode is off here, and the saved tensors are dual: a tangent of an outer jvp would be lost.
+            args = [_unpack_dual(x, level=0)[0] if isinstance(x, Tensor) else x for x in args]
+            positions = [i for i in tensors if tangents[i] is not None]
+            primals = [args[i] for i in positions]
+            with _set_fwd_grad_enabled(True):
+                cotangents = tuple(torch.zeros_like(o) for o in fake(*args))
+                # The pullback is linear in the cotangents; its transpose is the pushforward.
+                _, push = vjp(lambda *w: vjp(at(args, positions), *primals)[1](w), *cotangents)
+                return push(tuple(tangents[i] for i in positions))
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+            return vmap_rule(info.batch_size, in_dims, args)
+
+    Function.__name__ = Function.__qualname__ = op._opname
+    # Function.apply binds a signature at each call, for functorch; outside it, the C++ apply below does.
+    apply = super(torch.autograd.Function, Function).apply
+    is_grad_enabled = torch.is_grad_enabled
+
+    def autograd_kernel(*args: Any) -> Any:
+        if type(args[0]) is not Tensor:
+            # Importing torch.distributed.tensor takes half as long as importing torch, so not at definition.
+            if "torch.distributed.tensor" in sys.modules:
+                _register_sharding(op, shardings)
+            return apply(*args)
+        if (is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
+            return apply(*args)
+        with _AutoDispatchBelowAutograd():
+            return op(*args)
+
+    def cast_for(device: str, args: Any) -> list[Any]:
+        dtype = torch.get_autocast_dtype(device)
+        args = list(args)
+        for i in cast:
+            if args[i].dtype is not torch.float64:
+                args[i] = args[i].to(dtype)
+        return args
+
+    def functorch_kernel(*args: Any) -> Any:
+        device = args[0].device.type
+        if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
+            with _ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+                return custom_function_call(Function, *cast_for(device, args))
+        return custom_function_call(Function, *args)
+
+    def autocast_kernel(device: str) -> Callable[..., Any]:
+        def kernel(*args: Any) -> Any:
+            with _ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+                return op(*cast_for(device, args))
+
+        return kernel
+
+    LIBRARY.impl(op._opname, autograd_kernel, "Autograd")
+    LIBRARY.impl(op._opname, functorch_kernel, FUNCTORCH_KEY)
+    for device in AUTOCAST_DEVICES:
+        LIBRARY.impl(op._opname, autocast_kernel(device), f"Autocast{device.upper()}")
+
+
+def _vmap_rule(op: OpOverload, heads: Mapping[str, int]) -> Callable[..., Any]:
+    """The mapped dimension, folded into the heads: ``[..., H, ...]`` becomes ``[..., M*H, ...]``."""
+    arguments, returns = _names(op._schema.arguments), _names(op._schema.returns)
+
+    def rule(size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
+        folded = list(args)
+        for i, (name, x, in_dim) in enumerate(zip(arguments, args, in_dims)):
+            dim = heads.get(_primal(name, heads))
+            if dim is None and in_dim is not None:
+                raise ValueError(
+                    f"{name} must not be mapped by vmap over flacompose::{op._opname}, got a batch of it"
+                )
+            if dim is not None and x is not None:
+                x = x.expand(size, *x.shape).movedim(0, dim) if in_dim is None else x.movedim(in_dim, dim)
+                folded[i] = x.flatten(dim, dim + 1)
+        absent = {name for name, x in zip(arguments, args) if x is None}
+        outputs, out_dims = [], []
+        for name, y in zip(returns, op(*folded)):
+            dim = None if _primal(name, arguments) in absent else heads[_primal(name, heads)]
+            outputs.append(y if dim is None else y.unflatten(dim, (size, y.shape[dim] // size)))
+            out_dims.append(dim)
+        return tuple(outputs), tuple(out_dims)
+
+    return rule
+
+
+# DTensor
+
+
+def _shardings(op: OpOverload, heads: Mapping[str, int], batch: Mapping[str, int]) -> Callable[..., Any]:
+    """Placements that need no communication: all replicated, sharded by heads, sharded by batch."""
+    arguments, returns = _names(op._schema.arguments), _names(op._schema.returns)
+    tensors = {arguments[i] for i in _tensors(op)}
+
+    def rule(*args: Any) -> list[tuple[list[Any], list[Any]]]:
+        from torch.distributed.tensor import Replicate, Shard
+
+        given = {name for name, x in zip(arguments, args) if name in tensors and x is not None}
+        absent = tensors - given
+
+        def placement(name: str, dims: Mapping[str, int]) -> Any:
+            dim = None if _primal(name, arguments) in absent else dims.get(_primal(name, dims))
+            return Replicate() if dim is None else Shard(dim)
+
+        choices: list[Mapping[str, int]] = [{}, heads]
+        if all(_primal(name, batch) in batch for name in given):
+            choices.append(batch)
+        return [
+            (
+                [placement(x, dims) for x in returns],
+                [placement(x, dims) if x in given else None for x in arguments],
+            )
+            for dims in choices
+        ]
+
+    return rule
+
+
+@cache
+def _register_sharding(op: OpOverload, shardings: Callable[..., Any]) -> None:
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register_sharding(op)(shardings)

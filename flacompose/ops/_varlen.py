@@ -1,0 +1,36 @@
+"""Packed sequences: which chunk of which sequence each row of work is, computed on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ChunkTable(NamedTuple):
+    """One row per chunk, in sequence order; rows past the last chunk have no tokens."""
+
+    sequence: Tensor  # [R] the sequence a row belongs to, N for unused rows
+    start: Tensor  # [R] its first token
+    end: Tensor  # [R] the end of its sequence
+    first: Tensor  # [N] the first row of each sequence
+    last: Tensor  # [N] one past its last row
+
+
+def chunk_table(cu_seqlens: Tensor, T: int, C: int) -> ChunkTable:
+    """Cut sequences ``cu_seqlens[n] : cu_seqlens[n + 1]`` of ``T`` packed tokens into chunks of ``C``.
+
+    The capacity, ``ceil(T / C) + N - 1`` rows, depends on shapes alone, so nothing is read on the host.
+    """
+    N = cu_seqlens.shape[0] - 1
+    rows = (T + C - 1) // C + N - 1
+    cu = cu_seqlens.long().clamp(0, T).cummax(0).values  # whatever it holds, no row leaves the T tokens
+    # Kept N + 1 long, a leading empty sequence included, so that N = 1 is no special shape to the compiler.
+    previous = torch.cat([cu[:1], cu])[:-1]
+    ends = ((cu - previous + C - 1) // C).cumsum(0)
+    row = torch.arange(rows, device=cu.device)
+    sequence = torch.searchsorted(ends, row, right=True) - 1
+    inside = sequence.clamp(max=N - 1)
+    start = cu[inside] + (row - ends[inside]) * C
+    return ChunkTable(sequence, torch.where(sequence < N, start, cu[inside + 1]), cu[inside + 1], ends[:-1], ends[1:])

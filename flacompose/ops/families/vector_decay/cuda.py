@@ -1,0 +1,336 @@
+"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flacompose.ops._define import launch
+from flacompose.ops._varlen import ChunkTable, chunk_table
+from flacompose.ops.families.vector_decay.kernels import (
+    pair_kernel,
+    recurrent_kernel,
+    score_kernel,
+    state_kernel,
+)
+
+CHUNK = 64
+LEVELS = CHUNK.bit_length() - 1
+
+
+def chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    read_before: bool,
+) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    q, k, v, gk, gv, initial_state = _contiguous(q, k, v, gk, gv, initial_state)
+    work = _Work(q, v, cu_seqlens, scale, read_before)
+    S, final_state = work.sweep(k, v, gk, gv, initial_state)
+    o = work.empty_like(v)
+    P = work.score(q, k, gk)
+    work.pair(P, q, k, v, None, gk, gv, S, None, read=o)
+    return o, final_state
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    read_before: bool,
+    do: Tensor | None,
+    d_final_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv, dgk, dgv, d_initial_state)``, empty for inputs that are absent."""
+    do = torch.zeros_like(v) if do is None else do
+    q, k, v, gk, gv, initial_state, do, d_final_state = _contiguous(
+        q, k, v, gk, gv, initial_state, do, d_final_state
+    )
+    work = _Work(q, v, cu_seqlens, scale, read_before)
+    dq, dk, dv, dgk, dgv = (q.new_empty(0) if x is None else work.empty_like(x) for x in (q, k, v, gk, gv))
+
+    S, _ = work.sweep(k, v, gk, gv, initial_state)
+    dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
+    P = work.score(q, k, gk)
+    if gv is None:
+        work.pair(P, q, k, v, do, gk, None, S, dS, write=dv)
+    else:
+        work.pair(P, q, k, v, do, gk, gv, S, dS, read=work.empty_like(v), write=dv, gate=dgv)
+    P = work.score(do, v, gv)
+    gate = None if gk is None else dgk
+    work.pair(P, do, v, k, q, gv, gk, S, dS, read=dq, write=dk, gate=gate, transpose=True)
+
+    if initial_state is None:
+        return dq, dk, dv, dgk, dgv, q.new_empty(0)
+    return dq, dk, dv, dgk, dgv, d_initial_state.to(initial_state.dtype)
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    read_before: bool,
+) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    q, k, v, gk, gv, initial_state = _contiguous(q, k, v, gk, gv, initial_state)
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    o = torch.empty_like(v) if cu_seqlens is None else torch.zeros_like(v)
+    final_state = q.new_empty(N, H, K, V, dtype=torch.float32)
+    BK = max(triton.next_power_of_2(K), 16)
+    BV = min(max(triton.next_power_of_2(V), 16), 4096 // BK)
+    launch(
+        recurrent_kernel,
+        (N * H * triton.cdiv(V, BV),),
+        q,
+        k,
+        v,
+        gk,
+        gv,
+        initial_state,
+        o,
+        final_state,
+        cu_seqlens,
+        scale,
+        T,
+        H,
+        K,
+        V,
+        BK=BK,
+        BV=BV,
+        HAS_GK=gk is not None,
+        HAS_GV=gv is not None,
+        HAS_INITIAL=initial_state is not None,
+        READ_BEFORE=read_before,
+        PACKED=cu_seqlens is not None,
+        num_warps=4,
+    )
+    return o, final_state
+
+
+class _Work:
+    """How the chunks of one call are laid out, and the launches over them."""
+
+    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, read_before: bool) -> None:
+        B, self.T, self.H, self.K = q.shape
+        self.V = v.shape[-1]
+        self.scale = scale
+        self.table: ChunkTable | None = None
+        self.NT = (self.T + CHUNK - 1) // CHUNK
+        if cu_seqlens is None:
+            self.N, self.rows = B, B * self.NT
+        else:
+            self.N = cu_seqlens.shape[0] - 1
+            self.table = chunk_table(cu_seqlens, self.T, CHUNK)
+            self.rows = self.table.start.shape[0]
+        self.bfloat16 = q.dtype == torch.bfloat16
+        self.state_dtype = torch.bfloat16 if self.bfloat16 else torch.float32
+        # Operands of matrix products; float16 overflows where a state or a sum of keys and values is large.
+        self.flags = {
+            "READ_BEFORE": read_before,
+            "PACKED": self.table is not None,
+            "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
+            "C": CHUNK,
+        }
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        """For one value a token; tokens in no sequence are written by nobody."""
+        return torch.empty_like(x) if self.table is None else torch.zeros_like(x)
+
+    def sweep(
+        self,
+        a: Tensor,
+        x: Tensor,
+        gk: Tensor | None,
+        gv: Tensor | None,
+        initial: Tensor | None,
+        reverse: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """States before each chunk, ``[rows, H, K, V]``, and the final ones; with `reverse`, backwards in time."""
+        N, H, K, V = self.N, self.H, self.K, self.V
+        BK, BV, warps, stages = state_config(self.bfloat16, K, V)
+        tiles = triton.cdiv(K, BK) * triton.cdiv(V, BV)
+        # Enough programs for a large chip, by the shape of one row: its bits do not depend on the batch size.
+        segments = max(1, min(self.NT // 64, 512 // (H * tiles)))
+        states = a.new_empty(self.rows, H, K, V, dtype=self.state_dtype)
+        final = a.new_empty(N, H, K, V, dtype=torch.float32)
+        segment_state = segment_gk = segment_gv = None
+        split = not (isinstance(segments, int) and segments == 1)
+        arguments = {
+            "SPLIT": split,
+            "BK": BK,
+            "BV": BV,
+            "HAS_GK": gk is not None,
+            "HAS_GV": gv is not None,
+            "HAS_INITIAL": initial is not None,
+            "REVERSE": reverse,
+            **self.flags,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+        def run(whole: bool) -> None:
+            launch(
+                state_kernel,
+                (N * H * tiles * segments,),
+                a,
+                x,
+                gk,
+                gv,
+                initial,
+                segment_state,
+                segment_gk,
+                segment_gv,
+                states,
+                final,
+                *self._table("start", "end", "first", "last"),
+                self.scale,
+                self.T,
+                self.NT,
+                N,
+                H,
+                K,
+                V,
+                segments,
+                WHOLE=whole,
+                **arguments,
+            )
+
+        if split:
+            segment_state = final.new_empty(segments, N, H, K, V)
+            segment_gk = None if gk is None else final.new_empty(segments, N, H, K)
+            segment_gv = None if gv is None else final.new_empty(segments, N, H, V)
+            run(whole=False)
+        run(whole=True)
+        return states, final
+
+    def score(self, a: Tensor, b: Tensor, g: Tensor | None) -> Tensor:
+        """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`."""
+        D = a.shape[-1]
+        BD, warps, stages = score_config(self.bfloat16, D)
+        P = a.new_empty(self.rows, self.H, CHUNK, CHUNK, dtype=self.state_dtype)
+        launch(
+            score_kernel,
+            (self.rows, self.H),
+            a,
+            b,
+            g,
+            P,
+            *self._table("start", "end"),
+            self.scale,
+            self.T,
+            self.NT,
+            self.H,
+            D,
+            LEVELS=LEVELS,
+            BD=BD,
+            HAS_G=g is not None,
+            **self.flags,
+            num_warps=warps,
+            num_stages=stages,
+        )
+        return P
+
+    def pair(
+        self,
+        P: Tensor,
+        a: Tensor,
+        b: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        g1: Tensor | None,
+        g2: Tensor | None,
+        S: Tensor,
+        dS: Tensor | None,
+        read: Tensor | None = None,
+        write: Tensor | None = None,
+        gate: Tensor | None = None,
+        transpose: bool = False,
+    ) -> None:
+        """Fill `read`, `write` and `gate`, along the value axis or, with `transpose`, along the key axis."""
+        D1, D2 = (self.V, self.K) if transpose else (self.K, self.V)
+        stride1, stride2 = (1, self.V) if transpose else (self.V, 1)
+        BD1, BD2, warps, stages = pair_config(self.bfloat16, D1, D2, g2 is not None)
+        launch(
+            pair_kernel,
+            (self.rows * triton.cdiv(D2, BD2), self.H),
+            P,
+            a,
+            b,
+            x,
+            y,
+            g1,
+            g2,
+            S,
+            dS,
+            read,
+            write,
+            gate,
+            *self._table("start", "end"),
+            self.scale,
+            self.T,
+            self.NT,
+            self.H,
+            D1,
+            D2,
+            stride1,
+            stride2,
+            LEVELS=LEVELS,
+            BD1=BD1,
+            BD2=BD2,
+            HAS_G1=g1 is not None,
+            HAS_G2=g2 is not None,
+            READ=read is not None,
+            WRITE=write is not None,
+            **self.flags,
+            num_warps=warps,
+            num_stages=stages,
+        )
+
+    def _table(self, *columns: str) -> list[Tensor | None]:
+        return [None if self.table is None else getattr(self.table, c) for c in columns]
+
+
+def state_config(bfloat16: bool, K: int, V: int) -> tuple[int, int, int, int]:
+    """Block sizes of the state, warps and pipeline stages."""
+    largest = 64 if bfloat16 else 32
+    return _block(K, largest), _block(V, largest), 4, 2
+
+
+def score_config(bfloat16: bool, D: int) -> tuple[int, int, int]:
+    """Block size of the contracted axis, warps and pipeline stages."""
+    return _block(D, 64 if bfloat16 else 32), 4, 2
+
+
+def pair_config(bfloat16: bool, D1: int, D2: int, gated: bool) -> tuple[int, int, int, int]:
+    """Block sizes of the contracted and the other axis, warps and pipeline stages."""
+    if bfloat16:
+        return _block(D1, 64), _block(D2, 64 if gated else 128), 4, 2
+    return _block(D1, 32), _block(D2, 32), 4, 2
+
+
+def _block(D: int, largest: int) -> int:
+    return min(max(triton.next_power_of_2(D), 16), largest)
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]

@@ -1,0 +1,268 @@
+"""Chunked PyTorch for vector decay: what every device without a Triton kernel runs.
+
+    S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T        o_t = scale * S_t^T q_t
+
+Between chunks the state is swept (`_sweep`). Within a chunk every pair of tokens ``t > s`` meets with the weight
+``exp(g_{s+1} + ... + g_t)`` (`_pair`), split in two factors at a boundary between ``s`` and ``t``: both exponents are
+sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and a gate of -inf is a weight
+of 0. The boundary is the one at which ``s`` and ``t`` part when the chunk is halved, and halved again: at level ``b``
+the odd blocks of ``b`` tokens read what the even blocks before them wrote.
+
+Everything is functional, differentiable PyTorch, so derivatives of any order exist.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.ops._varlen import ChunkTable, chunk_table
+
+CHUNK = 64
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    read_before: bool,
+) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    chunks = _Chunks(q, v, cu_seqlens)
+    q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
+    gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), read_before) for g in (gk, gv))
+
+    S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
+    o = _read(_read(q_, gate_k) @ S, gate_v)
+    o = o + _pair(q_, k_, v_, None, gate_k, gate_v, read_before).read
+    return chunks.join(o).to(v.dtype), final_state
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    read_before: bool,
+    do: Tensor | None,
+    d_final_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv, dgk, dgv, d_initial_state)``, empty for inputs that are absent."""
+    chunks = _Chunks(q, v, cu_seqlens)
+    do = torch.zeros_like(v) if do is None else do
+    q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
+    gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), read_before) for g in (gk, gv))
+
+    # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it.
+    S, _ = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
+    dS, d_initial_state = _sweep(chunks, q_, do_, gate_k, gate_v, d_final_state, reverse=True)
+    dq = _read(_read(do_, gate_v) @ S.mT, gate_k)
+    dk = _write(_write(v_, gate_v) @ dS.mT, gate_k)
+    dv = _write(_write(k_, gate_k) @ dS, gate_v)
+    through = _decay(S, gate_k, gate_v) * dS
+
+    # From this chunk, by exchange of roles: dq, dk and dgk along the key axis, dv and dgv along the value axis.
+    along_k = _pair(do_, v_, k_, q_, gate_v, gate_k, read_before)
+    along_v = _pair(q_, k_, v_, do_, gate_k, gate_v, read_before)
+    dgk = dgv = None
+    if gate_k is not None:
+        dgk = gate_k.gradient(along_k.exponents, q_ * dq, k_ * dk, through.sum(-1)[..., None, :])
+    if gate_v is not None:
+        o = _read(_read(q_, gate_k) @ S, gate_v)
+        dgv = gate_v.gradient(along_v.exponents, do_ * o, v_ * dv, through.sum(-2)[..., None, :])
+
+    def grad(x: Tensor | None, dx: Tensor | None) -> Tensor:
+        return q.new_empty(0) if x is None or dx is None else chunks.join(dx).to(x.dtype)
+
+    return (
+        grad(q, (dq + along_k.read) * scale),
+        grad(k, dk + along_k.write),
+        grad(v, dv + along_v.write),
+        grad(gk, dgk),
+        grad(gv, dgv),
+        q.new_empty(0) if initial_state is None else d_initial_state.to(initial_state.dtype),
+    )
+
+
+class _Chunks:
+    """How ``[B, T, H, D]`` is cut into ``[B, H, R, C, D]``, padded with zeros that do nothing, and put together again."""
+
+    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
+        self.B, self.T, self.H, K = q.shape
+        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.table: ChunkTable | None = None
+        self.N = self.B
+        if cu_seqlens is not None:
+            self.N = cu_seqlens.shape[0] - 1
+            self.table = chunk_table(cu_seqlens, self.T, CHUNK)
+            token = self.table.start[:, None] + torch.arange(CHUNK, device=q.device)
+            self.real = token < self.table.end[:, None]  # [R, C]
+            self.token = torch.where(self.real, token, self.T)
+        self.state_shape = (self.N, self.H, K, v.shape[-1])
+
+    def split(self, x: Tensor) -> Tensor:
+        x = x.to(self.dtype).transpose(1, 2)
+        if self.table is None:
+            return F.pad(x, (0, 0, 0, -self.T % CHUNK)).unflatten(2, (-1, CHUNK))
+        return F.pad(x, (0, 0, 0, 1))[:, :, self.token]
+
+    def join(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            x = x.flatten(2, 3)[:, :, : self.T]
+        else:  # every token has one real place; padding, and tokens in no sequence, meet at T + 1
+            x = torch.where(self.real[:, :, None], x, 0).flatten(2, 3)
+            x = x.new_zeros(*x.shape[:2], self.T + 1, x.shape[-1]).index_add(2, self.token.flatten(), x)
+            x = x[:, :, : self.T]
+        return x.transpose(1, 2).contiguous()
+
+
+class _Gate:
+    """The decays within one chunk, each the exponential of a sum of gates ``g [..., C, D]``.
+
+    `read` and `write` join a token to the chunk's start and end, `total` those two; `levels` holds, for blocks of
+    1, 2, 4, ... tokens, the weights of the odd blocks (from their start) and of the even ones (to their end).
+    """
+
+    def __init__(self, g: Tensor, read_before: bool) -> None:
+        self.read_before = read_before
+        g = g.unsqueeze(-2)  # [..., C / b, b, D] with b = 1
+        read, write, total = (torch.zeros_like(g) if read_before else g), torch.zeros_like(g), g
+        self.levels: list[tuple[Tensor, Tensor]] = []
+        while read.shape[-3] > 1:
+            (read_0, read_1), (write_0, write_1), (total_0, total_1) = map(_halves, (read, write, total))
+            self.levels.append((read_1.exp(), write_0.exp()))
+            read = torch.cat([read_0, read_1 + total_0], -2)
+            write = torch.cat([write_0 + total_1, write_1], -2)
+            total = total_0 + total_1
+        self.read, self.write, self.total = (x.squeeze(-3).exp() for x in (read, write, total))
+
+    def gradient(
+        self, levels: list[tuple[Tensor, Tensor]], read: Tensor, write: Tensor, total: Tensor
+    ) -> Tensor:
+        """The gradient of ``g`` from those of all its sums: the constructor, transposed."""
+        read, write, total = (x.unsqueeze(-3) for x in (read, write, total))
+        for level_read, level_write in reversed(levels):
+            (read_0, read_1), (write_0, write_1) = read.chunk(2, -2), write.chunk(2, -2)
+            total = _unhalve(total + read_1.sum(-2, keepdim=True), total + write_0.sum(-2, keepdim=True))
+            read = _unhalve(read_0, read_1 + level_read)
+            write = _unhalve(write_0 + level_write, write_1)
+        g = total if self.read_before else total + read
+        return g.squeeze(-2)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The even and the odd blocks of ``[..., C / b, b, D]``."""
+    return x[..., 0::2, :, :], x[..., 1::2, :, :]
+
+
+def _unhalve(even: Tensor, odd: Tensor) -> Tensor:
+    return torch.stack([even, odd], -3).flatten(-4, -3)
+
+
+def _times(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else x * weight
+
+
+def _read(x: Tensor, gate: _Gate | None) -> Tensor:
+    return x if gate is None else x * gate.read
+
+
+def _write(x: Tensor, gate: _Gate | None) -> Tensor:
+    return x if gate is None else x * gate.write
+
+
+def _decay(S: Tensor, gate_k: _Gate | None, gate_v: _Gate | None) -> Tensor:
+    S = S if gate_k is None else S * gate_k.total.mT
+    return S if gate_v is None else S * gate_v.total
+
+
+def _sweep(
+    chunks: _Chunks,
+    a: Tensor,
+    x: Tensor,
+    gate_k: _Gate | None,
+    gate_v: _Gate | None,
+    start: Tensor | None,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The state before every chunk, ``[B, H, R, K, V]``, and after the last chunk of each sequence, ``[N, H, K, V]``.
+
+    With `reverse`, backwards in time: the gradient of the state after every chunk, and before the first.
+    """
+    weigh = _read if reverse else _write
+    writes = (weigh(a, gate_k).mT @ weigh(x, gate_v)).unbind(2)
+    decay_k = None if gate_k is None else gate_k.total.mT.unbind(2)
+    decay_v = None if gate_v is None else gate_v.total.unbind(2)
+    start = a.new_zeros(chunks.state_shape) if start is None else start.to(a.dtype)
+    table = chunks.table
+    if table is None:
+        S = start
+    else:
+        S = torch.zeros_like(start[:1])
+        first, last = (table.last - 1, table.first) if reverse else (table.first, table.last - 1)
+    entering, leaving = [], []
+    for i in reversed(range(len(writes))) if reverse else range(len(writes)):
+        if table is not None:
+            n = table.sequence[i : i + 1].clamp(max=chunks.N - 1)
+            S = torch.where((first[n] == i)[:, None, None, None], start[n], S)
+        entering.append(S)
+        S = _times(_times(S, decay_k and decay_k[i]), decay_v and decay_v[i]) + writes[i]
+        leaving.append(S)
+    if reverse:
+        entering, leaving = entering[::-1], leaving[::-1]
+    if table is not None:
+        empty = (table.first == table.last)[:, None, None, None]
+        S = torch.where(empty, start, torch.cat(leaving)[last.clamp(0, len(writes) - 1)])
+    return torch.stack(entering, 2), S
+
+
+class _Pairs(NamedTuple):
+    read: Tensor  # sum over s <= t of P[t, s] x_s
+    write: Tensor | None  # its transpose, sum over t >= s of P[t, s] y_t
+    exponents: list[tuple[Tensor, Tensor]]  # by level, the gradients of the outer gate's exponents
+
+
+def _pair(
+    a: Tensor,
+    b: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    inner: _Gate | None,
+    outer: _Gate | None,
+    read_before: bool,
+) -> _Pairs:
+    """All pairs of one chunk: ``P[t, s] = a_t . b_s``, decayed by `inner`, joins x_s to y_t, decayed by `outer`."""
+    a, b, x = (z.unsqueeze(-2) for z in (a, b, x))  # [..., C / b, b, D] with b = 1
+    diagonal = torch.zeros_like(a[..., :1]) if read_before else (a * b).sum(-1, keepdim=True)
+    read, write, exponents = diagonal * x, None, []
+    if y is not None:
+        y = y.unsqueeze(-2)
+        write = diagonal * y
+    for level in range(CHUNK.bit_length() - 1):
+        (_, a_1), (b_0, _), (x_0, x_1) = map(_halves, (a, b, x))
+        if inner is not None:
+            a_1, b_0 = a_1 * inner.levels[level][0], b_0 * inner.levels[level][1]
+        odd, even = (None, None) if outer is None else outer.levels[level]
+        P = a_1 @ b_0.mT
+        read_1 = _times(P @ _times(x_0, even), odd)
+        read = torch.cat([_halves(read)[0], _halves(read)[1] + read_1], -2)
+        if y is not None:
+            y_0, y_1 = _halves(y)
+            write_0 = _times(P.mT @ _times(y_1, odd), even)
+            write = torch.cat([_halves(write)[0] + write_0, _halves(write)[1]], -2)
+            exponents.append((y_1 * read_1, x_0 * write_0))
+            y = y.flatten(-3, -2).unflatten(-2, (-1, 2 * y.shape[-2]))
+        a, b, x = (z.flatten(-3, -2).unflatten(-2, (-1, 2 * z.shape[-2])) for z in (a, b, x))
+    return _Pairs(read.squeeze(-3), None if write is None else write.squeeze(-3), exponents)

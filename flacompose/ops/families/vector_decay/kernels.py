@@ -1,0 +1,509 @@
+"""Triton kernels for vector decay: the sweep of states over chunks, the pairs within a chunk, the token-by-token form.
+
+The chunked algorithm is that of `eager`, where it is explained. Here a chunk is one tile and a level of blocks a mask:
+at each level every token plays one role, reader in an odd block or writer in an even one, with one weight and one row
+of one matrix product. Local sums of gates are products with a 0/1 matrix, their gradient with its transpose.
+
+Levels below the one at which the decay is known to be mild are not needed: a block whose halves decay by less than
+`_MILD` is one product, referred to the boundary of its halves; only there may an exponent be positive.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# exp of it is 0 in float32, so a sum that includes a gate at this bound weighs nothing, as -inf would.
+_LOWEST_GATE = tl.constexpr(-128.0)
+# exp of twice it, times 64 keys or values of ordinary size, is finite in float32 and bfloat16.
+_MILD = tl.constexpr(40.0)
+
+
+@triton.jit
+def _tile(x, token, end, h, d, H, D):
+    """Rows `token` of head `h` of ``x [tokens, H, D]``, zero from `end` on."""
+    at = x + (token * H + h)[:, None] * D + d[None, :]
+    return tl.load(at, mask=(token < end)[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _gates(g, token, end, h, d, H, D):
+    return tl.maximum(_tile(g, token, end, h, d, H, D), _LOWEST_GATE).to(g.dtype.element_ty)
+
+
+@triton.jit
+def _store(x, value, token, end, h, d, H, D):
+    at = x + (token * H + h)[:, None] * D + d[None, :]
+    tl.store(at, value.to(x.dtype.element_ty), mask=(token < end)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _select(rows, x, DOT: tl.constexpr):
+    """``rows @ x`` for a matrix of 0 and 1 (and -1), `x` to at least 16 bits."""
+    if x.dtype != tl.float32:
+        return tl.dot(rows.to(x.dtype), x)
+    if DOT == tl.float32:
+        return tl.dot(rows.to(tl.float32), x, input_precision="tf32x3")
+    high = x.to(DOT)
+    low = (x - high.to(tl.float32)).to(DOT)
+    return tl.dot(rows.to(DOT), high, acc=tl.dot(rows.to(DOT), low))
+
+
+@triton.jit
+def _dot(a, b, DOT: tl.constexpr):
+    return tl.dot(a.to(DOT), b.to(DOT), input_precision="tf32x3")
+
+
+@triton.jit
+def _reads(t, j, READ_BEFORE: tl.constexpr):
+    """Whether the gate of token `j` lies between the start of a block and the read of token `t` in it."""
+    if READ_BEFORE:
+        return j < t
+    return j <= t
+
+
+@triton.jit
+def _level(t, j, level, READ_BEFORE: tl.constexpr):
+    """Whether gate `j` is in the local sum of token `t`: from its block's start if odd, to its block's end if even."""
+    inside = ((t ^ j) >> level) == 0
+    odd = ((t >> level) & 1) == 1
+    return inside & tl.where(odd, _reads(t, j, READ_BEFORE), j > t)
+
+
+@triton.jit
+def _mild_level(t, s, g, LEVELS: tl.constexpr, DOT: tl.constexpr):
+    """The level up to which blocks are mild: the whole chunk, blocks of 16 tokens, or none."""
+    level = LEVELS
+    if tl.max(-_select(_level(t, s, LEVELS - 1, False), g, DOT)) > _MILD:
+        level = 4
+        if tl.max(-_select(_level(t, s, 3, False), g, DOT)) > _MILD:
+            level = 0
+    return level
+
+
+@triton.jit
+def _from_middle(t, j, level, READ_BEFORE: tl.constexpr):
+    """The signed sum of gates from the middle of a block of ``2 ** level`` to the read of token `t` in it."""
+    inside = ((t ^ j) >> (level - 1)) == 0
+    late = ((t >> (level - 1)) & 1) == 1
+    read = _reads(t, j, READ_BEFORE)
+    return tl.where(inside & (read == late), tl.where(late, 1.0, -1.0), 0.0)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "N", "H", "SEGMENTS", "scale"])
+def state_kernel(
+    a,
+    x,
+    gk,
+    gv,
+    initial,  # [N, H, K, V]
+    segment_state,  # [SEGMENTS, N, H, K, V]: each segment's end, begun at 0 (the first at `initial`)
+    segment_gk,  # [SEGMENTS, N, H, K]: its summed gates
+    segment_gv,  # [SEGMENTS, N, H, V]
+    states,  # [rows, H, K, V]
+    final,  # [N, H, K, V]
+    row_start,
+    row_end,
+    first_row,
+    last_row,
+    scale,
+    T,
+    NT,
+    N,
+    H,
+    K,
+    V,
+    SEGMENTS,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_GK: tl.constexpr,
+    HAS_GV: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    REVERSE: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``S <- diag(exp sum gk) S diag(exp sum gv) + a^T x`` from chunk to chunk, `a` and `x` decayed to the chunk's end.
+
+    One program sweeps one segment of one sequence. Not `WHOLE`: from zero, to find the segments' ends. `WHOLE`: from
+    the true state, folded from those, storing the state before every chunk. `REVERSE` sweeps backwards in time.
+    """
+    tiles_v = tl.cdiv(V, BV)
+    tiles = tl.cdiv(K, BK) * tiles_v
+    pid = tl.program_id(0).to(tl.int64)
+    tile = pid % tiles
+    segment = (pid // tiles) % SEGMENTS
+    nh = pid // tiles // SEGMENTS
+    n = nh // H
+    h = nh % H
+    dk = (tile // tiles_v) * BK + tl.arange(0, BK)
+    dv = (tile % tiles_v) * BV + tl.arange(0, BV)
+    in_state = (dk < K)[:, None] & (dv < V)[None, :]
+    at_state = dk[:, None] * V + dv[None, :]
+
+    if PACKED:
+        row0 = tl.load(first_row + n)
+        rows = tl.load(last_row + n) - row0
+        lo = tl.load(row_start + row0, mask=rows > 0, other=0)
+        hi = tl.load(row_end + row0, mask=rows > 0, other=0)
+    else:
+        row0 = n * NT
+        rows = NT + tl.zeros([], tl.int64)
+        lo = n * T
+        hi = lo + T
+    per_segment = tl.cdiv(rows, SEGMENTS)
+    begin = segment * per_segment
+    stop = tl.minimum(begin + per_segment, rows)
+
+    S = tl.zeros([BK, BV], dtype=tl.float32)
+    if HAS_INITIAL:
+        S = tl.load(initial + nh * K * V + at_state, mask=in_state & (segment == 0), other=0.0).to(tl.float32)
+    if WHOLE and SPLIT:
+        for i in range(0, segment):
+            inh = i * N * H + nh
+            if HAS_GK:
+                S *= tl.exp(tl.load(segment_gk + inh * K + dk, mask=dk < K, other=0.0))[:, None]
+            if HAS_GV:
+                S *= tl.exp(tl.load(segment_gv + inh * V + dv, mask=dv < V, other=0.0))[None, :]
+            S += tl.load(segment_state + inh * K * V + at_state, mask=in_state, other=0.0)
+    sum_k = tl.zeros([BK], dtype=tl.float32)
+    sum_v = tl.zeros([BV], dtype=tl.float32)
+
+    t = tl.arange(0, C)
+    for i in range(begin, stop):
+        row = rows - 1 - i if REVERSE else i
+        if WHOLE:
+            at = states + ((row0 + row) * H + h) * K * V + at_state
+            tl.store(at, S.to(states.dtype.element_ty), mask=in_state)
+        token = lo + row * C + t
+        at_k = (token * H + h)[None, :] * K + dk[:, None]
+        in_k = (token < hi)[None, :] & (dk < K)[:, None]
+        a_ = tl.load(a + at_k, mask=in_k, other=0.0)  # [BK, C]
+        x_ = _tile(x, token, hi, h, dv, H, V)  # [C, BV]
+        if REVERSE:
+            a_ = a_ * scale
+        if HAS_GK:
+            g = tl.maximum(tl.load(gk + at_k, mask=in_k, other=0.0), _LOWEST_GATE).to(gk.dtype.element_ty)
+            to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
+            a_ = a_ * tl.exp(tl.trans(_select(to_edge, tl.trans(g), DOT)))
+            total = tl.sum(g.to(tl.float32), 1)
+            S *= tl.exp(total)[:, None]
+            sum_k += total
+        if HAS_GV:
+            g = _gates(gv, token, hi, h, dv, H, V)
+            to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
+            x_ = x_ * tl.exp(_select(to_edge, g, DOT))
+            total = tl.sum(g.to(tl.float32), 0)
+            S *= tl.exp(total)[None, :]
+            sum_v += total
+        S += _dot(a_, x_, DOT)
+
+    if WHOLE:
+        if segment == SEGMENTS - 1:
+            tl.store(final + nh * K * V + at_state, S, mask=in_state)
+    else:
+        inh = segment * N * H + nh
+        tl.store(segment_state + inh * K * V + at_state, S, mask=in_state)
+        if HAS_GK:
+            tl.store(segment_gk + inh * K + dk, sum_k, mask=dk < K)
+        if HAS_GV:
+            tl.store(segment_gv + inh * V + dv, sum_v, mask=dv < V)
+
+
+@triton.jit
+def _chunk(row, T, NT, row_start, row_end, C: tl.constexpr, PACKED: tl.constexpr):
+    """The first token of a chunk and the end of its sequence."""
+    if PACKED:
+        lo = tl.load(row_start + row)
+        hi = tl.load(row_end + row)
+    else:
+        n = row // NT
+        lo = n * T + (row % NT) * C
+        hi = (n + 1) * T
+    return lo, hi
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
+def score_kernel(
+    a,  # [tokens, H, D]
+    b,
+    g,
+    P,  # [rows, H, C, C]
+    row_start,
+    row_end,
+    scale,
+    T,
+    NT,
+    H,
+    D,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_G: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t`` (``s < t``)."""
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    lo, hi = _chunk(row, T, NT, row_start, row_end, C, PACKED)
+    if lo >= hi:
+        return
+    i = tl.arange(0, C)
+    t = i[:, None]
+    s = i[None, :]
+    token = lo + i
+    lower = tl.zeros([C, C], dtype=tl.float32)
+    diagonal = tl.zeros([C], dtype=tl.float32)
+    for d0 in range(0, D, BD):
+        d = d0 + tl.arange(0, BD)
+        a_ = _tile(a, token, hi, h, d, H, D)
+        b_ = _tile(b, token, hi, h, d, H, D)
+        if not HAS_G:
+            lower += _dot(a_, tl.trans(b_), DOT)
+        else:
+            if not READ_BEFORE:
+                diagonal += tl.sum(a_.to(tl.float32) * b_.to(tl.float32), 1)
+            g_ = _gates(g, token, hi, h, d, H, D)
+            mild = _mild_level(t, s, g_, LEVELS, DOT)
+            if mild > 0:
+                reader = a_ * tl.exp(_select(_from_middle(t, s, mild, READ_BEFORE), g_, DOT))
+                writer = b_ * tl.exp(-_select(_from_middle(t, s, mild, False), g_, DOT))
+                block = _dot(reader, tl.trans(writer.to(DOT)), DOT)
+                lower += tl.where((((t ^ s) >> mild) == 0) & (t > s), block, 0.0)
+            for level in range(mild, LEVELS):
+                role = tl.where(((t >> level) & 1) == 1, a_, b_)
+                role = (role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g_, DOT))).to(DOT)
+                lower += tl.where((((t ^ s) >> level) == 1) & (t > s), _dot(role, tl.trans(role), DOT), 0.0)
+    if HAS_G:
+        lower = tl.where(t == s, diagonal[:, None], lower)
+    else:
+        lower = tl.where(_reads(t, s, READ_BEFORE), lower, 0.0)
+    at = P + (row * H + h) * C * C + t * C + s
+    tl.store(at, (lower * scale).to(P.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
+def pair_kernel(
+    P,  # [rows, H, C, C]
+    a,  # [tokens, H, D1]
+    b,
+    x,  # [tokens, H, D2]
+    y,
+    g1,
+    g2,
+    S,  # [rows, H, K, V]
+    dS,
+    read,  # [tokens, H, D2]
+    write,
+    dg2,
+    row_start,
+    row_end,
+    scale,
+    T,
+    NT,
+    H,
+    D1,
+    D2,
+    stride1,
+    stride2,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BD1: tl.constexpr,
+    BD2: tl.constexpr,
+    HAS_G1: tl.constexpr,
+    HAS_G2: tl.constexpr,
+    READ: tl.constexpr,
+    WRITE: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """What the tokens of one chunk read from each other and from chunks before, and its transpose, decayed by `g2`.
+
+    `READ`: ``read_t = sum over s of P[t, s] x_s + scale * S^T a_t``; `WRITE`: ``write_s = sum over t of P[t, s] y_t +
+    dS^T b_s``; both, with a gate `g2`: its gradient too. `S` is the state before the chunk, `dS` the gradient of the
+    state after it, with strides for (D1, D2).
+    """
+    GATE: tl.constexpr = READ and WRITE and HAS_G2
+    tiles = tl.cdiv(D2, BD2)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    h = tl.program_id(1)
+    lo, hi = _chunk(row, T, NT, row_start, row_end, C, PACKED)
+    if lo >= hi:
+        return
+    i = tl.arange(0, C)
+    t = i[:, None]
+    s = i[None, :]
+    token = lo + i
+    d2 = (tl.program_id(0) % tiles) * BD2 + tl.arange(0, BD2)
+
+    # From other chunks.
+    before = tl.zeros([C, BD2], dtype=tl.float32)
+    after = tl.zeros([C, BD2], dtype=tl.float32)
+    through = tl.zeros([BD2], dtype=tl.float32)
+    for d in range(0, D1, BD1):
+        d1 = d + tl.arange(0, BD1)
+        if HAS_G1:
+            g = _gates(g1, token, hi, h, d1, H, D1)
+        at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
+        in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
+        if READ:
+            a_ = _tile(a, token, hi, h, d1, H, D1)
+            if HAS_G1:
+                a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
+            S_ = tl.load(S + at, mask=in_state, other=0.0)
+            before += _dot(a_, S_, DOT)
+        if WRITE:
+            b_ = _tile(b, token, hi, h, d1, H, D1)
+            if HAS_G1:
+                b_ = b_ * tl.exp(_select(s > t, g, DOT))
+            dS_ = tl.load(dS + at, mask=in_state, other=0.0)
+            after += _dot(b_, dS_, DOT)
+        if GATE:
+            kept = S_.to(tl.float32) * dS_.to(tl.float32)
+            if HAS_G1:
+                kept *= tl.exp(tl.sum(g.to(tl.float32), 0))[:, None]
+            through += tl.sum(kept, 0)
+    before *= scale
+
+    # From this chunk.
+    P += (row * H + h) * C * C
+    if READ:
+        x_ = _tile(x, token, hi, h, d2, H, D2)
+        lower = tl.load(P + t * C + s)
+    if WRITE:
+        y_ = _tile(y, token, hi, h, d2, H, D2)
+        upper = tl.load(P + s * C + t)
+    if not HAS_G2:
+        if READ:
+            before += _dot(lower, x_, DOT)
+        if WRITE:
+            after += _dot(upper, y_, DOT)
+    else:
+        g = _gates(g2, token, hi, h, d2, H, D2)
+        if READ:
+            before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
+        if WRITE:
+            after *= tl.exp(_select(s > t, g, DOT))
+        if GATE:
+            dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
+            dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
+        diagonal = tl.load(P + i * C + i).to(tl.float32)
+        if READ:
+            before += diagonal[:, None] * x_
+        if WRITE:
+            after += diagonal[:, None] * y_
+        mild = _mild_level(t, s, g, LEVELS, DOT)
+        if mild > 0:
+            same = (((t ^ s) >> mild) == 0) & (t != s)
+            read_weight = tl.exp(_select(_from_middle(t, s, mild, READ_BEFORE), g, DOT))
+            write_weight = tl.exp(-_select(_from_middle(t, s, mild, False), g, DOT))
+            if READ:
+                writer = (x_ * write_weight).to(DOT)
+                met = _dot(tl.where(same, lower, 0.0), writer, DOT)
+                before += met * read_weight
+            if WRITE:
+                reader = (y_ * read_weight).to(DOT)
+                met_back = _dot(tl.where(same, upper, 0.0), reader, DOT)
+                after += met_back * write_weight
+            if GATE:
+                # Each pair twice, with opposite signs: from the same rounded factors, so that it cancels.
+                dg += _select(_from_middle(s, t, mild, READ_BEFORE), reader.to(tl.float32) * met, DOT)
+                dg -= _select(_from_middle(s, t, mild, False), writer.to(tl.float32) * met_back, DOT)
+        for level in range(mild, LEVELS):
+            odd = ((t >> level) & 1) == 1
+            siblings = ((t ^ s) >> level) == 1
+            weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
+            if READ and WRITE:
+                role = tl.where(odd, y_, x_)
+                met = tl.where(siblings, lower + upper, 0.0)
+            elif READ:
+                role = tl.where(odd, 0.0, x_)
+                met = tl.where(siblings, lower, 0.0)
+            else:
+                role = tl.where(odd, y_, 0.0)
+                met = tl.where(siblings, upper, 0.0)
+            out = weight * _dot(met, role * weight, DOT)
+            if READ:
+                before += tl.where(odd, out, 0.0)
+            if WRITE:
+                after += tl.where(odd, 0.0, out)
+            if GATE:
+                dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
+    if READ:
+        _store(read, before, token, hi, h, d2, H, D2)
+    if WRITE:
+        _store(write, after, token, hi, h, d2, H, D2)
+    if GATE:
+        _store(dg2, dg, token, hi, h, d2, H, D2)
+
+
+@triton.jit(do_not_specialize=["T", "H", "scale"])
+def recurrent_kernel(
+    q,
+    k,
+    v,
+    gk,
+    gv,
+    initial,
+    o,
+    final,
+    cu_seqlens,
+    scale,
+    T,
+    H,
+    K,
+    V,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    HAS_GK: tl.constexpr,
+    HAS_GV: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """The recurrence as it is written, one program per sequence, head and block of the value axis."""
+    tiles = tl.cdiv(V, BV)
+    pid = tl.program_id(0).to(tl.int64)
+    nh = pid // tiles
+    n = nh // H
+    h = nh % H
+    dk = tl.arange(0, BK)
+    dv = (pid % tiles) * BV + tl.arange(0, BV)
+    in_k = dk < K
+    in_v = dv < V
+    in_state = in_k[:, None] & in_v[None, :]
+    at_state = nh * K * V + dk[:, None] * V + dv[None, :]
+    if PACKED:
+        lo = tl.load(cu_seqlens + n)
+        hi = tl.load(cu_seqlens + n + 1)
+    else:
+        lo = n * T
+        hi = lo + T
+
+    S = tl.zeros([BK, BV], dtype=tl.float32)
+    if HAS_INITIAL:
+        S = tl.load(initial + at_state, mask=in_state, other=0.0).to(tl.float32)
+    for token in range(lo, hi):
+        at_k = (token * H + h) * K + dk
+        at_v = (token * H + h) * V + dv
+        q_ = tl.load(q + at_k, mask=in_k, other=0.0).to(tl.float32) * scale
+        k_ = tl.load(k + at_k, mask=in_k, other=0.0).to(tl.float32)
+        v_ = tl.load(v + at_v, mask=in_v, other=0.0).to(tl.float32)
+        if READ_BEFORE:
+            o_ = tl.sum(S * q_[:, None], 0)
+        if HAS_GK:
+            S *= tl.exp(tl.load(gk + at_k, mask=in_k, other=0.0).to(tl.float32))[:, None]
+        if HAS_GV:
+            S *= tl.exp(tl.load(gv + at_v, mask=in_v, other=0.0).to(tl.float32))[None, :]
+        S += k_[:, None] * v_[None, :]
+        if not READ_BEFORE:
+            o_ = tl.sum(S * q_[:, None], 0)
+        tl.store(o + at_v, o_.to(o.dtype.element_ty), mask=in_v)
+    tl.store(final + at_state, S, mask=in_state)

@@ -1,0 +1,111 @@
+"""Gated linear attention (GLA), https://arxiv.org/abs/2312.06635."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops.families.vector_decay import op
+
+
+def chunk_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated linear attention, computed in chunks: the form for training and for prompts.
+
+    $$S_t = \operatorname{diag}(e^{g_t})\, S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    From "Gated Linear Attention Transformers with Hardware-Efficient Training" (<https://arxiv.org/abs/2312.06635>).
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, H, V]``, in the dtype of `q`.
+        g: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`; `final_state` is ``[N, H, K, V]`` in float32
+            (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    _, _, _, K, _ = shape = _check.qkv(q, k, v)
+    _check.like(q, "g", g, q.shape)
+    return _run(op.chunk, shape, q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def fused_recurrent_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Gated linear attention, computed token by token: the form for decoding, one token at a time or a few.
+
+    $$S_t = \operatorname{diag}(e^{gk_t})\, S_{t-1} \operatorname{diag}(e^{gv_t}) + k_t v_t^\top \qquad
+    o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    With ``gk`` alone it is the same function as [chunk_gla][flacompose.ops.chunk_gla], derivatives included.
+    From "Gated Linear Attention Transformers with Hardware-Efficient Training" (<https://arxiv.org/abs/2312.06635>).
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, H, V]``, in the dtype of `q`.
+        gk: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+            Default: no decay.
+        gv: Decay of the value axis, ``[B, T, H, V]``, likewise. Default: no decay.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`; `final_state` is ``[N, H, K, V]`` in float32
+            (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    shape = _check.qkv(q, k, v)
+    if gk is not None:
+        _check.like(q, "gk", gk, q.shape)
+    if gv is not None:
+        _check.like(q, "gv", gv, v.shape)
+    return _run(op.recurrent, shape, q, k, v, gk, gv, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def _run(form, shape, q, k, v, gk, gv, scale, initial_state, output_final_state, cu_seqlens):
+    _, _, H, K, V = shape
+    N = _check.sequences(q, cu_seqlens)
+    if initial_state is not None:
+        _check.like(q, "initial_state", initial_state, (N, H, K, V))
+    if scale is None:
+        scale = K**-0.5
+    else:
+        _check.number("scale", scale)
+    o, final_state = form(q, k, v, gk, gv, initial_state, cu_seqlens, scale, False)
+    return o, final_state if output_final_state else None

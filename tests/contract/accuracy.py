@@ -1,0 +1,78 @@
+"""The error measure of the contract, in one place.
+
+Per tensor, ``||x - truth|| / ||truth||``, the truth being the reference in float64 on the inputs as rounded to the
+working dtype. At most
+
+- float64: 1e-10;
+- float32: 2e-5, gradients 1e-4;
+- bfloat16, float16: 3 times, gradients 4 times, the same error of the yardstick: the reference on those inputs in
+  float32, every result rounded to the working dtype. States, and gradients of float32 inputs, are rounded
+  too: what a kernel multiplies to make them is in the working dtype.
+
+A truth of 0 has no relative error. There the tensor may be off by 1e-6 of its natural scale: the norm it has when
+every gate is 0, so that nothing is forgotten. A tensor that is 0 even then, as the gradient of ``q`` is for
+a loss on the state alone, has to be 0 exactly. A norm below the smallest float32 times the natural scale counts
+as 0: nothing computed in float32 can tell the two apart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .problems import Problem, Results, call_reference, evaluate
+
+VALUES = ("o", "final_state")
+FIXED = {torch.float64: (1e-10, 1e-10), torch.float32: (2e-5, 1e-4)}
+SLACK = (3, 4)
+
+
+def error(x: Tensor, truth: Tensor) -> float:
+    return float((x.double() - truth.double()).norm() / truth.double().norm())
+
+
+def assert_accurate(problem: Problem, actual: Results, loss: str = "both") -> None:
+    """Every tensor of ``actual``, as `problems.evaluate` returns them, is right for that problem."""
+    truth = evaluate(problem.to(torch.float64), loss, call_reference)
+    yardstick = None
+    if problem.dtype not in FIXED:
+        yardstick = evaluate(problem.to(torch.float32), loss, call_reference)
+    unforgotten: Results = {}
+    assert actual.keys() <= truth.keys()
+    for name, x in actual.items():
+        exact = truth[name]
+        assert x.shape == exact.shape, f"{name} has shape {tuple(x.shape)}, not {tuple(exact.shape)}"
+        assert x.isfinite().all(), f"{name} is not finite"
+        norm = float(exact.norm())
+        if norm < 1e-30:
+            unforgotten = unforgotten or evaluate(problem.with_gates(0.0).to(torch.float64), loss, call_reference)
+            natural = float(unforgotten[name].norm())
+            if norm <= torch.finfo(torch.float32).tiny * natural:
+                off = float((x.double() - exact).norm())
+                assert off <= 1e-6 * natural, f"{name} is 0, off by {off:.1e} where {natural:.1e} is natural"
+                continue
+        gradient = name not in VALUES
+        if yardstick is None:
+            bound = FIXED[problem.dtype][gradient]
+        else:
+            bound = SLACK[gradient] * error(yardstick[name].to(problem.dtype), exact)
+        wrong = error(x, exact)
+        assert wrong <= bound, f"{name} is off by {wrong:.2e}, allowed {bound:.2e}"
+
+
+def assert_close(actual: Results, expected: Results, relative: float) -> None:
+    """Two evaluations of one op agree, tensor by tensor, in norm."""
+    assert actual.keys() == expected.keys()
+    for name, x in actual.items():
+        y = expected[name]
+        assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), name
+        assert x.isfinite().all(), f"{name} is not finite"
+        off, norm = float((x.double() - y.double()).norm()), float(y.double().norm())
+        assert off <= relative * norm, f"{name} differs by {off:.1e}, of {norm:.1e}"
+
+
+def assert_equal(actual: Results, expected: Results) -> None:
+    """Two evaluations of one op agree to the bit."""
+    assert actual.keys() == expected.keys()
+    for name, x in actual.items():
+        assert torch.equal(x, expected[name]), f"{name} differs"

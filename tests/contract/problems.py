@@ -1,0 +1,155 @@
+"""Drawing the inputs of an op, and evaluating it, or its reference, with all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .cases import OpCase
+
+GATES = [0.0, -1e-6, -0.1, -5.0, -15.0, -30.0, -1e4, float("-inf")]
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of an op: float inputs by name, and the gradients that arrive on ``o`` and the final state."""
+
+    case: OpCase
+    tensors: dict[str, Tensor]
+    do: Tensor
+    d_final_state: Tensor
+    cu_seqlens: Tensor | None = None
+    scale: float | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors["q"].dtype
+
+    def with_tensors(self, **tensors: Tensor) -> Problem:
+        return replace(self, tensors={**self.tensors, **tensors})
+
+    def with_gates(self, value: float) -> Problem:
+        return self.with_tensors(**{name: torch.full_like(self.tensors[name], value) for name in self.case.gates})
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        tensors = {name: x.to(dtype) for name, x in self.tensors.items()}
+        return replace(self, tensors=tensors, do=self.do.to(dtype), d_final_state=self.d_final_state.to(dtype))
+
+
+def draw(
+    case: OpCase,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    *,
+    B: int = 2,
+    T: int = 70,
+    H: int = 2,
+    K: int = 16,
+    V: int = 32,
+    lengths: Sequence[int] | None = None,
+    tail: int = 0,
+    cu_dtype: torch.dtype = torch.int32,
+    gates: str | float = "mild",
+    gate_dtype: torch.dtype | None = None,
+    state: bool = True,
+    state_dtype: torch.dtype | None = None,
+    scale: float | None = None,
+    seed: int = 0,
+) -> Problem:
+    """The same numbers on every device. `lengths` packs sequences of those lengths, and `tail` tokens after them."""
+    cu_seqlens = None
+    N = B
+    if lengths is not None:
+        B, N, T = 1, len(lengths), sum(lengths) + tail
+        cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=cu_dtype, device=device)
+    size = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(axes: Sequence[str], dtype: torch.dtype) -> Tensor:
+        x = torch.randn([size[axis] for axis in axes], generator=generator, dtype=torch.float64)
+        return x.to(device, dtype)
+
+    tensors = {name: normal(axes, dtype) for name, axes in case.inputs.items()}
+    for name, axes in case.gates.items():
+        tensors[name] = gate([size[axis] for axis in axes], gates, generator).to(device, gate_dtype or dtype)
+    if state:
+        tensors["initial_state"] = normal(case.state, state_dtype or accumulator)
+    return Problem(
+        case, tensors, normal(case.inputs["v"], dtype), normal(case.state, accumulator), cu_seqlens, scale
+    )
+
+
+def gate(shape: list[int], kind: str | float, generator: torch.Generator) -> Tensor:
+    """Log decays: one `kind` of value throughout, all GATES "mixed", "rare" strong ones, "resets" of whole tokens."""
+    if not isinstance(kind, str):
+        return torch.full(shape, kind, dtype=torch.float64)
+    mild = F.logsigmoid(2 + torch.randn(shape, generator=generator, dtype=torch.float64)) / 2
+    if kind == "mild":
+        return mild
+    drawn = torch.tensor(GATES, dtype=torch.float64)[torch.randint(len(GATES), shape, generator=generator)]
+    if kind == "mixed":
+        return drawn
+    if kind == "rare":
+        return torch.where(torch.rand(shape, generator=generator) < 0.05, drawn, mild)
+    assert kind == "resets"
+    token = torch.rand(shape[:2], generator=generator) < 0.1
+    return mild.masked_fill(token[..., None, None], float("-inf"))
+
+
+def call(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """The op on the problem's inputs, or on others of those names."""
+    o, state = problem.case.call(
+        **{**problem.tensors, **tensors},
+        scale=problem.scale,
+        output_final_state=True,
+        cu_seqlens=problem.cu_seqlens,
+    )
+    assert state is not None
+    return o, state
+
+
+def call_reference(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """The specification: token by token, packed sequences one after the other, zeros after the last."""
+    tensors = {**problem.tensors, **tensors}
+    q = tensors["q"]
+    scale = q.shape[-1] ** -0.5 if problem.scale is None else problem.scale
+    initial = tensors.pop("initial_state", None)
+    if problem.cu_seqlens is None:
+        return problem.case.reference(**tensors, initial_state=initial, scale=scale)
+    cu = problem.cu_seqlens.tolist()
+    o, states = [], []
+    for n, (start, end) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
+        state = problem.d_final_state.new_zeros((1, *problem.d_final_state.shape[1:]), dtype=q.dtype)
+        if initial is not None:
+            state = initial[n : n + 1]
+        if start < end:
+            sequence = {name: x[:, start:end] for name, x in tensors.items()}
+            output, state = problem.case.reference(**sequence, initial_state=state, scale=scale)
+            o.append(output)
+        states.append(state)
+    o.append(torch.zeros_like(problem.do[:, cu[-1] :], dtype=q.dtype))
+    return torch.cat(o, dim=1), torch.cat(states)
+
+
+Call = Callable[..., tuple[Tensor, Tensor]]
+
+
+def evaluate(problem: Problem, loss: str = "both", function: Call = call) -> Results:
+    """``o``, ``final_state`` and the gradient of every float input, for a loss on "o", on the "state", or on "both"."""
+    leaves = {name: x.detach().requires_grad_() for name, x in problem.tensors.items()}
+    o, state = function(problem, **leaves)
+    arriving = {"o": (o, problem.do), "state": (state, problem.d_final_state)}
+    chosen = [(y, dy) for name, (y, dy) in arriving.items() if loss in (name, "both") and y.requires_grad]
+    ys, dys = [y for y, _ in chosen], [dy for _, dy in chosen]
+    grads = torch.autograd.grad(ys, list(leaves.values()), dys, allow_unused=True) if ys else [None] * len(leaves)
+    results = {"o": o.detach(), "final_state": state.detach()}
+    for (name, x), grad in zip(leaves.items(), grads, strict=True):
+        results[f"d{name}"] = torch.zeros_like(x) if grad is None else grad
+    return results

@@ -1,0 +1,133 @@
+"""torch.compile: no break, one graph for every length, values and gradients those of eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from .accuracy import assert_close
+from .cases import OpCase, each_op, one_op_a_form
+from .problems import Problem, Results, call, draw, evaluate
+
+LENGTHS = [64, 2, 3, 63, 65, 130, 165]
+one_graph = torch._dynamo.config.patch(error_on_recompile=True)
+
+
+def run(problem: Problem, function: Callable[..., tuple[Tensor, Tensor]]) -> Results:
+    """`problem` through a function of a dictionary and ``cu_seqlens``."""
+    return evaluate(problem, function=lambda problem, **tensors: function(tensors, problem.cu_seqlens))
+
+
+def plain(case: OpCase) -> Callable[..., tuple[Tensor, Tensor]]:
+    def function(tensors: dict[str, Tensor], cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        return case.call(**tensors, output_final_state=True, cu_seqlens=cu_seqlens)
+
+    return function
+
+
+def layered(case: OpCase) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The op among PyTorch that the compiler fuses, and twice, the state carried from one to the other."""
+
+    def function(tensors: dict[str, Tensor], cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        gates = {name: F.logsigmoid(tensors[name] + 2) for name in case.gates}
+        tensors = {**tensors, "q": F.silu(tensors["q"]), **gates}
+        o, state = case.call(**tensors, output_final_state=True, cu_seqlens=cu_seqlens)
+        tensors = {**tensors, "v": (o.float() * 0.5).tanh().to(o.dtype), "initial_state": state}
+        return case.call(**tensors, output_final_state=True, cu_seqlens=cu_seqlens)
+
+    return function
+
+
+@each_op
+@pytest.mark.parametrize("B", [1, 2])
+@pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "marked"])
+@one_graph
+def test_one_graph_for_every_length(case: OpCase, B: int, dynamic: bool | None, device: torch.device) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(plain(case), backend=counter, fullgraph=True, dynamic=dynamic)
+    for T in LENGTHS:
+        problem = draw(case, device, B=B, T=T, seed=T)
+
+        def marked(tensors: dict[str, Tensor], cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+            if dynamic is None:
+                for name in (*case.inputs, *case.gates):
+                    torch._dynamo.mark_dynamic(tensors[name], 1)
+            return compiled(tensors, cu_seqlens)
+
+        assert_close(run(problem, marked), run(problem, plain(case)), 1e-6)
+    assert counter.frame_count == 1
+
+
+@each_op
+@pytest.mark.parametrize("N", [1, 5])
+@one_graph
+def test_one_graph_for_every_packing(case: OpCase, N: int, device: torch.device) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(plain(case), backend=counter, fullgraph=True, dynamic=True)
+    for T in LENGTHS:
+        lengths = [T] if N == 1 else [T // 2, 0, T - T // 2 - 1, 0, 1]
+        problem = draw(case, device, lengths=lengths, tail=T % 3, seed=T)
+        assert_close(run(problem, compiled), run(problem, plain(case)), 1e-6)
+    assert counter.frame_count == 1
+
+
+@one_op_a_form
+@one_graph
+def test_training_through_inductor(case: OpCase, device: torch.device) -> None:
+    compiled = torch.compile(layered(case), fullgraph=True, dynamic=True)
+    for T in LENGTHS:
+        problem = draw(case, device, B=1, T=T, seed=T)
+        assert_close(run(problem, compiled), run(problem, layered(case)), 1e-5)
+
+
+@one_op_a_form
+@one_graph
+def test_packed_training_through_inductor(case: OpCase, device: torch.device) -> None:
+    compiled = torch.compile(layered(case), fullgraph=True, dynamic=True)
+    for T in LENGTHS[:4]:
+        problem = draw(case, device, lengths=[T // 2, 0, T - T // 2 - 1, 0, 1], tail=T % 3, seed=T)
+        assert_close(run(problem, compiled), run(problem, layered(case)), 1e-5)
+
+
+@one_op_a_form
+def test_static_inference_through_inductor(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, torch.bfloat16, T=65)
+    compiled = torch.compile(plain(case), fullgraph=True)
+    with torch.no_grad():
+        names = ("o", "final_state")
+        actual = dict(zip(names, compiled(problem.tensors, None), strict=True))
+        assert_close(actual, dict(zip(names, call(problem), strict=True)), 1e-6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
+@one_op_a_form
+@pytest.mark.parametrize("T", [1, 65])
+def test_cuda_graphs(case: OpCase, T: int, device: torch.device) -> None:
+    """Replayed on fresh inputs and a state that changes, none of the outputs is of an earlier replay."""
+    compiled = torch.compile(plain(case), fullgraph=True, mode="reduce-overhead")
+    expected = actual = draw(case, device, torch.bfloat16, T=T).tensors["initial_state"]
+    with torch.no_grad():
+        for seed in range(6):
+            tensors = draw(case, device, torch.bfloat16, T=T, seed=seed).tensors
+            torch.compiler.cudagraph_mark_step_begin()
+            o, state = compiled({**tensors, "initial_state": actual}, None)
+            results = {"o": o.clone(), "final_state": state.clone()}
+            o, expected = plain(case)({**tensors, "initial_state": expected}, None)
+            assert_close(results, {"o": o, "final_state": expected}, 1e-6)
+            actual = results["final_state"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
+@one_op_a_form
+def test_training_with_cuda_graphs(case: OpCase, device: torch.device) -> None:
+    compiled = torch.compile(layered(case), fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):
+        problem = draw(case, device, T=65, seed=seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(run(problem, compiled), run(problem, layered(case)), 1e-5)

@@ -1,0 +1,182 @@
+"""What is refused, and in which words. Nothing is computed when it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from .cases import CASES, OpCase, each_op, each_public_op
+from .graphs import recorded
+from .problems import Problem, call, draw
+
+PUBLIC = [case for case in CASES if case.public]
+FLOATS = "float32, bfloat16, float16 or float64"
+
+
+def refused(problem: Problem, error: type[Exception], message: str, **arguments: object) -> None:
+    arguments = {
+        **problem.tensors,
+        "scale": None,
+        "output_final_state": True,
+        "cu_seqlens": problem.cu_seqlens,
+        **arguments,
+    }
+    with recorded() as calls, pytest.raises(error, match=f"^{re.escape(message)}$"):
+        problem.case.call(**arguments)
+    assert not calls
+
+
+def shaped(case: OpCase, name: str) -> list[object]:
+    return [pytest.param(case, name, id=f"{case.name}-{name}")]
+
+
+each_tensor = pytest.mark.parametrize(
+    ("case", "name"), [p for case in PUBLIC for name in case.axes for p in shaped(case, name)]
+)
+# What the other shapes are compared with.
+each_tensor_but_q = pytest.mark.parametrize(
+    ("case", "name"), [p for case in PUBLIC for name in case.axes if name != "q" for p in shaped(case, name)]
+)
+SIZES = {"B": 2, "T": 5, "H": 2, "K": 16, "V": 32, "N": 2}
+
+
+@each_tensor_but_q
+def test_rank(case: OpCase, name: str, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    expected = tuple(SIZES[axis] for axis in case.axes[name])
+    x = problem.tensors[name]
+    for wrong in (x[..., 0], x[None]):
+        message = f"{name} must have shape {expected}, got {tuple(wrong.shape)}"
+        if name == "v":  # its last size is its own
+            message = f"{name} must have shape [B, T, H, V], got {tuple(wrong.shape)}"
+        refused(problem, ValueError, message, **{name: wrong})
+
+
+@each_public_op
+def test_rank_of_q(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    refused(problem, ValueError, "q must have shape [B, T, H, K], got (2, 5, 2)", q=problem.tensors["q"][..., 0])
+
+
+@each_tensor_but_q
+def test_every_axis(case: OpCase, name: str, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    axes = case.axes[name]
+    expected = tuple(SIZES[axis] for axis in axes)
+    for dim, axis in enumerate(axes):
+        if name == "v" and axis == "V":
+            continue
+        for wrong in (problem.tensors[name].narrow(dim, 0, 1), problem.tensors[name].repeat_interleave(2, dim)):
+            refused(
+                problem, ValueError, f"{name} must have shape {expected}, got {tuple(wrong.shape)}", **{name: wrong}
+            )
+
+
+@each_tensor
+def test_not_a_float(case: OpCase, name: str, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    for dtype in (torch.int32, torch.bool, torch.complex64):
+        wrong = problem.tensors[name].to(dtype)
+        message = f"{name} must be {FLOATS}, got {str(dtype).removeprefix('torch.')}"
+        refused(problem, TypeError, message, **{name: wrong})
+
+
+@each_tensor
+def test_not_a_tensor(case: OpCase, name: str, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    refused(problem, TypeError, f"{name} must be a tensor, got float", **{name: 1.0})
+
+
+@each_public_op
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_mixed_dtypes(case: OpCase, name: str, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    wrong = problem.tensors[name].bfloat16()
+    refused(problem, TypeError, f"{name} must have the dtype of q, float32, got bfloat16", **{name: wrong})
+
+
+@each_tensor_but_q
+def test_another_device(case: OpCase, name: str, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    here = problem.tensors["q"].device
+    wrong = problem.tensors[name].to("meta")
+    refused(problem, ValueError, f"{name} must be on the device of q, {here}, got meta", **{name: wrong})
+
+
+@each_public_op
+@pytest.mark.parametrize(("dim", "shape"), [(0, (0, 5, 2)), (1, (2, 0, 2)), (2, (2, 5, 0)), (3, (2, 5, 2))])
+def test_empty_dimensions(case: OpCase, dim: int, shape: tuple[int, ...], device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    inputs = (*case.inputs, *case.gates)
+    empty = {name: problem.tensors[name].narrow(dim, 0, 0) for name in inputs}
+    size = 0 if dim == 3 else 16
+    refused(problem, ValueError, f"q must have no empty dimension, got {(*shape, size)}", **empty)
+    if dim == 3:
+        wrong = {name: x for name, x in empty.items() if case.axes[name][-1] == "V"}
+        refused(problem, ValueError, "v must have no empty dimension, got (2, 5, 2, 0)", **wrong)
+
+
+@each_public_op
+def test_head_size(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, B=1, T=1, H=1, K=257, V=256)
+    refused(problem, ValueError, "q must have a head size of at most 256, got 257")
+    problem = draw(case, device, B=1, T=1, H=1, K=256, V=257)
+    refused(problem, ValueError, "v must have a head size of at most 256, got 257")
+
+
+Wrong = Callable[[Tensor], object]
+CU_SEQLENS: list[tuple[str, Wrong, type[Exception], str]] = [
+    ("list", Tensor.tolist, TypeError, "cu_seqlens must be a tensor, got list"),
+    ("int16", Tensor.short, TypeError, "cu_seqlens must be int32 or int64, got int16"),
+    ("float", Tensor.float, TypeError, "cu_seqlens must be int32 or int64, got float32"),
+    ("rank", lambda cu: cu[None], ValueError, "cu_seqlens must have shape [N + 1] with N >= 1, got (1, 3)"),
+    ("short", lambda cu: cu[:1], ValueError, "cu_seqlens must have shape [N + 1] with N >= 1, got (1,)"),
+    ("meta", lambda cu: cu.to("meta"), ValueError, "cu_seqlens must be on the device of q, {device}, got meta"),
+]
+
+
+@each_public_op
+@pytest.mark.parametrize(("name", "wrong", "error", "message"), CU_SEQLENS, ids=[row[0] for row in CU_SEQLENS])
+def test_cu_seqlens(
+    case: OpCase, name: str, wrong: Wrong, error: type[Exception], message: str, device: torch.device
+) -> None:
+    problem = draw(case, device, lengths=[3, 2])
+    here = problem.tensors["q"].device
+    refused(problem, error, message.format(device=here), cu_seqlens=wrong(problem.cu_seqlens))
+
+
+@each_public_op
+def test_cu_seqlens_and_a_batch(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    cu_seqlens = torch.tensor([0, 5], device=device)
+    refused(problem, ValueError, "q must have batch size 1 when cu_seqlens is given, got 2", cu_seqlens=cu_seqlens)
+
+
+@each_public_op
+def test_states_of_packed_sequences(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, lengths=[3, 2])
+    state = problem.tensors["initial_state"]
+    refused(
+        problem, ValueError, "initial_state must have shape (2, 2, 16, 32), got (1, 2, 16, 32)", initial_state=state[:1]
+    )
+
+
+@each_public_op
+def test_scale(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    scale = torch.tensor(1.0, device=device)
+    refused(problem, TypeError, "scale must be a number, got Tensor", scale=scale)
+    refused(problem, TypeError, "scale must be a number, got str", scale="1")
+
+
+@each_op
+@pytest.mark.parametrize("keyword", ["head_first", "state_v_first", "chunk_size", "initial_sate"])
+def test_unknown_keywords(case: OpCase, keyword: str, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    with recorded() as calls, pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
+        call(problem, **{keyword: None})
+    assert not calls

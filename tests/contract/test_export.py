@@ -1,0 +1,150 @@
+"""torch.export and AOTInductor: one node, exact at lengths that were not traced."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram, export
+
+from .accuracy import assert_close, assert_equal
+from .cases import OpCase, each_op, one_op_a_form
+from .graphs import calls, op_nodes
+from .problems import Problem, Results, call, draw
+
+LENGTHS = [2, 3, 63, 64, 65, 165, 2048]
+T = Dim("T", min=2, max=2**20)
+B = Dim("B", min=1, max=64)
+N = Dim("N", min=1, max=1024)
+
+
+class Op(nn.Module):
+    def __init__(self, case: OpCase) -> None:
+        super().__init__()
+        self.case = case
+
+    def forward(self, tensors: dict[str, Tensor], cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self.case.call(**tensors, output_final_state=True, cu_seqlens=cu_seqlens)
+
+
+def dynamic(problem: Problem, **dims: Dim) -> dict[str, dict[int, Dim]]:
+    """The named axes of every input."""
+    axes = problem.case.axes
+    return {
+        name: {i: dims[axis] for i, axis in enumerate(axes[name]) if axis in dims} for name in problem.tensors
+    }
+
+
+def exported(problem: Problem, cu_dims: dict[int, Dim] | None = None, **dims: Dim) -> ExportedProgram:
+    shapes = {"tensors": dynamic(problem, **dims), "cu_seqlens": cu_dims}
+    return export(Op(problem.case), (problem.tensors, problem.cu_seqlens), dynamic_shapes=shapes)
+
+
+def results(output: tuple[Tensor, Tensor]) -> Results:
+    return dict(zip(("o", "final_state"), output, strict=True))
+
+
+def packed(case: OpCase, device: torch.device, n: int, length: int = 70, **options) -> Problem:
+    lengths = [length] if n == 1 else [length // 2, 0, length - length // 2 - 1, *[0] * (n - 4), 1]
+    return draw(case, device, lengths=lengths, tail=length % 3, seed=length, **options)
+
+
+@each_op
+def test_one_node_at_every_length(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=37)
+    program = exported(problem, T=T, B=B, N=B)
+    node = [f"flacompose::{case.forward}"]
+    assert op_nodes(program.graph_module) == node
+    decomposed = program.run_decompositions()
+    assert op_nodes(decomposed.graph_module) == node
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    for length in LENGTHS:
+        for batch in (1, 2):
+            problem = draw(case, device, B=batch, T=length, H=2, seed=length)
+            expected = results(call(problem))
+            for form in (program, decomposed, loaded):
+                assert_equal(results(form.module()(problem.tensors)), expected)
+
+
+@each_op
+def test_the_graph_does_not_grow(case: OpCase, device: torch.device) -> None:
+    sizes = set()
+    for length in (2, 64, 2048):
+        program = exported(draw(case, device, T=length))
+        assert op_nodes(program.graph_module) == [f"flacompose::{case.forward}"]
+        sizes.add(len(program.run_decompositions().graph.nodes))
+    assert len(sizes) == 1
+
+
+@each_op
+def test_without_the_state(case: OpCase, device: torch.device) -> None:
+    """Neither given nor asked for, it leaves nothing in the graph, and nothing is copied around the op."""
+    problem = draw(case, device, T=37, state=False)
+    program = exported(problem, T=T).run_decompositions()
+    assert [str(node.target) for node in calls(program.graph)] == [f"flacompose.{case.forward}.default"]
+
+
+@each_op
+@pytest.mark.parametrize("n", [1, 5])
+def test_packed(case: OpCase, n: int, device: torch.device) -> None:
+    program = exported(packed(case, device, n), T=T)
+    assert op_nodes(program.run_decompositions().graph_module) == [f"flacompose::{case.forward}"]
+    for length in LENGTHS:
+        problem = packed(case, device, n, length)
+        assert_equal(results(program.module()(problem.tensors, problem.cu_seqlens)), results(call(problem)))
+
+
+@each_op
+def test_any_number_of_packed_sequences(case: OpCase, device: torch.device) -> None:
+    program = exported(packed(case, device, 7), {0: N + 1}, T=T, N=N)
+    for n in (1, 5, 20):
+        problem = packed(case, device, n, 100)
+        assert_equal(results(program.module()(problem.tensors, problem.cu_seqlens)), results(call(problem)))
+
+
+class Both(nn.Module):
+    """Dense and packed calls in one program, so that one compilation proves them."""
+
+    def __init__(self, case: OpCase) -> None:
+        super().__init__()
+        self.op = Op(case)
+
+    def forward(self, dense: dict[str, Tensor], one: dict[str, Tensor], cu_one: Tensor, five, cu_five: Tensor):
+        return self.op(dense), self.op(one, cu_one), self.op(five, cu_five)
+
+
+@one_op_a_form
+def test_aotinductor(case: OpCase, device: torch.device, tmp_path: Path) -> None:
+    traced = draw(case, device, T=37), packed(case, device, 1), packed(case, device, 5)
+    T1, T5 = (Dim(name, min=2, max=2**20) for name in ("T1", "T5"))
+
+    def arguments(dense: Problem, one: Problem, five: Problem) -> tuple:
+        return dense.tensors, one.tensors, one.cu_seqlens, five.tensors, five.cu_seqlens
+
+    shapes = (
+        dynamic(traced[0], T=T, B=B, N=B),
+        dynamic(traced[1], T=T1),
+        None,
+        dynamic(traced[2], T=T5),
+        None,
+    )
+    with torch.no_grad():
+        program = export(Both(case), arguments(*traced), dynamic_shapes=shapes)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "op.pt2"))
+        runner = torch._inductor.aoti_load_package(path)
+        for length in LENGTHS:
+            for batch in (1, 3):
+                problems = (
+                    draw(case, device, B=batch, T=length, seed=length),
+                    packed(case, device, 1, length),
+                    packed(case, device, 5, length),
+                )
+                outputs = runner(*arguments(*problems))
+                for problem, output in zip(problems, outputs, strict=True):
+                    assert_close(results(output), results(call(problem)), 1e-6)

@@ -1,0 +1,29 @@
+"""Importing needs neither Triton nor a GPU, and leaves the specification alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+sys.modules["triton"] = None  # importing it raises
+import torch
+import flacompose
+from flacompose.ops import chunk_gla, fused_recurrent_gla
+
+assert not torch.cuda.is_initialized()
+assert not [name for name in sys.modules if name.startswith("flacompose.") and name.endswith(".reference")]
+q, k, v, g = (torch.randn(2, 5, 2, 16).requires_grad_() for _ in range(4))
+for function in (chunk_gla, fused_recurrent_gla):
+    o, state = function(q, k, v, -g.exp(), output_final_state=True)
+    (o.sum() + state.sum()).backward()
+assert g.grad.isfinite().all()
+print("right")
+"""
+
+
+def test_without_triton() -> None:
+    run = subprocess.run([sys.executable, "-W", "error", "-c", PROGRAM], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "right\n"

@@ -1,0 +1,82 @@
+"""Packed sequences against the sequences one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from .accuracy import assert_accurate, assert_equal
+from .cases import OpCase, each_op
+from .problems import call, draw, evaluate
+
+LENGTHS = {
+    "one sequence": [130],
+    "five sequences": [5, 64, 1, 65, 20],
+    "empty first": [0, 0, 66, 3],
+    "empty in the middle": [63, 0, 0, 65, 0, 2],
+    "empty last": [7, 64, 0, 0],
+    "single tokens": [1, 1, 1, 1, 1],
+}
+
+
+@each_op
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("tail", [0, 9])
+def test_packed(case: OpCase, name: str, tail: int, device: torch.device) -> None:
+    problem = draw(case, device, lengths=LENGTHS[name], tail=tail)
+    results = evaluate(problem)
+    assert_accurate(problem, results)
+    if tail:
+        for name, x in results.items():
+            if x.dim() and name.removeprefix("d") not in ("final_state", "initial_state"):
+                assert not x[:, -tail:].any(), f"{name} is not 0 in the tail"
+
+
+@each_op
+@pytest.mark.parametrize("loss", ["o", "state", "both"])
+def test_packed_without_initial_state(case: OpCase, loss: str, device: torch.device) -> None:
+    problem = draw(case, device, torch.bfloat16, lengths=[0, 70, 1, 0, 64], tail=70, state=False, gates="rare")
+    assert_accurate(problem, evaluate(problem, loss), loss)
+
+
+@each_op
+def test_int64(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, lengths=[0, 70, 1, 0, 64], tail=3)
+    wide = replace(problem, cu_seqlens=problem.cu_seqlens.long())
+    assert_equal(evaluate(wide), evaluate(problem))
+
+
+@each_op
+def test_nothing_but_empty_sequences(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, lengths=[0, 0, 0], tail=5)
+    results = evaluate(problem)
+    assert_accurate(problem, results)
+    assert torch.equal(results["final_state"], problem.tensors["initial_state"])
+    assert torch.equal(results["dinitial_state"], problem.d_final_state)
+
+
+@each_op
+def test_a_sequence_does_not_see_its_neighbours(case: OpCase, device: torch.device) -> None:
+    """Not even as NaN."""
+    problem = draw(case, device, lengths=[40, 70, 33], tail=20)
+    o, state = call(problem)
+    poisoned = {name: x.clone() for name, x in problem.tensors.items()}
+    for name, x in poisoned.items():
+        if name == "initial_state":
+            x[0] = x[2] = torch.nan
+        else:
+            x[:, :40] = x[:, 110:] = torch.nan
+    o_, state_ = call(problem, **poisoned)
+    assert torch.equal(o_[:, 40:110], o[:, 40:110])
+    assert torch.equal(state_[1], state[1])
+    assert not o_[:, 143:].any()
+
+
+@each_op
+def test_bounds_changed_in_place_are_read_again(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, lengths=[40, 70])
+    evaluate(problem)
+    problem.cu_seqlens[1] = 65
+    assert_accurate(problem, evaluate(problem))

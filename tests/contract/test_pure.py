@@ -1,0 +1,236 @@
+"""Inputs unchanged, outputs new, layouts irrelevant, memory written, results repeated, nothing read on the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from .accuracy import assert_accurate, assert_equal
+from .cases import OpCase, each_op
+from .graphs import recorded
+from .problems import Problem, call, draw, evaluate
+
+PACKED = {"dense": None, "packed": [0, 20, 1, 44]}
+dense_and_packed = pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED)
+
+
+def permuted(x: Tensor) -> Tensor:
+    """Dense, its last dimension not innermost: every stride is another."""
+    return x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+
+
+def sliced(x: Tensor) -> Tensor:
+    """A window of a larger tensor, every other element of it."""
+    large = torch.full([2 * n + 3 for n in x.shape], torch.nan, dtype=x.dtype, device=x.device)
+    window = large[tuple(slice(2, 2 + 2 * n, 2) for n in x.shape)]
+    return window.copy_(x)
+
+
+def head_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@each_op
+@pytest.mark.parametrize("layout", [permuted, sliced, head_first])
+@dense_and_packed
+def test_layouts(case: OpCase, layout, lengths: list[int] | None, device: torch.device) -> None:
+    problem = draw(case, device, lengths=lengths)
+    other = problem.with_tensors(**{name: layout(x) for name, x in problem.tensors.items()})
+    other = replace(other, do=layout(problem.do), d_final_state=layout(problem.d_final_state))
+    if lengths is not None:
+        every_other = torch.stack([problem.cu_seqlens, problem.cu_seqlens + 1000], 1)[:, 0]
+        assert not every_other.is_contiguous()
+        other = replace(other, cu_seqlens=every_other)
+    assert not other.tensors["q"].is_contiguous()
+    assert_equal(evaluate(other), evaluate(problem))
+
+
+@each_op
+def test_expanded(case: OpCase, device: torch.device) -> None:
+    """One head, one token, one channel seen many times, and a gradient that is one number."""
+    problem = draw(case, device, H=3)
+    for dim in (1, 2, 3):
+        expanded = {name: x.narrow(dim, 0, 1).expand_as(x) for name, x in problem.tensors.items()}
+        other = replace(problem.with_tensors(**expanded), do=problem.do[:1, :1, :1, :1].expand_as(problem.do))
+        copied = other.with_tensors(**{name: x.contiguous() for name, x in expanded.items()})
+        assert_equal(evaluate(other), evaluate(replace(copied, do=other.do.contiguous())))
+
+
+def storages(tensors: list[Tensor]) -> list[int]:
+    return [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
+
+
+@each_op
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_inputs_are_unchanged_and_outputs_new(
+    case: OpCase, T: int, dtype: torch.dtype, packed: bool, device: torch.device
+) -> None:
+    problem = draw(case, device, dtype, T=T, lengths=[T] if packed else None, B=1)
+    with recorded() as calls:
+        evaluate(problem)
+    assert [op.name() for op, _, _ in calls] == [f"flacompose::{case.forward}", f"flacompose::{case.backward}"]
+    for op, before, _ in calls:
+        args = [x.clone() if isinstance(x, Tensor) else x for x in before]
+        outputs = op(*args)
+        for x, y in zip(args, before, strict=True):
+            assert not isinstance(x, Tensor) or torch.equal(x, y), f"{op} wrote to an input"
+        used = storages([x for x in args if isinstance(x, Tensor)])
+        new = storages(list(outputs))
+        assert len(set(new)) == len(new), f"{op} returns one memory twice"
+        assert not set(new) & set(used), f"{op} returns an input's memory"
+
+
+@each_op
+def test_only_what_requires_a_gradient_gets_one(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    every = evaluate(problem)
+    for name in problem.tensors:
+        tensors = {n: x.clone().requires_grad_(n == name) for n, x in problem.tensors.items()}
+        o, state = call(problem, **tensors)
+        torch.autograd.backward([o, state], [problem.do, problem.d_final_state])
+        assert [n for n, x in tensors.items() if x.grad is not None] == [name]
+        assert_equal({name: tensors[name].grad}, {name: every[f"d{name}"]})
+
+
+@each_op
+def test_without_gradients_nothing_is_recorded(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    o, state = call(problem)
+    assert not o.requires_grad and not state.requires_grad
+    with torch.no_grad():
+        o, state = call(problem, q=problem.tensors["q"].clone().requires_grad_())
+    assert not o.requires_grad and not state.requires_grad
+
+
+@each_op
+def test_absent_inputs_have_empty_gradients(case: OpCase, device: torch.device) -> None:
+    """The backward op always returns as many tensors, those of absent inputs with no element."""
+    problem = draw(case, device, T=5, state=False)
+    with recorded() as calls:
+        evaluate(problem)
+    op, args, outputs = calls[-1]
+    names = [argument.name for argument in op._schema.arguments]
+    assert [f"d{name}" for name in names[: len(outputs)]] == [f"d{n}" for n in ("q", "k", "v", "gk", "gv", "initial_state")]
+    for x, dx in zip(args, outputs, strict=False):
+        assert dx.shape == ((0,) if x is None else x.shape)
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
+@each_op
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", [None, [0, 20, 1, 0, 64, 0]], ids=["dense", "packed"])
+@pytest.mark.parametrize("loss", ["o", "state", "both"])
+def test_all_memory_is_written(
+    case: OpCase, dtype: torch.dtype, lengths: list[int] | None, loss: str, device: torch.device, nan_in_new_memory: None
+) -> None:
+    problem = draw(case, device, dtype, lengths=lengths, tail=9, K=20, V=17)
+    assert_accurate(problem, evaluate(problem, loss), loss)
+
+
+@each_op
+@dense_and_packed
+def test_deterministic(case: OpCase, lengths: list[int] | None, device: torch.device) -> None:
+    problem = draw(case, device, torch.bfloat16, lengths=lengths, T=300, gates="rare")
+    first = evaluate(problem)
+    for _ in range(99 if device.type == "cuda" else 2):
+        assert_equal(evaluate(problem), first)
+
+
+@each_op
+def test_a_row_does_not_depend_on_the_batch(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=150)
+    whole = evaluate(problem)
+    row = replace(
+        problem.with_tensors(**{name: x[1:] for name, x in problem.tensors.items()}),
+        do=problem.do[1:],
+        d_final_state=problem.d_final_state[1:],
+    )
+    results = evaluate(row)
+    for name, x in results.items():
+        # Libraries choose their matrix products by the batch size on CPU.
+        assert torch.equal(x, whole[name][1:]) or (
+            device.type == "cpu" and torch.allclose(x, whole[name][1:], rtol=1e-5, atol=1e-5)
+        ), name
+
+
+class NoEnvironment(dict):
+    def __getitem__(self, key):
+        raise AssertionError(f"{key} read from the environment")
+
+    get = __contains__ = __getitem__
+
+
+@each_op
+@dense_and_packed
+def test_nothing_is_read_on_the_host(
+    case: OpCase, lengths: list[int] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = draw(case, device, lengths=lengths)
+    expected = evaluate(problem)
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    else:
+        monkeypatch.setattr(os, "environ", NoEnvironment())
+    with monkeypatch.context() as patch:
+
+        def refuse(*args, **kwargs):
+            raise AssertionError("a tensor's value is read on the host")
+
+        for name in ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(Tensor, name, refuse)
+        try:
+            results = evaluate(problem)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+    monkeypatch.undo()
+    assert_equal(results, expected)
+
+
+@each_op
+def test_inputs_changed_in_place_are_read_again(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    evaluate(problem)
+    for x in problem.tensors.values():
+        x.mul_(2)
+    assert_accurate(problem, evaluate(problem))
+
+
+def on_meta(problem: Problem) -> Problem:
+    meta = problem.with_tensors(**{name: x.to("meta") for name, x in problem.tensors.items()})
+    cu = None if problem.cu_seqlens is None else problem.cu_seqlens.to("meta")
+    return replace(meta, do=problem.do.to("meta"), d_final_state=problem.d_final_state.to("meta"), cu_seqlens=cu)
+
+
+@each_op
+@dense_and_packed
+def test_fakes_match(case: OpCase, lengths: list[int] | None, device: torch.device) -> None:
+    """In shape, dtype and strides, whatever the strides of the inputs."""
+    problem = draw(case, device, lengths=lengths, state_dtype=torch.float16)
+    for layout in (torch.Tensor.contiguous, permuted):
+        other = problem.with_tensors(**{name: layout(x) for name, x in problem.tensors.items()})
+        with recorded() as calls:
+            evaluate(other)
+        for op, args, outputs in calls:
+            fakes = op(*(x.to("meta") if isinstance(x, Tensor) else x for x in args))
+            for real, fake in zip(outputs, fakes, strict=True):
+                assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+    assert all(x.device.type == "meta" for x in evaluate(on_meta(problem)).values())

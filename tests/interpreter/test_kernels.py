@@ -1,0 +1,91 @@
+"""The Triton kernels themselves, on CPU: ``TRITON_INTERPRET=1 pytest tests/interpreter``.
+
+Triton reads the variable when it is imported, so this is a run of its own. The launches are those of CUDA. The
+interpreter has no bfloat16 products and takes about 2 ms a program: float32 and float16, tiny shapes.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from contract.accuracy import assert_accurate
+from contract.cases import OpCase, each_gated_op, each_op
+from contract.problems import Problem, draw, evaluate
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
+
+from flacompose.ops.families.vector_decay import cuda
+
+CPU = torch.device("cpu")
+SCHEMA = ("q", "k", "v", "gk", "gv", "initial_state", "cu_seqlens", "scale", "read_before")
+
+
+class Launched(torch.autograd.Function):
+    """The forward of one form and the shared backward, without registration."""
+
+    @staticmethod
+    def forward(ctx, form, *args):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*args[:7])
+        ctx.constants = args[7:]
+        return form(*args)
+
+    @staticmethod
+    def backward(ctx, do, d_final_state):
+        args = ctx.saved_tensors
+        grads = cuda.backward(*args, *ctx.constants, do, d_final_state)
+        return None, *(None if x is None else dx for x, dx in zip(args[:6], grads, strict=True)), None, None, None
+
+
+def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    form = {"vector_decay_chunk": cuda.chunk, "vector_decay_recurrent": cuda.recurrent}[problem.case.forward]
+    if "g" in tensors:
+        tensors["gk"] = tensors.pop("g")
+    tensors |= {"cu_seqlens": problem.cu_seqlens}
+    scale = tensors["q"].shape[-1] ** -0.5
+    read_before = problem.case.name.startswith("read_before")
+    return Launched.apply(form, *(tensors.get(name) for name in SCHEMA[:7]), scale, read_before)
+
+
+def check(problem: Problem, loss: str = "both") -> None:
+    assert_accurate(problem, evaluate(problem, loss, launched), loss)
+
+
+@each_op
+@pytest.mark.parametrize("T", [1, 3, 65])
+def test_dense(case: OpCase, T: int) -> None:
+    check(draw(case, CPU, B=1, H=2, T=T, K=5, V=17))
+
+
+@each_op
+def test_no_initial_state_float16(case: OpCase) -> None:
+    check(draw(case, CPU, torch.float16, B=1, H=1, T=66, state=False))
+
+
+@each_op
+@pytest.mark.parametrize("loss", ["o", "state"])
+def test_one_loss(case: OpCase, loss: str) -> None:
+    check(draw(case, CPU, B=1, H=1, T=5), loss)
+
+
+@each_op
+@pytest.mark.parametrize("lengths", [[6], [0, 65, 1, 0, 3, 0]], ids=["one", "six"])
+def test_packed(case: OpCase, lengths: list[int]) -> None:
+    check(draw(case, CPU, H=1, lengths=lengths, tail=3))
+
+
+@each_gated_op
+@pytest.mark.parametrize("gates", [-1e-6, -30.0, float("-inf"), "mixed", "rare"])
+def test_gates(case: OpCase, gates: str | float) -> None:
+    check(draw(case, CPU, B=1, H=1, T=66, gates=gates))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (40, 70)], ids=str)
+@each_op
+def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
+    K, V = sizes
+    check(draw(case, CPU, B=1, H=1, T=5, K=K, V=V))

@@ -1,0 +1,1 @@
+"""The layers, against a token-by-token statement of each in float64 (`truth`)."""

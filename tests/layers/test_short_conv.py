@@ -1,0 +1,139 @@
+"""The short convolution, against `conv1d` on one sequence at a time."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._inductor import metrics
+from torch._inductor.utils import run_and_get_code
+
+from flacompose.layers import ShortConvolution
+
+
+def alone(conv, x, state):
+    """``x [T, D]`` after ``state [D, W]``."""
+    if len(x) == 0:
+        return x, state
+    history = torch.cat([state, x.T], 1)[None]
+    y = F.conv1d(history[:, :, 1:], conv.weight, conv.bias, groups=conv.hidden_size)[0].T
+    return (y if conv.activation is None else F.silu(y)), history[0, :, -conv.kernel_size :]
+
+
+def build(W, device, dtype=torch.float64, **arguments):
+    return ShortConvolution(6, W, device=device, dtype=dtype, **arguments)
+
+
+@pytest.mark.parametrize("W", [1, 2, 4])
+@pytest.mark.parametrize("given", [False, True], ids=["from zeros", "from a state"])
+@pytest.mark.parametrize("layout", ["rows", "one token", "lengths", "packed"])
+def test_values(layout, given, W, device):
+    conv = build(W, device, bias=given, activation="swish" if given else None)
+    T = 1 if layout == "one token" else 9
+    ends = [0, 1, 2, 9]
+    if layout == "packed":
+        bounds = [0, 0, 1, 3, 3, 8]
+        spans = [(0, begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+        arguments = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device=device)}
+    elif layout == "lengths":
+        spans = [(b, 0, end) for b, end in enumerate(ends)]
+        arguments = {"lengths": torch.tensor(ends, device=device)}
+    else:
+        spans, arguments = [(b, 0, T) for b in range(4)], {}
+    N = len(spans)
+    x = torch.randn(1 if layout == "packed" else N, T, 6, device=device, dtype=torch.float64)
+    state = torch.randn(N, 6, W, device=device, dtype=torch.float64) if given else None
+    y, new = conv(x, state, **arguments)
+    assert new.shape == (N, 6, W)
+    assert new.is_contiguous()
+    for n, (b, begin, end) in enumerate(spans):
+        start = state[n] if given else x.new_zeros(6, W)
+        expected, after = alone(conv, x[b, begin:end], start)
+        torch.testing.assert_close(y[b, begin:end], expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(new[n], after)
+
+
+@pytest.mark.parametrize("layout", ["rows", "one token", "lengths", "packed"])
+def test_gradients(layout):
+    conv = build(3, "cpu", bias=True)
+    arguments = {
+        "lengths": {"lengths": torch.tensor([1, 5])},
+        "packed": {"cu_seqlens": torch.tensor([0, 1, 4])},
+    }.get(layout, {})
+    T = 1 if layout == "one token" else 5
+    x = torch.randn(1 if layout == "packed" else 2, T, 6, dtype=torch.float64, requires_grad=True)
+    state = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+
+    def run(x, state, weight, bias):
+        parameters = {"weight": weight, "bias": bias}
+        return torch.func.functional_call(conv, parameters, (x, state), arguments)
+
+    assert torch.autograd.gradcheck(run, (x, state, conv.weight, conv.bias))
+
+
+@pytest.mark.parametrize("T", [1, 9])
+def test_bfloat16(T, device):
+    """One rounding, at the end; a state of another dtype is rounded to that of the input."""
+    conv = build(4, device, torch.bfloat16, bias=True)
+    x = torch.randn(1, T, 6, device=device, dtype=torch.bfloat16)
+    state = torch.randn(1, 6, 4, device=device)
+    for arguments in ({}, {"cu_seqlens": torch.tensor([0, T], device=device)}):
+        y, new = conv.bfloat16()(x, state, **arguments)
+        assert y.dtype == new.dtype == torch.bfloat16
+        expected, _ = conv.double()(x.double(), state.bfloat16().double(), **arguments)
+        torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_compiles_to_one_kernel(device):
+    """Nothing but the output is written; and the new state, where it is asked for, by one more kernel."""
+    conv = build(4, device, torch.float32, bias=True)
+    x = torch.randn(2, 9, 6, device=device)
+    state = torch.randn(2, 6, 4, device=device)
+    for function, kernels in ((lambda x, s: conv(x, s)[0], 1), (conv, 2)):
+        torch._dynamo.reset()
+        metrics.reset()
+        with torch.no_grad():
+            compiled = torch.compile(function, fullgraph=True, dynamic=True)
+            actual, (code,) = run_and_get_code(compiled, x, state)
+            torch.testing.assert_close(actual, function(x, state))
+        assert metrics.generated_kernel_count == kernels
+        assert len(re.findall(r"= empty_strided", code)) == kernels
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ({"x": (2, 6)}, ValueError, r"x must have shape \(B, T, 6\), got \(2, 6\)"),
+        ({"x": (2, 5, 4)}, ValueError, r"x must have shape \(B, T, 6\), got \(2, 5, 4\)"),
+        ({"state": (2, 6, 3)}, ValueError, r"state must have shape \(2, 6, 4\), got \(2, 6, 3\)"),
+        ({"lengths": (3,)}, ValueError, r"lengths must have shape \(2,\), got \(3,\)"),
+        (
+            {"cu_seqlens": torch.tensor([0, 5])},
+            ValueError,
+            r"cu_seqlens needs x of one row \(B = 1\), got B = 2",
+        ),
+        (
+            {"x": (1, 5, 6), "cu_seqlens": torch.tensor([0])},
+            ValueError,
+            r"cu_seqlens must have shape .* got \(1,\)",
+        ),
+        (
+            {"x": (1, 5, 6), "cu_seqlens": (2,)},
+            TypeError,
+            "cu_seqlens must be int32 or int64, got torch.float32",
+        ),
+        ({"lengths": (2,), "cu_seqlens": (2,)}, ValueError, "lengths and cu_seqlens exclude each other"),
+    ],
+)
+def test_refused_inputs(call, error, message):
+    conv = ShortConvolution(6, 4)
+    call = {name: x if isinstance(x, torch.Tensor) else torch.ones(x) for name, x in call.items()}
+    with pytest.raises(error, match=message):
+        conv(call.pop("x", torch.ones(2, 5, 6)), call.pop("state", None), **call)
+
+
+def test_refused_activation():
+    with pytest.raises(ValueError, match="activation must be 'silu', 'swish' or None, got 'gelu'"):
+        ShortConvolution(6, 4, activation="gelu")

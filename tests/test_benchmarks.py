@@ -1,0 +1,356 @@
+"""The benchmark's own logic, on a CPU: rows and targets, rendering, the peer's configurations, one tiny run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import flacompose.ops
+from benchmarks import cuda, measure, peer, report, run, tuned, warm
+from benchmarks.cases import OPS, Shape
+from benchmarks.report import Results, Row
+
+
+def results() -> Results:
+    rows = [
+        Row("gla", "B8 T2048", "forward", "ms", 0.4, 0.8, max_ratio=0.6),
+        Row("gla", "B8 T2048", "peak memory", "MiB", 900.0, 1000.0, max_ratio=0.6),
+        Row("gla", "B64 T1", "decode, GPU", "us", 65.0, 215.0, max_value=70.0),
+        Row("gla", "B8 T2048", "first step", "s", 3.2, None, max_value=10.0),
+        Row("gla", "B1 T64", "forward, wall clock", "us", 50.0, 400.0),
+        Row("gla", "B1 T1024", "relative error of o", "", None, 3e-3, max_ratio=1.0, note="ours failed"),
+    ]
+    environment = {"device": "NVIDIA H100", "torch": "2.13.0", "command": "python -m benchmarks.run"}
+    return Results("fla", environment, rows, ["a note"])
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "max_ratio", "max_value", "met"),
+    [
+        (1.0, 2.0, None, None, None),
+        (1.0, 2.0, 0.5, None, True),
+        (1.1, 2.0, 0.5, None, False),
+        (1.0, None, 0.5, None, False),
+        (None, 2.0, 0.5, None, False),
+        (9.0, None, None, 10.0, True),
+        (11.0, 100.0, None, 10.0, False),
+        (1.0, 2.0, 0.5, 0.9, False),
+        (float("nan"), 2.0, 0.5, None, False),
+        (None, None, None, 10.0, False),
+    ],
+)
+def test_targets(ours, other, max_ratio, max_value, met):
+    assert Row("op", "case", "q", "ms", ours, other, max_ratio, max_value).met is met
+
+
+def test_json_round_trip(tmp_path: Path):
+    path = tmp_path / "new" / "gla.json"
+    results().save(path)
+    assert Results.load(path) == results()
+    first = json.loads(path.read_text())["rows"][0]
+    assert first["ratio"] == 0.5 and first["met"] is True
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_table():
+    lines = report.table(results()).splitlines()
+    assert lines[:4] == [
+        "- device: NVIDIA H100",
+        "- torch: 2.13.0",
+        "- command: `python -m benchmarks.run`",
+        "- note: a note",
+    ]
+    assert lines[5] == "| shape | gla | flacompose | fla | ratio | target |  |"
+    assert lines[7] == "| B8 T2048 | forward, ms | 0.4 | 0.8 | 0.5 | ratio ≤ 0.6 | met |"
+    assert lines[8] == "| B8 T2048 | peak memory, MiB | 900 | 1000 | 0.9 | ratio ≤ 0.6 | short |"
+    assert lines[9] == "| B64 T1 | decode, GPU, us | 65 | 215 | 0.302 | ≤ 70 us | met |"
+    assert lines[10] == "| B8 T2048 | first step, s | 3.2 |  |  | ≤ 10 s | met |"
+    assert lines[11] == "| B1 T64 | forward, wall clock, us | 50 | 400 | 0.125 |  |  |"
+    error = "| B1 T1024 | relative error of o (ours failed) |  | 0.003 |  | ratio ≤ 1 | short |"
+    assert lines[12] == error.replace("0.003", "3.00e-03")
+    assert len(lines) == 13
+
+
+def test_plot(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "gla.png"
+    report.plot(results(), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    empty = tmp_path / "empty.png"
+    report.plot(Results("fla", {}), empty)
+    assert not empty.exists()
+
+
+def test_update_docs(tmp_path: Path):
+    page = tmp_path / "performance.md"
+    page.write_text(f"# Speed\n\nbefore\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
+    report.update_docs(page, [results(), results()])
+    once = page.read_text()
+    assert once.startswith("# Speed\n\nbefore\n") and once.endswith(f"{report.END}\n\nafter\n")
+    assert "old" not in once and once.count("## Beside fla, NVIDIA H100") == 2
+    report.update_docs(page, [results(), results()])
+    assert page.read_text() == once
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="markers"):
+        report.update_docs(page, [results()])
+    assert page.read_text() == "no markers"
+
+
+def test_update_docs_makes_a_missing_page(tmp_path: Path):
+    report.update_docs(tmp_path / "new.md", [results()])
+    assert "| B8 T2048 | forward, ms |" in (tmp_path / "new.md").read_text()
+
+
+def test_render_saved_results(tmp_path: Path, monkeypatch, capsys):
+    results().save(tmp_path / "gla.json")
+    page = tmp_path / "page.md"
+    command = ["report", str(tmp_path / "gla.json"), "--update-docs", str(page)]
+    monkeypatch.setattr(sys, "argv", command)
+    report.main()
+    assert (tmp_path / "gla.md").read_text() in capsys.readouterr().out
+    assert report.table(results()) in page.read_text()
+
+
+@pytest.mark.parametrize("text", ["8x2048x16x128", "8x2048x16x128x", "axbxcxdxe", ""])
+def test_a_shape_that_is_none(text: str):
+    with pytest.raises(ValueError, match="BxTxHxKxV"):
+        Shape.parse(text)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_inputs(name: str):
+    op, shape = OPS[name], Shape.parse("2x3x4x5x6")
+    assert Shape.parse(str(shape)) == shape
+    inputs = op.draw(shape, torch.bfloat16, "cpu", grad=True)
+    assert inputs["v"].shape == (2, 3, 4, 6)
+    for x in inputs.values():
+        assert x.is_leaf and x.requires_grad and x.dtype == torch.bfloat16 and x.count_nonzero() > 0
+    assert op.draw_state(shape, "cpu").dtype == torch.float32
+    if "g" in inputs:
+        assert inputs["g"].max() <= 0
+
+
+def test_relative_error():
+    truth = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert measure.relative_error(truth.bfloat16(), truth) == 0
+    assert measure.relative_error(torch.tensor([3.0, 4.5]), truth) == pytest.approx(0.1)
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    """An autotuned kernel as Triton makes it, under heuristics, in a module of a package ``made_up``."""
+    triton = pytest.importorskip("triton")
+    autotuner = pytest.importorskip("triton.runtime.autotuner")
+
+    def some_kernel():
+        pass
+
+    class Jitted:
+        def __init__(self):
+            self.fn = some_kernel
+            self.calls = []
+
+        def run(self, *args, **kwargs):
+            self.calls.append(kwargs)
+
+    configs = [triton.Config({"BK": b}, num_warps=w) for b in (32, 64) for w in (2, 4)]
+    arguments = ["x", "BT", "K", "FLAG", "BK"]
+    tuner = autotuner.Autotuner(Jitted(), arguments, configs, ["BT", "K", "FLAG"], None, None)
+    module = types.ModuleType("made_up.kernels")
+    vars(module).update(kernel=autotuner.Heuristics(tuner, arguments, {}), again=tuner, other=3)
+    monkeypatch.setitem(sys.modules, "made_up", types.ModuleType("made_up"))
+    monkeypatch.setitem(sys.modules, "made_up.kernels", module)
+    return tuner
+
+
+KEY = (64, 128, True, "torch.bfloat16")
+
+
+def write(path: Path, when: dict) -> Path:
+    config = {"kwargs": {"BK": 64}, "num_warps": 2, "num_stages": 4}
+    entries = [{"when": when, "dtypes": ["bfloat16"], "config": config}]
+    content = {
+        "device": "a GPU",
+        "tuned_with": "a peer",
+        "kernels": {"some_kernel": entries, "absent": entries},
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_installed_configurations_are_used(tuner, tmp_path: Path):
+    path = write(tmp_path / "tuned.json", {"K": 128, "FLAG": True, "BT": 64})
+    assert tuned.install(path, "made_up") == {("some_kernel", KEY)} == tuned.cached("made_up")
+    assert tuned.origin(path) == "launch configurations in tuned.json were chosen by a peer on a GPU"
+    # Triton itself finds the entry: a run that had to tune would call the kernel more than once.
+    tuner.run(x=torch.empty(1, dtype=torch.bfloat16), BT=64, K=128, FLAG=True, grid=(1,), warmup=False)
+    assert len(tuner.fn.calls) == 1
+    launch = tuner.fn.calls[0]
+    assert (launch["BK"], launch["num_warps"], launch["num_stages"]) == (64, 2, 4)
+
+
+def test_an_entry_with_other_names_is_left_out(tuner, tmp_path: Path):
+    assert tuned.install(write(tmp_path / "tuned.json", {"K": 128, "BT": 64}), "made_up") == set()
+    assert not tuner.cache
+
+
+def test_saved_configurations_install_again(tuner, tmp_path: Path):
+    path = tmp_path / "mine.json"
+    tuner.cache = {KEY: tuner.configs[1], (64, "torch.bfloat16"): tuner.configs[0]}
+    tuned.save(path, "a GPU", "0.6.0", "made_up")
+    tuner.cache = {}
+    assert tuned.install(path, "made_up") == {("some_kernel", KEY)}
+    installed = tuner.cache[KEY]
+    assert (installed.kwargs, installed.num_warps, installed.num_stages) == ({"BK": 32}, 4, 3)
+
+
+def test_shipped_configurations_are_whole():
+    kernels = json.loads(tuned.H100.read_text())["kernels"]
+    assert sum(name.startswith("chunk_gla_") for name in kernels) == 7
+    for entries in kernels.values():
+        for entry in entries:
+            assert entry["when"] and set(entry["config"]) == {"kwargs", "num_warps", "num_stages"}
+            assert all(isinstance(getattr(torch, dtype), torch.dtype) for dtype in entry["dtypes"])
+
+
+def test_workers_share_the_candidates(tuner):
+    compiled = []
+    for index in range(3):
+        warm.compile_only(tuner, index, 3)
+        tuner.run(x=torch.empty(1, dtype=torch.bfloat16), BT=64, K=128, FLAG=True, grid=(1,), warmup=False)
+    for call in tuner.fn.calls:
+        assert call["warmup"] is True  # compiled, not launched
+        compiled.append((call["BK"], call["num_warps"]))
+    assert sorted(compiled) == [(32, 2), (32, 4), (64, 2), (64, 4)]
+
+
+def test_a_candidate_that_does_not_compile_is_passed_over(tuner, capsys):
+    def refuse(*args, **kwargs):
+        tuner.fn.calls.append(kwargs)
+        raise RuntimeError("out of shared memory")
+
+    tuner.fn.run = refuse
+    warm.compile_only(tuner, 0, 1)
+    tuner.run(x=torch.empty(1), BT=64, K=128, FLAG=True, grid=(1,), warmup=False)
+    assert len(tuner.fn.calls) == 4
+    assert capsys.readouterr().err.count("out of shared memory") == 4
+
+
+def test_cpu_run(tmp_path: Path, capsys):
+    page = tmp_path / "performance.md"
+    arguments = ["--ops", *OPS, "--against", "reference", "--device", "cpu", "--shapes", "1x40x2x8x8"]
+    run.main([*arguments, "--out", str(tmp_path), "--update-docs", str(page)])
+    saved = Results.load(next(tmp_path.glob("*-reference-cpu.json")))
+    assert [row.op for row in saved.rows] == list(OPS)
+    for row in saved.rows:
+        assert row.ours is not None and row.other is not None and row.ours > 0 and row.other > 0
+        assert row.max_ratio == 0.2 and row.case == "B1 T40 H2 K=V=8"
+    assert saved.environment["command"].startswith("python -m benchmarks.run --ops")
+    assert report.table(saved) in page.read_text()
+    assert report.table(saved) in capsys.readouterr().out
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The GPU's cases at a tiny size on the CPU: everything is called, each figure is 1."""
+
+    def once(fn, *_):
+        fn()
+        return 1.0
+
+    monkeypatch.setattr(cuda, "DEVICE", "cpu")
+    for name in ("HOST_BOUND", "ACCURACY", "DECODE_GPU", "DECODE_HOST"):
+        T = 1 if name.startswith("DECODE") else 5
+        monkeypatch.setattr(cuda, name, Shape(2, T, 2, 8, 4))
+    for name in ("peak_mib", "wall_us", "host_us"):
+        monkeypatch.setattr(measure, name, once)
+    monkeypatch.setattr(measure, "gpu_ms", lambda fns: [once(fn) for fn in fns])
+    monkeypatch.setattr(measure, "graph", lambda calls: lambda: [call() for call in calls])
+
+
+SHAPE = Shape(2, 5, 2, 8, 4)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_gpu_cases(op, on_cpu):
+    sides = {"flacompose": flacompose.ops, "fla": flacompose.ops}
+    notes: list[str] = []
+    times = list(cuda.training(op, sides, SHAPE, notes))
+    assert [row.quantity for row in times] == ["forward", "forward + backward", "peak memory over the inputs"]
+    rows = [*times, *cuda.decode(op, sides), *cuda.host_bound(op, sides), *cuda.accuracy(op, sides)]
+    assert not notes and not any(row.note for row in rows)
+    assert all(row.ours is not None and row.ours == row.other for row in rows)
+    errors = [row for row in rows if row.quantity.startswith("relative error")]
+    # Inputs rounded to bfloat16 are the truth's inputs too, so only the arithmetic differs.
+    assert len(errors) == 2 + len(op.inputs) + 1
+    assert all(
+        row.ours is not None and 0 < row.ours < 2e-2 for row in errors if "initial_state" not in row.quantity
+    )
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_a_side_that_fails_leaves_the_other(op, on_cpu):
+    def fails(*_, **__):
+        raise ValueError("no such kernel\nand more")
+
+    broken = types.SimpleNamespace(**{op.chunk: fails, op.recurrent: fails})
+    sides = {"flacompose": flacompose.ops, "fla": broken}
+    rows = [*cuda.training(op, sides, SHAPE, []), *cuda.decode(op, sides), *cuda.host_bound(op, sides)]
+    rows += cuda.accuracy(op, sides)
+    for row in rows:
+        assert row.ours is not None and row.other is None
+        assert row.note == "fla failed: ValueError: no such kernel"
+
+
+def test_cold_rows(monkeypatch):
+    op = OPS["gla"]
+    monkeypatch.setattr(
+        cuda, "first_step_s", lambda name, side, shape, timeout_s: 2.0 if side == "fla" else 1.0
+    )
+    (row,) = cuda.cold(op, SHAPE, {"flacompose": 10.0, "fla": None})
+    assert (row.ours, row.other, row.met) == (1.0, None, True)
+    (row,) = cuda.cold(op, SHAPE, {"flacompose": 10.0, "fla": 10.0})
+    assert row.ratio == 0.5
+
+
+def test_the_hopper_check_is_lifted_once_refused(monkeypatch):
+    module = types.ModuleType("fla.ops.common.chunk_o")
+    vars(module)["TRITON_ABOVE_3_7_1"] = False
+    for name in ("fla", "fla.ops", "fla.ops.common"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def step():
+        if not vars(module)["TRITON_ABOVE_3_7_1"]:
+            raise RuntimeError("Triton >= 3.4.0 on Hopper GPUs produces incorrect results for gated ...")
+
+    note = peer.first_call(step)
+    assert note is not None and "lifted" in note
+    assert peer.first_call(step) is None
+    with pytest.raises(RuntimeError, match="other"):
+        peer.first_call(lambda: (_ for _ in ()).throw(RuntimeError("other")))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_gpu_measures():
+    x = torch.randn(2**20, device="cuda")
+    assert measure.peak_mib(lambda: x + 1) == pytest.approx(4)
+    replay = measure.graph([lambda: x.add_(1), lambda: x.add_(1)])
+    before = x.clone()
+    replay()
+    torch.testing.assert_close(x, before + 2)
+    assert 0 < measure.gpu_ms([replay, lambda: x.sum()], rounds=1, rep_ms=5)[0] < 5
+    assert measure.host_us(lambda: x + 1, calls=5, rounds=1) > 0
+    assert measure.wall_us(lambda: x + 1, calls=5, rounds=1) > 0
+
+
+@pytest.mark.parametrize("arguments", [["--against", "fla", "--device", "cpu"], ["--ops", "no_such_op"]])
+def test_refused_arguments(arguments: list[str], capsys):
+    with pytest.raises(SystemExit):
+        run.main(arguments)
+    assert "error:" in capsys.readouterr().err

@@ -1,0 +1,628 @@
+"""The registration of operators, proved on a toy recurrence: ``h_t = exp(g_t) h_{t-1} + x_t``, ``y_t = scale h_t``."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from flacompose.ops._define import define_op, launch
+
+# PyTorch copying its own tree specifications.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
+CUDA, TRITON = torch.cuda.is_available(), find_spec("triton") is not None
+devices = pytest.mark.parametrize("device", ["cpu", *["cuda"] * CUDA])
+
+# The toy family: x [B,T,H,D], g [B,T,H,D] or None, state [B,H,D], cu_seqlens [N+1] or None (a start clears the state).
+
+
+def decays(x: Tensor, g: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    a = torch.ones_like(x, dtype=dtype) if g is None else g.to(dtype).exp()
+    if cu_seqlens is not None:
+        starts = (torch.arange(x.shape[1], device=x.device)[:, None] == cu_seqlens[:-1]).any(1)
+        a = a * (~starts)[:, None, None]
+    return a
+
+
+def states(x, a, initial_state):
+    h = torch.zeros_like(a[:, 0]) if initial_state is None else initial_state.to(a.dtype)
+    hs = [h]
+    for t in range(x.shape[1]):
+        hs.append(a[:, t] * hs[-1] + x[:, t].to(a.dtype))
+    return torch.stack(hs, 1)
+
+
+def scan(x, g, initial_state, cu_seqlens, scale):
+    h = states(x, decays(x, g, cu_seqlens), initial_state)
+    return (scale * h[:, 1:]).to(x.dtype), h[:, -1].clone()
+
+
+def scan_backward(x, g, initial_state, cu_seqlens, scale, dy, d_final_state):
+    a = decays(x, g, cu_seqlens)
+    dy = torch.zeros_like(a) if dy is None else scale * dy.to(a.dtype)
+    dh = torch.zeros_like(a[:, 0]) if d_final_state is None else d_final_state.to(a.dtype)
+    dx = []
+    for t in reversed(range(x.shape[1])):
+        dh = dh + dy[:, t]
+        dx.insert(0, dh)
+        dh = a[:, t] * dh
+    dx = torch.stack(dx, 1)
+    absent = x.new_empty(0)
+    dh = dh.contiguous()
+    dg = absent if g is None else (states(x, a, initial_state)[:, :-1] * a * dx).to(g.dtype)
+    return dx.to(x.dtype), dg, absent.clone() if initial_state is None else dh.to(initial_state.dtype)
+
+
+def scan_fake(x, g, initial_state, cu_seqlens, scale):
+    B, T, H, D = x.shape
+    return x.new_empty(B, T, H, D), x.new_empty(B, H, D, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+def scan_backward_fake(x, g, initial_state, cu_seqlens, scale, dy, d_final_state):
+    inputs = (x, g, initial_state)
+    return tuple(x.new_empty(0) if i is None else i.new_empty(i.shape) for i in inputs)
+
+
+if TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def scan_kernel(
+        x, g, h0, cu, y, hT, scale, T, HD, N, G: tl.constexpr, H0: tl.constexpr, CU: tl.constexpr
+    ):
+        """One program per state element."""
+        i = tl.program_id(0)
+        row = (i // HD) * T * HD + i % HD
+        h = tl.load(h0 + i).to(tl.float32) if H0 else 0.0
+        for t in range(T):
+            a = tl.exp(tl.load(g + row).to(tl.float32)) if G else 1.0
+            if CU:
+                for n in range(N):
+                    a = tl.where(tl.load(cu + n) == t, 0.0, a)
+            h = a * h + tl.load(x + row).to(tl.float32)
+            tl.store(y + row, scale * h)
+            row += HD
+        tl.store(hT + i, h)
+
+
+def scan_triton(x, g, initial_state, cu_seqlens, scale):
+    x, g, initial_state = (i if i is None else i.contiguous() for i in (x, g, initial_state))
+    y, final_state = scan_fake(x, g, initial_state, cu_seqlens, scale)
+    B, T, H, D = x.shape
+    N = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    flags = dict(G=g is not None, H0=initial_state is not None, CU=cu_seqlens is not None)
+    launch(
+        scan_kernel,
+        (B * H * D,),
+        x,
+        g,
+        initial_state,
+        cu_seqlens,
+        y,
+        final_state,
+        scale,
+        T,
+        H * D,
+        N,
+        **flags,
+    )
+    return y, final_state
+
+
+ARGUMENTS = "Tensor x, Tensor? g, Tensor? initial_state, Tensor? cu_seqlens, float scale"
+HEADS = dict(x=2, g=2, initial_state=1, y=2, final_state=1)
+BATCH = dict(x=0, g=0, initial_state=0, y=0, final_state=0)
+
+toy_backward = define_op(
+    "toy_backward",
+    f"({ARGUMENTS}, Tensor? dy, Tensor? d_final_state) -> (Tensor dx, Tensor dg, Tensor d_initial_state)",
+    eager=scan_backward,
+    fake=scan_backward_fake,
+    heads=HEADS,
+    batch=BATCH,
+    flops=lambda x, *_, **__: 4 * math.prod(x),
+)
+toy, toy_recurrent = (
+    define_op(
+        name,
+        f"({ARGUMENTS}) -> (Tensor y, Tensor final_state)",
+        eager=scan,
+        fake=scan_fake,
+        triton=scan_triton,
+        backward=toy_backward,
+        heads=HEADS,
+        batch=BATCH,
+        autocast=("x",),
+        flops=lambda x, *_, **__: 2 * math.prod(x),
+    )
+    for name in ("toy_chunk", "toy_recurrent")
+)
+
+
+def inputs(T=5, dtype=torch.float64, device="cpu", B=2, H=2, D=3):
+    generator = torch.Generator().manual_seed(T)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    tensors = draw(B, T, H, D), -draw(B, T, H, D).abs(), draw(B, H, D)
+    return tuple(x.to(device, dtype) for x in tensors)
+
+
+def reference(x, g, h, scale=0.5):
+    """The recurrence, for PyTorch's own derivatives."""
+    return scan(x, g, h, None, scale)
+
+
+def call(x, g, h, scale=0.5):
+    return toy(x, g, h, None, scale)
+
+
+def loss(op, y=True, state=True):
+    def function(*args):
+        outputs = op(*args)
+        return y * outputs[0].sin().sum() + state * outputs[1].cos().sum()
+
+    return function
+
+
+def grads(function, *args):
+    leaves = [x.detach().requires_grad_() for x in args if x is not None]
+    values = iter(leaves)
+    value = function(*(None if x is None else next(values) for x in args))
+    return torch.autograd.grad(value, leaves)
+
+
+def run(code, *args, timeout=240):
+    """Run ``code`` in a fresh process, which may import the package and this file."""
+    tests = Path(__file__).parent
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests, tests.parent)))},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_C._any_requires_grad",
+        "_C._are_functorch_transforms_active",
+        "_C._AutoDispatchBelowAutograd",
+        "_C._ExcludeDispatchKeyGuard",
+        "_C.DispatchKey.AutocastCPU",
+        "_C.DispatchKey.AutocastCUDA",
+        "_C.DispatchKey.FuncTorchDynamicLayerFrontMode",
+        "_C.DispatchKeySet",
+        "_functorch.autograd_function.custom_function_call",
+        "_functorch.config.decompose_custom_triton_ops",
+        "_VF._unpack_dual",
+        "_ops.OpOverload._opname",
+        "_subclasses.FakeTensor",
+        "_subclasses.functional_tensor.FunctionalTensor",
+        "_subclasses.functional_tensor.FunctionalTensorMode.__torch_dispatch__",
+        "autograd.forward_ad._current_level",
+        "autograd.forward_ad._set_fwd_grad_enabled",
+        "library.register_torch_dispatch",
+        "library.wrap_triton",
+        "utils.flop_counter.register_flop_formula",
+    ],
+)
+def test_torch_still_has(name):
+    value = toy if name.startswith("_ops.OpOverload.") else torch
+    for part in name.removeprefix("_ops.OpOverload.").split("."):
+        assert hasattr(value, part), f"torch.{name} moved: flacompose/ops/_define.py needs it"
+        value = getattr(value, part)
+
+
+def test_export_still_keeps_triton_ops_by_the_config_flag():
+    from torch._functorch import config
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    assert not custom_triton_ops_decomposition_disabled()
+    with config.patch(decompose_custom_triton_ops=False):
+        assert custom_triton_ops_decomposition_disabled()
+
+
+# Derivatives
+
+
+@devices
+@pytest.mark.parametrize("op", [toy, toy_recurrent])
+@pytest.mark.parametrize("present", [(1, 1, 1), (1, 0, 0), (1, 1, 0), (1, 0, 1)])
+@pytest.mark.parametrize("y,state", [(1, 1), (1, 0), (0, 1)])
+def test_gradients(op, present, y, state, device):
+    args = [x if p else None for x, p in zip(inputs(device=device), present)]
+    expected = grads(loss(reference, y, state), *args)
+    outputs = {(1, 1): lambda o: o[0].sin().sum() + o[1].cos().sum(), (1, 0): lambda o: o[0].sin().sum()}
+    one = outputs.get(
+        (y, state), lambda o: o[1].cos().sum()
+    )  # a gradient that never arrives, not one of zeros
+    torch.testing.assert_close(grads(lambda *a: one(op(*a, None, 0.5)), *args), expected)
+
+
+def test_gradchecks():
+    args = [x.requires_grad_() for x in inputs(T=3)]
+    batched = dict(check_batched_grad=True)
+    assert gradcheck(call, args, check_forward_ad=True, check_batched_forward_grad=True, **batched)
+    assert gradgradcheck(call, args, check_fwd_over_rev=True, **batched)
+
+
+def test_only_inputs_are_saved():
+    x, g, h = (x.requires_grad_() for x in inputs())
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()), lambda t: None):
+        call(x, g, h)
+    assert set(saved) == {t.data_ptr() for t in (x, g, h)} and len(saved) == 3
+
+
+argnums = (0, 1, 2)
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(f, argnums),
+    "jacrev": lambda f: torch.func.jacrev(f, argnums),
+    "jacfwd": lambda f: torch.func.jacfwd(f, argnums),
+    "hessian": lambda f: torch.func.hessian(f, argnums),
+    "forward_forward": lambda f: torch.func.jacfwd(torch.func.jacfwd(f, argnums), argnums),
+    "reverse_reverse": lambda f: torch.func.jacrev(torch.func.jacrev(f, argnums), argnums),
+    "reverse_forward": lambda f: torch.func.jacrev(torch.func.jacfwd(f, argnums), argnums),
+    "third": lambda f: torch.func.jacfwd(torch.func.jacrev(torch.func.jacfwd(f))),
+    "per_sample": lambda f: torch.func.vmap(torch.func.grad(f, argnums)),
+    "grad_of_vmap": lambda f: torch.func.grad(lambda *a: torch.func.vmap(f)(*a).sum(), argnums),
+    "jvp": lambda f: lambda *a: torch.func.jvp(f, a, tuple(x.cos() for x in a)),
+}
+
+
+@devices
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_torch_func(name, device):
+    args = inputs(T=3, B=1, H=1, D=2, device=device)
+    if name in ("per_sample", "grad_of_vmap"):
+        args = tuple(torch.stack([x, x.roll(1, 1), x / 2]) for x in args)
+    actual, expected = (tree_leaves(TRANSFORMS[name](loss(op))(*args)) for op in (call, reference))
+    torch.testing.assert_close(actual, expected)
+    assert all(x.abs().max() > 0 for x in expected)
+
+
+@pytest.mark.parametrize(
+    "through", [lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")]
+)
+def test_forward_mode_outside_torch_func(through):
+    x, g, h = inputs()
+
+    def tangents(x, t):
+        with forward_ad.dual_level():
+            y, state = call(forward_ad.make_dual(x, t), g, h)
+            return forward_ad.unpack_dual(y).tangent, forward_ad.unpack_dual(state).tangent
+
+    expected = torch.func.jvp(lambda x: reference(x, g, h), (x,), (x.cos(),))[1]
+    torch.testing.assert_close(through(tangents)(x, x.cos()), expected)
+
+
+# vmap
+
+
+@devices
+@pytest.mark.parametrize(
+    "in_dims", [(0, 0, 0), (1, 3, 2), (0, None, None), (None, 4, None), (None, None, -1)]
+)
+@pytest.mark.parametrize("chunk_size", [None, 2])
+def test_vmap(in_dims, chunk_size, device):
+    args = [
+        x if d is None else torch.stack([x, x / 2, x / 3], d) for x, d in zip(inputs(device=device), in_dims)
+    ]
+    actual, expected = (
+        torch.vmap(f, in_dims=in_dims, chunk_size=chunk_size)(*args) for f in (call, reference)
+    )  # fmt: skip
+    torch.testing.assert_close(actual, expected)
+
+    def backward(op):
+        return lambda *a: torch.func.vjp(op, *a)[1](reference(*a))
+
+    actual, expected = (torch.vmap(backward(f), in_dims=in_dims)(*args) for f in (call, reference))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_vmap_of_vmap_and_of_absent_inputs():
+    x = torch.stack([inputs()[0]] * 4).unflatten(0, (2, 2)) * torch.arange(1, 5).view(2, 2, 1, 1, 1, 1)
+    both = [torch.vmap(torch.vmap(lambda x, f=f: f(x, None, None)))(x) for f in (call, reference)]
+    torch.testing.assert_close(*both)
+    both = [
+        torch.vmap(torch.func.grad(loss(lambda x, f=f: f(x, None, None))))(x[0]) for f in (call, reference)
+    ]
+    torch.testing.assert_close(*both)
+
+
+def test_vmap_refuses_a_batch_of_cu_seqlens():
+    x, g, h = inputs(B=1)
+    with pytest.raises(ValueError, match="cu_seqlens must not be mapped by vmap over flacompose::toy_chunk"):
+        torch.vmap(lambda cu: toy(x, g, h, cu, 1.0))(torch.tensor([[0, 2, 5], [0, 3, 5]]))
+    many = torch.stack([x, x / 2])
+    cu = torch.tensor([0, 2, 5])
+    y, _ = torch.vmap(lambda x: toy(x, g, h, cu, 1.0))(many)
+    torch.testing.assert_close(y[1], scan(x / 2, g, h, cu, 1.0)[0])
+
+
+# Autocast, FLOPs, checkpointing
+
+
+@devices
+@pytest.mark.parametrize(
+    "through", [lambda f: f, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")]
+)
+def test_autocast(through, device):
+    x, g, h = (t.requires_grad_() for t in inputs(dtype=torch.float32, device=device))
+    seen = []
+
+    def f(x, g, h):
+        y, state = call(x, g, h)
+        seen.append((y.dtype, state.dtype))
+        return y, state
+
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y, state = through(call)(x, g, h)
+        torch.func.grad(loss(f))(x.detach(), g.detach(), h.detach())
+        assert call(x.double(), g, h)[0].dtype is torch.float64
+    assert (y.dtype, state.dtype) == seen[0] == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(state, scan(x.bfloat16(), g, h, None, 0.5)[1])
+    (y.float().sum() + state.sum()).backward()
+    assert x.grad.dtype is g.grad.dtype is h.grad.dtype is torch.float32
+
+
+def test_flops():
+    x, g, h = (t.requires_grad_() for t in inputs())
+    with FlopCounterMode(display=False) as counter:
+        y, _ = call(x, g, h)
+        y.sum().backward()
+    assert counter.get_total_flops() == 6 * x.numel()
+
+
+@pytest.mark.parametrize("recompute,calls", [(False, 1), (True, 2)])
+def test_selective_checkpointing_by_overload(recompute, calls):
+    policy = checkpoint.CheckpointPolicy
+    runs = []
+
+    def rule(ctx, op, *args, **kwargs):
+        if op is toy:
+            runs.append(ctx.is_recompute)
+            return policy.MUST_RECOMPUTE if recompute else policy.MUST_SAVE
+        return policy.PREFER_RECOMPUTE
+
+    args = [x.requires_grad_() for x in inputs()]
+    contexts = partial(checkpoint.create_selective_checkpoint_contexts, rule)
+    function = loss(lambda x, g, h: call(x.sin(), g, h))
+    value = checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+    actual = torch.autograd.grad(value, args)
+    torch.testing.assert_close(actual, grads(loss(lambda x, g, h: reference(x.sin(), g, h)), *args))
+    with FlopCounterMode(display=False) as counter:
+        value = checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+        torch.autograd.grad(value, args)
+    assert counter.get_total_flops() == (calls * 2 + 4) * args[0].numel()
+
+
+# Capture
+
+
+@devices
+@pytest.mark.parametrize("permuted", [False, True])
+def test_opcheck(permuted, device):
+    x, g, h = inputs(device=device)
+    if permuted:
+        x, g = (t.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2) for t in (x, g))
+        h = h.transpose(1, 2).contiguous().transpose(1, 2)
+    x, g, h, dy, dh = (t.detach().requires_grad_() for t in (x, g, h, x.sin(), h.cos()))
+    cu = torch.tensor([0, 2, 5], device=device)
+    for op, args in (
+        (toy, (x, g, h, None, 0.5)),
+        (toy, (x, None, None, None, 0.5)),
+        (toy, (x, g, h, cu, 0.5)),
+        (toy_backward, (x, g, h, None, 0.5, dy, dh)),
+        (toy_backward, (x, None, None, None, 0.5, dy, None)),
+    ):
+        torch.library.opcheck(op, args)
+
+
+@devices
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_trains_with_one_graph(backend, device):
+    torch.compiler.reset()
+
+    def model(x, g, h):
+        y, state = call(x.sin(), g, h)
+        return loss(call)(y.cos(), g, state)
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T in (7, 2, 3, 12):
+            args = inputs(T, torch.float32, device)
+            args[0].requires_grad_()
+            torch.testing.assert_close(grads(compiled, *args), grads(model, *args))
+
+
+@devices
+@pytest.mark.parametrize("name", ["grad", "per_sample", "grad_of_vmap", "jvp", "hessian"])
+def test_compiled_torch_func(name, device):
+    torch.compiler.reset()
+    args = inputs(T=3, B=1, H=1, D=2, device=device)
+    if name in ("per_sample", "grad_of_vmap"):
+        args = tuple(torch.stack([x, x / 2]) for x in args)
+    compiled = torch.compile(lambda *a: TRANSFORMS[name](loss(call))(*a), fullgraph=True, backend="aot_eager")
+    expected = TRANSFORMS[name](loss(reference))(*args)
+    torch.testing.assert_close(tree_leaves(compiled(*args)), tree_leaves(expected))
+
+
+class Module(torch.nn.Module):
+    def forward(self, x, g, h):
+        y, state = call(x.sin(), g, h)
+        y, state = call(y, None, state)
+        return y.cos(), state
+
+
+def nodes(program):
+    return sum(node.target is toy for node in program.graph.nodes)
+
+
+def export(strict=False, device="cpu"):
+    T = torch.export.Dim("T", min=2, max=2**20)
+    shapes = dict(x={1: T}, g={1: T}, h=None)
+    return torch.export.export(
+        Module(), inputs(8, torch.float32, device), dynamic_shapes=shapes, strict=strict
+    )
+
+
+LENGTHS = (2, 3, 63, 64, 65, 165)
+
+
+@devices
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_keeps_one_node(strict, device):
+    program = export(strict, device)
+    decomposed = program.run_decompositions()
+    assert nodes(program) == nodes(decomposed) == 2
+    for T in LENGTHS:
+        args = inputs(T, torch.float32, device)
+        expected = Module()(*args)
+        torch.testing.assert_close(program.module()(*args), expected)
+        torch.testing.assert_close(decomposed.module()(*args), expected)
+
+
+@devices
+def test_aotinductor_here_and_in_a_process_that_imports_the_library(tmp_path, device):
+    package = str(tmp_path / "toy.pt2")
+    torch._inductor.aoti_compile_and_package(export(device=device), package_path=package)
+    check = """
+        import sys, torch
+        from test_define import LENGTHS, Module, inputs
+        model = torch._inductor.aoti_load_package(sys.argv[1])
+        for T in LENGTHS:
+            args = inputs(T, torch.float32, sys.argv[2])
+            torch.testing.assert_close(model(*args), Module()(*args))
+    """
+    run(check, package, device)
+    model = torch._inductor.aoti_load_package(package)
+    args = inputs(165, torch.float32, device)
+    torch.testing.assert_close(model(*args), Module()(*args))
+
+
+@pytest.mark.skipif(not TRITON, reason="needs Triton")
+@pytest.mark.parametrize("dtype,kernels", [(torch.float32, 2), (torch.float64, 0)])
+def test_compilation_on_cuda_sees_the_kernels_and_export_keeps_the_node(dtype, kernels):
+    from torch._functorch.aot_autograd import aot_export_module
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):  # no GPU is needed to trace for one
+        args = tuple(torch.empty_like(x, dtype=dtype, device="cuda") for x in inputs(8))
+        program = torch.export.export(Module(), args)
+        assert nodes(program) == nodes(program.run_decompositions()) == 2
+        graph, _ = aot_export_module(program.module(), list(args), trace_joint=False)
+    launches = sum("triton_kernel_wrapper" in str(node.target) for node in graph.graph.nodes)
+    assert (launches, nodes(graph)) == (kernels, 2 - kernels)
+
+
+@pytest.mark.skipif(not (CUDA and TRITON), reason="needs a CUDA device and Triton")
+def test_triton_runs_in_eager():
+    x, g, h = inputs(dtype=torch.float32, device="cuda")
+    for cu in (None, torch.tensor([0, 2, 5], device="cuda")):
+        for args in ((x, g, h, cu, 0.5), (x.transpose(0, 2), None, None, cu, 0.5)):
+            torch.testing.assert_close(toy(*args), scan_triton(*args), rtol=0, atol=0)
+            torch.testing.assert_close(toy(*args), scan(*args))
+
+
+# DTensor
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dtensor_and_fsdp(compiled):
+    code = """
+        import sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+        from test_define import HEADS, call, grads, inputs, loss, toy, toy_backward
+
+        def worker(rank, store, compiled):
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+            from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+            mesh = init_device_mesh("cpu", (2,))
+            args = inputs(B=4, H=4)
+            run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+            for dims, placed in (((0, 0, 0), 0), ((2, 2, 1), 2), ((None,) * 3, None), ((2, None, 1), 2)):
+                places = [Replicate() if d is None else Shard(d) for d in dims]
+                sharded = [distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in zip(args, places)]
+                y, state = run(*sharded)
+                if not compiled:
+                    assert y.placements == (Replicate() if placed is None else Shard(placed),), y.placements
+                (y.sin().sum() + state.cos().sum()).backward()
+                expected = grads(loss(call), *args)
+                for x, e in zip(sharded, expected):
+                    torch.testing.assert_close(x.grad.full_tensor(), e)
+            if not compiled:  # joined rows: not by batch; absent inputs: no gradient to place
+                x = distribute_tensor(args[0], mesh, [Shard(0)]).requires_grad_()
+                cu = distribute_tensor(torch.tensor([0, 2, 5]), mesh, [Replicate()])
+                y, _ = toy(x, None, None, cu, 0.5)
+                assert y.placements != (Shard(0),)
+                y.sum().backward()
+                torch.testing.assert_close(y.full_tensor(), toy(args[0], None, None, torch.tensor([0, 2, 5]), 0.5)[0])
+
+            class Layer(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.x, self.g = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+                def forward(self, u):
+                    return call(self.x(u), -self.g(u).exp(), None)[0]
+
+            torch.manual_seed(0)
+            plain = Layer()
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(Layer())
+            fully_shard(model[0], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            if compiled:
+                model = torch.compile(model, backend="aot_eager")
+            u = torch.randn(2, 4, 2, 3)
+            for m in (plain, model):
+                m(u).square().sum().backward()
+            for p, q in zip(plain.parameters(), model.parameters()):
+                torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+            dist.destroy_process_group()
+
+        mp.start_processes(worker, (tempfile.mktemp(), sys.argv[1] == "True"), 2, start_method="fork")
+    """
+    run(code, compiled)
+
+
+# Imports
+
+
+def test_needs_no_triton_and_imports_no_dtensor():
+    run("""
+        import sys
+        sys.modules["triton"] = None  # an import of it raises
+        import importlib.util
+        find = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, *a: None if name == "triton" else find(name, *a)
+        import torch
+        import flacompose.ops._define
+        from test_define import call, inputs
+        call(*inputs())
+        assert "torch.distributed.tensor" not in sys.modules and "torch._dynamo" not in sys.modules
+    """)

@@ -1,0 +1,204 @@
+"""examples/train_lm.py as a user runs it, small: train, interrupt, continue, export, reload, sample."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from flacompose.layers import RecurrentState
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "train_lm.py"
+TEXT = b"".join(b"%d times %d is %d.\n" % (a, b, a * b) for a in range(40) for b in range(20))
+TINY = "--width 16 --depth 1 --heads 2 --batch 2 --segment 32 --steps 150 --lr 0.02 --sample 20".split()
+
+
+def command(out: Path, text: Path, *options: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), "--out", str(out), "--text", str(text), *TINY, *options]
+
+
+def environment() -> dict[str, str]:
+    """One thread, so that sums have one order, and this checkout rather than one that is installed."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def run(out: Path, text: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(out, text, *options),
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run from start to end: where it wrote and what it said."""
+    out = tmp_path_factory.mktemp("whole")
+    result = run(out, text)
+    assert result.returncode == 0, result.stderr
+    return out, result.stdout
+
+
+def exported(out: Path) -> dict[str, torch.Tensor]:
+    with torch.serialization.safe_globals([RecurrentState]):
+        return torch.export.load(out / "lm.pt2").state_dict
+
+
+def losses(said: str) -> tuple[float, float]:
+    """Nats per held-out byte of byte frequencies and of the model."""
+    (baseline,) = (line.split()[-2] for line in said.splitlines() if "predicting byte frequencies" in line)
+    (model,) = (line.split()[-2] for line in said.splitlines() if "this model" in line)
+    return float(baseline), float(model)
+
+
+def test_whole_run(whole: tuple[Path, str]) -> None:
+    out, said = whole
+    baseline, model = losses(said)
+    assert model < baseline
+    assert {path.name for path in out.iterdir()} == {"loss.png", "lm.pt2", "lm_step.pt2"}
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for length in (3, 64, 65, 165, 1000):
+        assert f"length {length:>5}: largest relative error" in said
+    assert "The value of " in said
+
+
+def test_export_runs_in_a_process_without_the_example(whole: tuple[Path, str]) -> None:
+    """One call over a text equals two calls, and equals one-token calls, each from the state before."""
+    code = """
+import sys
+import torch
+from flacompose.layers import RecurrentState
+
+read, step = (torch.export.load(path).module() for path in sys.argv[1:])
+tokens = torch.arange(100)[None] % 256
+weights = dict(read.named_buffers()) | dict(read.named_parameters())
+device = next(iter(weights.values())).device
+tokens = tokens.to(device)
+# width 16, two heads: keys of 4, values of 8; short convolutions of width 4 on q, k and v
+start = (RecurrentState(torch.zeros(1, 2, 4, 8, device=device),
+    tuple(torch.zeros(1, width, 4, device=device) for width in (8, 8, 16))),)
+with torch.no_grad():
+    logits, _ = read(tokens, start)
+    head, states = read(tokens[:, :77], start)
+    tail, _ = read(tokens[:, 77:], states)
+    torch.testing.assert_close(torch.cat([head, tail], 1), logits, rtol=1e-4, atol=1e-5)
+    states, each = start, []
+    for t in range(100):
+        out, states = step(tokens[:, t : t + 1], states)
+        assert isinstance(states[0], RecurrentState)
+        each.append(out)
+    torch.testing.assert_close(torch.cat(each, 1), logits, rtol=1e-4, atol=1e-5)
+"""
+    out, _ = whole
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(out / "lm.pt2"), str(out / "lm_step.pt2")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_interrupted_and_continued_equals_uninterrupted(
+    whole: tuple[Path, str], text: Path, tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        command(tmp_path, text),
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    progress = ""
+    while "training" not in progress:  # the first step is done, the bar says
+        character = process.stderr.read(1)
+        assert character, f"ended before the first step: {progress}"
+        progress += character
+    process.send_signal(signal.SIGINT)
+    said, complaint = process.communicate(timeout=200)
+    assert process.returncode == 130, complaint
+    assert "interrupted at step" in said
+    assert "Traceback" not in complaint
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+    other = run(tmp_path, text, "--lr", "0.001")
+    assert other.returncode == 1
+    assert "is of a run with --lr 0.02, this one has 0.001" in other.stderr
+
+    result = run(tmp_path, text)
+    assert result.returncode == 0, result.stderr
+    assert "continuing from step" in result.stdout
+    out, uninterrupted = whole
+    assert losses(result.stdout) == losses(uninterrupted)
+    expected, actual = exported(out), exported(tmp_path)
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        assert torch.equal(expected[name], actual[name]), name
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+@pytest.fixture(scope="module")
+def main() -> Callable[[list[str]], None]:
+    return runpy.run_path(str(SCRIPT))["main"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file or directory"), (b"", "has 0 bytes"), (b"too short", "has 9 bytes")],
+)
+def test_bad_text(main: Callable, content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit, match=f"^error: --text .*{message}"):
+        main(command(tmp_path / "out", path)[2:])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "argument --steps: expected a positive integer, got '0'"),
+        (["--segment", "1"], "argument --segment: expected at least 2, got 1"),
+        (["--width", "18"], "argument --width: expected a multiple of twice --heads 2, got 18"),
+        (["--lr", "-1"], "argument --lr: expected a positive number, got -1.0"),
+        (["--prompt", ""], "argument --prompt: expected at least one character, got ''"),
+    ],
+)
+def test_bad_option(
+    main: Callable,
+    options: list[str],
+    message: str,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(command(tmp_path, text, *options)[2:])
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
