@@ -257,7 +257,7 @@ class Trainer:
         os.replace(partial, path)  # a checkpoint is whole or absent
 
     def resume(self, path: Path) -> None:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = torch.load(path, map_location=self.device, weights_only=True)
         for name, value in self.run.items():
             if saved["run"].get(name) != value:
                 raise SystemExit(
@@ -266,12 +266,11 @@ class Trainer:
                 )
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
-        self.states = torch.utils._pytree.tree_map(lambda x: x.to(self.device), saved["states"])
-        self.step, self.train_losses = saved["step"], saved["train_losses"]
-        self.valid_losses = saved["valid_losses"]
-        torch.set_rng_state(saved["rng"])
+        self.states, self.step = saved["states"], saved["step"]
+        self.train_losses, self.valid_losses = saved["train_losses"], saved["valid_losses"]
+        torch.set_rng_state(saved["rng"].cpu())
         if len(saved["cuda_rng"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(saved["cuda_rng"])
+            torch.cuda.set_rng_state_all([rng.cpu() for rng in saved["cuda_rng"]])
 
 
 def bits(nats: Any) -> Any:
@@ -327,6 +326,10 @@ def export(model: ByteLM, out: Path) -> tuple[Path, Path]:
     return paths
 
 
+def tensors(logits: Tensor, states: States) -> list[Tensor]:
+    return [logits, *(x for state in states for x in (state.recurrent, *(state.conv or ())))]
+
+
 @torch.no_grad()
 def check(program: ExportedProgram, model: ByteLM, text: Tensor) -> None:
     """Compare logits and states with eager, at lengths that the program was not traced with."""
@@ -334,8 +337,8 @@ def check(program: ExportedProgram, model: ByteLM, text: Tensor) -> None:
     exported = program.module()
     for length in (3, 64, 65, 165, 1000):
         tokens = text[:length].to(device, torch.long)[None]
-        expected = torch.utils._pytree.tree_leaves(model(tokens, model.init_states(1)))
-        actual = torch.utils._pytree.tree_leaves(exported(tokens, model.init_states(1)))
+        expected = tensors(*model(tokens, model.init_states(1)))
+        actual = tensors(*exported(tokens, model.init_states(1)))
         error = max(
             ((a - e).norm() / e.norm().clamp_min(1e-6)).item() for a, e in zip(actual, expected, strict=True)
         )
@@ -380,7 +383,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="bytes to learn (default: the topics of Python's own help)")
     add("--out", type=Path, default=Path("runs/train_lm"), metavar="DIR", help="default: %(default)s")
-    add("--steps", type=positive, default=800, metavar="N", help="optimizer steps (default: %(default)s)")
+    add("--steps", type=positive, default=600, metavar="N", help="optimizer steps (default: %(default)s)")
     add("--batch", type=positive, default=8, metavar="N", help="parallel streams (default: %(default)s)")
     add(
         "--segment",

@@ -14,7 +14,6 @@ pytest.register_assert_rewrite("contract.accuracy", "contract.problems", "contra
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-
 def pytest_configure(config: pytest.Config) -> None:
     # torch.export on dynamic shapes inside a dictionary
     config.addinivalue_line("filterwarnings", "ignore:.*treespec, LeafSpec:FutureWarning")

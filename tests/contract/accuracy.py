@@ -45,7 +45,9 @@ def assert_accurate(problem: Problem, actual: Results, loss: str = "both") -> No
         assert x.isfinite().all(), f"{name} is not finite"
         norm = float(exact.norm())
         if norm < 1e-30:
-            unforgotten = unforgotten or evaluate(problem.with_gates(0.0).to(torch.float64), loss, call_reference)
+            unforgotten = unforgotten or evaluate(
+                problem.with_gates(0.0).to(torch.float64), loss, call_reference
+            )
             natural = float(unforgotten[name].norm())
             if norm <= torch.finfo(torch.float32).tiny * natural:
                 off = float((x.double() - exact).norm())

@@ -75,10 +75,10 @@ def listing(module: GraphModule) -> str:
             lines.append(f"return {', '.join(returned)}")
             continue
         number[node] = f"%{len(number)}"
-        name = node.name if node.op == "placeholder" else str(getattr(node.target, "__name__", node.target))
+        name = str(getattr(node.target, "__name__", node.target))
         if isinstance(node.target, torch._ops.OpOverload):
             name = str(node.target)
         arguments = [argument(x) for x in node.args] + [f"{n}={argument(x)}" for n, x in node.kwargs.items()]
-        called = name if node.op == "placeholder" else f"{name}({', '.join(arguments)})"
+        called = node.op if node.op == "placeholder" else f"{name}({', '.join(arguments)})"
         lines.append(f"{number[node]} = {called} : {value(node.meta['val'])}")
     return "\n".join(lines)

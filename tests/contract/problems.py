@@ -35,11 +35,15 @@ class Problem:
         return replace(self, tensors={**self.tensors, **tensors})
 
     def with_gates(self, value: float) -> Problem:
-        return self.with_tensors(**{name: torch.full_like(self.tensors[name], value) for name in self.case.gates})
+        return self.with_tensors(
+            **{name: torch.full_like(self.tensors[name], value) for name in self.case.gates}
+        )
 
     def to(self, dtype: torch.dtype) -> Problem:
         tensors = {name: x.to(dtype) for name, x in self.tensors.items()}
-        return replace(self, tensors=tensors, do=self.do.to(dtype), d_final_state=self.d_final_state.to(dtype))
+        return replace(
+            self, tensors=tensors, do=self.do.to(dtype), d_final_state=self.d_final_state.to(dtype)
+        )
 
 
 def draw(
@@ -148,7 +152,9 @@ def evaluate(problem: Problem, loss: str = "both", function: Call = call) -> Res
     arriving = {"o": (o, problem.do), "state": (state, problem.d_final_state)}
     chosen = [(y, dy) for name, (y, dy) in arriving.items() if loss in (name, "both") and y.requires_grad]
     ys, dys = [y for y, _ in chosen], [dy for _, dy in chosen]
-    grads = torch.autograd.grad(ys, list(leaves.values()), dys, allow_unused=True) if ys else [None] * len(leaves)
+    grads = (
+        torch.autograd.grad(ys, list(leaves.values()), dys, allow_unused=True) if ys else [None] * len(leaves)
+    )
     results = {"o": o.detach(), "final_state": state.detach()}
     for (name, x), grad in zip(leaves.items(), grads, strict=True):
         results[f"d{name}"] = torch.zeros_like(x) if grad is None else grad

@@ -59,7 +59,9 @@ def test_rank(case: OpCase, name: str, device: torch.device) -> None:
 @each_public_op
 def test_rank_of_q(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
-    refused(problem, ValueError, "q must have shape [B, T, H, K], got (2, 5, 2)", q=problem.tensors["q"][..., 0])
+    refused(
+        problem, ValueError, "q must have shape [B, T, H, K], got (2, 5, 2)", q=problem.tensors["q"][..., 0]
+    )
 
 
 @each_tensor_but_q
@@ -70,9 +72,15 @@ def test_every_axis(case: OpCase, name: str, device: torch.device) -> None:
     for dim, axis in enumerate(axes):
         if name == "v" and axis == "V":
             continue
-        for wrong in (problem.tensors[name].narrow(dim, 0, 1), problem.tensors[name].repeat_interleave(2, dim)):
+        for wrong in (
+            problem.tensors[name].narrow(dim, 0, 1),
+            problem.tensors[name].repeat_interleave(2, dim),
+        ):
             refused(
-                problem, ValueError, f"{name} must have shape {expected}, got {tuple(wrong.shape)}", **{name: wrong}
+                problem,
+                ValueError,
+                f"{name} must have shape {expected}, got {tuple(wrong.shape)}",
+                **{name: wrong},
             )
 
 
@@ -135,12 +143,19 @@ CU_SEQLENS: list[tuple[str, Wrong, type[Exception], str]] = [
     ("float", Tensor.float, TypeError, "cu_seqlens must be int32 or int64, got float32"),
     ("rank", lambda cu: cu[None], ValueError, "cu_seqlens must have shape [N + 1] with N >= 1, got (1, 3)"),
     ("short", lambda cu: cu[:1], ValueError, "cu_seqlens must have shape [N + 1] with N >= 1, got (1,)"),
-    ("meta", lambda cu: cu.to("meta"), ValueError, "cu_seqlens must be on the device of q, {device}, got meta"),
+    (
+        "meta",
+        lambda cu: cu.to("meta"),
+        ValueError,
+        "cu_seqlens must be on the device of q, {device}, got meta",
+    ),
 ]
 
 
 @each_public_op
-@pytest.mark.parametrize(("name", "wrong", "error", "message"), CU_SEQLENS, ids=[row[0] for row in CU_SEQLENS])
+@pytest.mark.parametrize(
+    ("name", "wrong", "error", "message"), CU_SEQLENS, ids=[row[0] for row in CU_SEQLENS]
+)
 def test_cu_seqlens(
     case: OpCase, name: str, wrong: Wrong, error: type[Exception], message: str, device: torch.device
 ) -> None:
@@ -153,7 +168,9 @@ def test_cu_seqlens(
 def test_cu_seqlens_and_a_batch(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     cu_seqlens = torch.tensor([0, 5], device=device)
-    refused(problem, ValueError, "q must have batch size 1 when cu_seqlens is given, got 2", cu_seqlens=cu_seqlens)
+    refused(
+        problem, ValueError, "q must have batch size 1 when cu_seqlens is given, got 2", cu_seqlens=cu_seqlens
+    )
 
 
 @each_public_op
@@ -161,7 +178,10 @@ def test_states_of_packed_sequences(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, lengths=[3, 2])
     state = problem.tensors["initial_state"]
     refused(
-        problem, ValueError, "initial_state must have shape (2, 2, 16, 32), got (1, 2, 16, 32)", initial_state=state[:1]
+        problem,
+        ValueError,
+        "initial_state must have shape (2, 2, 16, 32), got (1, 2, 16, 32)",
+        initial_state=state[:1],
     )
 
 

@@ -37,7 +37,9 @@ def test_packed(case: OpCase, name: str, tail: int, device: torch.device) -> Non
 @each_op
 @pytest.mark.parametrize("loss", ["o", "state", "both"])
 def test_packed_without_initial_state(case: OpCase, loss: str, device: torch.device) -> None:
-    problem = draw(case, device, torch.bfloat16, lengths=[0, 70, 1, 0, 64], tail=70, state=False, gates="rare")
+    problem = draw(
+        case, device, torch.bfloat16, lengths=[0, 70, 1, 0, 64], tail=70, state=False, gates="rare"
+    )
     assert_accurate(problem, evaluate(problem, loss), loss)
 
 

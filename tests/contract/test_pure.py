@@ -75,7 +75,10 @@ def test_inputs_are_unchanged_and_outputs_new(
     problem = draw(case, device, dtype, T=T, lengths=[T] if packed else None, B=1)
     with recorded() as calls:
         evaluate(problem)
-    assert [op.name() for op, _, _ in calls] == [f"flacompose::{case.forward}", f"flacompose::{case.backward}"]
+    assert [op.name() for op, _, _ in calls] == [
+        f"flacompose::{case.forward}",
+        f"flacompose::{case.backward}",
+    ]
     for op, before, _ in calls:
         args = [x.clone() if isinstance(x, Tensor) else x for x in before]
         outputs = op(*args)
@@ -117,7 +120,9 @@ def test_absent_inputs_have_empty_gradients(case: OpCase, device: torch.device) 
         evaluate(problem)
     op, args, outputs = calls[-1]
     names = [argument.name for argument in op._schema.arguments]
-    assert [f"d{name}" for name in names[: len(outputs)]] == [f"d{n}" for n in ("q", "k", "v", "gk", "gv", "initial_state")]
+    assert [f"d{name}" for name in names[: len(outputs)]] == [
+        f"d{n}" for n in ("q", "k", "v", "gk", "gv", "initial_state")
+    ]
     for x, dx in zip(args, outputs, strict=False):
         assert dx.shape == ((0,) if x is None else x.shape)
 
@@ -139,7 +144,12 @@ def nan_in_new_memory() -> Iterator[None]:
 @pytest.mark.parametrize("lengths", [None, [0, 20, 1, 0, 64, 0]], ids=["dense", "packed"])
 @pytest.mark.parametrize("loss", ["o", "state", "both"])
 def test_all_memory_is_written(
-    case: OpCase, dtype: torch.dtype, lengths: list[int] | None, loss: str, device: torch.device, nan_in_new_memory: None
+    case: OpCase,
+    dtype: torch.dtype,
+    lengths: list[int] | None,
+    loss: str,
+    device: torch.device,
+    nan_in_new_memory: None,
 ) -> None:
     problem = draw(case, device, dtype, lengths=lengths, tail=9, K=20, V=17)
     assert_accurate(problem, evaluate(problem, loss), loss)
@@ -217,7 +227,9 @@ def test_inputs_changed_in_place_are_read_again(case: OpCase, device: torch.devi
 def on_meta(problem: Problem) -> Problem:
     meta = problem.with_tensors(**{name: x.to("meta") for name, x in problem.tensors.items()})
     cu = None if problem.cu_seqlens is None else problem.cu_seqlens.to("meta")
-    return replace(meta, do=problem.do.to("meta"), d_final_state=problem.d_final_state.to("meta"), cu_seqlens=cu)
+    return replace(
+        meta, do=problem.do.to("meta"), d_final_state=problem.d_final_state.to("meta"), cu_seqlens=cu
+    )
 
 
 @each_op

@@ -196,7 +196,9 @@ def test_flops(case: OpCase, device: torch.device) -> None:
         with FlopCounterMode(display=False) as counter:
             evaluate(problem)
         counts = counter.get_flop_counts()["Global"]
-        return {name: counts.get(getattr(torch.ops.flacompose, name), 0) for name in (case.forward, case.backward)}
+        return {
+            name: counts.get(getattr(torch.ops.flacompose, name), 0) for name in (case.forward, case.backward)
+        }
 
     short, long = count(64), count(128)
     assert short[case.forward] >= 2 * 2 * 64 * 2 * (2 * 16 * 32)
@@ -210,14 +212,17 @@ def test_flops(case: OpCase, device: torch.device) -> None:
 def test_opcheck(case: OpCase, layout: str, lengths: list[int] | None, device: torch.device) -> None:
     problem = draw(case, device, T=5, lengths=lengths)
     if layout == "permuted":
-        permuted = {n: x.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2) for n, x in problem.tensors.items()}
+        permuted = {
+            n: x.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2) for n, x in problem.tensors.items()
+        }
         problem = problem.with_tensors(**permuted)
     with recorded() as calls:
         evaluate(problem)
     assert len(calls) == 2
     for op, args, _ in calls:
         leaves = [
-            x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args
+            x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in args
         ]
         if op.name().endswith(case.forward):
             torch.library.opcheck(op, leaves)

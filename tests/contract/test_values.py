@@ -112,7 +112,9 @@ def test_initial_state_of_any_dtype(case: OpCase, state_dtype: torch.dtype, devi
 
 @each_op
 @pytest.mark.parametrize("state_dtype", DTYPES[:3], ids=str)
-def test_initial_state_of_any_dtype_in_float64(case: OpCase, state_dtype: torch.dtype, device: torch.device) -> None:
+def test_initial_state_of_any_dtype_in_float64(
+    case: OpCase, state_dtype: torch.dtype, device: torch.device
+) -> None:
     problem = draw(case, device, torch.float64, T=20, state_dtype=state_dtype)
     results = evaluate(problem)
     assert results["final_state"].dtype == torch.float64
@@ -167,8 +169,12 @@ def test_long_sequence(case: OpCase, device: torch.device) -> None:
     head, last = slice(0, T - rows), slice(T - rows, T)
     sequences = {name: x for name, x in double.tensors.items() if name != "initial_state"}
     _, state = call(double, **{name: x[:, head] for name, x in sequences.items()})
-    o, state = call_reference(double, **{name: x[:, last] for name, x in sequences.items()}, initial_state=state)
-    assert_close({"o": truth["o"][:, last], "final_state": truth["final_state"]}, {"o": o, "final_state": state}, 1e-10)
+    o, state = call_reference(
+        double, **{name: x[:, last] for name, x in sequences.items()}, initial_state=state
+    )
+    assert_close(
+        {"o": truth["o"][:, last], "final_state": truth["final_state"]}, {"o": o, "final_state": state}, 1e-10
+    )
 
 
 @each_op
@@ -183,7 +189,9 @@ def test_random_shapes(case: OpCase, device: torch.device, data: st.DataObject) 
     # On a GPU every block size is a compilation, so few of them there.
     size = st.integers(1, 40) if device.type == "cpu" else st.sampled_from([5, 16, 20])
     packed = data.draw(st.booleans(), label="packed")
-    lengths = data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=6), label="lengths") if packed else None
+    lengths = (
+        data.draw(st.lists(st.integers(0, 70), min_size=1, max_size=6), label="lengths") if packed else None
+    )
     tail = 0
     if lengths is not None:
         tail = data.draw(st.integers(0 if any(lengths) else 1, 70), label="tail")

@@ -38,7 +38,13 @@ class Launched(torch.autograd.Function):
     def backward(ctx, do, d_final_state):
         args = ctx.saved_tensors
         grads = cuda.backward(*args, *ctx.constants, do, d_final_state)
-        return None, *(None if x is None else dx for x, dx in zip(args[:6], grads, strict=True)), None, None, None
+        return (
+            None,
+            *(None if x is None else dx for x, dx in zip(args[:6], grads, strict=True)),
+            None,
+            None,
+            None,
+        )
 
 
 def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:

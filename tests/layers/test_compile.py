@@ -38,6 +38,8 @@ def train(call, layer, x, state, given):
     return [y, *tensors(new), *torch.autograd.grad(loss, [*leaves, *layer.parameters()])]
 
 
+# Inductor on float32 products where there are tensor cores.
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 @pytest.mark.parametrize(
     ("layout", "backend"), [("rows", "inductor"), ("mask", "aot_eager"), ("packed", "aot_eager")]
 )

@@ -142,6 +142,7 @@ class _Work:
             self.N = cu_seqlens.shape[0] - 1
             self.table = chunk_table(cu_seqlens, self.T, CHUNK)
             self.rows = self.table.start.shape[0]
+        # Buffers have a row more: a leading dimension that may be 1 is a guard on the length when it is symbolic.
         self.bfloat16 = q.dtype == torch.bfloat16
         self.state_dtype = torch.bfloat16 if self.bfloat16 else torch.float32
         # Operands of matrix products; float16 overflows where a state or a sum of keys and values is large.
@@ -171,7 +172,7 @@ class _Work:
         tiles = triton.cdiv(K, BK) * triton.cdiv(V, BV)
         # Enough programs for a large chip, by the shape of one row: its bits do not depend on the batch size.
         segments = max(1, min(self.NT // 64, 512 // (H * tiles)))
-        states = a.new_empty(self.rows, H, K, V, dtype=self.state_dtype)
+        states = a.new_empty(self.rows + 1, H, K, V, dtype=self.state_dtype)
         final = a.new_empty(N, H, K, V, dtype=torch.float32)
         segment_state = segment_gk = segment_gv = None
         split = not (isinstance(segments, int) and segments == 1)
@@ -227,7 +228,7 @@ class _Work:
         """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`."""
         D = a.shape[-1]
         BD, warps, stages = score_config(self.bfloat16, D)
-        P = a.new_empty(self.rows, self.H, CHUNK, CHUNK, dtype=self.state_dtype)
+        P = a.new_empty(self.rows + 1, self.H, CHUNK, CHUNK, dtype=self.state_dtype)
         launch(
             score_kernel,
             (self.rows, self.H),

@@ -4,8 +4,8 @@ The chunked algorithm is that of `eager`, where it is explained. Here a chunk is
 at each level every token plays one role, reader in an odd block or writer in an even one, with one weight and one row
 of one matrix product. Local sums of gates are products with a 0/1 matrix, their gradient with its transpose.
 
-Levels below the one at which the decay is known to be mild are not needed: a block whose halves decay by less than
-`_MILD` is one product, referred to the boundary of its halves; only there may an exponent be positive.
+Where the gates of a chunk are mild, as trained gates nearly always are, the levels are not needed: a single product
+referred to the chunk's middle holds all pairs, and half of its exponents may be positive (`_MILD` bounds them).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 
 # exp of it is 0 in float32, so a sum that includes a gate at this bound weighs nothing, as -inf would.
 _LOWEST_GATE = tl.constexpr(-128.0)
-# exp of twice it, times 64 keys or values of ordinary size, is finite in float32 and bfloat16.
-_MILD = tl.constexpr(40.0)
+# exp of it, times the sum of 64 products of ordinary size, is finite in float32.
+_MILD = tl.constexpr(60.0)
 
 
 @triton.jit
@@ -71,23 +71,11 @@ def _level(t, j, level, READ_BEFORE: tl.constexpr):
 
 
 @triton.jit
-def _mild_level(t, s, g, LEVELS: tl.constexpr, DOT: tl.constexpr):
-    """The level up to which blocks are mild: the whole chunk, blocks of 16 tokens, or none."""
-    level = LEVELS
-    if tl.max(-_select(_level(t, s, LEVELS - 1, False), g, DOT)) > _MILD:
-        level = 4
-        if tl.max(-_select(_level(t, s, 3, False), g, DOT)) > _MILD:
-            level = 0
-    return level
-
-
-@triton.jit
-def _from_middle(t, j, level, READ_BEFORE: tl.constexpr):
-    """The signed sum of gates from the middle of a block of ``2 ** level`` to the read of token `t` in it."""
-    inside = ((t ^ j) >> (level - 1)) == 0
-    late = ((t >> (level - 1)) & 1) == 1
-    read = _reads(t, j, READ_BEFORE)
-    return tl.where(inside & (read == late), tl.where(late, 1.0, -1.0), 0.0)
+def _from_middle(t, j, C: tl.constexpr, READ_BEFORE: tl.constexpr):
+    """The sign of gate `j` in the sum from the chunk's middle to the read of token `t`; the other sums lack it."""
+    late = t >= C // 2
+    inside = late == (j >= C // 2)
+    return tl.where(inside & (late == _reads(t, j, READ_BEFORE)), tl.where(late, 1.0, -1.0), 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "SEGMENTS", "scale"])
@@ -259,7 +247,6 @@ def score_kernel(
     s = i[None, :]
     token = lo + i
     lower = tl.zeros([C, C], dtype=tl.float32)
-    diagonal = tl.zeros([C], dtype=tl.float32)
     for d0 in range(0, D, BD):
         d = d0 + tl.arange(0, BD)
         a_ = _tile(a, token, hi, h, d, H, D)
@@ -267,23 +254,21 @@ def score_kernel(
         if not HAS_G:
             lower += _dot(a_, tl.trans(b_), DOT)
         else:
-            if not READ_BEFORE:
-                diagonal += tl.sum(a_.to(tl.float32) * b_.to(tl.float32), 1)
             g_ = _gates(g, token, hi, h, d, H, D)
-            mild = _mild_level(t, s, g_, LEVELS, DOT)
-            if mild > 0:
-                reader = a_ * tl.exp(_select(_from_middle(t, s, mild, READ_BEFORE), g_, DOT))
-                writer = b_ * tl.exp(-_select(_from_middle(t, s, mild, False), g_, DOT))
-                block = _dot(reader, tl.trans(writer.to(DOT)), DOT)
-                lower += tl.where((((t ^ s) >> mild) == 0) & (t > s), block, 0.0)
-            for level in range(mild, LEVELS):
-                role = tl.where(((t >> level) & 1) == 1, a_, b_)
-                role = (role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g_, DOT))).to(DOT)
-                lower += tl.where((((t ^ s) >> level) == 1) & (t > s), _dot(role, tl.trans(role), DOT), 0.0)
-    if HAS_G:
-        lower = tl.where(t == s, diagonal[:, None], lower)
-    else:
-        lower = tl.where(_reads(t, s, READ_BEFORE), lower, 0.0)
+            write = _select(_from_middle(t, s, C, False), g_, DOT)
+            if tl.max(tl.abs(write)) < _MILD:
+                read = write
+                if READ_BEFORE:
+                    read = _select(_from_middle(t, s, C, True), g_, DOT)
+                lower += _dot(a_ * tl.exp(read), tl.trans((b_ * tl.exp(-write)).to(DOT)), DOT)
+            else:
+                product = tl.sum(a_.to(tl.float32) * b_.to(tl.float32), 1)
+                lower += tl.where(t == s, product[:, None], 0.0)
+                for level in range(0, LEVELS):
+                    role = tl.where(((t >> level) & 1) == 1, a_, b_)
+                    role = (role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g_, DOT))).to(DOT)
+                    lower += tl.where(((t ^ s) >> level) == 1, _dot(role, tl.trans(role), DOT), 0.0)
+    lower = tl.where(_reads(t, s, READ_BEFORE), lower, 0.0)
     at = P + (row * H + h) * C * C + t * C + s
     tl.store(at, (lower * scale).to(P.dtype.element_ty))
 
@@ -387,55 +372,72 @@ def pair_kernel(
             after += _dot(upper, y_, DOT)
     else:
         g = _gates(g2, token, hi, h, d2, H, D2)
-        if READ:
-            before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
-        if WRITE:
-            after *= tl.exp(_select(s > t, g, DOT))
-        if GATE:
-            dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
-            dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
-        diagonal = tl.load(P + i * C + i).to(tl.float32)
-        if READ:
-            before += diagonal[:, None] * x_
-        if WRITE:
-            after += diagonal[:, None] * y_
-        mild = _mild_level(t, s, g, LEVELS, DOT)
-        if mild > 0:
-            same = (((t ^ s) >> mild) == 0) & (t != s)
-            read_weight = tl.exp(_select(_from_middle(t, s, mild, READ_BEFORE), g, DOT))
-            write_weight = tl.exp(-_select(_from_middle(t, s, mild, False), g, DOT))
+        sums = _select(_from_middle(t, s, C, False), g, DOT)
+        if tl.max(tl.abs(sums)) < _MILD:
+            late = t >= C // 2
+            write_weight = tl.exp(-sums)
+            if READ_BEFORE:
+                sums = _select(_from_middle(t, s, C, True), g, DOT)
+            read_weight = tl.exp(sums)
             if READ:
                 writer = (x_ * write_weight).to(DOT)
-                met = _dot(tl.where(same, lower, 0.0), writer, DOT)
-                before += met * read_weight
+                before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
             if WRITE:
                 reader = (y_ * read_weight).to(DOT)
-                met_back = _dot(tl.where(same, upper, 0.0), reader, DOT)
-                after += met_back * write_weight
+                after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
             if GATE:
-                # Each pair twice, with opposite signs: from the same rounded factors, so that it cancels.
-                dg += _select(_from_middle(s, t, mild, READ_BEFORE), reader.to(tl.float32) * met, DOT)
-                dg -= _select(_from_middle(s, t, mild, False), writer.to(tl.float32) * met_back, DOT)
-        for level in range(mild, LEVELS):
-            odd = ((t >> level) & 1) == 1
-            siblings = ((t ^ s) >> level) == 1
-            weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
-            if READ and WRITE:
-                role = tl.where(odd, y_, x_)
-                met = tl.where(siblings, lower + upper, 0.0)
-            elif READ:
-                role = tl.where(odd, 0.0, x_)
-                met = tl.where(siblings, lower, 0.0)
-            else:
-                role = tl.where(odd, y_, 0.0)
-                met = tl.where(siblings, upper, 0.0)
-            out = weight * _dot(met, role * weight, DOT)
+                through *= tl.exp(tl.sum(g.to(tl.float32), 0))
+                late_sum = through + tl.sum(writer * after, 0)
+                early_sum = through + tl.sum(reader * before, 0)
+                dg = tl.where(late, late_sum[None, :], early_sum[None, :])
             if READ:
-                before += tl.where(odd, out, 0.0)
+                before += _dot(lower, writer, DOT)
             if WRITE:
-                after += tl.where(odd, 0.0, out)
+                after += _dot(upper, reader, DOT)
             if GATE:
-                dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
+                # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels.
+                if READ_BEFORE:
+                    dg += _select(_from_middle(s, t, C, True), reader * before, DOT)
+                    dg -= _select(_from_middle(s, t, C, False), writer * after, DOT)
+                else:
+                    dg += _select(_from_middle(s, t, C, False), reader * before - writer * after, DOT)
+            if READ:
+                before *= read_weight
+            if WRITE:
+                after *= write_weight
+        else:
+            diagonal = tl.load(P + i * C + i).to(tl.float32)[:, None]
+            if READ:
+                before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
+            if WRITE:
+                after *= tl.exp(_select(s > t, g, DOT))
+            if GATE:
+                dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
+                dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
+            if READ:
+                before += diagonal * x_
+            if WRITE:
+                after += diagonal * y_
+            for level in range(0, LEVELS):
+                odd = ((t >> level) & 1) == 1
+                siblings = ((t ^ s) >> level) == 1
+                weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
+                if READ and WRITE:
+                    role = tl.where(odd, y_, x_)
+                    met = tl.where(siblings, lower + upper, 0.0)
+                elif READ:
+                    role = tl.where(odd, 0.0, x_)
+                    met = tl.where(siblings, lower, 0.0)
+                else:
+                    role = tl.where(odd, y_, 0.0)
+                    met = tl.where(siblings, upper, 0.0)
+                out = weight * _dot(met, role * weight, DOT)
+                if READ:
+                    before += tl.where(odd, out, 0.0)
+                if WRITE:
+                    after += tl.where(odd, 0.0, out)
+                if GATE:
+                    dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
     if READ:
         _store(read, before, token, hi, h, d2, H, D2)
     if WRITE:
