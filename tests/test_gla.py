@@ -9,7 +9,7 @@ import torch
 from contract.accuracy import FIXED, VALUES, error
 from contract.cases import CASES
 from contract.graphs import listing
-from contract.problems import draw, evaluate, gate
+from contract.problems import draw, evaluate
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd

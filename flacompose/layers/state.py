@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -25,5 +26,7 @@ class RecurrentState(NamedTuple):
         return RecurrentState(self.recurrent.detach(), tuple(c.detach() for c in self.conv))
 
 
+# torch.export.load reads example inputs with weights_only.
+torch.serialization.add_safe_globals([RecurrentState])
 # torch.export.save refuses a named tuple it has no name for, and torch has no public way to give it one.
 pytree._register_namedtuple(RecurrentState, serialized_type_name="flacompose.layers.RecurrentState")

@@ -33,4 +33,6 @@ def chunk_table(cu_seqlens: Tensor, T: int, C: int) -> ChunkTable:
     sequence = torch.searchsorted(ends, row, right=True) - 1
     inside = sequence.clamp(max=N - 1)
     start = cu[inside] + (row - ends[inside]) * C
-    return ChunkTable(sequence, torch.where(sequence < N, start, cu[inside + 1]), cu[inside + 1], ends[:-1], ends[1:])
+    return ChunkTable(
+        sequence, torch.where(sequence < N, start, cu[inside + 1]), cu[inside + 1], ends[:-1], ends[1:]
+    )

@@ -42,7 +42,7 @@ def test_a_truth_of_zero_is_measured_on_the_natural_scale() -> None:
 
 
 def test_a_tiny_truth_keeps_its_relative_error() -> None:
-    """With every gate at -30 the gate's gradient is 1e-13 of what it is without decay, and has to be right all the same."""
+    """With every gate at -30 the gradient of the gate is 1e-13 of what it is without decay, and has to be right."""
     problem = draw(CASES[0], CPU, T=3, gates=-30.0)
     exact = evaluate(problem.to(torch.float64), function=call_reference)
     exact["dg"] = exact["dg"] * 1.001

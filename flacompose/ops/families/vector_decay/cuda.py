@@ -32,7 +32,8 @@ def chunk(
     read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    q, k, v, gk, gv, initial_state = _contiguous(q, k, v, gk, gv, initial_state)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    gk, gv, initial_state = _contiguous(gk), _contiguous(gv), _contiguous(initial_state)
     work = _Work(q, v, cu_seqlens, scale, read_before)
     S, final_state = work.sweep(k, v, gk, gv, initial_state)
     o = work.empty_like(v)
@@ -55,10 +56,10 @@ def backward(
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, dgk, dgv, d_initial_state)``, empty for inputs that are absent."""
-    do = torch.zeros_like(v) if do is None else do
-    q, k, v, gk, gv, initial_state, do, d_final_state = _contiguous(
-        q, k, v, gk, gv, initial_state, do, d_final_state
-    )
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    gk, gv, initial_state = _contiguous(gk), _contiguous(gv), _contiguous(initial_state)
+    do = torch.zeros_like(v) if do is None else do.contiguous()
+    d_final_state = _contiguous(d_final_state)
     work = _Work(q, v, cu_seqlens, scale, read_before)
     dq, dk, dv, dgk, dgv = (q.new_empty(0) if x is None else work.empty_like(x) for x in (q, k, v, gk, gv))
 
@@ -90,7 +91,8 @@ def recurrent(
     read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    q, k, v, gk, gv, initial_state = _contiguous(q, k, v, gk, gv, initial_state)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    gk, gv, initial_state = _contiguous(gk), _contiguous(gv), _contiguous(initial_state)
     B, T, H, K = q.shape
     V = v.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -130,7 +132,9 @@ def recurrent(
 class _Work:
     """How the chunks of one call are laid out, and the launches over them."""
 
-    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, read_before: bool) -> None:
+    def __init__(
+        self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, read_before: bool
+    ) -> None:
         B, self.T, self.H, self.K = q.shape
         self.V = v.shape[-1]
         self.scale = scale
@@ -271,41 +275,46 @@ class _Work:
         D1, D2 = (self.V, self.K) if transpose else (self.K, self.V)
         stride1, stride2 = (1, self.V) if transpose else (self.V, 1)
         BD1, BD2, warps, stages = pair_config(self.bfloat16, D1, D2, g2 is not None)
-        launch(
-            pair_kernel,
-            (self.rows * triton.cdiv(D2, BD2), self.H),
-            P,
-            a,
-            b,
-            x,
-            y,
-            g1,
-            g2,
-            S,
-            dS,
-            read,
-            write,
-            gate,
-            *self._table("start", "end"),
-            self.scale,
-            self.T,
-            self.NT,
-            self.H,
-            D1,
-            D2,
-            stride1,
-            stride2,
-            LEVELS=LEVELS,
-            BD1=BD1,
-            BD2=BD2,
-            HAS_G1=g1 is not None,
-            HAS_G2=g2 is not None,
-            READ=read is not None,
-            WRITE=write is not None,
-            **self.flags,
-            num_warps=warps,
-            num_stages=stages,
-        )
+        tiles = triton.cdiv(D2, BD2)
+        mild = None if g2 is None else x.new_empty(self.rows + 1, self.H, tiles, dtype=torch.int8)
+        for only_mild in (True,) if g2 is None else (True, False):
+            launch(
+                pair_kernel,
+                (self.rows * tiles, self.H),
+                P,
+                a,
+                b,
+                x,
+                y,
+                g1,
+                g2,
+                S,
+                dS,
+                read,
+                write,
+                gate,
+                mild,
+                *self._table("start", "end"),
+                self.scale,
+                self.T,
+                self.NT,
+                self.H,
+                D1,
+                D2,
+                stride1,
+                stride2,
+                LEVELS=LEVELS,
+                BD1=BD1,
+                BD2=BD2,
+                HAS_G1=g1 is not None,
+                HAS_G2=g2 is not None,
+                MILD=only_mild,
+                READ=read is not None,
+                WRITE=write is not None,
+                **self.flags,
+                num_warps=warps,
+                num_stages=stages,
+            )
 
     def _table(self, *columns: str) -> list[Tensor | None]:
         return [None if self.table is None else getattr(self.table, c) for c in columns]
@@ -313,25 +322,28 @@ class _Work:
 
 def state_config(bfloat16: bool, K: int, V: int) -> tuple[int, int, int, int]:
     """Block sizes of the state, warps and pipeline stages."""
-    largest = 64 if bfloat16 else 32
-    return _block(K, largest), _block(V, largest), 4, 2
+    if bfloat16:
+        return _block(K, 64), _block(V, 128), 4, 3
+    return _block(K, 32), _block(V, 32), 4, 2
 
 
 def score_config(bfloat16: bool, D: int) -> tuple[int, int, int]:
     """Block size of the contracted axis, warps and pipeline stages."""
-    return _block(D, 64 if bfloat16 else 32), 4, 2
+    return (_block(D, 64), 4, 1) if bfloat16 else (_block(D, 32), 4, 2)
 
 
 def pair_config(bfloat16: bool, D1: int, D2: int, gated: bool) -> tuple[int, int, int, int]:
     """Block sizes of the contracted and the other axis, warps and pipeline stages."""
-    if bfloat16:
-        return _block(D1, 64), _block(D2, 64 if gated else 128), 4, 2
-    return _block(D1, 32), _block(D2, 32), 4, 2
+    if not bfloat16:
+        return _block(D1, 32), _block(D2, 32), 4, 2
+    if gated:  # Triton 3.6 miscompiles narrower tiles on Hopper
+        return 64, 64, 4, 3
+    return _block(D1, 64), _block(D2, 128), 4, 3
 
 
 def _block(D: int, largest: int) -> int:
     return min(max(triton.next_power_of_2(D), 16), largest)
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

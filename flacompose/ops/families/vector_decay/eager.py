@@ -218,7 +218,9 @@ def _sweep(
             n = table.sequence[i : i + 1].clamp(max=chunks.N - 1)
             S = torch.where((first[n] == i)[:, None, None, None], start[n], S)
         entering.append(S)
-        S = _times(_times(S, decay_k and decay_k[i]), decay_v and decay_v[i]) + writes[i]
+        S = S if decay_k is None else S * decay_k[i]
+        S = S if decay_v is None else S * decay_v[i]
+        S = S + writes[i]
         leaving.append(S)
     if reverse:
         entering, leaving = entering[::-1], leaving[::-1]
@@ -230,7 +232,7 @@ def _sweep(
 
 class _Pairs(NamedTuple):
     read: Tensor  # sum over s <= t of P[t, s] x_s
-    write: Tensor | None  # its transpose, sum over t >= s of P[t, s] y_t
+    write: Tensor  # its transpose, sum over t >= s of P[t, s] y_t; empty without y
     exponents: list[tuple[Tensor, Tensor]]  # by level, the gradients of the outer gate's exponents
 
 
@@ -246,7 +248,8 @@ def _pair(
     """All pairs of one chunk: ``P[t, s] = a_t . b_s``, decayed by `inner`, joins x_s to y_t, decayed by `outer`."""
     a, b, x = (z.unsqueeze(-2) for z in (a, b, x))  # [..., C / b, b, D] with b = 1
     diagonal = torch.zeros_like(a[..., :1]) if read_before else (a * b).sum(-1, keepdim=True)
-    read, write, exponents = diagonal * x, None, []
+    read, write = diagonal * x, a.new_empty(1, 1, 0)
+    exponents: list[tuple[Tensor, Tensor]] = []
     if y is not None:
         y = y.unsqueeze(-2)
         write = diagonal * y
@@ -265,4 +268,4 @@ def _pair(
             exponents.append((y_1 * read_1, x_0 * write_0))
             y = y.flatten(-3, -2).unflatten(-2, (-1, 2 * y.shape[-2]))
         a, b, x = (z.flatten(-3, -2).unflatten(-2, (-1, 2 * z.shape[-2])) for z in (a, b, x))
-    return _Pairs(read.squeeze(-3), None if write is None else write.squeeze(-3), exponents)
+    return _Pairs(read.squeeze(-3), write.squeeze(-3), exponents)

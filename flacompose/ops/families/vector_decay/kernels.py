@@ -41,12 +41,14 @@ def _store(x, value, token, end, h, d, H, D):
 def _select(rows, x, DOT: tl.constexpr):
     """``rows @ x`` for a matrix of 0 and 1 (and -1), `x` to at least 16 bits."""
     if x.dtype != tl.float32:
-        return tl.dot(rows.to(x.dtype), x)
-    if DOT == tl.float32:
-        return tl.dot(rows.to(tl.float32), x, input_precision="tf32x3")
-    high = x.to(DOT)
-    low = (x - high.to(tl.float32)).to(DOT)
-    return tl.dot(rows.to(DOT), high, acc=tl.dot(rows.to(DOT), low))
+        out = tl.dot(rows.to(x.dtype), x)
+    elif DOT == tl.float32:
+        out = tl.dot(rows.to(tl.float32), x, input_precision="tf32x3")
+    else:
+        high = x.to(DOT)
+        low = (x - high.to(tl.float32)).to(DOT)
+        out = tl.dot(rows.to(DOT), high, acc=tl.dot(rows.to(DOT), low))
+    return out
 
 
 @triton.jit
@@ -65,9 +67,17 @@ def _reads(t, j, READ_BEFORE: tl.constexpr):
 @triton.jit
 def _level(t, j, level, READ_BEFORE: tl.constexpr):
     """Whether gate `j` is in the local sum of token `t`: from its block's start if odd, to its block's end if even."""
-    inside = ((t ^ j) >> level) == 0
+    # Written in `level` throughout: what does not depend on it would be kept in registers across the levels.
+    in_t = t & ((1 << level) - 1)
+    in_j = j & ((1 << level) - 1)
     odd = ((t >> level) & 1) == 1
-    return inside & tl.where(odd, _reads(t, j, READ_BEFORE), j > t)
+    return ((t >> level) == (j >> level)) & tl.where(odd, _reads(in_t, in_j, READ_BEFORE), in_j > in_t)
+
+
+@triton.jit
+def _meet(t, s, level):
+    """Whether `t` and `s` are in sibling blocks, one the reader and one the writer."""
+    return ((t >> level) ^ (s >> level)) == 1
 
 
 @triton.jit
@@ -151,7 +161,7 @@ def state_kernel(
     if HAS_INITIAL:
         S = tl.load(initial + nh * K * V + at_state, mask=in_state & (segment == 0), other=0.0).to(tl.float32)
     if WHOLE and SPLIT:
-        for i in range(0, segment):
+        for i in range(segment):
             inh = i * N * H + nh
             if HAS_GK:
                 S *= tl.exp(tl.load(segment_gk + inh * K + dk, mask=dk < K, other=0.0))[:, None]
@@ -264,10 +274,10 @@ def score_kernel(
             else:
                 product = tl.sum(a_.to(tl.float32) * b_.to(tl.float32), 1)
                 lower += tl.where(t == s, product[:, None], 0.0)
-                for level in range(0, LEVELS):
+                for level in range(LEVELS):
                     role = tl.where(((t >> level) & 1) == 1, a_, b_)
                     role = (role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g_, DOT))).to(DOT)
-                    lower += tl.where(((t ^ s) >> level) == 1, _dot(role, tl.trans(role), DOT), 0.0)
+                    lower += tl.where(_meet(t, s, level), _dot(role, tl.trans(role), DOT), 0.0)
     lower = tl.where(_reads(t, s, READ_BEFORE), lower, 0.0)
     at = P + (row * H + h) * C * C + t * C + s
     tl.store(at, (lower * scale).to(P.dtype.element_ty))
@@ -287,6 +297,7 @@ def pair_kernel(
     read,  # [tokens, H, D2]
     write,
     dg2,
+    mild,  # [rows, H, D2 / BD2]
     row_start,
     row_end,
     scale,
@@ -303,6 +314,7 @@ def pair_kernel(
     BD2: tl.constexpr,
     HAS_G1: tl.constexpr,
     HAS_G2: tl.constexpr,
+    MILD: tl.constexpr,
     READ: tl.constexpr,
     WRITE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
@@ -314,6 +326,9 @@ def pair_kernel(
     `READ`: ``read_t = sum over s of P[t, s] x_s + scale * S^T a_t``; `WRITE`: ``write_s = sum over t of P[t, s] y_t +
     dS^T b_s``; both, with a gate `g2`: its gradient too. `S` is the state before the chunk, `dS` the gradient of the
     state after it, with strides for (D1, D2).
+
+    With `g2` it runs twice, for the tiles whose gates are mild (`MILD`), which it notes, and then for the others: one
+    kernel for both would need twice the registers.
     """
     GATE: tl.constexpr = READ and WRITE and HAS_G2
     tiles = tl.cdiv(D2, BD2)
@@ -327,6 +342,16 @@ def pair_kernel(
     s = i[None, :]
     token = lo + i
     d2 = (tl.program_id(0) % tiles) * BD2 + tl.arange(0, BD2)
+    if HAS_G2:
+        at_mild = mild + (row * H + h) * tiles + tl.program_id(0) % tiles
+        if MILD:
+            g = _gates(g2, token, hi, h, d2, H, D2)
+            is_mild = tl.max(tl.abs(_select(_from_middle(t, s, C, False), g, DOT))) < _MILD
+            tl.store(at_mild, is_mild.to(tl.int8))
+            if not is_mild:
+                return
+        elif tl.load(at_mild) != 0:
+            return
 
     # From other chunks.
     before = tl.zeros([C, BD2], dtype=tl.float32)
@@ -370,74 +395,74 @@ def pair_kernel(
             before += _dot(lower, x_, DOT)
         if WRITE:
             after += _dot(upper, y_, DOT)
-    else:
+    elif MILD:
         g = _gates(g2, token, hi, h, d2, H, D2)
         sums = _select(_from_middle(t, s, C, False), g, DOT)
-        if tl.max(tl.abs(sums)) < _MILD:
-            late = t >= C // 2
-            write_weight = tl.exp(-sums)
+        late = t >= C // 2
+        write_weight = tl.exp(-sums)
+        read_weight = tl.exp(sums)
+        if READ_BEFORE:
+            read_weight = tl.exp(_select(_from_middle(t, s, C, True), g, DOT))
+        if READ:
+            writer = (x_ * write_weight).to(DOT)
+            before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
+        if WRITE:
+            reader = (y_ * read_weight).to(DOT)
+            after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
+        if GATE:
+            through *= tl.exp(tl.sum(g.to(tl.float32), 0))
+            late_sum = through + tl.sum(writer * after, 0)
+            early_sum = through + tl.sum(reader * before, 0)
+            dg = tl.where(late, late_sum[None, :], early_sum[None, :])
+        if READ:
+            before += _dot(lower, writer, DOT)
+        if WRITE:
+            after += _dot(upper, reader, DOT)
+        if GATE:
+            # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels.
             if READ_BEFORE:
-                sums = _select(_from_middle(t, s, C, True), g, DOT)
-            read_weight = tl.exp(sums)
+                dg += _select(_from_middle(s, t, C, True), reader * before, DOT)
+                dg -= _select(_from_middle(s, t, C, False), writer * after, DOT)
+            else:
+                dg += _select(_from_middle(s, t, C, False), reader * before - writer * after, DOT)
+        if READ:
+            before *= read_weight
+        if WRITE:
+            after *= write_weight
+    else:
+        g = _gates(g2, token, hi, h, d2, H, D2)
+        diagonal = tl.load(P + i * C + i).to(tl.float32)[:, None]
+        if READ:
+            before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
+        if WRITE:
+            after *= tl.exp(_select(s > t, g, DOT))
+        if GATE:
+            dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
+            dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
+        if READ:
+            before += diagonal * x_
+        if WRITE:
+            after += diagonal * y_
+        for level in range(LEVELS):
+            odd = ((t >> level) & 1) == 1
+            siblings = _meet(t, s, level)
+            weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
+            if READ and WRITE:
+                role = tl.where(odd, y_, x_)
+                met = tl.where(siblings, lower + upper, 0.0)
+            elif READ:
+                role = tl.where(odd, 0.0, x_)
+                met = tl.where(siblings, lower, 0.0)
+            else:
+                role = tl.where(odd, y_, 0.0)
+                met = tl.where(siblings, upper, 0.0)
+            out = weight * _dot(met, role * weight, DOT)
             if READ:
-                writer = (x_ * write_weight).to(DOT)
-                before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
+                before += tl.where(odd, out, 0.0)
             if WRITE:
-                reader = (y_ * read_weight).to(DOT)
-                after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
+                after += tl.where(odd, 0.0, out)
             if GATE:
-                through *= tl.exp(tl.sum(g.to(tl.float32), 0))
-                late_sum = through + tl.sum(writer * after, 0)
-                early_sum = through + tl.sum(reader * before, 0)
-                dg = tl.where(late, late_sum[None, :], early_sum[None, :])
-            if READ:
-                before += _dot(lower, writer, DOT)
-            if WRITE:
-                after += _dot(upper, reader, DOT)
-            if GATE:
-                # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels.
-                if READ_BEFORE:
-                    dg += _select(_from_middle(s, t, C, True), reader * before, DOT)
-                    dg -= _select(_from_middle(s, t, C, False), writer * after, DOT)
-                else:
-                    dg += _select(_from_middle(s, t, C, False), reader * before - writer * after, DOT)
-            if READ:
-                before *= read_weight
-            if WRITE:
-                after *= write_weight
-        else:
-            diagonal = tl.load(P + i * C + i).to(tl.float32)[:, None]
-            if READ:
-                before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
-            if WRITE:
-                after *= tl.exp(_select(s > t, g, DOT))
-            if GATE:
-                dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
-                dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
-            if READ:
-                before += diagonal * x_
-            if WRITE:
-                after += diagonal * y_
-            for level in range(0, LEVELS):
-                odd = ((t >> level) & 1) == 1
-                siblings = ((t ^ s) >> level) == 1
-                weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
-                if READ and WRITE:
-                    role = tl.where(odd, y_, x_)
-                    met = tl.where(siblings, lower + upper, 0.0)
-                elif READ:
-                    role = tl.where(odd, 0.0, x_)
-                    met = tl.where(siblings, lower, 0.0)
-                else:
-                    role = tl.where(odd, y_, 0.0)
-                    met = tl.where(siblings, upper, 0.0)
-                out = weight * _dot(met, role * weight, DOT)
-                if READ:
-                    before += tl.where(odd, out, 0.0)
-                if WRITE:
-                    after += tl.where(odd, 0.0, out)
-                if GATE:
-                    dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
+                dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
     if READ:
         _store(read, before, token, hi, h, d2, H, D2)
     if WRITE:

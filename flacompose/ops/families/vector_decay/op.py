@@ -28,7 +28,9 @@ def _forward_fake(q, k, v, gk, gv, initial_state, cu_seqlens, scale, read_before
 
 
 def _backward_fake(q, k, v, gk, gv, initial_state, cu_seqlens, scale, read_before, do, d_final_state):
-    return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, gk, gv, initial_state))
+    return tuple(
+        q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, gk, gv, initial_state)
+    )
 
 
 def _forward_flops(q, k, v, *_, **__) -> int:

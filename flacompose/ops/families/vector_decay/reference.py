@@ -20,7 +20,7 @@ def vector_decay(
     scale: float = 1.0,
     read_before: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T``; ``o_t = scale * S_t^T q_t``, or ``S_{t-1}^T q_t``."""
+    """``S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T``; ``o_t = scale * S_t^T q_t`` or ``S_{t-1}^T q_t``."""
     B, T, H, K = q.shape
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
     o = []
