@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -206,9 +207,11 @@ class GatedLinearAttention(nn.Module):
             v, v_conv = self.v_conv1d(v, v_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
             conv = (q_conv, k_conv, v_conv)
 
-        q = q.unflatten(-1, (self.num_heads, self.head_k_dim))
-        k, gk = (self._kv_heads(h, self.head_k_dim) for h in (k, gk))
-        v = self._kv_heads(v, self.head_v_dim)
+        q = rearrange(q, "b t (h k) -> b t h k", h=self.num_heads)
+        k, v, gk = (
+            repeat(h, "b t (h d) -> b t (h groups) d", h=self.num_kv_heads, groups=self.num_kv_groups)
+            for h in (k, v, gk)
+        )
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         k, gk = tokens.silence(k), tokens.silence(gk)
@@ -224,17 +227,12 @@ class GatedLinearAttention(nn.Module):
         assert recurrent is not None  # asked for
 
         if self.fuse_norm_and_gate:
-            o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, self.head_v_dim)))
+            o = self.g_norm_swish_gate(o, rearrange(self.g_proj(x), "b t (h v) -> b t h v", h=self.num_heads))
         else:
             o = self.g_norm(o)
             if self.use_output_gate:
-                o = o * self.gate_fn(self.g_proj(x)).unflatten(-1, (self.num_heads, self.head_v_dim))
-        return tokens.leave(self.o_proj(o.flatten(-2))), RecurrentState(recurrent, conv)
-
-    def _kv_heads(self, x: Tensor, head_dim: int) -> Tensor:
-        """``[B, T, num_kv_heads * head_dim]`` to ``[B, T, H, head_dim]``, each head for its group."""
-        x = x.unflatten(-1, (self.num_kv_heads, head_dim))
-        return x if self.num_kv_groups == 1 else x.repeat_interleave(self.num_kv_groups, dim=2)
+                o = o * rearrange(self.gate_fn(self.g_proj(x)), "b t (h v) -> b t h v", h=self.num_heads)
+        return tokens.leave(self.o_proj(rearrange(o, "b t h v -> b t (h v)"))), RecurrentState(recurrent, conv)
 
     def _check(self, state: RecurrentState, N: int) -> None:
         shape = (N, self.num_heads, self.head_k_dim, self.head_v_dim)

@@ -97,7 +97,7 @@ def backward(
 
 
 class _Chunks:
-    """How ``[B, T, H, D]`` is cut into ``[B, H, R, C, D]``, padded with zeros that do nothing, and put together again."""
+    """``[B, T, H, D]`` cut into ``[B, H, R, C, D]``, padded with zeros that do nothing, and put together again."""
 
     def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
         self.B, self.T, self.H, K = q.shape
