@@ -232,7 +232,9 @@ class GatedLinearAttention(nn.Module):
             o = self.g_norm(o)
             if self.use_output_gate:
                 o = o * rearrange(self.gate_fn(self.g_proj(x)), "b t (h v) -> b t h v", h=self.num_heads)
-        return tokens.leave(self.o_proj(rearrange(o, "b t h v -> b t (h v)"))), RecurrentState(recurrent, conv)
+        return tokens.leave(self.o_proj(rearrange(o, "b t h v -> b t (h v)"))), RecurrentState(
+            recurrent, conv
+        )
 
     def _check(self, state: RecurrentState, N: int) -> None:
         shape = (N, self.num_heads, self.head_k_dim, self.head_v_dim)

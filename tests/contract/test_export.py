@@ -128,6 +128,7 @@ class Both(nn.Module):
 
 
 @one_op_a_form
+@pytest.mark.usefixtures("aoti_packages_load")
 def test_aotinductor(case: OpCase, device: torch.device, tmp_path: Path) -> None:
     traced = draw(case, device, T=37), packed(case, device, 1), packed(case, device, 5)
     T1, T5 = (Dim(name, min=2, max=2**20) for name in ("T1", "T5"))

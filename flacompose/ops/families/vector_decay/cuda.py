@@ -93,6 +93,7 @@ def recurrent(
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     gk, gv, initial_state = _contiguous(gk), _contiguous(gv), _contiguous(initial_state)
+    cu_seqlens = _contiguous(cu_seqlens)
     B, T, H, K = q.shape
     V = v.shape[-1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1

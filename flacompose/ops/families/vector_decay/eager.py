@@ -227,7 +227,7 @@ def _sweep(
     if table is not None:
         empty = (table.first == table.last)[:, None, None, None]
         S = torch.where(empty, start, torch.cat(leaving)[last.clamp(0, len(writes) - 1)])
-    return torch.stack(entering, 2), S
+    return torch.stack(entering, 2), S.contiguous()
 
 
 class _Pairs(NamedTuple):

@@ -213,6 +213,11 @@ def state_kernel(
 
 
 @triton.jit
+def _mild(write, read):
+    return tl.maximum(tl.max(tl.abs(write)), tl.max(tl.abs(read))) < _MILD
+
+
+@triton.jit
 def _chunk(row, T, NT, row_start, row_end, C: tl.constexpr, PACKED: tl.constexpr):
     """The first token of a chunk and the end of its sequence."""
     if PACKED:
@@ -266,10 +271,10 @@ def score_kernel(
         else:
             g_ = _gates(g, token, hi, h, d, H, D)
             write = _select(_from_middle(t, s, C, False), g_, DOT)
-            if tl.max(tl.abs(write)) < _MILD:
-                read = write
-                if READ_BEFORE:
-                    read = _select(_from_middle(t, s, C, True), g_, DOT)
+            read = write
+            if READ_BEFORE:
+                read = _select(_from_middle(t, s, C, True), g_, DOT)
+            if _mild(write, read):
                 lower += _dot(a_ * tl.exp(read), tl.trans((b_ * tl.exp(-write)).to(DOT)), DOT)
             else:
                 product = tl.sum(a_.to(tl.float32) * b_.to(tl.float32), 1)
@@ -346,7 +351,15 @@ def pair_kernel(
         at_mild = mild + (row * H + h) * tiles + tl.program_id(0) % tiles
         if MILD:
             g = _gates(g2, token, hi, h, d2, H, D2)
-            is_mild = tl.max(tl.abs(_select(_from_middle(t, s, C, False), g, DOT))) < _MILD
+            write_sum = _select(_from_middle(t, s, C, False), g, DOT)
+            read_sum = write_sum
+            if READ_BEFORE:
+                read_sum = _select(_from_middle(t, s, C, True), g, DOT)
+            is_mild = _mild(write_sum, read_sum)
+            if (
+                READ_BEFORE
+            ):  # neighbours meet undecayed too, and must not drown the rest in the gate's gradient
+                is_mild = is_mild & (tl.min(g.to(tl.float32)) > -4.0)
             tl.store(at_mild, is_mild.to(tl.int8))
             if not is_mild:
                 return
@@ -360,25 +373,25 @@ def pair_kernel(
     for d in range(0, D1, BD1):
         d1 = d + tl.arange(0, BD1)
         if HAS_G1:
-            g = _gates(g1, token, hi, h, d1, H, D1)
+            gate = _gates(g1, token, hi, h, d1, H, D1)
         at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
         in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
         if READ:
             a_ = _tile(a, token, hi, h, d1, H, D1)
             if HAS_G1:
-                a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
+                a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), gate, DOT))
             S_ = tl.load(S + at, mask=in_state, other=0.0)
             before += _dot(a_, S_, DOT)
         if WRITE:
             b_ = _tile(b, token, hi, h, d1, H, D1)
             if HAS_G1:
-                b_ = b_ * tl.exp(_select(s > t, g, DOT))
+                b_ = b_ * tl.exp(_select(s > t, gate, DOT))
             dS_ = tl.load(dS + at, mask=in_state, other=0.0)
             after += _dot(b_, dS_, DOT)
         if GATE:
             kept = S_.to(tl.float32) * dS_.to(tl.float32)
             if HAS_G1:
-                kept *= tl.exp(tl.sum(g.to(tl.float32), 0))[:, None]
+                kept *= tl.exp(tl.sum(gate.to(tl.float32), 0))[:, None]
             through += tl.sum(kept, 0)
     before *= scale
 
@@ -386,10 +399,10 @@ def pair_kernel(
     P += (row * H + h) * C * C
     if READ:
         x_ = _tile(x, token, hi, h, d2, H, D2)
-        lower = tl.load(P + t * C + s)
+        lower = tl.load(P + t * C + s, mask=(t != s) | (not HAS_G2), other=0.0)
     if WRITE:
         y_ = _tile(y, token, hi, h, d2, H, D2)
-        upper = tl.load(P + s * C + t)
+        upper = tl.load(P + s * C + t, mask=(t != s) | (not HAS_G2), other=0.0)
     if not HAS_G2:
         if READ:
             before += _dot(lower, x_, DOT)
@@ -419,7 +432,8 @@ def pair_kernel(
         if WRITE:
             after += _dot(upper, reader, DOT)
         if GATE:
-            # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels.
+            # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels. That of a
+            # token with itself, which no gate decays, would drown the others, and joins below.
             if READ_BEFORE:
                 dg += _select(_from_middle(s, t, C, True), reader * before, DOT)
                 dg -= _select(_from_middle(s, t, C, False), writer * after, DOT)
@@ -431,7 +445,6 @@ def pair_kernel(
             after *= write_weight
     else:
         g = _gates(g2, token, hi, h, d2, H, D2)
-        diagonal = tl.load(P + i * C + i).to(tl.float32)[:, None]
         if READ:
             before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
         if WRITE:
@@ -439,10 +452,6 @@ def pair_kernel(
         if GATE:
             dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
             dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
-        if READ:
-            before += diagonal * x_
-        if WRITE:
-            after += diagonal * y_
         for level in range(LEVELS):
             odd = ((t >> level) & 1) == 1
             siblings = _meet(t, s, level)
@@ -463,6 +472,12 @@ def pair_kernel(
                 after += tl.where(odd, 0.0, out)
             if GATE:
                 dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
+    if HAS_G2:
+        diagonal = tl.load(P + i * C + i).to(tl.float32)[:, None]
+        if READ:
+            before += diagonal * x_
+        if WRITE:
+            after += diagonal * y_
     if READ:
         _store(read, before, token, hi, h, d2, H, D2)
     if WRITE:
@@ -508,8 +523,8 @@ def recurrent_kernel(
     in_state = in_k[:, None] & in_v[None, :]
     at_state = nh * K * V + dk[:, None] * V + dv[None, :]
     if PACKED:
-        lo = tl.load(cu_seqlens + n)
-        hi = tl.load(cu_seqlens + n + 1)
+        lo = tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0)
+        hi = tl.minimum(tl.load(cu_seqlens + n + 1).to(tl.int64), T)
     else:
         lo = n * T
         hi = lo + T
