@@ -9,8 +9,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_HEAD_SIZE = 256
 
 
-def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
-    """Check ``q, k [B, T, H, K]`` and ``v [B, T, H, V]``, return ``B, T, H, K, V``."""
+def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """Check ``q, k [B, T, H, K]`` and ``v [B, T, H, V]``, return ``H, K, V``."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
@@ -25,8 +25,9 @@ def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     V = v.shape[3]
     like(q, "v", v, (B, T, H, V))
     if k.dtype != q.dtype or v.dtype != q.dtype:
-        # Autocast makes them one dtype further on.
-        if not torch.is_autocast_enabled(q.device.type):
+        # Autocast makes them one dtype further on, but for float64.
+        wide = torch.float64 in (q.dtype, k.dtype, v.dtype)
+        if wide or not torch.is_autocast_enabled(q.device.type):
             name, x = ("k", k) if k.dtype != q.dtype else ("v", v)
             raise TypeError(f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}")
     for name, x in (("q", q), ("v", v)):
@@ -34,7 +35,7 @@ def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
             raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
         if x.shape[3] > _MAX_HEAD_SIZE:
             raise ValueError(f"{name} must have a head size of at most {_MAX_HEAD_SIZE}, got {x.shape[3]}")
-    return B, T, H, K, V
+    return H, K, V
 
 
 def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -68,7 +69,7 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def number(name: str, x: object) -> None:
-    if not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
 
 

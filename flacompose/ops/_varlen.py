@@ -18,6 +18,11 @@ class ChunkTable(NamedTuple):
     last: Tensor  # [N] one past its last row
 
 
+def bounds(cu_seqlens: Tensor, T: int) -> Tensor:
+    """``cu_seqlens`` as int64, made to ascend within ``T``: whatever it holds, no access leaves the tokens."""
+    return cu_seqlens.long().clamp(0, T).cummax(0).values
+
+
 def chunk_table(cu_seqlens: Tensor, T: int, C: int) -> ChunkTable:
     """Cut sequences ``cu_seqlens[n] : cu_seqlens[n + 1]`` of ``T`` packed tokens into chunks of ``C``.
 
@@ -25,7 +30,7 @@ def chunk_table(cu_seqlens: Tensor, T: int, C: int) -> ChunkTable:
     """
     N = cu_seqlens.shape[0] - 1
     rows = (T + C - 1) // C + N - 1
-    cu = cu_seqlens.long().clamp(0, T).cummax(0).values  # whatever it holds, no row leaves the T tokens
+    cu = bounds(cu_seqlens, T)
     # Kept N + 1 long, a leading empty sequence included, so that N = 1 is no special shape to the compiler.
     previous = torch.cat([cu[:1], cu])[:-1]
     ends = ((cu - previous + C - 1) // C).cumsum(0)

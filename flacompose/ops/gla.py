@@ -44,7 +44,7 @@ def chunk_gla(
         ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _, _, _, K, _ = shape = _check.qkv(q, k, v)
+    shape = _check.qkv(q, k, v)
     _check.like(q, "g", g, q.shape)
     return _run(op.chunk, shape, q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens)
 
@@ -99,7 +99,7 @@ def fused_recurrent_gla(
 
 
 def _run(form, shape, q, k, v, gk, gv, scale, initial_state, output_final_state, cu_seqlens):
-    _, _, H, K, V = shape
+    H, K, V = shape
     N = _check.sequences(q, cu_seqlens)
     if initial_state is not None:
         _check.like(q, "initial_state", initial_state, (N, H, K, V))

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._define import launch
-from flacompose.ops._varlen import ChunkTable, chunk_table
+from flacompose.ops._varlen import ChunkTable, bounds, chunk_table
 from flacompose.ops.families.vector_decay.kernels import (
     pair_kernel,
     recurrent_kernel,
@@ -32,11 +32,11 @@ def chunk(
     read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    gk, gv, initial_state = _contiguous(gk), _contiguous(gv), _contiguous(initial_state)
     work = _Work(q, v, cu_seqlens, scale, read_before)
+    o = work.per_token(v)
+    q, k, v = _operand(q), _operand(k), _operand(v)
+    gk, gv, initial_state = _given(gk), _given(gv), _given(initial_state)
     S, final_state = work.sweep(k, v, gk, gv, initial_state)
-    o = work.empty_like(v)
     P = work.score(q, k, gk)
     work.pair(P, q, k, v, None, gk, gv, S, None, read=o)
     return o, final_state
@@ -56,12 +56,12 @@ def backward(
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, dgk, dgv, d_initial_state)``, empty for inputs that are absent."""
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    gk, gv, initial_state = _contiguous(gk), _contiguous(gv), _contiguous(initial_state)
-    do = torch.zeros_like(v) if do is None else do.contiguous()
-    d_final_state = _contiguous(d_final_state)
     work = _Work(q, v, cu_seqlens, scale, read_before)
-    dq, dk, dv, dgk, dgv = (q.new_empty(0) if x is None else work.empty_like(x) for x in (q, k, v, gk, gv))
+    dq, dk, dv, dgk, dgv = (q.new_empty(0) if x is None else work.per_token(x) for x in (q, k, v, gk, gv))
+    state_dtype = None if initial_state is None else initial_state.dtype
+    do = torch.zeros_like(v) if do is None else do
+    q, k, v, do = _operand(q), _operand(k), _operand(v), _operand(do)
+    gk, gv, initial_state, d_final_state = _given(gk), _given(gv), _given(initial_state), _given(d_final_state)
 
     S, _ = work.sweep(k, v, gk, gv, initial_state)
     dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
@@ -69,14 +69,12 @@ def backward(
     if gv is None:
         work.pair(P, q, k, v, do, gk, None, S, dS, write=dv)
     else:
-        work.pair(P, q, k, v, do, gk, gv, S, dS, read=work.empty_like(v), write=dv, gate=dgv)
+        work.pair(P, q, k, v, do, gk, gv, S, dS, write=dv, gate=dgv)
     P = work.score(do, v, gv)
     gate = None if gk is None else dgk
     work.pair(P, do, v, k, q, gv, gk, S, dS, read=dq, write=dk, gate=gate, transpose=True)
 
-    if initial_state is None:
-        return dq, dk, dv, dgk, dgv, q.new_empty(0)
-    return dq, dk, dv, dgk, dgv, d_initial_state.to(initial_state.dtype)
+    return dq, dk, dv, dgk, dgv, q.new_empty(0) if state_dtype is None else d_initial_state.to(state_dtype)
 
 
 def recurrent(
@@ -91,13 +89,20 @@ def recurrent(
     read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    gk, gv, initial_state = _contiguous(gk), _contiguous(gv), _contiguous(initial_state)
-    cu_seqlens = _contiguous(cu_seqlens)
     B, T, H, K = q.shape
     V = v.shape[-1]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    o = torch.empty_like(v) if cu_seqlens is None else torch.zeros_like(v)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if gk is not None:
+        gk = _operand(gk)
+    if gv is not None:
+        gv = _operand(gv)
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
+    if cu_seqlens is None:
+        N, o = B, torch.empty_like(v)
+    else:
+        cu_seqlens = bounds(cu_seqlens, T)
+        N, o = cu_seqlens.shape[0] - 1, torch.zeros_like(v)
     final_state = q.new_empty(N, H, K, V, dtype=torch.float32)
     BK = max(triton.next_power_of_2(K), 16)
     BV = min(max(triton.next_power_of_2(V), 16), 4096 // BK)
@@ -158,9 +163,9 @@ class _Work:
             "C": CHUNK,
         }
 
-    def empty_like(self, x: Tensor) -> Tensor:
-        """For one value a token; tokens in no sequence are written by nobody."""
-        return torch.empty_like(x) if self.table is None else torch.zeros_like(x)
+    def per_token(self, x: Tensor) -> Tensor:
+        """An output like `x`; tokens in no sequence are written by nobody."""
+        return x.new_empty(x.shape) if self.table is None else x.new_zeros(x.shape)
 
     def sweep(
         self,
@@ -233,10 +238,10 @@ class _Work:
         """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`."""
         D = a.shape[-1]
         BD, warps, stages = score_config(self.bfloat16, D)
-        P = a.new_empty(self.rows + 1, self.H, CHUNK, CHUNK, dtype=self.state_dtype)
+        P = a.new_empty(self.rows + 1, self.H, CHUNK, CHUNK, dtype=torch.float32)
         launch(
             score_kernel,
-            (self.rows, self.H),
+            (self.rows * self.H,),
             a,
             b,
             g,
@@ -281,7 +286,7 @@ class _Work:
         for only_mild in (True,) if g2 is None else (True, False):
             launch(
                 pair_kernel,
-                (self.rows * tiles, self.H),
+                (self.rows * self.H * tiles,),
                 P,
                 a,
                 b,
@@ -310,7 +315,7 @@ class _Work:
                 HAS_G1=g1 is not None,
                 HAS_G2=g2 is not None,
                 MILD=only_mild,
-                READ=read is not None,
+                READ=read is not None or gate is not None,
                 WRITE=write is not None,
                 **self.flags,
                 num_warps=warps,
@@ -346,5 +351,10 @@ def _block(D: int, largest: int) -> int:
     return min(max(triton.next_power_of_2(D), 16), largest)
 
 
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+def _operand(x: Tensor) -> Tensor:
+    """float16 overflows where a state or a sum of products is large; it is computed with in float32."""
+    return x.to(torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32).contiguous()
+
+
+def _given(x: Tensor | None) -> Tensor | None:
+    return None if x is None else _operand(x)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flacompose.ops._varlen import ChunkTable, chunk_table
 
-CHUNK = 64
+CHUNK = 64  # at most; a power of two
 
 
 def forward(
@@ -102,6 +102,7 @@ class _Chunks:
     def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
         self.B, self.T, self.H, K = q.shape
         self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.size = CHUNK if cu_seqlens is not None else min(CHUNK, 1 << (self.T - 1).bit_length())
         self.table: ChunkTable | None = None
         self.N = self.B
         if cu_seqlens is not None:
@@ -115,7 +116,7 @@ class _Chunks:
     def split(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype).transpose(1, 2)
         if self.table is None:
-            return F.pad(x, (0, 0, 0, -self.T % CHUNK)).unflatten(2, (-1, CHUNK))
+            return F.pad(x, (0, 0, 0, -self.T % self.size)).unflatten(2, (-1, self.size))
         return F.pad(x, (0, 0, 0, 1))[:, :, self.token]
 
     def join(self, x: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ class _Chunks:
             x = torch.where(self.real[:, :, None], x, 0).flatten(2, 3)
             x = x.new_zeros(*x.shape[:2], self.T + 1, x.shape[-1]).index_add(2, self.token.flatten(), x)
             x = x[:, :, : self.T]
-        return x.transpose(1, 2).contiguous()
+        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 class _Gate:
@@ -253,7 +254,8 @@ def _pair(
     if y is not None:
         y = y.unsqueeze(-2)
         write = diagonal * y
-    for level in range(CHUNK.bit_length() - 1):
+    level = 0
+    while a.shape[-3] > 1:
         (_, a_1), (b_0, _), (x_0, x_1) = map(_halves, (a, b, x))
         if inner is not None:
             a_1, b_0 = a_1 * inner.levels[level][0], b_0 * inner.levels[level][1]
@@ -268,4 +270,5 @@ def _pair(
             exponents.append((y_1 * read_1, x_0 * write_0))
             y = y.flatten(-3, -2).unflatten(-2, (-1, 2 * y.shape[-2]))
         a, b, x = (z.flatten(-3, -2).unflatten(-2, (-1, 2 * z.shape[-2])) for z in (a, b, x))
+        level += 1
     return _Pairs(read.squeeze(-3), write.squeeze(-3), exponents)
