@@ -36,9 +36,6 @@ VOCAB = 256  # bytes
 
 States = tuple[RecurrentState, ...]  # one per block
 
-# What checkpoints and exported programs hold besides tensors, for torch to load them without trusting the file.
-torch.serialization.add_safe_globals([RecurrentState])
-
 
 # ---------------------------------------------------------------------------------------------------- model
 

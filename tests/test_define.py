@@ -276,6 +276,7 @@ def test_only_inputs_are_saved():
 
 
 argnums = (0, 1, 2)
+OLD_TORCH = torch.__version__ < "2.12"
 TRANSFORMS = {
     "grad": lambda f: torch.func.grad(f, argnums),
     "jacrev": lambda f: torch.func.jacrev(f, argnums),
@@ -460,6 +461,8 @@ def test_compile_trains_with_one_graph(backend, device):
 @devices
 @pytest.mark.parametrize("name", ["grad", "per_sample", "grad_of_vmap", "jvp", "hessian"])
 def test_compiled_torch_func(name, device):
+    if name == "hessian" and OLD_TORCH:
+        pytest.skip("the compiler of PyTorch 2.11 does not trace torch.func.hessian")
     torch.compiler.reset()
     args = inputs(T=3, B=1, H=1, D=2, device=device)
     if name in ("per_sample", "grad_of_vmap"):
@@ -504,6 +507,7 @@ def test_export_keeps_one_node(strict, device):
         torch.testing.assert_close(decomposed.module()(*args), expected)
 
 
+@pytest.mark.usefixtures("aoti_packages_load")
 @devices
 def test_aotinductor_here_and_in_a_process_that_imports_the_library(tmp_path, device):
     package = str(tmp_path / "toy.pt2")
@@ -551,6 +555,8 @@ def test_triton_runs_in_eager():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dtensor_and_fsdp(compiled):
+    if compiled and OLD_TORCH:
+        pytest.skip("compiled FSDP2 over gloo fails in PyTorch 2.11")
     code = """
         import sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
         from test_define import HEADS, call, grads, inputs, loss, toy, toy_backward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -61,7 +60,12 @@ def backward(
     state_dtype = None if initial_state is None else initial_state.dtype
     do = torch.zeros_like(v) if do is None else do
     q, k, v, do = _operand(q), _operand(k), _operand(v), _operand(do)
-    gk, gv, initial_state, d_final_state = _given(gk), _given(gv), _given(initial_state), _given(d_final_state)
+    gk, gv, initial_state, d_final_state = (
+        _given(gk),
+        _given(gv),
+        _given(initial_state),
+        _given(d_final_state),
+    )
 
     S, _ = work.sweep(k, v, gk, gv, initial_state)
     dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
@@ -104,11 +108,12 @@ def recurrent(
         cu_seqlens = bounds(cu_seqlens, T)
         N, o = cu_seqlens.shape[0] - 1, torch.zeros_like(v)
     final_state = q.new_empty(N, H, K, V, dtype=torch.float32)
-    BK = max(triton.next_power_of_2(K), 16)
-    BV = min(max(triton.next_power_of_2(V), 16), 4096 // BK)
+    BK = _block(K, 256)
+    BV = _block(V, 4096 // BK)
+    grid = (N * H * _tiles(V, BV),)
     launch(
         recurrent_kernel,
-        (N * H * triton.cdiv(V, BV),),
+        grid,
         q,
         k,
         v,
@@ -123,14 +128,9 @@ def recurrent(
         H,
         K,
         V,
-        BK=BK,
-        BV=BV,
-        HAS_GK=gk is not None,
-        HAS_GV=gv is not None,
-        HAS_INITIAL=initial_state is not None,
-        READ_BEFORE=read_before,
-        PACKED=cu_seqlens is not None,
-        num_warps=4,
+        BK,
+        BV,
+        read_before,
     )
     return o, final_state
 
@@ -179,7 +179,7 @@ class _Work:
         """States before each chunk, ``[rows, H, K, V]``, and the final ones; with `reverse`, backwards in time."""
         N, H, K, V = self.N, self.H, self.K, self.V
         BK, BV, warps, stages = state_config(self.bfloat16, K, V)
-        tiles = triton.cdiv(K, BK) * triton.cdiv(V, BV)
+        tiles = _tiles(K, BK) * _tiles(V, BV)
         # Enough programs for a large chip, by the shape of one row: its bits do not depend on the batch size.
         segments = max(1, min(self.NT // 64, 512 // (H * tiles)))
         states = a.new_empty(self.rows + 1, H, K, V, dtype=self.state_dtype)
@@ -281,7 +281,7 @@ class _Work:
         D1, D2 = (self.V, self.K) if transpose else (self.K, self.V)
         stride1, stride2 = (1, self.V) if transpose else (self.V, 1)
         BD1, BD2, warps, stages = pair_config(self.bfloat16, D1, D2, g2 is not None)
-        tiles = triton.cdiv(D2, BD2)
+        tiles = _tiles(D2, BD2)
         mild = None if g2 is None else x.new_empty(self.rows + 1, self.H, tiles, dtype=torch.int8)
         for only_mild in (True,) if g2 is None else (True, False):
             launch(
@@ -348,7 +348,11 @@ def pair_config(bfloat16: bool, D1: int, D2: int, gated: bool) -> tuple[int, int
 
 
 def _block(D: int, largest: int) -> int:
-    return min(max(triton.next_power_of_2(D), 16), largest)
+    return min(max(1 << (D - 1).bit_length(), 16), largest)
+
+
+def _tiles(D: int, B: int) -> int:
+    return (D + B - 1) // B
 
 
 def _operand(x: Tensor) -> Tensor:

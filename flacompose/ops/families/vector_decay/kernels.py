@@ -534,11 +534,7 @@ def recurrent_kernel(
     V,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    HAS_GK: tl.constexpr,
-    HAS_GV: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
     READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr,
 ):
     """The recurrence as it is written, one program per sequence, head and block of the value axis."""
     tiles = tl.cdiv(V, BV)
@@ -552,7 +548,7 @@ def recurrent_kernel(
     in_v = dv < V
     in_state = in_k[:, None] & in_v[None, :]
     at_state = nh * K * V + dk[:, None] * V + dv[None, :]
-    if PACKED:
+    if cu_seqlens is not None:
         lo = tl.load(cu_seqlens + n)
         hi = tl.load(cu_seqlens + n + 1)
     else:
@@ -560,7 +556,7 @@ def recurrent_kernel(
         hi = lo + T
 
     S = tl.zeros([BK, BV], dtype=tl.float32)
-    if HAS_INITIAL:
+    if initial is not None:
         S = tl.load(initial + at_state, mask=in_state, other=0.0).to(tl.float32)
     for token in range(lo, hi):
         at_k = (token * H + h) * K + dk
@@ -570,9 +566,9 @@ def recurrent_kernel(
         v_ = tl.load(v + at_v, mask=in_v, other=0.0).to(tl.float32)
         if READ_BEFORE:
             o_ = tl.sum(S * q_[:, None], 0)
-        if HAS_GK:
+        if gk is not None:
             S *= tl.exp(tl.load(gk + at_k, mask=in_k, other=0.0).to(tl.float32))[:, None]
-        if HAS_GV:
+        if gv is not None:
             S *= tl.exp(tl.load(gv + at_v, mask=in_v, other=0.0).to(tl.float32))[None, :]
         S += k_[:, None] * v_[None, :]
         if not READ_BEFORE:
