@@ -42,7 +42,11 @@ def test_every_block_is_found() -> None:
 # AOTInductor inside torch, on a class of its own
 @pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", [name for name, code in CODE.items() if code.strip()])
-def test_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if "aoti_load_package" in CODE[name]:
+        request.getfixturevalue("aoti_packages_load")
     monkeypatch.chdir(tmp_path)
     page = types.ModuleType("page_" + re.sub(r"\W", "_", name))
     # Registered, for what looks a class up by its module: pickle, dataclasses, torch.export.
