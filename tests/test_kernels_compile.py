@@ -18,6 +18,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int8: "*i8",
+    torch.float64: "*fp64",
     torch.int64: "*i64",
 }
 SHARED_MEMORY = 232448  # bytes a program may have on the chip

@@ -238,7 +238,7 @@ class _Work:
         """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`."""
         D = a.shape[-1]
         BD, warps, stages = score_config(self.bfloat16, D)
-        P = a.new_empty(self.rows + 1, self.H, CHUNK, CHUNK, dtype=torch.float32)
+        P = a.new_empty(self.rows + 1, self.H, CHUNK, CHUNK, dtype=self.state_dtype)
         launch(
             score_kernel,
             (self.rows * self.H,),

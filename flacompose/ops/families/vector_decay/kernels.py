@@ -57,37 +57,6 @@ def _dot(a, b, DOT: tl.constexpr):
 
 
 @triton.jit
-def _round(x, DOT: tl.constexpr):
-    """`x` to the 11 bits that a TF32 product keeps; the hardware would cut it off."""
-    if DOT == tl.float32:
-        out = x
-    else:
-        out = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return out
-
-
-@triton.jit
-def _fine_dot(a, b, DOT: tl.constexpr):
-    """``a @ b`` of float32 factors, finer than bfloat16: with strong gates a few neighbours are all that counts."""
-    if DOT == tl.float32:
-        out = tl.dot(a, b, input_precision="tf32x3")
-    else:
-        out = tl.dot(_round(a, DOT), _round(b, DOT), input_precision="tf32")
-    return out
-
-
-@triton.jit
-def _split_dot(a, b, DOT: tl.constexpr):
-    """``a @ b`` for float32 `a` in two parts, and `b` of the inputs' dtype."""
-    if DOT == tl.float32:
-        out = tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
-    else:
-        high = a.to(DOT)
-        out = tl.dot(high, b, acc=tl.dot((a - high.to(tl.float32)).to(DOT), b))
-    return out
-
-
-@triton.jit
 def _reads(t, j, READ_BEFORE: tl.constexpr):
     """Whether the gate of token `j` lies between the start of a block and the read of token `t` in it."""
     if READ_BEFORE:
@@ -286,8 +255,9 @@ def score_kernel(
 ):
     """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t`` (``s < t``)."""
     pid = tl.program_id(0).to(tl.int64)
-    row = pid // H
-    h = pid % H
+    rows = tl.num_programs(0) // H
+    row = pid % rows
+    h = pid // rows
     lo, hi = _chunk(row, T, NT, row_start, row_end, C, PACKED)
     if lo >= hi:
         return
@@ -309,17 +279,17 @@ def score_kernel(
             if READ_BEFORE:
                 read = _select(_from_middle(t, s, C, True), g_, DOT)
             if _mild(write, read):
-                lower += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
+                lower += _dot(a_ * tl.exp(read), tl.trans((b_ * tl.exp(-write)).to(DOT)), DOT)
             else:
                 product = tl.sum(a_.to(tl.float32) * b_.to(tl.float32), 1)
                 lower += tl.where(t == s, product[:, None], 0.0)
                 for level in range(LEVELS):
                     role = tl.where(((t >> level) & 1) == 1, a_, b_)
-                    role = role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g_, DOT))
-                    lower += tl.where(_meet(t, s, level), _fine_dot(role, tl.trans(role), DOT), 0.0)
+                    role = (role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g_, DOT))).to(DOT)
+                    lower += tl.where(_meet(t, s, level), _dot(role, tl.trans(role), DOT), 0.0)
     lower = tl.where(_reads(t, s, READ_BEFORE), lower, 0.0)
     at = P + (row * H + h) * C * C + t * C + s
-    tl.store(at, lower * scale)
+    tl.store(at, (lower * scale).to(P.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
@@ -372,9 +342,10 @@ def pair_kernel(
     GATE: tl.constexpr = READ and WRITE and HAS_G2
     tiles = tl.cdiv(D2, BD2)
     pid = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0) // (H * tiles)
     tile = pid % tiles
-    row = pid // tiles // H
-    h = pid // tiles % H
+    row = pid // tiles % rows
+    h = pid // tiles // rows
     lo, hi = _chunk(row, T, NT, row_start, row_end, C, PACKED)
     if lo >= hi:
         return
@@ -384,7 +355,7 @@ def pair_kernel(
     token = lo + i
     d2 = tile * BD2 + tl.arange(0, BD2)
     if HAS_G2:
-        at_mild = mild + pid
+        at_mild = mild + (row * H + h) * tiles + tile
         if MILD:
             g = _gates(g2, token, hi, h, d2, H, D2)
             write_sum = _select(_from_middle(t, s, C, False), g, DOT)
@@ -431,89 +402,95 @@ def pair_kernel(
             through += tl.sum(kept, 0)
     before *= scale
 
-    # From this chunk. What is cheap to load again is: registers are short.
+    # From this chunk.
     P += (row * H + h) * C * C
+    if READ:
+        x_ = _tile(x, token, hi, h, d2, H, D2)
+        lower = tl.load(P + t * C + s, mask=(t != s) | (not HAS_G2), other=0.0)
+    if WRITE:
+        y_ = _tile(y, token, hi, h, d2, H, D2)
+        upper = tl.load(P + s * C + t, mask=(t != s) | (not HAS_G2), other=0.0)
     if not HAS_G2:
         if READ:
-            before += _split_dot(tl.load(P + t * C + s), _tile(x, token, hi, h, d2, H, D2), DOT)
+            before += _dot(lower, x_, DOT)
         if WRITE:
-            after += _split_dot(tl.load(P + s * C + t), _tile(y, token, hi, h, d2, H, D2), DOT)
-    else:
-        # That of a token with itself, which no gate decays, joins last: it would drown the others in `dg`.
-        off_diagonal = t != s
+            after += _dot(upper, y_, DOT)
+    elif MILD:
         g = _gates(g2, token, hi, h, d2, H, D2)
-        if MILD:
-            late = t >= C // 2
-            write_sum = _select(_from_middle(t, s, C, False), g, DOT)
-            read_sum = write_sum
-            if READ_BEFORE:
-                read_sum = _select(_from_middle(t, s, C, True), g, DOT)
-            if READ:
-                writer = _round(_tile(x, token, hi, h, d2, H, D2) * tl.exp(-write_sum), DOT)
-                before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
-            if WRITE:
-                reader = _round(_tile(y, token, hi, h, d2, H, D2) * tl.exp(read_sum), DOT)
-                after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
-            if GATE:
-                through *= tl.exp(tl.sum(g.to(tl.float32), 0))
-                late_sum = through + tl.sum(writer * after, 0)
-                early_sum = through + tl.sum(reader * before, 0)
-            if READ:
-                before += _fine_dot(tl.load(P + t * C + s, mask=off_diagonal, other=0.0), writer, DOT)
-            if WRITE:
-                after += _fine_dot(tl.load(P + s * C + t, mask=off_diagonal, other=0.0), reader, DOT)
-            if GATE:
-                # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels.
-                dg = tl.where(late, late_sum[None, :], early_sum[None, :])
-                if READ_BEFORE:
-                    dg += _select(_from_middle(s, t, C, True), reader * before, DOT)
-                    dg -= _select(_from_middle(s, t, C, False), writer * after, DOT)
-                else:
-                    dg += _select(_from_middle(s, t, C, False), reader * before - writer * after, DOT)
-            if READ:
-                before *= tl.exp(read_sum)
-            if WRITE:
-                after *= tl.exp(-write_sum)
-        else:
-            if READ:
-                x_ = _tile(x, token, hi, h, d2, H, D2)
-                before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
-            if WRITE:
-                y_ = _tile(y, token, hi, h, d2, H, D2)
-                after *= tl.exp(_select(s > t, g, DOT))
-            if GATE:
-                dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
-                dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
-            for level in range(LEVELS):
-                odd = ((t >> level) & 1) == 1
-                weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
-                # Readers and writers in one product: P where a reader is the row, its transpose where a writer is.
-                at = tl.where(odd, t * C + s, s * C + t)
-                met = tl.load(P + at, mask=_meet(t, s, level), other=0.0)
-                if READ and WRITE:
-                    role = tl.where(odd, y_, x_)
-                elif READ:
-                    role = tl.where(odd, 0.0, x_)
-                else:
-                    role = tl.where(odd, y_, 0.0)
-                out = weight * _fine_dot(met, role * weight, DOT)
-                if READ:
-                    before += tl.where(odd, out, 0.0)
-                if WRITE:
-                    after += tl.where(odd, 0.0, out)
-                if GATE:
-                    dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
-        if GATE:
-            _store(dg2, dg, token, hi, h, d2, H, D2)
-        diagonal = tl.load(P + i * C + i)[:, None]
+        sums = _select(_from_middle(t, s, C, False), g, DOT)
+        late = t >= C // 2
+        write_weight = tl.exp(-sums)
+        read_weight = tl.exp(sums)
+        if READ_BEFORE:
+            read_weight = tl.exp(_select(_from_middle(t, s, C, True), g, DOT))
         if READ:
-            before += diagonal * _tile(x, token, hi, h, d2, H, D2)
+            writer = (x_ * write_weight).to(DOT)
+            before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
         if WRITE:
-            after += diagonal * _tile(y, token, hi, h, d2, H, D2)
+            reader = (y_ * read_weight).to(DOT)
+            after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
+        if GATE:
+            through *= tl.exp(tl.sum(g.to(tl.float32), 0))
+            late_sum = through + tl.sum(writer * after, 0)
+            early_sum = through + tl.sum(reader * before, 0)
+            dg = tl.where(late, late_sum[None, :], early_sum[None, :])
+        if READ:
+            before += _dot(lower, writer, DOT)
+        if WRITE:
+            after += _dot(upper, reader, DOT)
+        if GATE:
+            # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels. That of a
+            # token with itself, which no gate decays, would drown the others, and joins below.
+            if READ_BEFORE:
+                dg += _select(_from_middle(s, t, C, True), reader * before, DOT)
+                dg -= _select(_from_middle(s, t, C, False), writer * after, DOT)
+            else:
+                dg += _select(_from_middle(s, t, C, False), reader * before - writer * after, DOT)
+        if READ:
+            before *= read_weight
+        if WRITE:
+            after *= write_weight
+    else:
+        g = _gates(g2, token, hi, h, d2, H, D2)
+        if READ:
+            before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
+        if WRITE:
+            after *= tl.exp(_select(s > t, g, DOT))
+        if GATE:
+            dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
+            dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
+        for level in range(LEVELS):
+            odd = ((t >> level) & 1) == 1
+            siblings = _meet(t, s, level)
+            weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
+            if READ and WRITE:
+                role = tl.where(odd, y_, x_)
+                met = tl.where(siblings, lower + upper, 0.0)
+            elif READ:
+                role = tl.where(odd, 0.0, x_)
+                met = tl.where(siblings, lower, 0.0)
+            else:
+                role = tl.where(odd, y_, 0.0)
+                met = tl.where(siblings, upper, 0.0)
+            out = weight * _dot(met, role * weight, DOT)
+            if READ:
+                before += tl.where(odd, out, 0.0)
+            if WRITE:
+                after += tl.where(odd, 0.0, out)
+            if GATE:
+                dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
+    if HAS_G2:
+        diagonal = tl.load(P + i * C + i).to(tl.float32)[:, None]
+        if READ:
+            before += diagonal * x_
+        if WRITE:
+            after += diagonal * y_
     if read is not None:
         _store(read, before, token, hi, h, d2, H, D2)
     if WRITE:
         _store(write, after, token, hi, h, d2, H, D2)
+    if GATE:
+        _store(dg2, dg, token, hi, h, d2, H, D2)
 
 
 @triton.jit(do_not_specialize=["T", "H", "scale"])
