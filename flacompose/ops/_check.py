@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -26,8 +28,9 @@ def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
     like(q, "v", v, (B, T, H, V))
     if k.dtype != q.dtype or v.dtype != q.dtype:
         # Autocast makes them one dtype further on, but for float64.
-        wide = torch.float64 in (q.dtype, k.dtype, v.dtype)
-        if wide or not torch.is_autocast_enabled(q.device.type):
+        device = q.device.type
+        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if not autocast or torch.float64 in (q.dtype, k.dtype, v.dtype):
             name, x = ("k", k) if k.dtype != q.dtype else ("v", v)
             raise TypeError(f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}")
     for name, x in (("q", q), ("v", v)):
@@ -69,7 +72,8 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def number(name: str, x: object) -> None:
-    if isinstance(x, bool) or not isinstance(x, (int, float, torch.SymInt, torch.SymFloat)):
+    """Check that `x` is a real number, NumPy's scalars included."""
+    if isinstance(x, bool) or not isinstance(x, (Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
 
 

@@ -3,7 +3,8 @@
 :func:`define_op` turns a schema and pure-PyTorch functions into an operator that every part of PyTorch takes as one
 node. :func:`launch` launches a Triton kernel from an implementation, in eager and while it is traced.
 
-The private names of PyTorch in use are all in this file: those imported or resolved at the top, and the dispatch keys.
+The private names of PyTorch that ops use are all in this file: those imported or resolved at the top, and the
+dispatch keys.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def define_op(
 
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(op, fake, lib=LIBRARY)
-    if triton is not None and find_spec("triton") is not None:
+    if triton is not None and find_spec("triton") is not None and torch.version.hip is None:
         _implement_cuda(op, eager, triton)
     _differentiate(op, eager, fake, backward, _vmap_rule(op, heads), autocast, _shardings(op, heads, batch))
     if flops is not None:

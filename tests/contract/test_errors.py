@@ -107,6 +107,14 @@ def test_mixed_dtypes(case: OpCase, name: str, device: torch.device) -> None:
     refused(problem, TypeError, f"{name} must have the dtype of q, float32, got bfloat16", **{name: wrong})
 
 
+@each_public_op
+def test_mixed_with_float64_under_autocast(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=5)
+    wrong = problem.tensors["v"].double()
+    with torch.autocast(device.type, torch.bfloat16):
+        refused(problem, TypeError, "v must have the dtype of q, float32, got float64", v=wrong)
+
+
 @each_tensor_but_q
 def test_another_device(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
@@ -191,6 +199,7 @@ def test_scale(case: OpCase, device: torch.device) -> None:
     scale = torch.tensor(1.0, device=device)
     refused(problem, TypeError, "scale must be a number, got Tensor", scale=scale)
     refused(problem, TypeError, "scale must be a number, got str", scale="1")
+    refused(problem, TypeError, "scale must be a number, got bool", scale=True)
 
 
 @each_op

@@ -237,9 +237,12 @@ def on_meta(problem: Problem) -> Problem:
 
 @each_op
 @dense_and_packed
-def test_fakes_match(case: OpCase, lengths: list[int] | None, device: torch.device) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"B": 1, "H": 1}, {"B": 1, "H": 1, "T": 1}], ids=str)
+def test_fakes_match(
+    case: OpCase, lengths: list[int] | None, sizes: dict[str, int], device: torch.device
+) -> None:
     """In shape, dtype and strides, whatever the strides of the inputs."""
-    problem = draw(case, device, lengths=lengths, state_dtype=torch.float16)
+    problem = draw(case, device, lengths=lengths, state_dtype=torch.float16, **sizes)
     for layout in (torch.Tensor.contiguous, permuted):
         other = problem.with_tensors(**{name: layout(x) for name, x in problem.tensors.items()})
         with recorded() as calls:

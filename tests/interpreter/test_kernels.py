@@ -7,6 +7,7 @@ interpreter has no bfloat16 products and takes about 2 ms a program: float32 and
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,3 +96,22 @@ def test_gates(case: OpCase, gates: str | float) -> None:
 def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
     K, V = sizes
     check(draw(case, CPU, B=1, H=1, T=5, K=K, V=V))
+
+
+@each_op
+@pytest.mark.parametrize("lengths", [None, [3, 150, 0, 200]], ids=["dense", "packed"])
+def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "segment_count", lambda *_: 3)
+    check(draw(case, CPU, B=1, H=1, T=300, K=5, V=6, lengths=lengths, gates="mixed"))
+
+
+# Above the diagonal, of pairs that the mask then drops.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in matmul:RuntimeWarning")
+@each_gated_op
+@pytest.mark.parametrize("exponent", [-45, 40])
+def test_gradients_of_any_size(case: OpCase, exponent: int) -> None:
+    """Gates whose chunk is just mild, where factors are largest, and a loss scaled far up or down."""
+    problem = draw(case, CPU, B=1, H=1, T=64, gates=-1.4)
+    factor = 2.0**exponent
+    scaled = replace(problem, do=problem.do * factor, d_final_state=problem.d_final_state * factor)
+    check(scaled)

@@ -180,8 +180,7 @@ class _Work:
         N, H, K, V = self.N, self.H, self.K, self.V
         BK, BV, warps, stages = state_config(self.bfloat16, K, V)
         tiles = _tiles(K, BK) * _tiles(V, BV)
-        # Enough programs for a large chip, by the shape of one row: its bits do not depend on the batch size.
-        segments = max(1, min(self.NT // 64, 512 // (H * tiles)))
+        segments = segment_count(self.NT, H * tiles)
         states = a.new_empty(self.rows + 1, H, K, V, dtype=self.state_dtype)
         final = a.new_empty(N, H, K, V, dtype=torch.float32)
         segment_state = segment_gk = segment_gv = None
@@ -324,6 +323,14 @@ class _Work:
 
     def _table(self, *columns: str) -> list[Tensor | None]:
         return [None if self.table is None else getattr(self.table, c) for c in columns]
+
+
+def segment_count(NT: int, programs: int) -> int:
+    """Parts in which to sweep a sequence of `NT` chunks: enough programs for a large chip.
+
+    By the shape of one row, so that its bits do not depend on the batch size.
+    """
+    return max(1, min(NT // 64, 512 // programs))
 
 
 def state_config(bfloat16: bool, K: int, V: int) -> tuple[int, int, int, int]:
