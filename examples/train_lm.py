@@ -7,7 +7,9 @@ The recurrent state is an argument and a result of the model, and everything her
 is trained on in consecutive segments that hand the state on (truncated backpropagation through time), the
 exported program continues any sequence at any length, and generation is the same model one token at a time.
 
-Ctrl-C saves a checkpoint in --out; the same command continues from it, exactly.
+Ctrl-C saves a checkpoint in --out, and the same command continues from it. On one CPU thread the result is that
+of an uninterrupted run, to the bit. On several threads or a GPU it differs in the last bits, as any two runs do:
+the order in which the embedding's gradient is summed varies there.
 """
 
 from __future__ import annotations
@@ -146,6 +148,7 @@ class StopOnInterrupt:
     """The first Ctrl-C asks the training loop to stop after its step; the second one stops at once."""
 
     requested = False
+    compiling = False
 
     def __enter__(self) -> StopOnInterrupt:
         self.previous = signal.signal(signal.SIGINT, self.handle)
@@ -158,7 +161,10 @@ class StopOnInterrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        os.write(sys.stderr.fileno(), b"\nstopping after this step; Ctrl-C again stops at once, unsaved\n")
+        when = b"still compiling: stopping" if self.compiling else b"stopping"
+        os.write(
+            sys.stderr.fileno(), b"\n" + when + b" after this step; Ctrl-C again stops at once, unsaved\n"
+        )
 
 
 class Trainer:
@@ -209,25 +215,33 @@ class Trainer:
             total += loss.item()
         return total / self.valid.segments
 
+    def advance(self, stop: StopOnInterrupt) -> None:
+        """One step, and a validation at every tenth of the run."""
+        try:
+            self.train_step()
+        except Exception:
+            if stop.requested:  # the same Ctrl-C reached the C++ compiler: this step has not happened
+                return
+            raise
+        if self.step % max(1, self.args.steps // 10) == 0 or self.step == self.args.steps:
+            self.valid_losses.append((self.step, self.validate()))
+
     def fit(self, checkpoint: Path) -> None:
         """Train to the last step, or to Ctrl-C, which saves and exits with status 130."""
-        steps, every = self.args.steps, max(1, self.args.steps // 10)
-        with StopOnInterrupt() as stop, tqdm(total=steps, initial=self.step, unit="step") as bar:
-            if self.step == 0:
-                bar.set_description("compiling")
-            while self.step < steps and not stop.requested:
-                try:
-                    self.train_step()
-                except Exception:
-                    if stop.requested:  # the same Ctrl-C reached the C++ compiler: this step has not happened
-                        break
-                    raise
-                if self.step % every == 0 or self.step == steps:
-                    self.valid_losses.append((self.step, self.validate()))
-                bar.set_description("training")
-                held_out = f"{self.valid_losses[-1][1]:.3f}" if self.valid_losses else "-"
-                bar.set_postfix(loss=f"{self.train_losses[-1]:.3f}", held_out=held_out)
-                bar.update()
+        steps = self.args.steps
+        with StopOnInterrupt() as stop:
+            if self.step < steps:
+                stop.compiling = True
+                print("compiling the first step, which takes about half a minute", flush=True)
+                self.advance(stop)
+                stop.compiling = False
+            # Its clock starts here, so that the rate is that of compiled steps.
+            with tqdm(total=steps, initial=self.step, unit="step", desc="training") as bar:
+                while self.step < steps and not stop.requested:
+                    self.advance(stop)
+                    held_out = f"{self.valid_losses[-1][1]:.3f}" if self.valid_losses else "-"
+                    bar.set_postfix(loss=f"{self.train_losses[-1]:.3f}", held_out=held_out)
+                    bar.update(self.step - bar.n)
             self.save(checkpoint)
         if self.step < steps:
             print(
@@ -393,7 +407,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--depth", type=positive, default=2, metavar="N", help="blocks (default: %(default)s)")
     add("--heads", type=positive, default=2, metavar="N", help="attention heads (default: %(default)s)")
     add("--lr", type=float, default=4e-3, metavar="X", help="peak learning rate (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the weights and the sample; the same bits on one CPU thread only (default: %(default)s)",
+    )
     add("--prompt", default="The value of ", help="what the sample begins with (default: %(default)r)")
     add("--sample", type=positive, default=400, metavar="N", help="bytes to sample (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -455,7 +475,8 @@ def main(argv: list[str] | None = None) -> None:
         any_length, one_token, model.init_states(1), args.prompt.encode(), args.sample, args.seed
     )
     print(f"sampled from the loaded programs:\n{'-' * 80}\n{sample.decode(errors='replace')}\n{'-' * 80}")
-    checkpoint.unlink()  # done: the next run starts afresh
+    checkpoint.unlink()
+    print(f"removed {checkpoint}: the run is complete, and the same command starts a new one")
     print(f"finished in {time.perf_counter() - started:.0f} s")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flacompose.layers import RecurrentState
+import flacompose.layers  # noqa: F401  # registers the operators and the state's type, for torch.load
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -30,7 +30,8 @@ def command(out: Path, text: Path, *options: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """One thread, so that sums have one order, and this checkout rather than one that is installed."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def run(out: Path, text: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -61,8 +62,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
 
 
 def exported(out: Path) -> dict[str, torch.Tensor]:
-    with torch.serialization.safe_globals([RecurrentState]):
-        return torch.export.load(out / "lm.pt2").state_dict
+    return torch.export.load(out / "lm.pt2").state_dict
 
 
 def losses(said: str) -> tuple[float, float]:
@@ -81,6 +81,8 @@ def test_whole_run(whole: tuple[Path, str]) -> None:
     for length in (3, 64, 65, 165, 1000):
         assert f"length {length:>5}: largest relative error" in said
     assert "The value of " in said
+    assert said.index("compiling the first step") < said.index("held-out loss")
+    assert f"removed {out / 'checkpoint.pt'}" in said
 
 
 def test_export_runs_in_a_process_without_the_example(whole: tuple[Path, str]) -> None:
@@ -121,29 +123,42 @@ with torch.no_grad():
     assert result.returncode == 0, result.stderr
 
 
-def test_interrupted_and_continued_equals_uninterrupted(
-    whole: tuple[Path, str], text: Path, tmp_path: Path
-) -> None:
+def interrupted(out: Path, text: Path, stream: str, sign: str) -> tuple[str, str]:
+    """What a run said that got a Ctrl-C as soon as `sign` was on `stream`."""
     process = subprocess.Popen(
-        command(tmp_path, text),
+        command(out, text),
         env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        bufsize=1,
     )
-    assert process.stderr is not None
     progress = ""
-    while "training" not in progress:  # the first step is done, the bar says
-        character = process.stderr.read(1)
-        assert character, f"ended before the first step: {progress}"
+    while sign not in progress:
+        character = getattr(process, stream).read(1)
+        assert character, f"ended before {sign}: {progress}"
         progress += character
     process.send_signal(signal.SIGINT)
     said, complaint = process.communicate(timeout=200)
+    said, complaint = (progress + said, complaint) if stream == "stdout" else (said, progress + complaint)
     assert process.returncode == 130, complaint
     assert "interrupted at step" in said
     assert "Traceback" not in complaint
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert [path.name for path in out.iterdir()] == ["checkpoint.pt"]
+    return said, complaint
+
+
+def test_interrupted_and_continued_equals_uninterrupted(
+    whole: tuple[Path, str], text: Path, tmp_path: Path
+) -> None:
+    said, complaint = interrupted(tmp_path, text, "stdout", "compiling")
+    assert "still compiling: stopping after this step" in complaint
+    assert "interrupted at step 1;" in said
+    said, complaint = interrupted(tmp_path, text, "stderr", "training")
+    assert "stopping after this step" in complaint
+    assert "continuing from step 1 " in said
+    assert torch.load(tmp_path / "checkpoint.pt")["step"] > 1
 
     other = run(tmp_path, text, "--lr", "0.001")
     assert other.returncode == 1

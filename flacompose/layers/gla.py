@@ -10,13 +10,15 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from flacompose.layers._dtype import wide
+from flacompose.layers import _check
+from flacompose.layers._dtype import autocast_on, wide
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gla, fused_recurrent_gla
+from flacompose.ops._check import _MAX_HEAD_SIZE
 
 
 class GatedLinearAttention(nn.Module):
@@ -56,7 +58,8 @@ class GatedLinearAttention(nn.Module):
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
 
     Raises:
-        ValueError: If an argument is none of these, or the heads do not divide the sizes.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
+            values.
     """
 
     def __init__(
@@ -86,13 +89,20 @@ class GatedLinearAttention(nn.Module):
             raise ValueError("mode 'fused_chunk' is no op of its own: use 'chunk', the same function")
         if mode not in ("chunk", "fused_recurrent"):
             raise ValueError(f"mode must be 'chunk' or 'fused_recurrent', got {mode!r}")
+        if num_heads < 1:
+            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
             raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
-        if gate_logit_normalizer <= 0:
+        # Written so that NaN fails.
+        if not gate_logit_normalizer > 0:
             raise ValueError(f"gate_logit_normalizer must be positive, got {gate_logit_normalizer}")
-        if clamp_min is not None and clamp_min > 0:
+        if clamp_min is not None and not clamp_min <= 0:
             raise ValueError(f"clamp_min must be at most 0, as log-decays are, got {clamp_min}")
+        if not norm_eps >= 0:
+            raise ValueError(f"norm_eps must be at least 0, got {norm_eps}")
+        if gate_low_rank_dim < 1:
+            raise ValueError(f"gate_low_rank_dim must be at least 1, got {gate_low_rank_dim}")
 
         self.mode = mode
         self.hidden_size = hidden_size
@@ -150,7 +160,7 @@ class GatedLinearAttention(nn.Module):
         )
         if not self.use_short_conv:
             return RecurrentState(recurrent)
-        if torch.is_autocast_enabled(device.type):
+        if autocast_on(device):
             dtype = torch.get_autocast_dtype(device.type)
         return RecurrentState(
             recurrent,
@@ -176,9 +186,9 @@ class GatedLinearAttention(nn.Module):
             hidden_states: ``[B, T, hidden_size]``.
             state: What `init_state` or a call returned, with ``N`` rows, ``B`` or the number of packed sequences.
                 It is not written to. Default: zeros.
-            attention_mask: ``[B, T]``, 0 for pads, wherever they are in a row, anything else for tokens. A pad
-                changes no state, is seen by no token and gives zeros. It is the mask of these ``T`` tokens; of a
-                longer one, the mask of a whole history, the last ``T`` columns count. Default: no pads.
+            attention_mask: ``[B, T]``, bool or integers, 0 for pads, wherever they are in a row, anything else
+                for tokens. A pad changes no state, is seen by no token and gives zeros. It is the mask of these ``T``
+                tokens; of a longer one, the mask of a whole history, the last ``T`` columns count. Default: no pads.
             cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
                 is then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: a sequence a row.
 
@@ -187,11 +197,16 @@ class GatedLinearAttention(nn.Module):
 
         Raises:
             ValueError: If a shape or a device is wrong, or `attention_mask` comes with `cu_seqlens`.
-            TypeError: If a dtype is wrong.
+            TypeError: If `state` is no `RecurrentState`, another argument no tensor, or a dtype wrong: without
+                autocast, `hidden_states` has that of the weights.
         """
         tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
+        _check.same_dtype(
+            "hidden_states", hidden_states, self.q_proj.weight, autocast_on(hidden_states.device)
+        )
         if state is not None:
-            self._check(state, hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+            N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+            self._check_state(hidden_states, state, N)
 
         x = tokens.enter(hidden_states)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -236,13 +251,21 @@ class GatedLinearAttention(nn.Module):
             recurrent, conv
         )
 
-    def _check(self, state: RecurrentState, N: int) -> None:
+    def _check_state(self, x: Tensor, state: RecurrentState, N: int) -> None:
+        if not isinstance(state, RecurrentState):
+            raise TypeError(
+                f"state must be a RecurrentState, got {type(state).__name__} "
+                "(a mask is the keyword attention_mask)"
+            )
         shape = (N, self.num_heads, self.head_k_dim, self.head_v_dim)
-        if state.recurrent.shape != shape:
-            raise ValueError(f"state.recurrent must have shape {shape}, got {tuple(state.recurrent.shape)}")
-        convs = 3 * self.use_short_conv
-        if len(state.conv) != convs:
-            raise ValueError(f"state.conv must hold {convs} tensors, got {len(state.conv)}")
+        _check.state_of(x, "state.recurrent", state.recurrent, shape)
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.use_short_conv else ()
+        if not isinstance(state.conv, (tuple, list)):
+            raise TypeError(f"state.conv must be a tuple of tensors, got {type(state.conv).__name__}")
+        if len(state.conv) != len(convs):
+            raise ValueError(f"state.conv must hold {len(convs)} tensors, got {len(state.conv)}")
+        for i, conv in enumerate(convs):
+            _check.state_of(x, f"state.conv[{i}]", state.conv[i], (N, conv.hidden_size, conv.kernel_size))
 
     def extra_repr(self) -> str:
         return f"mode={self.mode}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
@@ -250,10 +273,14 @@ class GatedLinearAttention(nn.Module):
 
 def _expanded(argument: str, hidden_size: int, ratio: float, num_heads: int) -> int:
     """``hidden_size * ratio``, which must be whole heads."""
-    dim = round(hidden_size * ratio)
-    if not math.isclose(hidden_size * ratio, dim) or dim < 1 or dim % num_heads != 0:
+    size = hidden_size * ratio
+    dim = round(size) if math.isfinite(size) else 0
+    if not math.isclose(size, dim) or dim < 1 or dim % num_heads != 0:
         raise ValueError(
-            f"hidden_size * {argument} must be a positive multiple of num_heads = {num_heads}, "
-            f"got {hidden_size * ratio}"
+            f"hidden_size * {argument} must be a positive multiple of num_heads = {num_heads}, got {size}"
+        )
+    if dim // num_heads > _MAX_HEAD_SIZE:
+        raise ValueError(
+            f"hidden_size * {argument} / num_heads must be at most {_MAX_HEAD_SIZE}, got {dim // num_heads}"
         )
     return dim

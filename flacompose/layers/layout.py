@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flacompose.layers import _check
+from flacompose.ops._varlen import bounds
+
 
 class Layout(NamedTuple):
     """The sequences of ``T`` tokens a row, after `enter`."""
@@ -52,19 +55,18 @@ def layout(
     Args:
         hidden_states: ``[B, T, hidden_size]``.
         hidden_size: of the layer.
-        attention_mask: ``[B, T]`` of any dtype, nonzero for the tokens that count, which need not be neighbours;
+        attention_mask: ``[B, T]``, bool or integers, nonzero for the tokens that count, which need not be neighbours;
             ``[B, L]`` with ``L > T`` for a whole history, whose last ``T`` columns are these tokens.
         cu_seqlens: ``[N + 1]`` int32 or int64, the boundaries of ``N`` sequences packed in one row.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
+    _check.floating("hidden_states", hidden_states)
     if hidden_states.ndim != 3 or hidden_states.shape[2] != hidden_size:
         raise ValueError(
             f"hidden_states must have shape (B, T, {hidden_size}), got {tuple(hidden_states.shape)}"
         )
-    if not hidden_states.is_floating_point():
-        raise TypeError(f"hidden_states must be of a floating dtype, got {hidden_states.dtype}")
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens exclude each other: packed sequences have no padding")
     if attention_mask is not None:
@@ -76,12 +78,14 @@ def layout(
 
 def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     B, T, _ = hidden_states.shape
+    # A float mask may be one that is added to logits, 0 at tokens: it would be taken inverted.
+    _check.integral("attention_mask", attention_mask, bools=True, why=" (nonzero at tokens, not additive)")
     if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
         raise ValueError(
             f"attention_mask must have shape ({B}, {T}), or ({B}, L) with L > {T} for a whole history, "
             f"got {tuple(attention_mask.shape)}"
         )
-    _same_device("attention_mask", attention_mask, hidden_states)
+    _check.same_device("attention_mask", attention_mask, hidden_states)
     counts = attention_mask[:, attention_mask.shape[1] - T :] != 0
     seen = counts.long().cumsum(1)  # the tokens up to and with this one
     lengths = seen[:, -1]
@@ -92,27 +96,11 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
 
 
 def _packed(hidden_states: Tensor, cu_seqlens: Tensor) -> Layout:
-    if hidden_states.shape[0] != 1:
-        raise ValueError(
-            f"cu_seqlens needs hidden_states of one row (B = 1), got B = {hidden_states.shape[0]}"
-        )
-    check_cu_seqlens(cu_seqlens, hidden_states)
-    t = torch.arange(hidden_states.shape[1], device=cu_seqlens.device)
-    return Layout(((t >= cu_seqlens[0]) & (t < cu_seqlens[-1]))[None])
-
-
-def check_cu_seqlens(cu_seqlens: Tensor, x: Tensor) -> None:
-    """Raise unless ``cu_seqlens`` can hold the boundaries of the tokens ``x``."""
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens must have shape (N + 1,) with N >= 1, got {tuple(cu_seqlens.shape)}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
-    _same_device("cu_seqlens", cu_seqlens, x)
-
-
-def _same_device(name: str, value: Tensor, x: Tensor) -> None:
-    if value.device != x.device:
-        raise ValueError(f"{name} must be on {x.device}, got {value.device}")
+    _check.packed("hidden_states", hidden_states, cu_seqlens)
+    T = hidden_states.shape[1]
+    cu = bounds(cu_seqlens, T)
+    t = torch.arange(T, device=cu.device)
+    return Layout(((t >= cu[0]) & (t < cu[-1]))[None])
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from flacompose.layers import _check
 from flacompose.layers._dtype import wide
-from flacompose.layers.layout import check_cu_seqlens
+from flacompose.ops._varlen import bounds
 
 
 class ShortConvolution(nn.Module):
@@ -94,7 +95,8 @@ class ShortConvolution(nn.Module):
 
         Raises:
             ValueError: If a shape or a device is wrong, or `lengths` comes with `cu_seqlens`.
-            TypeError: If `cu_seqlens` is neither int32 nor int64.
+            TypeError: If an argument is no tensor, `x` or `state` not floating, `lengths` not of integers or
+                `cu_seqlens` neither int32 nor int64.
         """
         self._check(x, state, lengths, cu_seqlens)
         if state is not None:
@@ -125,14 +127,15 @@ class ShortConvolution(nn.Module):
         if lengths is None:
             last = history[:, T:]
         else:
-            rows = lengths[:, None] + torch.arange(W, device=x.device)  # [B, W]
+            # Whatever it holds, no access leaves the tokens.
+            rows = lengths.long().clamp(0, T)[:, None] + torch.arange(W, device=x.device)  # [B, W]
             last = history.gather(1, rows[:, :, None].expand(-1, -1, D))
         return y, _columns(last)
 
     def _packed(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         T, D = x.shape[1:]
         W = self.kernel_size
-        cu = cu_seqlens.long().clamp(0, T)
+        cu = bounds(cu_seqlens, T)
         begin, end = cu[:-1], cu[1:]
         t = torch.arange(T, device=x.device)
         sequence = torch.searchsorted(cu, t, right=True) - 1
@@ -176,20 +179,21 @@ class ShortConvolution(nn.Module):
         self, x: Tensor, state: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
     ) -> None:
         D, W = self.hidden_size, self.kernel_size
+        _check.floating("x", x)
         if x.ndim != 3 or x.shape[2] != D:
             raise ValueError(f"x must have shape (B, T, {D}), got {tuple(x.shape)}")
         N = x.shape[0]
         if lengths is not None and cu_seqlens is not None:
             raise ValueError("lengths and cu_seqlens exclude each other")
-        if lengths is not None and tuple(lengths.shape) != (N,):
-            raise ValueError(f"lengths must have shape ({N},), got {tuple(lengths.shape)}")
+        if lengths is not None:
+            _check.integral("lengths", lengths)
+            _check.same_device("lengths", lengths, x)
+            if tuple(lengths.shape) != (N,):
+                raise ValueError(f"lengths must have shape ({N},), got {tuple(lengths.shape)}")
         if cu_seqlens is not None:
-            if N != 1:
-                raise ValueError(f"cu_seqlens needs x of one row (B = 1), got B = {N}")
-            check_cu_seqlens(cu_seqlens, x)
-            N = cu_seqlens.shape[0] - 1
-        if state is not None and tuple(state.shape) != (N, D, W):
-            raise ValueError(f"state must have shape ({N}, {D}, {W}), got {tuple(state.shape)}")
+            N = _check.packed("x", x, cu_seqlens)
+        if state is not None:
+            _check.state_of(x, "state", state, (N, D, W))
 
     def extra_repr(self) -> str:
         bias = self.bias is not None

@@ -80,7 +80,7 @@ def exported(layer, layout, device):
     rows = 1 if layout == "packed" else 2
     batch = {} if layout == "packed" else {0: B_DIM}
     if layout == "mask":
-        given = {"attention_mask": torch.ones(2, 37, device=device)}
+        given = {"attention_mask": torch.ones(2, 37, dtype=torch.long, device=device)}
     states = {0: N_DIM} if layout == "packed" else batch
     state = random_state(layer, N if layout == "packed" else rows)
     shapes = {

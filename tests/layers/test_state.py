@@ -70,7 +70,7 @@ def test_never_written_to(layout, T, device):
     x = torch.randn(1, T, 24, device=device)
     arguments = {
         "rows": {},
-        "mask": {"attention_mask": torch.ones(1, T, device=device)},
+        "mask": {"attention_mask": torch.ones(1, T, dtype=torch.long, device=device)},
         "packed": {"cu_seqlens": torch.tensor([0, T], device=device)},
     }[layout]
     state = random_state(layer, 1)

@@ -99,13 +99,25 @@ def test_gradients(config):
         (
             {"hidden_states": torch.ones(2, 5, 24, dtype=torch.long)},
             TypeError,
-            "hidden_states must be of a floating",
+            "hidden_states must be float32, bfloat16, float16 or float64, got int64",
         ),
-        ({"attention_mask": (2, 4)}, ValueError, r"attention_mask must have shape \(2, 5\), .* got \(2, 4\)"),
-        ({"attention_mask": (2, 1, 5, 5)}, ValueError, r"attention_mask must have .* got \(2, 1, 5, 5\)"),
-        ({"attention_mask": (3, 5)}, ValueError, r"attention_mask must have .* got \(3, 5\)"),
         (
-            {"attention_mask": torch.ones(2, 5, device="meta")},
+            {"attention_mask": torch.ones(2, 4).bool()},
+            ValueError,
+            r"attention_mask must have shape \(2, 5\), .* got \(2, 4\)",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 1, 5, 5).bool()},
+            ValueError,
+            r"attention_mask must have .* got \(2, 1, 5, 5\)",
+        ),
+        (
+            {"attention_mask": torch.ones(3, 5).bool()},
+            ValueError,
+            r"attention_mask must have .* got \(3, 5\)",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 5, dtype=torch.bool, device="meta")},
             ValueError,
             "attention_mask must be on cpu, got meta",
         ),
@@ -113,12 +125,12 @@ def test_gradients(config):
         (
             {"hidden_states": (1, 5, 24), "cu_seqlens": torch.tensor(5)},
             ValueError,
-            r"cu_seqlens must have shape \(N \+ 1,\) with N >= 1, got \(\)",
+            r"cu_seqlens must have shape \[N \+ 1\] with N >= 1, got \(\)",
         ),
         (
             {"hidden_states": (1, 5, 24), "cu_seqlens": (2,)},
             TypeError,
-            "cu_seqlens must be int32 or int64, got torch.f",
+            "cu_seqlens must be int32 or int64, got float32",
         ),
         (
             {"hidden_states": (1, 5, 24), "cu_seqlens": torch.tensor([0, 5]), "attention_mask": (1, 5)},

@@ -1,0 +1,60 @@
+"""Argument checks of the layers, in the words of the ops', without reading a tensor's values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._check import _FLOATS, _name, like, sequences
+
+
+def tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def floating(name: str, x: Tensor) -> None:
+    """Check that `x` is a tensor of a dtype that the ops take."""
+    tensor(name, x)
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
+
+
+def integral(name: str, x: Tensor, bools: bool = False, why: str = "") -> None:
+    """Check that `x` is a tensor of an integer dtype, or, with `bools`, of bool."""
+    tensor(name, x)
+    if x.is_floating_point() or x.is_complex() or (x.dtype == torch.bool and not bools):
+        expected = "bool or an integer dtype" if bools else "an integer dtype"
+        raise TypeError(f"{name} must be {expected}, got {_name(x.dtype)}{why}")
+
+
+def same_device(name: str, value: Tensor, x: Tensor) -> None:
+    if value.device != x.device:
+        raise ValueError(f"{name} must be on {x.device}, got {value.device}")
+
+
+def state_of(x: Tensor, name: str, state: Tensor, shape: tuple[int, ...]) -> None:
+    """Check that `state` is a float tensor of this shape on the device of `x`."""
+    tensor(name, state)
+    same_device(name, state, x)  # before `like`, which would name an op's argument
+    like(x, name, state, shape)
+
+
+def same_dtype(name: str, x: Tensor, weight: Tensor, autocast: bool) -> None:
+    """Check that `x` meets the weights in their dtype, or that autocast brings both to one, as all but float64."""
+    # Integers are quantised weights, whose module knows what it takes.
+    if x.dtype == weight.dtype or not weight.is_floating_point():
+        return
+    if not autocast or torch.float64 in (x.dtype, weight.dtype):
+        raise TypeError(
+            f"{name} must have the dtype of the weights, {_name(weight.dtype)}, got {_name(x.dtype)}"
+        )
+
+
+def packed(name: str, x: Tensor, cu_seqlens: Tensor) -> int:
+    """Check the bounds of the sequences packed in `x`, called `name`, return their number."""
+    tensor("cu_seqlens", cu_seqlens)
+    if x.shape[0] != 1:  # before `sequences`, which would name an op's argument, like the device
+        raise ValueError(f"cu_seqlens needs {name} of one row (B = 1), got B = {x.shape[0]}")
+    same_device("cu_seqlens", cu_seqlens, x)
+    return sequences(x, cu_seqlens)

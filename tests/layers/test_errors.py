@@ -1,0 +1,175 @@
+"""What is refused, and in which words."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from flacompose.layers import GatedLinearAttention, RecurrentState, ShortConvolution
+
+from .truth import assert_close, assert_states_close, build, random_state, tensors
+
+CONFIG = {"hidden_size": 16, "num_heads": 2, "use_short_conv": True}
+X = torch.ones(2, 5, 16)
+MASK = torch.ones(2, 5, dtype=torch.long)
+RECURRENT = torch.zeros(2, 2, 4, 8)
+CONV = (torch.zeros(2, 8, 4), torch.zeros(2, 8, 4), torch.zeros(2, 16, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"hidden_size": 2048, "num_heads": 2},
+            "hidden_size * expand_k / num_heads must be at most 256, got 512",
+        ),
+        (
+            {"hidden_size": 1024, "num_heads": 2},
+            "hidden_size * expand_v / num_heads must be at most 256, got 512",
+        ),
+        (
+            {"expand_k": math.nan},
+            "hidden_size * expand_k must be a positive multiple of num_heads = 4, got nan",
+        ),
+        ({"gate_logit_normalizer": math.nan}, "gate_logit_normalizer must be positive, got nan"),
+        ({"clamp_min": math.nan}, "clamp_min must be at most 0, as log-decays are, got nan"),
+        ({"norm_eps": -1e-5}, "norm_eps must be at least 0, got -1e-05"),
+        ({"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),
+        ({"gate_low_rank_dim": 0}, "gate_low_rank_dim must be at least 1, got 0"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    ],
+)
+def test_refused_arguments(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GatedLinearAttention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ((None,), TypeError, "hidden_states must be a tensor, got NoneType"),
+        ((X.double(),), TypeError, "hidden_states must have the dtype of the weights, float32, got float64"),
+        (
+            (X.bfloat16(),),
+            TypeError,
+            "hidden_states must have the dtype of the weights, float32, got bfloat16",
+        ),
+        (
+            (X, MASK),
+            TypeError,
+            "state must be a RecurrentState, got Tensor (a mask is the keyword attention_mask)",
+        ),
+        ((X, (RECURRENT, CONV)), TypeError, "state must be a RecurrentState, got tuple"),
+        ((X, RecurrentState(None, CONV)), TypeError, "state.recurrent must be a tensor, got NoneType"),
+        (
+            (X, RecurrentState(RECURRENT.long(), CONV)),
+            TypeError,
+            "state.recurrent must be float32, bfloat16, ",
+        ),
+        (
+            (X, RecurrentState(RECURRENT.to("meta"), CONV)),
+            ValueError,
+            "state.recurrent must be on cpu, got meta",
+        ),
+        (
+            (X, RecurrentState(RECURRENT, None)),
+            TypeError,
+            "state.conv must be a tuple of tensors, got NoneType",
+        ),
+        (
+            (X, RecurrentState(RECURRENT, (CONV[0], None, CONV[2]))),
+            TypeError,
+            "state.conv[1] must be a tensor, got NoneType",
+        ),
+        (
+            (X, RecurrentState(RECURRENT, (CONV[0], CONV[1], CONV[2].int()))),
+            TypeError,
+            "state.conv[2] must be float32, bfloat16, float16 or float64, got int32",
+        ),
+        (
+            (X, RecurrentState(RECURRENT, (CONV[0], CONV[2], CONV[1]))),
+            ValueError,
+            "state.conv[1] must have shape (2, 8, 4), got (2, 16, 4)",
+        ),
+    ],
+)
+def test_refused_calls(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        build(CONFIG)(*call)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("attention_mask", [[1]], "must be a tensor, got list"),
+        ("attention_mask", MASK.float(), "must be bool or an integer dtype, got float32 (nonzero at tokens"),
+        ("cu_seqlens", [0, 5], "must be a tensor, got list"),
+        ("cu_seqlens", torch.tensor([0, 5], dtype=torch.int16), "must be int32 or int64, got int16"),
+    ],
+)
+def test_refused_layouts(name, value, message):
+    with pytest.raises(TypeError, match=re.escape(f"{name} {message}")):
+        build(CONFIG)(X[:1] if name == "cu_seqlens" else X, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("x", None, "must be a tensor, got NoneType"),
+        ("x", X.long(), "must be float32, bfloat16, float16 or float64, got int64"),
+        ("state", (CONV[2],), "must be a tensor, got tuple"),
+        ("state", CONV[2].long(), "must be float32, bfloat16, float16 or float64, got int64"),
+        ("lengths", [1, 5], "must be a tensor, got list"),
+        ("lengths", torch.ones(2), "must be an integer dtype, got float32"),
+        ("lengths", torch.ones(2, dtype=torch.bool), "must be an integer dtype, got bool"),
+        ("cu_seqlens", (0, 5), "must be a tensor, got tuple"),
+    ],
+)
+def test_refused_by_the_convolution(name, value, message):
+    with pytest.raises(TypeError, match=re.escape(f"{name} {message}")):
+        ShortConvolution(16, 4)(**{"x": X} | {name: value})
+
+
+def test_autocast_takes_any_but_float64(device):
+    layer = build(CONFIG, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+        for call in (layer, compiled):
+            assert call(X.to(device, torch.bfloat16))[0].dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="hidden_states must have the dtype of the weights"):
+            layer(X.to(device, torch.float64))
+
+
+def test_init_state_on_meta():
+    with torch.device("meta"):
+        state = GatedLinearAttention(**CONFIG).init_state(3)
+    assert all(t.is_meta for t in tensors(state))
+    assert [tuple(c.shape) for c in state.conv] == [(3, 8, 4), (3, 8, 4), (3, 16, 4)]
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"), [([0, 5, 3, 9], [0, 5, 5, 9]), ([-2, 7, 4], [0, 7, 7]), ([0, 99, 1], [0, 9, 9])]
+)
+def test_bounds_that_do_not_ascend(given, taken, device):
+    """As in the ops: each at least the one before, within the tokens."""
+    layer = build(CONFIG, device=device)
+    x, state = torch.randn(1, 9, 16, device=device), random_state(layer, len(given) - 1)
+    y, new = layer(x, state, cu_seqlens=torch.tensor(given, device=device))
+    expected, after = layer(x, state, cu_seqlens=torch.tensor(taken, device=device))
+    assert_close(y, expected, 1e-6)
+    assert_states_close(new, after, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64], ids=str)
+def test_lengths_outside_the_tokens(dtype, device):
+    conv = ShortConvolution(16, 4, device=device)
+    x, state = torch.randn(2, 200, 16, device=device), torch.randn(2, 16, 4, device=device)
+    _, new = conv(x[:, :9], state, lengths=torch.tensor([-3, 99], device=device, dtype=dtype))
+    _, expected = conv(x[:, :9], state, lengths=torch.tensor([0, 9], device=device))
+    assert torch.equal(new, expected)
+    _, new = conv(x, state, lengths=torch.tensor([1, 100], device=device, dtype=dtype))  # T over int8
+    _, expected = conv(x, state, lengths=torch.tensor([1, 100], device=device))
+    assert torch.equal(new, expected)
