@@ -16,7 +16,7 @@ from .cases import OpCase, each_op, one_op_a_form
 from .problems import Problem, Results, call, draw, evaluate
 
 LENGTHS = [64, 2, 3, 63, 65, 130, 165]
-# The compiler may order a sum otherwise, and a few results then round the other way.
+# On a GPU the compiler may build a kernel otherwise, and a few results then round the other way.
 BFLOAT16 = 1e-4
 one_graph = torch._dynamo.config.patch(error_on_recompile=True)
 
@@ -104,7 +104,8 @@ def test_static_inference_through_inductor(case: OpCase, device: torch.device) -
     with torch.no_grad():
         names = ("o", "final_state")
         actual = dict(zip(names, compiled(problem.tensors, None), strict=True))
-        assert_close(actual, dict(zip(names, call(problem), strict=True)), BFLOAT16)
+        bound = BFLOAT16 if device.type == "cuda" else 1e-6
+        assert_close(actual, dict(zip(names, call(problem), strict=True)), bound)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")

@@ -60,24 +60,16 @@ def backward(
     state_dtype = None if initial_state is None else initial_state.dtype
     do = torch.zeros_like(v) if do is None else do
     q, k, v, do = _operand(q), _operand(k), _operand(v), _operand(do)
-    gk, gv, initial_state, d_final_state = (
-        _given(gk),
-        _given(gv),
-        _given(initial_state),
-        _given(d_final_state),
-    )
+    gk, gv = _given(gk), _given(gv)
+    initial_state, d_final_state = _given(initial_state), _given(d_final_state)
 
     S, _ = work.sweep(k, v, gk, gv, initial_state)
     dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
     P = work.score(q, k, gk)
-    if gv is None:
-        work.pair(P, q, k, v, do, gk, None, S, dS, write=dv)
-    else:
-        work.pair(P, q, k, v, do, gk, gv, S, dS, write=dv, gate=dgv)
+    work.pair(P, q, k, v, do, gk, gv, S, dS, write=dv, gate=None if gv is None else dgv)
     P = work.score(do, v, gv)
     gate = None if gk is None else dgk
     work.pair(P, do, v, k, q, gv, gk, S, dS, read=dq, write=dk, gate=gate, transpose=True)
-
     return dq, dk, dv, dgk, dgv, q.new_empty(0) if state_dtype is None else d_initial_state.to(state_dtype)
 
 
@@ -96,12 +88,7 @@ def recurrent(
     B, T, H, K = q.shape
     V = v.shape[-1]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    if gk is not None:
-        gk = _operand(gk)
-    if gv is not None:
-        gv = _operand(gv)
-    if initial_state is not None:
-        initial_state = initial_state.contiguous()
+    gk, gv, initial_state = _given(gk), _given(gv), _given(initial_state)
     if cu_seqlens is None:
         N, o = B, torch.empty_like(v)
     else:
@@ -152,10 +139,10 @@ class _Work:
             self.N = cu_seqlens.shape[0] - 1
             self.table = chunk_table(cu_seqlens, self.T, CHUNK)
             self.rows = self.table.start.shape[0]
-        # Buffers have a row more: a leading dimension that may be 1 is a guard on the length when it is symbolic.
+        # Of buffers: a leading dimension that may be 1 is a guard on the length when it is symbolic.
+        self.padded_rows = self.rows + 1
         self.bfloat16 = q.dtype == torch.bfloat16
         self.state_dtype = torch.bfloat16 if self.bfloat16 else torch.float32
-        # Operands of matrix products; float16 overflows where a state or a sum of keys and values is large.
         self.flags = {
             "READ_BEFORE": read_before,
             "PACKED": self.table is not None,
@@ -181,7 +168,7 @@ class _Work:
         BK, BV, warps, stages = state_config(self.bfloat16, K, V)
         tiles = _tiles(K, BK) * _tiles(V, BV)
         segments = segment_count(self.NT, H * tiles)
-        states = a.new_empty(self.rows + 1, H, K, V, dtype=self.state_dtype)
+        states = a.new_empty(self.padded_rows, H, K, V, dtype=self.state_dtype)
         final = a.new_empty(N, H, K, V, dtype=torch.float32)
         segment_state = segment_gk = segment_gv = None
         split = not (isinstance(segments, int) and segments == 1)
@@ -237,7 +224,7 @@ class _Work:
         """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`."""
         D = a.shape[-1]
         BD, warps, stages = score_config(self.bfloat16, D)
-        P = a.new_empty(self.rows + 1, self.H, CHUNK, CHUNK, dtype=self.state_dtype)
+        P = a.new_empty(self.padded_rows, self.H, CHUNK, CHUNK, dtype=self.state_dtype)
         launch(
             score_kernel,
             (self.rows * self.H,),
@@ -281,7 +268,7 @@ class _Work:
         stride1, stride2 = (1, self.V) if transpose else (self.V, 1)
         BD1, BD2, warps, stages = pair_config(self.bfloat16, D1, D2, g2 is not None)
         tiles = _tiles(D2, BD2)
-        mild = None if g2 is None else x.new_empty(self.rows + 1, self.H, tiles, dtype=torch.int8)
+        mild = None if g2 is None else x.new_empty(self.padded_rows, self.H, tiles, dtype=torch.int8)
         for only_mild in (True,) if g2 is None else (True, False):
             launch(
                 pair_kernel,

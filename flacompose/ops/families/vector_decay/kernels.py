@@ -4,7 +4,7 @@ The chunked algorithm is that of `eager`, where it is explained. Here a chunk is
 at each level every token plays one role, reader in an odd block or writer in an even one, with one weight and one row
 of one matrix product. Local sums of gates are products with a 0/1 matrix, their gradient with its transpose.
 
-Where the gates of a chunk are mild, as trained gates nearly always are, the levels are not needed: a single product
+Where the gates of a chunk are mild, the levels are not needed: a single product
 referred to the chunk's middle holds all pairs, and half of its exponents may be positive (`_MILD` bounds them).
 """
 
@@ -363,9 +363,8 @@ def pair_kernel(
             if READ_BEFORE:
                 read_sum = _select(_from_middle(t, s, C, True), g, DOT)
             is_mild = _mild(write_sum, read_sum)
-            if (
-                READ_BEFORE
-            ):  # neighbours meet undecayed too, and must not drown the rest in the gate's gradient
+            if READ_BEFORE:
+                # Neighbours meet undecayed too, and must not drown the rest in the gate's gradient.
                 is_mild = is_mild & (tl.min(g.to(tl.float32)) > -4.0)
             tl.store(at_mild, is_mild.to(tl.int8))
             if not is_mild:
