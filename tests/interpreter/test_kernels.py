@@ -86,7 +86,7 @@ def test_packed(case: OpCase, lengths: list[int]) -> None:
 
 
 @each_gated_op
-@pytest.mark.parametrize("gates", [-1e-6, -30.0, float("-inf"), "mixed", "rare"])
+@pytest.mark.parametrize("gates", [-1e-6, -8.0, -30.0, float("-inf"), "mixed", "rare"])
 def test_gates(case: OpCase, gates: str | float) -> None:
     check(draw(case, CPU, B=1, H=1, T=66, gates=gates))
 
