@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 triton = pytest.importorskip("triton")
 
@@ -73,3 +76,28 @@ def test_compiles(
     cuda.chunk(*args)
     cuda.recurrent(*args)
     cuda.backward(*args, v, state)
+
+
+@pytest.mark.parametrize("gates", GATES, ids="-".join)
+@pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
+def test_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced at a symbolic length and number of sequences, the launches ask nothing about them."""
+    monkeypatch.setattr(cuda, "launch", lambda *_, **__: None)
+    env = ShapeEnv()
+
+    def symbol(name: str, hint: int) -> torch.SymInt:
+        source = ConstantSource(name)
+        created = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        return env.create_symintnode(created, hint=hint, source=source)
+
+    with FakeTensorMode(shape_env=env):
+        T = symbol("T", 65)
+        q, k, v, g = (torch.empty(1, T, 2, 16) for _ in range(4))
+        cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
+        state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 2, 16, 16)
+        gk, gv = (g if name in gates else None for name in ("gk", "gv"))
+        args = (q, k, v, gk, gv, state, cu_seqlens, 1.0, False)
+        cuda.chunk(*args)
+        cuda.recurrent(*args)
+        cuda.backward(*args, v, state)
+    assert [guard.expr for guard in env.guards] == []

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flacompose.layers import _check
-from flacompose.layers._dtype import autocast_on, wide
+from flacompose.layers._dtype import wide
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops._check import _MAX_HEAD_SIZE
+from flacompose.ops._check import _MAX_HEAD_SIZE, autocast_on
 
 
 class GatedLinearAttention(nn.Module):

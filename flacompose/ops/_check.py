@@ -7,6 +7,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from flacompose.ops._define import AUTOCAST_DEVICES
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_HEAD_SIZE = 256
 
@@ -28,9 +30,7 @@ def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
     like(q, "v", v, (B, T, H, V))
     if k.dtype != q.dtype or v.dtype != q.dtype:
         # Autocast makes them one dtype further on, but for float64.
-        device = q.device.type
-        autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        if not autocast or torch.float64 in (q.dtype, k.dtype, v.dtype):
+        if not autocast_on(q.device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
             name, x = ("k", k) if k.dtype != q.dtype else ("v", v)
             raise TypeError(f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}")
     for name, x in (("q", q), ("v", v)):
@@ -39,6 +39,11 @@ def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
         if x.shape[3] > _MAX_HEAD_SIZE:
             raise ValueError(f"{name} must have a head size of at most {_MAX_HEAD_SIZE}, got {x.shape[3]}")
     return H, K, V
+
+
+def autocast_on(device: torch.device) -> bool:
+    """Whether autocast is on; only devices that have it may be asked."""
+    return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
 
 
 def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...]) -> None:

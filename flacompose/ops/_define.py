@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, wraps
 from importlib.util import find_spec
 from operator import itemgetter
 from typing import Any
@@ -50,11 +52,11 @@ FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 vjp: Callable[..., Any] = torch.func.vjp
 
 
-class _Tracing(threading.local):
-    active = False
+class _Launching(threading.local):
+    how: Callable[..., None] | None = None
 
 
-_tracing = _Tracing()
+_launching = _Launching()
 
 
 def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
@@ -62,7 +64,63 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
     ``wrap_triton`` costs about fifteen times a plain launch, so eager calls do without it.
     """
-    (torch.library.wrap_triton(kernel) if _tracing.active else kernel)[grid](*args, **kwargs)
+    if _launching.how is None:
+        kernel[grid](*args, **kwargs)
+    else:
+        _launching.how(kernel, grid, *args, **kwargs)
+
+
+def _record(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+    torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
+
+
+@contextmanager
+def _launching_by(how: Callable[..., None]) -> Iterator[None]:
+    previous, _launching.how = _launching.how, how
+    try:
+        yield
+    finally:
+        _launching.how = previous
+
+
+def compile_together(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile and load all kernels that `implementation` launches at once, in threads, at its first call of a kind.
+
+    Triton would do so at each launch, one after the other. To learn which they are, the implementation runs without
+    launching any.
+    """
+    seen = set()
+
+    @wraps(implementation)
+    def run(*args: Any) -> Any:
+        if _launching.how is None and args[0].is_cuda:
+            kind = tuple(
+                (x.dtype, x.shape[-1] if x.dim() > 1 else 0) if isinstance(x, Tensor) else x is None
+                for x in args
+            )
+            if kind not in seen:
+                _compile_launches(implementation, args)
+                seen.add(kind)
+        return implementation(*args)
+
+    return run
+
+
+def _compile_launches(implementation: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    from triton import AsyncCompileMode, FutureKernel
+
+    kernels = []
+
+    def compile_only(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        kernels.append(kernel.warmup(*args, grid=grid, **kwargs))
+
+    def load(kernel: Any) -> None:
+        _ = (kernel.result() if isinstance(kernel, FutureKernel) else kernel).run
+
+    with ThreadPoolExecutor() as pool:
+        with AsyncCompileMode(pool), _launching_by(compile_only):
+            implementation(*args)
+        list(pool.map(load, kernels))
 
 
 def define_op(
@@ -150,12 +208,8 @@ def _implement_cuda(op: OpOverload, eager: Callable[..., Any], triton: Callable[
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if any(t is not Tensor and not issubclass(t, (FakeTensor, FunctionalTensor)) for t in types):
             return NotImplemented
-        previous, _tracing.active = _tracing.active, True
-        try:
-            with mode:
-                return triton(*args, **kwargs)
-        finally:
-            _tracing.active = previous
+        with mode, _launching_by(_record):
+            return triton(*args, **kwargs)
 
     LIBRARY.impl(op._opname, cuda, "CUDA")
     torch.library.register_torch_dispatch(op, FunctionalTensorMode, functionalize, lib=LIBRARY)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ChunkTable(NamedTuple):
-    """One row per chunk, in sequence order; rows past the last chunk have no tokens."""
+    """One row per chunk, in sequence order; rows past the last chunk, one at least, have no tokens."""
 
     sequence: Tensor  # [R] the sequence a row belongs to, N for unused rows
     start: Tensor  # [R] its first token
@@ -26,10 +26,11 @@ def bounds(cu_seqlens: Tensor, T: int) -> Tensor:
 def chunk_table(cu_seqlens: Tensor, T: int, C: int) -> ChunkTable:
     """Cut sequences ``cu_seqlens[n] : cu_seqlens[n + 1]`` of ``T`` packed tokens into chunks of ``C``.
 
-    The capacity, ``ceil(T / C) + N - 1`` rows, depends on shapes alone, so nothing is read on the host.
+    The capacity, ``ceil(T / C) + N`` rows, depends on shapes alone, so nothing is read on the host. It is one more
+    than there can be chunks, so that it is never 1, which is a special shape to the compiler.
     """
     N = cu_seqlens.shape[0] - 1
-    rows = (T + C - 1) // C + N - 1
+    rows = (T + C - 1) // C + N
     cu = bounds(cu_seqlens, T)
     # Kept N + 1 long, a leading empty sequence included, so that N = 1 is no special shape to the compiler.
     previous = torch.cat([cu[:1], cu])[:-1]

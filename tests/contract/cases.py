@@ -48,6 +48,7 @@ def read_before(
     k: Tensor,
     v: Tensor,
     gk: Tensor,
+    gv: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
@@ -55,10 +56,10 @@ def read_before(
     *,
     op: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV6 without its bonus, straight on the family's op."""
+    """RWKV6 without its bonus, straight on the family's op, which takes a gate on the value axis too."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     overload = getattr(torch.ops.flacompose, op)
-    o, state = overload(q, k, v, gk, None, initial_state, cu_seqlens, scale, True)
+    o, state = overload(q, k, v, gk, gv, initial_state, cu_seqlens, scale, True)
     return o, state if output_final_state else None
 
 
@@ -77,7 +78,7 @@ CASES = [
     OpCase("fused_recurrent_gla-gk", recurrent, decay, token, back, {"gk": K}),
     OpCase("fused_recurrent_gla-gv", recurrent, decay, token, back, {"gv": V}),
     OpCase("fused_recurrent_gla", recurrent, decay, token, back),
-    OpCase("read_before-chunk", partial(read_before, op=chunk), before, chunk, back, {"gk": K}, public=False),
+    OpCase("read_before-chunk", partial(read_before, op=chunk), before, chunk, back, {"gk": K, "gv": V}, public=False),
     OpCase("read_before-recurrent", partial(read_before, op=token), before, token, back, {"gk": K}, public=False),
 ]
 # fmt: on

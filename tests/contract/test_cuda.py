@@ -1,4 +1,4 @@
-"""What only a GPU can show: offsets past 2**31."""
+"""What only a GPU can show: offsets past 2**31, and the kernels' own launches at any length."""
 
 from __future__ import annotations
 
@@ -41,3 +41,19 @@ def test_more_elements_than_int32_counts(case: OpCase) -> None:
     # bfloat16's own rounding is 2e-3.
     assert error(last, expected) <= 4e-3
     assert error(state, final) <= 4e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
+@one_op_a_form
+def test_one_graph_from_64_tokens_to_many_segments(case: OpCase) -> None:
+    """The compiled launches are those of every length, however many segments it is swept in."""
+    function = torch.compile(case.call, fullgraph=True, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        for T in (65, 8200, 20000):
+            tensors = {name: torch.randn(1, T, 2, 32, device="cuda") for name in (*case.inputs, *case.gates)}
+            for name in case.gates:
+                tensors[name] = -tensors[name].abs()
+            o, state = function(**tensors, output_final_state=True)
+            expected, final = case.call(**tensors, output_final_state=True)
+            assert error(o, expected) <= 1e-6
+            assert error(state, final) <= 1e-6

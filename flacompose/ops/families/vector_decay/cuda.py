@@ -6,10 +6,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flacompose.ops._define import launch
+from flacompose.ops._define import compile_together, launch
 from flacompose.ops._varlen import ChunkTable, bounds, chunk_table
 from flacompose.ops.families.vector_decay.kernels import (
-    pair_kernel,
+    gated_kernel,
+    plain_kernel,
     recurrent_kernel,
     score_kernel,
     state_kernel,
@@ -19,6 +20,7 @@ CHUNK = 64
 LEVELS = CHUNK.bit_length() - 1
 
 
+@compile_together
 def chunk(
     q: Tensor,
     k: Tensor,
@@ -36,11 +38,14 @@ def chunk(
     q, k, v = _operand(q), _operand(k), _operand(v)
     gk, gv, initial_state = _given(gk), _given(gv), _given(initial_state)
     S, final_state = work.sweep(k, v, gk, gv, initial_state)
-    P = work.score(q, k, gk)
-    work.pair(P, q, k, v, None, gk, gv, S, None, read=o)
+    if gv is None:
+        work.plain(q, k, v, gk, S, o)
+    else:
+        work.gated(q, k, v, None, gk, gv, S, None, o)
     return o, final_state
 
 
+@compile_together
 def backward(
     q: Tensor,
     k: Tensor,
@@ -65,11 +70,15 @@ def backward(
 
     S, _ = work.sweep(k, v, gk, gv, initial_state)
     dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
-    P = work.score(q, k, gk)
-    work.pair(P, q, k, v, do, gk, gv, S, dS, write=dv, gate=None if gv is None else dgv)
-    P = work.score(do, v, gv)
-    gate = None if gk is None else dgk
-    work.pair(P, do, v, k, q, gv, gk, S, dS, read=dq, write=dk, gate=gate, transpose=True)
+    if gv is None:
+        work.plain(k, q, do, gk, dS, dv, reverse=True)
+    else:
+        work.gated(q, k, v, do, gk, gv, S, dS, None, dv, dgv)
+    if gk is None:
+        work.plain(do, v, k, gv, S, dq, transpose=True)
+        work.plain(v, do, q, gv, dS, dk, reverse=True, transpose=True)
+    else:
+        work.gated(do, v, k, q, gv, gk, S, dS, dq, dk, dgk, transpose=True)
     return dq, dk, dv, dgk, dgv, q.new_empty(0) if state_dtype is None else d_initial_state.to(state_dtype)
 
 
@@ -213,9 +222,10 @@ class _Work:
             )
 
         if split:
-            segment_state = final.new_empty(segments, N, H, K, V)
-            segment_gk = None if gk is None else final.new_empty(segments, N, H, K)
-            segment_gv = None if gv is None else final.new_empty(segments, N, H, V)
+            # Longer by one, as `padded_rows` are.
+            segment_state = final.new_empty(segments + 1, N, H, K, V)
+            segment_gk = None if gk is None else final.new_empty(segments + 1, N, H, K)
+            segment_gv = None if gv is None else final.new_empty(segments + 1, N, H, V)
             run(whole=False)
         run(whole=True)
         return states, final
@@ -224,7 +234,7 @@ class _Work:
         """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`."""
         D = a.shape[-1]
         BD, warps, stages = score_config(self.bfloat16, D)
-        P = a.new_empty(self.padded_rows, self.H, CHUNK, CHUNK, dtype=self.state_dtype)
+        P = a.new_empty(self.padded_rows, self.H, CHUNK, CHUNK, dtype=torch.float32)
         launch(
             score_kernel,
             (self.rows * self.H,),
@@ -247,31 +257,76 @@ class _Work:
         )
         return P
 
-    def pair(
+    def plain(
         self,
-        P: Tensor,
+        a: Tensor,
+        b: Tensor,
+        x: Tensor,
+        g: Tensor | None,
+        S: Tensor,
+        out: Tensor,
+        reverse: bool = False,
+        transpose: bool = False,
+    ) -> None:
+        """Fill `out` along the value axis or, with `transpose`, along the key axis; `g` decays the other."""
+        D1, D2, strides = self._axes(transpose)
+        BD1, BD2, warps, stages = plain_config(self.bfloat16, D1, D2)
+        mild = None if g is None else x.new_empty(self.padded_rows, self.H, dtype=torch.int8)
+
+        for only_mild in (True,) if g is None else (True, False):
+            launch(
+                plain_kernel,
+                (self.rows * self.H * _tiles(D2, BD2),),
+                a,
+                b,
+                x,
+                g,
+                S,
+                out,
+                mild,
+                *self._table("start", "end"),
+                self.scale,
+                self.T,
+                self.NT,
+                self.H,
+                D1,
+                D2,
+                *strides,
+                LEVELS=LEVELS,
+                BD1=BD1,
+                BD2=BD2,
+                HAS_G=g is not None,
+                MILD=only_mild,
+                REVERSE=reverse,
+                **self.flags,
+                num_warps=warps,
+                num_stages=stages,
+            )
+
+    def gated(
+        self,
         a: Tensor,
         b: Tensor,
         x: Tensor,
         y: Tensor | None,
         g1: Tensor | None,
-        g2: Tensor | None,
+        g2: Tensor,
         S: Tensor,
         dS: Tensor | None,
-        read: Tensor | None = None,
+        read: Tensor | None,
         write: Tensor | None = None,
         gate: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill `read`, `write` and `gate`, along the value axis or, with `transpose`, along the key axis."""
-        D1, D2 = (self.V, self.K) if transpose else (self.K, self.V)
-        stride1, stride2 = (1, self.V) if transpose else (self.V, 1)
-        BD1, BD2, warps, stages = pair_config(self.bfloat16, D1, D2, g2 is not None)
+        """Fill `read`, `write` and `gate` along the value axis or, with `transpose`, along the key axis."""
+        D1, D2, strides = self._axes(transpose)
+        BD1, BD2, warps, stages = gated_config(self.bfloat16, D1, D2)
         tiles = _tiles(D2, BD2)
-        mild = None if g2 is None else x.new_empty(self.padded_rows, self.H, tiles, dtype=torch.int8)
-        for only_mild in (True,) if g2 is None else (True, False):
+        P = self.score(a, b, g1)
+        mild = x.new_empty(self.padded_rows, self.H, tiles, dtype=torch.int8)
+        for only_mild in (True, False):
             launch(
-                pair_kernel,
+                gated_kernel,
                 (self.rows * self.H * tiles,),
                 P,
                 a,
@@ -293,20 +348,21 @@ class _Work:
                 self.H,
                 D1,
                 D2,
-                stride1,
-                stride2,
+                *strides,
                 LEVELS=LEVELS,
                 BD1=BD1,
                 BD2=BD2,
                 HAS_G1=g1 is not None,
-                HAS_G2=g2 is not None,
                 MILD=only_mild,
-                READ=read is not None or gate is not None,
                 WRITE=write is not None,
                 **self.flags,
                 num_warps=warps,
                 num_stages=stages,
             )
+
+    def _axes(self, transpose: bool) -> tuple[int, int, tuple[int, int]]:
+        """Sizes and strides in a state of the axis that is contracted and of the other."""
+        return (self.V, self.K, (1, self.V)) if transpose else (self.K, self.V, (self.V, 1))
 
     def _table(self, *columns: str) -> list[Tensor | None]:
         return [None if self.table is None else getattr(self.table, c) for c in columns]
@@ -317,7 +373,8 @@ def segment_count(NT: int, programs: int) -> int:
 
     By the shape of one row, so that its bits do not depend on the batch size.
     """
-    return max(1, min(NT // 64, 512 // programs))
+    # Not `max` and `min`, which would ask a symbolic length and so bound it.
+    return torch.sym_max(1, torch.sym_min(NT // 64, 512 // programs))
 
 
 def state_config(bfloat16: bool, K: int, V: int) -> tuple[int, int, int, int]:
@@ -332,13 +389,14 @@ def score_config(bfloat16: bool, D: int) -> tuple[int, int, int]:
     return (_block(D, 64), 4, 1) if bfloat16 else (_block(D, 32), 4, 2)
 
 
-def pair_config(bfloat16: bool, D1: int, D2: int, gated: bool) -> tuple[int, int, int, int]:
+def plain_config(bfloat16: bool, D1: int, D2: int) -> tuple[int, int, int, int]:
     """Block sizes of the contracted and the other axis, warps and pipeline stages."""
-    if not bfloat16:
-        return _block(D1, 32), _block(D2, 32), 4, 2
-    if gated:  # Triton 3.6 miscompiles narrower tiles on Hopper
-        return 64, 64, 4, 3
-    return _block(D1, 64), _block(D2, 128), 4, 3
+    return (_block(D1, 32), _block(D2, 128), 4, 3) if bfloat16 else (_block(D1, 32), _block(D2, 32), 4, 2)
+
+
+def gated_config(bfloat16: bool, D1: int, D2: int) -> tuple[int, int, int, int]:
+    """As `plain_config`. Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper."""
+    return (64, 64, 4, 2) if bfloat16 else (_block(D1, 32), _block(D2, 32), 4, 2)
 
 
 def _block(D: int, largest: int) -> int:

@@ -57,6 +57,43 @@ def _dot(a, b, DOT: tl.constexpr):
 
 
 @triton.jit
+def _round(x, DOT: tl.constexpr):
+    """`x` to the 11 bits that a TF32 product keeps; the hardware would cut the others off."""
+    if DOT == tl.float32:
+        out = x
+    else:
+        out = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return out
+
+
+@triton.jit
+def _fine_dot(a, b, DOT: tl.constexpr):
+    """``a @ b`` for float32 factors, each in two parts: where gates are strong a few neighbours are all that counts."""
+    return tl.dot(a, b, input_precision="tf32x3" if DOT == tl.float32 else "bf16x3")
+
+
+@triton.jit
+def _round_dot(a, b, DOT: tl.constexpr):
+    """``a @ b`` for float32 factors, `b` as `_round` gives it."""
+    if DOT == tl.float32:
+        out = tl.dot(a, b, input_precision="tf32x3")
+    else:
+        out = tl.dot(_round(a, DOT), b, input_precision="tf32")
+    return out
+
+
+@triton.jit
+def _split_dot(a, b, DOT: tl.constexpr):
+    """``a @ b`` for float32 `a`, in two parts, and `b` of the inputs' dtype."""
+    if DOT == tl.float32:
+        out = tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
+    else:
+        high = a.to(DOT)
+        out = tl.dot(high, b, acc=tl.dot((a - high.to(tl.float32)).to(DOT), b))
+    return out
+
+
+@triton.jit
 def _reads(t, j, READ_BEFORE: tl.constexpr):
     """Whether the gate of token `j` lies between the start of a block and the read of token `t` in it."""
     if READ_BEFORE:
@@ -132,6 +169,7 @@ def state_kernel(
     """
     tiles_v = tl.cdiv(V, BV)
     tiles = tl.cdiv(K, BK) * tiles_v
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     pid = tl.program_id(0).to(tl.int64)
     tile = pid % tiles
     segment = (pid // tiles) % SEGMENTS
@@ -215,6 +253,16 @@ def state_kernel(
 
 
 @triton.jit
+def _middle_sums(g, t, s, C: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+    """The sums of gates from the chunk's middle to each write and to each read."""
+    write = _select(_from_middle(t, s, C, False), g, DOT)
+    read = write
+    if READ_BEFORE:
+        read = _select(_from_middle(t, s, C, True), g, DOT)
+    return write, read
+
+
+@triton.jit
 def _mild(write, read):
     return tl.maximum(tl.max(tl.abs(write)), tl.max(tl.abs(read))) < _MILD
 
@@ -230,6 +278,17 @@ def _chunk(row, T, NT, row_start, row_end, C: tl.constexpr, PACKED: tl.constexpr
         lo = n * T + (row % NT) * C
         hi = (n + 1) * T
     return lo, hi
+
+
+@triton.jit
+def _pairs(a, b, g, t, s, LEVELS: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+    """``a_t . b_s``, decayed by any gates, for readers `t` and writers `s`, both ways: symmetric."""
+    out = tl.where(t == s, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[:, None], 0.0)
+    for level in range(LEVELS):
+        role = tl.where(((t >> level) & 1) == 1, a, b)
+        role = role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
+        out += tl.where(_meet(t, s, level), _fine_dot(role, tl.trans(role), DOT), 0.0)
+    return out
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
@@ -254,6 +313,7 @@ def score_kernel(
     DOT: tl.constexpr,
 ):
     """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t`` (``s < t``)."""
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     pid = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0) // H
     row = pid % rows
@@ -274,26 +334,113 @@ def score_kernel(
             lower += _dot(a_, tl.trans(b_), DOT)
         else:
             g_ = _gates(g, token, hi, h, d, H, D)
-            write = _select(_from_middle(t, s, C, False), g_, DOT)
-            read = write
-            if READ_BEFORE:
-                read = _select(_from_middle(t, s, C, True), g_, DOT)
+            write, read = _middle_sums(g_, t, s, C, READ_BEFORE, DOT)
             if _mild(write, read):
-                lower += _dot(a_ * tl.exp(read), tl.trans((b_ * tl.exp(-write)).to(DOT)), DOT)
+                lower += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             else:
-                product = tl.sum(a_.to(tl.float32) * b_.to(tl.float32), 1)
-                lower += tl.where(t == s, product[:, None], 0.0)
-                for level in range(LEVELS):
-                    role = tl.where(((t >> level) & 1) == 1, a_, b_)
-                    role = (role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g_, DOT))).to(DOT)
-                    lower += tl.where(_meet(t, s, level), _dot(role, tl.trans(role), DOT), 0.0)
+                lower += _pairs(a_, b_, g_, t, s, LEVELS, READ_BEFORE, DOT)
     lower = tl.where(_reads(t, s, READ_BEFORE), lower, 0.0)
     at = P + (row * H + h) * C * C + t * C + s
-    tl.store(at, (lower * scale).to(P.dtype.element_ty))
+    tl.store(at, lower * scale)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
-def pair_kernel(
+def plain_kernel(
+    a,  # [tokens, H, D1]
+    b,
+    x,  # [tokens, H, D2]
+    g,  # of the axis D1
+    S,  # [rows, H, K, V]
+    out,  # [tokens, H, D2]
+    mild,  # [rows, H]
+    row_start,
+    row_end,
+    scale,
+    T,
+    NT,
+    H,
+    D1,
+    D2,
+    stride1,
+    stride2,
+    C: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BD1: tl.constexpr,
+    BD2: tl.constexpr,
+    HAS_G: tl.constexpr,
+    MILD: tl.constexpr,
+    REVERSE: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    PACKED: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``out_t = sum over s of (scale * a_t . b_s) x_s + scale * S^T a_t``, along an axis that no gate decays.
+
+    `g` decays the products `a_t . b_s` and what is read from `S`, the state before the chunk, with strides for (D1,
+    D2). `REVERSE`, backwards in time: later tokens `s`, and `S` the gradient of the state after the chunk.
+
+    With `g` it runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one
+    kernel for both would need twice the registers.
+    """
+    tiles = tl.cdiv(D2, BD2)
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    pid = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0) // (H * tiles)
+    tile = pid % tiles
+    row = pid // tiles % rows
+    h = pid // tiles // rows
+    lo, hi = _chunk(row, T, NT, row_start, row_end, C, PACKED)
+    if lo >= hi:
+        return
+    if not MILD:
+        if tl.load(mild + row * H + h) != 0:
+            return
+    i = tl.arange(0, C)
+    t = i[:, None]
+    s = i[None, :]
+    token = lo + i
+    d2 = tile * BD2 + tl.arange(0, BD2)
+
+    acc = tl.zeros([C, BD2], dtype=tl.float32)
+    pairs = tl.zeros([C, C], dtype=tl.float32)
+    is_mild = True
+    for d in range(0, D1, BD1):
+        d1 = d + tl.arange(0, BD1)
+        a_ = _tile(a, token, hi, h, d1, H, D1)
+        b_ = _tile(b, token, hi, h, d1, H, D1)
+        if not HAS_G:
+            pairs += _dot(a_, tl.trans(b_), DOT)
+        else:
+            g_ = _gates(g, token, hi, h, d1, H, D1)
+            if MILD:
+                write, read = _middle_sums(g_, t, s, C, READ_BEFORE, DOT)
+                is_mild = is_mild & _mild(write, read)
+                if REVERSE:
+                    pairs += _fine_dot(a_ * tl.exp(-write), tl.trans(b_ * tl.exp(read)), DOT)
+                else:
+                    pairs += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
+            elif REVERSE:
+                pairs += _pairs(b_, a_, g_, t, s, LEVELS, READ_BEFORE, DOT)
+            else:
+                pairs += _pairs(a_, b_, g_, t, s, LEVELS, READ_BEFORE, DOT)
+        if HAS_G:
+            a_ = a_ * tl.exp(_select(s > t if REVERSE else _reads(t, s, READ_BEFORE), g_, DOT))
+        at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
+        acc += _dot(a_, tl.load(S + at, mask=(d1 < D1)[:, None] & (d2 < D2)[None, :], other=0.0), DOT)
+    if not REVERSE:
+        acc *= scale
+
+    if MILD and HAS_G:
+        tl.store(mild + row * H + h, is_mild.to(tl.int8))
+        if not is_mild:
+            return
+    pairs = tl.where(_reads(s, t, READ_BEFORE) if REVERSE else _reads(t, s, READ_BEFORE), pairs * scale, 0.0)
+    acc += _split_dot(pairs, _tile(x, token, hi, h, d2, H, D2), DOT)
+    _store(out, acc, token, hi, h, d2, H, D2)
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
+def gated_kernel(
     P,  # [rows, H, C, C]
     a,  # [tokens, H, D1]
     b,
@@ -322,25 +469,22 @@ def pair_kernel(
     BD1: tl.constexpr,
     BD2: tl.constexpr,
     HAS_G1: tl.constexpr,
-    HAS_G2: tl.constexpr,
     MILD: tl.constexpr,
-    READ: tl.constexpr,
     WRITE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """What the tokens of one chunk read from each other and from chunks before, and its transpose, decayed by `g2`.
+    """``read_t = sum over s of P[t, s] x_s + scale * S^T a_t``, along an axis that the gate `g2` decays.
 
-    `READ`: ``read_t = sum over s of P[t, s] x_s + scale * S^T a_t``; `WRITE`: ``write_s = sum over t of P[t, s] y_t +
-    dS^T b_s``; both, with a gate `g2`: its gradient too. `S` is the state before the chunk, `dS` the gradient of the
-    state after it, with strides for (D1, D2).
+    `S` is the state before the chunk, with strides for (D1, D2). `WRITE`: ``write_s = sum over t of P[t, s] y_t + dS^T
+    b_s`` and the gradient of `g2` too, `dS` the gradient of the state after the chunk.
 
-    With `g2` it runs twice, for the tiles whose gates are mild (`MILD`), which it notes, and then for the others: one
-    kernel for both would need twice the registers.
+    It runs twice, for the tiles whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
+    both would need twice the registers.
     """
-    GATE: tl.constexpr = READ and WRITE and HAS_G2
     tiles = tl.cdiv(D2, BD2)
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     pid = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0) // (H * tiles)
     tile = pid % tiles
@@ -354,23 +498,19 @@ def pair_kernel(
     s = i[None, :]
     token = lo + i
     d2 = tile * BD2 + tl.arange(0, BD2)
-    if HAS_G2:
-        at_mild = mild + (row * H + h) * tiles + tile
-        if MILD:
-            g = _gates(g2, token, hi, h, d2, H, D2)
-            write_sum = _select(_from_middle(t, s, C, False), g, DOT)
-            read_sum = write_sum
-            if READ_BEFORE:
-                read_sum = _select(_from_middle(t, s, C, True), g, DOT)
-            is_mild = _mild(write_sum, read_sum)
-            if READ_BEFORE:
-                # Neighbours meet undecayed too, and must not drown the rest in the gate's gradient.
-                is_mild = is_mild & (tl.min(g.to(tl.float32)) > -4.0)
-            tl.store(at_mild, is_mild.to(tl.int8))
-            if not is_mild:
-                return
-        elif tl.load(at_mild) != 0:
+    at_mild = mild + (row * H + h) * tiles + tile
+    if MILD:
+        g = _gates(g2, token, hi, h, d2, H, D2)
+        write_sum, read_sum = _middle_sums(g, t, s, C, READ_BEFORE, DOT)
+        is_mild = _mild(write_sum, read_sum)
+        if READ_BEFORE:
+            # Neighbours meet undecayed too, and must not drown the rest in the gate's gradient.
+            is_mild = is_mild & (tl.min(g.to(tl.float32)) > -4.0)
+        tl.store(at_mild, is_mild.to(tl.int8))
+        if not is_mild:
             return
+    elif tl.load(at_mild) != 0:
+        return
 
     # From other chunks.
     before = tl.zeros([C, BD2], dtype=tl.float32)
@@ -378,118 +518,85 @@ def pair_kernel(
     through = tl.zeros([BD2], dtype=tl.float32)
     for d in range(0, D1, BD1):
         d1 = d + tl.arange(0, BD1)
-        if HAS_G1:
-            gate = _gates(g1, token, hi, h, d1, H, D1)
         at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
         in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
-        if READ:
-            a_ = _tile(a, token, hi, h, d1, H, D1)
-            if HAS_G1:
-                a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), gate, DOT))
-            S_ = tl.load(S + at, mask=in_state, other=0.0)
-            before += _dot(a_, S_, DOT)
+        a_ = _tile(a, token, hi, h, d1, H, D1)
+        if HAS_G1:
+            gate = _gates(g1, token, hi, h, d1, H, D1)
+            a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), gate, DOT))
+        S_ = tl.load(S + at, mask=in_state, other=0.0)
+        before += _dot(a_, S_, DOT)
         if WRITE:
             b_ = _tile(b, token, hi, h, d1, H, D1)
             if HAS_G1:
                 b_ = b_ * tl.exp(_select(s > t, gate, DOT))
             dS_ = tl.load(dS + at, mask=in_state, other=0.0)
             after += _dot(b_, dS_, DOT)
-        if GATE:
             kept = S_.to(tl.float32) * dS_.to(tl.float32)
             if HAS_G1:
                 kept *= tl.exp(tl.sum(gate.to(tl.float32), 0))[:, None]
             through += tl.sum(kept, 0)
     before *= scale
 
-    # From this chunk.
+    # From this chunk. The pair of a token with itself, which no gate decays, joins last: it would drown the others in
+    # the gate's gradient. What is cheap to load again is: registers are short.
     P += (row * H + h) * C * C
-    if READ:
-        x_ = _tile(x, token, hi, h, d2, H, D2)
-        lower = tl.load(P + t * C + s, mask=(t != s) | (not HAS_G2), other=0.0)
-    if WRITE:
-        y_ = _tile(y, token, hi, h, d2, H, D2)
-        upper = tl.load(P + s * C + t, mask=(t != s) | (not HAS_G2), other=0.0)
-    if not HAS_G2:
-        if READ:
-            before += _dot(lower, x_, DOT)
-        if WRITE:
-            after += _dot(upper, y_, DOT)
-    elif MILD:
-        g = _gates(g2, token, hi, h, d2, H, D2)
-        sums = _select(_from_middle(t, s, C, False), g, DOT)
+    g = _gates(g2, token, hi, h, d2, H, D2)
+    if MILD:
         late = t >= C // 2
-        write_weight = tl.exp(-sums)
-        read_weight = tl.exp(sums)
-        if READ_BEFORE:
-            read_weight = tl.exp(_select(_from_middle(t, s, C, True), g, DOT))
-        if READ:
-            writer = (x_ * write_weight).to(DOT)
-            before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
+        write_sum, read_sum = _middle_sums(g, t, s, C, READ_BEFORE, DOT)
+        writer = _round(_tile(x, token, hi, h, d2, H, D2) * tl.exp(-write_sum), DOT)
+        before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
         if WRITE:
-            reader = (y_ * read_weight).to(DOT)
+            reader = _round(_tile(y, token, hi, h, d2, H, D2) * tl.exp(read_sum), DOT)
             after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
-        if GATE:
             through *= tl.exp(tl.sum(g.to(tl.float32), 0))
             late_sum = through + tl.sum(writer * after, 0)
             early_sum = through + tl.sum(reader * before, 0)
-            dg = tl.where(late, late_sum[None, :], early_sum[None, :])
-        if READ:
-            before += _dot(lower, writer, DOT)
+        before += _round_dot(tl.load(P + t * C + s, mask=t != s, other=0.0), writer, DOT)
         if WRITE:
-            after += _dot(upper, reader, DOT)
-        if GATE:
-            # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels. That of a
-            # token with itself, which no gate decays, would drown the others, and joins below.
+            after += _round_dot(tl.load(P + s * C + t, mask=t != s, other=0.0), reader, DOT)
+            # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels.
+            dg = tl.where(late, late_sum[None, :], early_sum[None, :])
             if READ_BEFORE:
                 dg += _select(_from_middle(s, t, C, True), reader * before, DOT)
                 dg -= _select(_from_middle(s, t, C, False), writer * after, DOT)
             else:
                 dg += _select(_from_middle(s, t, C, False), reader * before - writer * after, DOT)
-        if READ:
-            before *= read_weight
-        if WRITE:
-            after *= write_weight
+            after *= tl.exp(-write_sum)
+            _store(dg2, dg, token, hi, h, d2, H, D2)
+        if read is not None and DOT != tl.float32:
+            # What `_round` took from P; not before, as `dg` needs both products of the same factors.
+            rest = tl.load(P + t * C + s, mask=t != s, other=0.0)
+            before += _dot(rest - _round(rest, DOT), writer, DOT)
+        before *= tl.exp(read_sum)
     else:
-        g = _gates(g2, token, hi, h, d2, H, D2)
-        if READ:
-            before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
+        x_ = _tile(x, token, hi, h, d2, H, D2)
+        before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
         if WRITE:
+            y_ = _tile(y, token, hi, h, d2, H, D2)
             after *= tl.exp(_select(s > t, g, DOT))
-        if GATE:
             dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
             dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
         for level in range(LEVELS):
             odd = ((t >> level) & 1) == 1
-            siblings = _meet(t, s, level)
             weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
-            if READ and WRITE:
-                role = tl.where(odd, y_, x_)
-                met = tl.where(siblings, lower + upper, 0.0)
-            elif READ:
-                role = tl.where(odd, 0.0, x_)
-                met = tl.where(siblings, lower, 0.0)
-            else:
-                role = tl.where(odd, y_, 0.0)
-                met = tl.where(siblings, upper, 0.0)
-            out = weight * _dot(met, role * weight, DOT)
-            if READ:
-                before += tl.where(odd, out, 0.0)
+            # Readers and writers in one product: P where a reader is the row, its transpose where a writer is.
+            at = tl.where(odd, t * C + s, s * C + t)
+            met = tl.load(P + at, mask=_meet(t, s, level), other=0.0)
+            role = tl.where(odd, y_, x_) if WRITE else tl.where(odd, 0.0, x_)
+            out = weight * _round_dot(met, _round(role * weight, DOT), DOT)
+            before += tl.where(odd, out, 0.0)
             if WRITE:
                 after += tl.where(odd, 0.0, out)
-            if GATE:
                 dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
-    if HAS_G2:
-        diagonal = tl.load(P + i * C + i).to(tl.float32)[:, None]
-        if READ:
-            before += diagonal * x_
         if WRITE:
-            after += diagonal * y_
+            _store(dg2, dg, token, hi, h, d2, H, D2)
+    diagonal = tl.load(P + i * C + i)[:, None]
     if read is not None:
-        _store(read, before, token, hi, h, d2, H, D2)
+        _store(read, before + diagonal * _tile(x, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)
     if WRITE:
-        _store(write, after, token, hi, h, d2, H, D2)
-    if GATE:
-        _store(dg2, dg, token, hi, h, d2, H, D2)
+        _store(write, after + diagonal * _tile(y, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)
 
 
 @triton.jit(do_not_specialize=["T", "H", "scale"])
@@ -514,6 +621,7 @@ def recurrent_kernel(
 ):
     """The recurrence as it is written, one program per sequence, head and block of the value axis."""
     tiles = tl.cdiv(V, BV)
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     pid = tl.program_id(0).to(tl.int64)
     nh = pid // tiles
     n = nh // H
