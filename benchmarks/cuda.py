@@ -23,7 +23,7 @@ STATES = 8
 """Independent states a decode graph goes through: 64 MiB each at batch 64, so a 50 MB L2 holds none."""
 
 ERROR_RATIO = 1.001
-"""The peer's error, up to what can be told apart: over n values its own uncertainty is ``1 / sqrt(2 * n)``, 0.05 %."""
+"""The peer's error, up to two of its uncertainties, ``1 / sqrt(2 * n)`` for the 2 million values of most tensors."""
 
 
 def failure(side: str, error: Exception) -> str:

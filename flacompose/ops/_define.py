@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import Context
 from functools import cache, wraps
 from importlib.util import find_spec
 from operator import itemgetter
@@ -87,23 +88,29 @@ def compile_together(implementation: Callable[..., Any]) -> Callable[..., Any]:
     """Compile and load all kernels that `implementation` launches at once, in threads, at its first call of a kind.
 
     Triton would do so at each launch, one after the other. To learn which they are, the implementation runs without
-    launching any.
+    launching any. A kind is a device, dtypes, head sizes and what is absent; a length may still need another kernel.
     """
     seen = set()
+    lock = threading.Lock()
 
     @wraps(implementation)
     def run(*args: Any) -> Any:
         if _launching.how is None and args[0].is_cuda:
-            kind = tuple(
-                (x.dtype, x.shape[-1] if x.dim() > 1 else 0) if isinstance(x, Tensor) else x is None
-                for x in args
-            )
+            kind = (args[0].device, *map(_kind, args))
             if kind not in seen:
-                _compile_launches(implementation, args)
-                seen.add(kind)
+                with lock:
+                    if kind not in seen:
+                        _compile_launches(implementation, args)
+                        seen.add(kind)
         return implementation(*args)
 
     return run
+
+
+def _kind(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape[-1] if x.dim() > 1 else 0
+    return x if isinstance(x, bool) else x is None
 
 
 def _compile_launches(implementation: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -112,14 +119,21 @@ def _compile_launches(implementation: Callable[..., Any], args: tuple[Any, ...])
     kernels = []
 
     def compile_only(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        kernels.append(kernel.warmup(*args, grid=grid, **kwargs))
+        compiled = kernel.warmup(*args, grid=grid, **kwargs)
+        if compiled is not None:
+            kernels.append(compiled)
 
-    def load(kernel: Any) -> None:
-        _ = (kernel.result() if isinstance(kernel, FutureKernel) else kernel).run
-
-    with ThreadPoolExecutor() as pool:
+    def compile_all(pool: ThreadPoolExecutor) -> None:
         with AsyncCompileMode(pool), _launching_by(compile_only):
             implementation(*args)
+
+    def load(kernel: Any) -> None:
+        with torch.cuda.device(args[0].device):  # each thread has its own
+            _ = (kernel.result() if isinstance(kernel, FutureKernel) else kernel).run
+
+    with ThreadPoolExecutor() as pool:
+        # In a context of its own: when it fails, the mode stays on.
+        Context().run(compile_all, pool)
         list(pool.map(load, kernels))
 
 
@@ -198,7 +212,11 @@ def _primal(name: str, names: Any) -> str:
 
 def _implement_cuda(op: OpOverload, eager: Callable[..., Any], triton: Callable[..., Any]) -> None:
     def cuda(*args: Any) -> Any:
-        return (eager if args[0].dtype is torch.float64 else triton)(*args)
+        implementation = eager if args[0].dtype is torch.float64 else triton
+        if args[0].get_device() == torch.cuda.current_device():
+            return implementation(*args)
+        with torch.cuda.device(args[0].device):  # Triton launches on the current one
+            return implementation(*args)
 
     def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
         # Export keeps the node. Compilation replaces it by the kernels, which the compiler then sees, but for

@@ -57,3 +57,40 @@ def test_one_graph_from_64_tokens_to_many_segments(case: OpCase) -> None:
             expected, final = case.call(**tensors, output_final_state=True)
             assert error(o, expected) <= 1e-6
             assert error(state, final) <= 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
+@pytest.mark.parametrize("gates", [-0.1, -30.0], ids=["mild", "strong"])
+@one_op_a_form
+def test_nan_is_not_lost(case: OpCase, gates: float) -> None:
+    """One in a gradient that comes in is in every one that goes out, however products round their factors."""
+    tensors = {
+        name: torch.randn(1, 64, 1, 64, device="cuda").bfloat16() for name in (*case.inputs, *case.gates)
+    }
+    tensors.update({name: torch.full_like(tensors[name], gates) for name in case.gates})
+    for x in tensors.values():
+        x.requires_grad_()
+    o, _ = case.call(**tensors)
+    for x in torch.autograd.grad(o, list(tensors.values()), torch.full_like(o, float("nan"))):
+        assert x[:, 1:-1].isnan().all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+@pytest.mark.parametrize("current", [0, 1])
+@one_op_a_form
+def test_second_gpu(case: OpCase, current: int) -> None:
+    """Whichever device is the current one."""
+    K = 48 if current else 80  # so that its kernels are new to each
+    with torch.cuda.device(current):
+        results = []
+        for device in ("cuda:1", "cuda:0"):
+            generator = torch.Generator().manual_seed(0)
+            tensors = {
+                name: torch.randn(1, 70, 2, K, generator=generator).to(device).requires_grad_()
+                for name in (*case.inputs, *case.gates)
+            }
+            gates = {name: -tensors[name].abs() for name in case.gates}
+            o, _ = case.call(**{**tensors, **gates})
+            results.append([o.detach(), *torch.autograd.grad(o.sin().sum(), list(tensors.values()))])
+        for x, y in zip(*results, strict=True):
+            assert error(x.cpu(), y.cpu()) <= 1e-6

@@ -62,7 +62,8 @@ def _round(x, DOT: tl.constexpr):
     if DOT == tl.float32:
         out = x
     else:
-        out = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        out = tl.where(x == x, rounded, x)  # the sum wraps for a NaN
     return out
 
 
@@ -377,7 +378,8 @@ def plain_kernel(
     """``out_t = sum over s of (scale * a_t . b_s) x_s + scale * S^T a_t``, along an axis that no gate decays.
 
     `g` decays the products `a_t . b_s` and what is read from `S`, the state before the chunk, with strides for (D1,
-    D2). `REVERSE`, backwards in time: later tokens `s`, and `S` the gradient of the state after the chunk.
+    D2). `REVERSE`, backwards in time: later tokens `s`, and `S` the gradient of the state after the chunk, which holds
+    `scale` already.
 
     With `g` it runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one
     kernel for both would need twice the registers.
