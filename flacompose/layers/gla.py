@@ -18,7 +18,8 @@ from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops._check import _MAX_HEAD_SIZE, autocast_on
+from flacompose.ops._check import _MAX_HEAD_SIZE
+from flacompose.ops._define import autocast_on
 
 
 class GatedLinearAttention(nn.Module):

@@ -7,7 +7,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import AUTOCAST_DEVICES
+from flacompose.ops._define import autocast_on
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_HEAD_SIZE = 256
@@ -39,11 +39,6 @@ def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
         if x.shape[3] > _MAX_HEAD_SIZE:
             raise ValueError(f"{name} must have a head size of at most {_MAX_HEAD_SIZE}, got {x.shape[3]}")
     return H, K, V
-
-
-def autocast_on(device: torch.device) -> bool:
-    """Whether autocast is on; only devices that have it may be asked."""
-    return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
 
 
 def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...]) -> None:

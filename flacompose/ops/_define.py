@@ -53,6 +53,11 @@ FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 vjp: Callable[..., Any] = torch.func.vjp
 
 
+def autocast_on(device: torch.device) -> bool:
+    """Whether autocast is on; only devices that have it may be asked."""
+    return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
+
+
 class _Launching(threading.local):
     how: Callable[..., None] | None = None
 
@@ -351,10 +356,10 @@ def _differentiate(
         return args
 
     def functorch_kernel(*args: Any) -> Any:
-        device = args[0].device.type
-        if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
+        device = args[0].device
+        if autocast_on(device):
             with _ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
-                return custom_function_call(Function, *cast_for(device, args))
+                return custom_function_call(Function, *cast_for(device.type, args))
         return custom_function_call(Function, *args)
 
     def autocast_kernel(device: str) -> Callable[..., Any]:
