@@ -5,19 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops._check import _FLOATS, _name, like, sequences
+from flacompose.ops._check import _name, floating, like, sequences, tensor
 
-
-def tensor(name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-
-
-def floating(name: str, x: Tensor) -> None:
-    """Check that `x` is a tensor of a dtype that the ops take."""
-    tensor(name, x)
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
+__all__ = ["floating", "integral", "packed", "same_device", "same_dtype", "state_of", "tensor"]
 
 
 def integral(name: str, x: Tensor, bools: bool = False, why: str = "") -> None:

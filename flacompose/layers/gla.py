@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flacompose.layers import _check
-from flacompose.layers._dtype import wide
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
@@ -20,6 +19,7 @@ from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gla, fused_recurrent_gla
 from flacompose.ops._check import _MAX_HEAD_SIZE
 from flacompose.ops._define import autocast_on
+from flacompose.ops._dtype import wide
 
 
 class GatedLinearAttention(nn.Module):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flacompose.layers._dtype import wide
+from flacompose.ops._dtype import wide
 
 
 class RMSNorm(nn.Module):

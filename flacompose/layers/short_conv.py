@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flacompose.layers import _check
-from flacompose.layers._dtype import wide
+from flacompose.ops._dtype import wide
 from flacompose.ops._varlen import bounds
 
 

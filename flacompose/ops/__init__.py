@@ -1,5 +1,23 @@
 """The recurrences, each one function of its inputs: nothing is changed in place, states come back as new tensors."""
 
 from flacompose.ops.gla import chunk_gla, fused_recurrent_gla
+from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
+from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
+from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
+from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+from flacompose.ops.ssd import mamba_chunk_scan_combined, selective_state_update
 
-__all__ = ["chunk_gla", "fused_recurrent_gla"]
+__all__ = [
+    "chunk_gla",
+    "chunk_lightning_attn",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
+    "fused_recurrent_gla",
+    "fused_recurrent_lightning_attn",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
+    "mamba_chunk_scan_combined",
+    "selective_state_update",
+]

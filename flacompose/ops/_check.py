@@ -13,21 +13,33 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MAX_HEAD_SIZE = 256
 
 
-def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """Check ``q, k [B, T, H, K]`` and ``v [B, T, H, V]``, return ``H, K, V``."""
+def tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def floating(name: str, x: Tensor) -> None:
+    """Check that `x` is a tensor of a dtype that the ops take."""
+    tensor(name, x)
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
+
+
+def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False) -> tuple[int, int, int]:
+    """Check ``q, k [B, T, H, K]`` and ``v [B, T, HV, V]``, return ``HV, K, V``; ``HV = H`` unless `grouped`."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.dtype not in _FLOATS:
-            raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
+        floating(name, x)
     if q.dim() != 4:
         raise ValueError(f"q must have shape [B, T, H, K], got {tuple(q.shape)}")
     B, T, H, K = q.shape
     like(q, "k", k, q.shape)
     if v.dim() != 4:
-        raise ValueError(f"v must have shape [B, T, H, V], got {tuple(v.shape)}")
+        raise ValueError(f"v must have shape [B, T, {'HV' if grouped else 'H'}, V], got {tuple(v.shape)}")
     V = v.shape[3]
-    like(q, "v", v, (B, T, H, V))
+    HV = v.shape[2] if grouped else H
+    like(q, "v", v, (B, T, HV, V))
+    if grouped and H != 0 and HV % H != 0:
+        raise ValueError(f"v must have a multiple of the {H} heads of q, got {HV}")
     if k.dtype != q.dtype or v.dtype != q.dtype:
         # Autocast makes them one dtype further on, but for float64.
         if not autocast_on(q.device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
@@ -38,19 +50,16 @@ def qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
             raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
         if x.shape[3] > _MAX_HEAD_SIZE:
             raise ValueError(f"{name} must have a head size of at most {_MAX_HEAD_SIZE}, got {x.shape[3]}")
-    return H, K, V
+    return HV, K, V
 
 
-def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    """Check that `x` is a float tensor of this shape on the device of `q`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
+def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], of: str = "q") -> None:
+    """Check that `x` is a float tensor of this shape on the device of `q`, which the user knows as `of`."""
+    floating(name, x)
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
     if x.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+        raise ValueError(f"{name} must be on the device of {of}, {q.device}, got {x.device}")
 
 
 def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
@@ -58,8 +67,7 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
     B = q.shape[0]
     if cu_seqlens is None:
         return B
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
+    tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens must be int32 or int64, got {_name(cu_seqlens.dtype)}")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -69,6 +77,14 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
     if B != 1:
         raise ValueError(f"q must have batch size 1 when cu_seqlens is given, got {B}")
     return cu_seqlens.shape[0] - 1
+
+
+def count(name: str, x: object) -> None:
+    """Check that `x` is a positive int."""
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+    if x < 1:
+        raise ValueError(f"{name} must be at least 1, got {x}")
 
 
 def number(name: str, x: object) -> None:

@@ -58,6 +58,11 @@ def autocast_on(device: torch.device) -> bool:
     return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to, or None where it is off."""
+    return torch.get_autocast_dtype(device.type) if autocast_on(device) else None
+
+
 class _Launching(threading.local):
     how: Callable[..., None] | None = None
 

@@ -16,12 +16,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops._varlen import ChunkTable, chunk_table
-
-CHUNK = 64  # at most; a power of two
+from flacompose.ops.families._chunks import Chunks
 
 
 def forward(
@@ -36,7 +33,7 @@ def forward(
     read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    chunks = _Chunks(q, v, cu_seqlens)
+    chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
     gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), read_before) for g in (gk, gv))
 
@@ -60,7 +57,7 @@ def backward(
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, dgk, dgv, d_initial_state)``, empty for inputs that are absent."""
-    chunks = _Chunks(q, v, cu_seqlens)
+    chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
     q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
     gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), read_before) for g in (gk, gv))
@@ -94,39 +91,6 @@ def backward(
         grad(gv, dgv),
         q.new_empty(0) if initial_state is None else d_initial_state.to(initial_state.dtype),
     )
-
-
-class _Chunks:
-    """``[B, T, H, D]`` cut into ``[B, H, R, C, D]``, padded with zeros that do nothing, and put together again."""
-
-    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
-        self.B, self.T, self.H, K = q.shape
-        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.size = CHUNK if cu_seqlens is not None else min(CHUNK, 1 << (self.T - 1).bit_length())
-        self.table: ChunkTable | None = None
-        self.N = self.B
-        if cu_seqlens is not None:
-            self.N = cu_seqlens.shape[0] - 1
-            self.table = chunk_table(cu_seqlens, self.T, CHUNK)
-            token = self.table.start[:, None] + torch.arange(CHUNK, device=q.device)
-            self.real = token < self.table.end[:, None]  # [R, C]
-            self.token = torch.where(self.real, token, self.T)
-        self.state_shape = (self.N, self.H, K, v.shape[-1])
-
-    def split(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype).transpose(1, 2)
-        if self.table is None:
-            return F.pad(x, (0, 0, 0, -self.T % self.size)).unflatten(2, (-1, self.size))
-        return F.pad(x, (0, 0, 0, 1))[:, :, self.token]
-
-    def join(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            x = x.flatten(2, 3)[:, :, : self.T]
-        else:  # every token has one real place; padding, and tokens in no sequence, meet at T + 1
-            x = torch.where(self.real[:, :, None], x, 0).flatten(2, 3)
-            x = x.new_zeros(*x.shape[:2], self.T + 1, x.shape[-1]).index_add(2, self.token.flatten(), x)
-            x = x[:, :, : self.T]
-        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 class _Gate:
@@ -190,7 +154,7 @@ def _decay(S: Tensor, gate_k: _Gate | None, gate_v: _Gate | None) -> Tensor:
 
 
 def _sweep(
-    chunks: _Chunks,
+    chunks: Chunks,
     a: Tensor,
     x: Tensor,
     gate_k: _Gate | None,
@@ -198,37 +162,11 @@ def _sweep(
     start: Tensor | None,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The state before every chunk, ``[B, H, R, K, V]``, and after the last chunk of each sequence, ``[N, H, K, V]``.
-
-    With `reverse`, backwards in time: the gradient of the state after every chunk, and before the first.
-    """
+    """The states of ``a^T x``, decayed by both gates, as `Chunks.sweep` returns them."""
     weigh = _read if reverse else _write
-    writes = (weigh(a, gate_k).mT @ weigh(x, gate_v)).unbind(2)
-    decay_k = None if gate_k is None else gate_k.total.mT.unbind(2)
-    decay_v = None if gate_v is None else gate_v.total.unbind(2)
-    start = a.new_zeros(chunks.state_shape) if start is None else start.to(a.dtype)
-    table = chunks.table
-    if table is None:
-        S = start
-    else:
-        S = torch.zeros_like(start[:1])
-        first, last = (table.last - 1, table.first) if reverse else (table.first, table.last - 1)
-    entering, leaving = [], []
-    for i in reversed(range(len(writes))) if reverse else range(len(writes)):
-        if table is not None:
-            n = table.sequence[i : i + 1].clamp(max=chunks.N - 1)
-            S = torch.where((first[n] == i)[:, None, None, None], start[n], S)
-        entering.append(S)
-        S = S if decay_k is None else S * decay_k[i]
-        S = S if decay_v is None else S * decay_v[i]
-        S = S + writes[i]
-        leaving.append(S)
-    if reverse:
-        entering, leaving = entering[::-1], leaving[::-1]
-    if table is not None:
-        empty = (table.first == table.last)[:, None, None, None]
-        S = torch.where(empty, start, torch.cat(leaving)[last.clamp(0, len(writes) - 1)])
-    return torch.stack(entering, 2), S.contiguous()
+    decays = [] if gate_k is None else [gate_k.total.mT]
+    decays += [] if gate_v is None else [gate_v.total]
+    return chunks.sweep(weigh(a, gate_k).mT @ weigh(x, gate_v), decays, start, reverse)
 
 
 class _Pairs(NamedTuple):

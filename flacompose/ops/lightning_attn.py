@@ -1,0 +1,101 @@
+"""Lightning attention, https://arxiv.org/abs/2405.17381."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops.families.scalar_decay import op
+from flacompose.ops.simple_gla import run
+
+
+def chunk_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    decay: str = "tnl",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Lightning attention, computed in chunks: the form for training and for prompts.
+
+    $$S_t = e^{-r_h}\, S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    for head $h = 0, 1, \dots, H - 1$ of layer $l$ of $L$, with the rates of
+
+    - "tnl": $r_h = \frac{8 h}{H} (1 - \frac{l}{L})$, from "Various Lengths, Constant Speed: Efficient Language Modeling
+      with Lightning Attention" (<https://arxiv.org/abs/2405.17381>) and its TransNormerLLM;
+    - "minimax": $r_h = 2^{-8 (h + 1) / H} (1 - \frac{l}{L - 1 + 10^{-5}} + 10^{-5})$, as the checkpoints of MiniMax-01
+      (<https://arxiv.org/abs/2501.08313>) have them.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys. The decays are those of the ``HV`` heads.
+        layer_idx: The layer ``l``, from 0.
+        num_layers: The number of layers ``L``.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+        decay: "tnl" or "minimax".
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``[N, HV, K, V]`` in
+            float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `layer_idx` is no layer of
+            `num_layers`, or `decay` is unknown.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    g_gamma = _decay(q, k, v, layer_idx, num_layers, decay)
+    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False)
+
+
+def fused_recurrent_lightning_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer_idx: int,
+    num_layers: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    decay: str = "tnl",
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_lightning_attn][flacompose.ops.chunk_lightning_attn], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    g_gamma = _decay(q, k, v, layer_idx, num_layers, decay)
+    return run(
+        op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False
+    )
+
+
+def _decay(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, decay: str) -> Tensor:
+    """``-r_h``, ``[HV]``."""
+    HV, _, _ = _check.qkv(q, k, v, grouped=True)
+    for name, x in (("layer_idx", layer_idx), ("num_layers", num_layers)):
+        if isinstance(x, bool) or not isinstance(x, int):
+            raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+    if not 0 <= layer_idx < num_layers:
+        raise ValueError(f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}, got {layer_idx}")
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if decay == "tnl":
+        rate = 8 / HV * (1 - layer_idx / num_layers)
+        return torch.linspace(0, -rate * (HV - 1), HV, dtype=dtype, device=q.device)
+    if decay == "minimax":
+        rate = 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
+        return -rate * torch.logspace(-8 / HV, -8, HV, base=2.0, dtype=dtype, device=q.device)
+    raise ValueError(f"decay must be 'tnl' or 'minimax', got {decay!r}")

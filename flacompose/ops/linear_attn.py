@@ -1,0 +1,121 @@
+"""Linear attention, https://arxiv.org/abs/2006.16236."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._define import autocast_dtype
+from flacompose.ops.families.scalar_decay import op
+from flacompose.ops.simple_gla import run
+
+LinearAttentionState = Tensor | tuple[Tensor, Tensor]
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: LinearAttentionState | None = None,
+    output_final_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, LinearAttentionState | None]:
+    r"""Linear attention, computed in chunks: the form for training and for prompts.
+
+    $$S_t = S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    and with `normalize`
+
+    $$z_t = z_{t-1} + k_t \qquad
+    o_t = \frac{\text{scale} \cdot S_t^\top q_t}{\text{scale} \cdot z_t^\top q_t + 10^{-10}}$$
+
+    From "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention"
+    (<https://arxiv.org/abs/2006.16236>), on queries and keys that have passed a feature map. Normalised outputs are
+    weighted means of values only where ``q`` and ``k`` are positive, as the paper's feature map makes them.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``S`` ``[N, HV, K, V]`` in any float dtype; with `normalize` the
+            tuple ``(S, z)``, ``z`` being ``[N, H, K]``. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        normalize: Whether to divide by the sum of the weights.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``S``, or ``(S, z)`` with
+            `normalize`, new tensors in float32 (float64 for float64 inputs), or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return _run(op.chunk, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: LinearAttentionState | None = None,
+    output_final_state: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, LinearAttentionState | None]:
+    """[chunk_linear_attn][flacompose.ops.chunk_linear_attn], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    return _run(op.recurrent, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def _run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    initial_state: LinearAttentionState | None,
+    output_final_state: bool,
+    normalize: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, LinearAttentionState | None]:
+    if not normalize:
+        if initial_state is not None and not isinstance(initial_state, Tensor):
+            name = type(initial_state).__name__
+            raise TypeError(f"initial_state must be a tensor S without normalize, got {name}")
+        return run(form, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens)
+
+    _, K, _ = _check.qkv(q, k, v, grouped=True)
+    B, T, H, _ = q.shape
+    S, z = None, None
+    if initial_state is not None:
+        if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 2:
+            name = type(initial_state).__name__
+            raise TypeError(f"initial_state must be a tuple (S, z) with normalize, got {name}")
+        S, z = initial_state
+        _check.like(q, "initial_state[1]", z, (_check.sequences(q, cu_seqlens), H, K))
+        z = z.unsqueeze(-1)
+    o, S = run(form, q, k, v, None, None, scale, S, True, cu_seqlens)
+    assert S is not None  # asked for
+    # z is the state of values that are 1; float32 values make a float32 denominator.
+    dtype = autocast_dtype(q.device)
+    if dtype is not None and q.dtype != torch.float64:
+        q, k = q.to(dtype), k.to(dtype)
+    ones = q.new_ones(B, T, H, 1, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
+        weight, z = form(q, k, ones, None, z, cu_seqlens, K**-0.5 if scale is None else scale, False)
+    o = (o.unflatten(2, (H, -1)) / (weight + 1e-10).unsqueeze(3)).flatten(2, 3).to(o.dtype)
+    return o, (S, z.squeeze(-1)) if output_final_state else None

@@ -1,0 +1,78 @@
+"""Retention, https://arxiv.org/abs/2307.08621."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops.families.scalar_decay import op
+from flacompose.ops.simple_gla import run
+
+
+def chunk_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Retention, computed in chunks: the form for training and for prompts.
+
+    $$S_t = (1 - 2^{-5-h})\, S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    for head $h = 0, 1, \dots$ From "Retentive Network: A Successor to Transformer for Large Language Models"
+    (<https://arxiv.org/abs/2307.08621>), whose rotary positions, norm and gate are the layer's.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys. The decays are those of the ``HV`` heads.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``[N, HV, K, V]`` in
+            float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    g_gamma = _decay(q, k, v)
+    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False)
+
+
+def fused_recurrent_retention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_retention][flacompose.ops.chunk_retention], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    g_gamma = _decay(q, k, v)
+    return run(
+        op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False
+    )
+
+
+def _decay(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """``log(1 - 2 ** (-5 - h))``, ``[HV]``."""
+    HV, _, _ = _check.qkv(q, k, v, grouped=True)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    power = torch.logspace(-5, -4 - HV, HV, base=2.0, dtype=dtype, device=q.device)
+    # log1p keeps what `1 - power` would round away.
+    return torch.log1p(-power)

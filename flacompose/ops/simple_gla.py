@@ -1,0 +1,106 @@
+"""Simple GLA: gated linear attention with one decay per head, https://arxiv.org/abs/2405.21060 and 2312.06635."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._dtype import wide
+from flacompose.ops.families.scalar_decay import op
+
+
+def chunk_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Linear attention with one decay per head and token, in chunks: the form for training and for prompts.
+
+    $$S_t = e^{g_t + \gamma}\, S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    The recurrence of Mamba-2, "Transformers are SSMs" (<https://arxiv.org/abs/2405.21060>), and a special case of
+    "Gated Linear Attention Transformers with Hardware-Efficient Training" (<https://arxiv.org/abs/2312.06635>).
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys.
+        g: Decay per token, ``[B, T, HV]``, as natural logarithms from 0 to -inf; any float dtype. Default: none.
+        g_gamma: Decay of every token, ``[HV]``, likewise; it multiplies that of `g`. Default: none.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``[N, HV, K, V]`` in
+            float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return run(op.chunk, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def fused_recurrent_simple_gla(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_simple_gla][flacompose.ops.chunk_simple_gla], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    return run(op.recurrent, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    gate_gradient: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments and call one form of the family's op."""
+    HV, K, V = _check.qkv(q, k, v, grouped=True)
+    B, T = q.shape[:2]
+    if g is not None:
+        _check.like(q, "g", g, (B, T, HV))
+    if g_gamma is not None:
+        _check.like(q, "g_gamma", g_gamma, (HV,))
+    N = _check.sequences(q, cu_seqlens)
+    if initial_state is not None:
+        _check.like(q, "initial_state", initial_state, (N, HV, K, V))
+    if scale is None:
+        scale = K**-0.5
+    else:
+        _check.number("scale", scale)
+    if g_gamma is not None:
+        # Wide, as the gradient of `g_gamma` is a sum over all tokens.
+        g = wide(g_gamma).expand(B, T, HV) if g is None else wide(g) + wide(g_gamma)
+    o, final_state = form(q, k, v, g, initial_state, cu_seqlens, scale, gate_gradient)
+    return o, final_state if output_final_state else None

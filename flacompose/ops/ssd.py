@@ -1,0 +1,191 @@
+"""Mamba-2's state space duality (SSD), https://arxiv.org/abs/2405.21060, under the names that mamba-ssm gives it."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._dtype import wide
+from flacompose.ops.simple_gla import chunk_simple_gla
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Mamba-2's scan of a sequence, with all that surrounds it.
+
+    $$\Delta_t = \operatorname{clamp}(\operatorname{softplus}(dt_t + dt\_bias)) \qquad
+    h_t = e^{\Delta_t A}\, h_{t-1} + \Delta_t\, x_t B_t^\top \qquad
+    y_t = (h_t C_t + D x_t) \odot \operatorname{silu}(z_t)$$
+
+    From "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality"
+    (<https://arxiv.org/abs/2405.21060>). It is [chunk_simple_gla][flacompose.ops.chunk_simple_gla] of queries ``C``,
+    keys ``B``, values ``dt * x`` and gates ``dt * A``, whose states are these transposed: ``[N, H, S, P]``.
+
+    Args:
+        x: Inputs, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
+        dt: Time steps, ``[B, T, H]``, in any float dtype.
+        A: Rate of each head, ``[H]``, at most 0.
+        B: How inputs enter the state, ``[B, T, G, S]``, in the dtype of `x`; ``G`` divides ``H``, and head ``h`` has
+            group ``h // (H / G)``.
+        C: How the state is read, ``[B, T, G, S]``, in the dtype of `x`.
+        chunk_size: Taken because mamba-ssm has it, and not used: it changes no result.
+        D: What joins input and output directly, ``[H]`` or ``[H, P]``. Default: nothing.
+        z: Gate of the output, ``[B, T, H, P]``, through silu. Default: none.
+        dt_bias: Added to `dt`, ``[H]``. Default: nothing.
+        initial_states: States before the first token, ``[N, H, P, S]``, in any float dtype. Default: zeros.
+        dt_softplus: Whether `dt` passes softplus, after its bias.
+        dt_limit: Bounds that `dt` is then clamped to, the lower at least 0.
+        return_final_states: Whether to return the states after the last token too.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty. Default: ``N = B`` sequences of ``T`` tokens.
+
+    Returns:
+        ``y``, ``[B, T, H, P]`` in the dtype of `x`, or ``(y, final_states)``, the latter ``[N, H, P, S]`` in float32
+            (float64 for float64 inputs), a new tensor.
+
+    Raises:
+        ValueError: If a shape, a device or a bound is wrong, or ``P`` or ``S`` is above 256.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    _check.tensor("x", x)
+    if x.dim() != 4:
+        raise ValueError(f"x must have shape [B, T, H, P], got {tuple(x.shape)}")
+    batch, T, H, P = x.shape
+    _check.like(x, "x", x, x.shape)
+    _check.like(x, "dt", dt, (batch, T, H), of="x")
+    _check.like(x, "A", A, (H,), of="x")
+    _check.tensor("B", B)
+    if B.dim() != 4:
+        raise ValueError(f"B must have shape [B, T, G, S], got {tuple(B.shape)}")
+    G, S = B.shape[2:]
+    _check.like(x, "B", B, (batch, T, G, S), of="x")
+    _check.like(x, "C", C, B.shape, of="x")
+    if G == 0 or H % G != 0:
+        raise ValueError(f"B must have a number of groups that divides the {H} heads of x, got {G}")
+    _check.count("chunk_size", chunk_size)
+    if D is not None:
+        _check.like(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")
+    if z is not None:
+        _check.like(x, "z", z, x.shape, of="x")
+    if dt_bias is not None:
+        _check.like(x, "dt_bias", dt_bias, (H,), of="x")
+    low, high = dt_limit
+    if not 0 <= low <= high:
+        raise ValueError(f"dt_limit must be two ascending bounds of at least 0, got {dt_limit}")
+    if initial_states is not None:
+        N = _check.sequences(x, cu_seqlens)
+        _check.like(x, "initial_states", initial_states, (N, H, P, S), of="x")
+        initial_states = initial_states.mT
+
+    dt = wide(dt)
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if dt_softplus:
+        dt = F.softplus(dt)
+    if (low, high) != (0.0, float("inf")):
+        dt = dt.clamp(low, high)
+    v = (x * dt.unsqueeze(-1)).to(x.dtype)
+    y, states = chunk_simple_gla(C, B, v, dt * wide(A), None, 1.0, initial_states, True, cu_seqlens)
+    assert states is not None  # asked for
+    if D is not None:
+        y = y + x * (D if D.dim() == 2 else D.unsqueeze(-1))
+    if z is not None:
+        y = y * F.silu(wide(z))
+    y = y.to(x.dtype)
+    return (y, states.mT.contiguous()) if return_final_states else y
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""One token of Mamba or Mamba-2: the output, and the new state, the one given being left as it is.
+
+    $$\Delta = \operatorname{softplus}(dt + dt\_bias) \qquad h' = e^{\Delta A} \odot h + \Delta\, x B^\top \qquad
+    y = (h' C + D \odot x) \odot \operatorname{silu}(z)$$
+
+    From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (<https://arxiv.org/abs/2312.00752>) and
+    "Transformers are SSMs" (<https://arxiv.org/abs/2405.21060>). Mamba-2 has one time step and one rate per head,
+    expanded to these shapes.
+
+    Args:
+        state: ``[N, H, P, S]``, in any float dtype. It is computed with in float32 (float64 for float64 states).
+        x: Input, ``[N, H, P]``, in any float dtype, as all that follow.
+        dt: Time steps, ``[N, H, P]``.
+        A: Rates, ``[H, P, S]``, at most 0.
+        B: How the input enters the state, ``[N, G, S]``; ``G`` divides ``H``.
+        C: How the state is read, ``[N, G, S]``.
+        D: What joins input and output directly, ``[H, P]``. Default: nothing.
+        z: Gate of the output, ``[N, H, P]``, through silu. Default: none.
+        dt_bias: Added to `dt`, ``[H, P]``. Default: nothing.
+        dt_softplus: Whether `dt` passes softplus, after its bias.
+
+    Without heads every ``H`` and ``G`` is absent: ``state [N, P, S]``, ``x [N, P]``, ``A [P, S]``, ``B [N, S]``.
+
+    Returns:
+        ``(y, new_state)``, of the shapes and dtypes of `x` and `state`, new tensors.
+
+    Raises:
+        ValueError: If a shape or a device is wrong.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    _check.tensor("state", state)
+    if state.dim() not in (3, 4):
+        raise ValueError(f"state must have shape [N, H, P, S] or [N, P, S], got {tuple(state.shape)}")
+    _check.like(state, "state", state, state.shape)
+    heads = state.dim() == 4
+    N, S = state.shape[0], state.shape[-1]
+    channels = tuple(state.shape[1:-1])  # (H, P), or (P,)
+    _check.tensor("B", B)
+    G = B.shape[1] if heads and B.dim() == 3 else 1
+    if heads and (G == 0 or state.shape[1] % G != 0):
+        raise ValueError(f"B must have a number of groups that divides the {state.shape[1]} heads, got {G}")
+    group = (N, G, S) if heads else (N, S)
+    token = (N, *channels)
+    for name, y, shape in (
+        ("x", x, token), ("dt", dt, token), ("A", A, (*channels, S)), ("B", B, group), ("C", C, group)
+    ):  # fmt: skip
+        _check.like(state, name, y, shape, of="state")
+    for name, option, shape in (("D", D, channels), ("z", z, token), ("dt_bias", dt_bias, channels)):
+        if option is not None:
+            _check.like(state, name, option, shape, of="state")
+
+    dt = wide(dt)
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if dt_softplus:
+        dt = F.softplus(dt)
+    dt = dt.unsqueeze(-1)
+    if heads:
+        B, C = (y.repeat_interleave(state.shape[1] // G, 1) for y in (B, C))
+    B, C = B.unsqueeze(-2), C.unsqueeze(-2)  # [N, (H,) 1, S]
+    new = (dt * A).exp() * wide(state) + dt * x.unsqueeze(-1) * B
+    y = (new * C).sum(-1)
+    if D is not None:
+        y = y + D * x
+    if z is not None:
+        y = y * F.silu(wide(z))
+    return y.to(x.dtype), new.to(state.dtype)
