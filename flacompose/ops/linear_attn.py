@@ -93,7 +93,7 @@ def _run(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
     if not normalize:
-        if initial_state is not None and not isinstance(initial_state, Tensor):
+        if isinstance(initial_state, (tuple, list)):
             name = type(initial_state).__name__
             raise TypeError(f"initial_state must be a tensor S without normalize, got {name}")
         return run(form, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens)

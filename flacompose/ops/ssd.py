@@ -97,7 +97,7 @@ def mamba_chunk_scan_combined(
         dt = dt + dt_bias
     if dt_softplus:
         dt = F.softplus(dt)
-    if (low, high) != (0.0, float("inf")):
+    if not dt_softplus or (low, high) != (0.0, float("inf")):  # a softplus is at least 0
         dt = dt.clamp(low, high)
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
     y, states = chunk_simple_gla(C, B, v, dt * wide(A), None, 1.0, initial_states, True, cu_seqlens)

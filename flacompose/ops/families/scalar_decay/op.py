@@ -9,6 +9,7 @@ gradient is 0, and not computed. `v` may be wider than `q` and `k`, and `o` has 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flacompose.ops._define import define_op
 from flacompose.ops.families.scalar_decay import eager
@@ -41,11 +42,30 @@ def _backward_flops(q, k, v, *_, **__) -> int:
     return 2 * _forward_flops(q, k, v)
 
 
+def _chunk_triton(*args) -> tuple[Tensor, ...]:
+    from flacompose.ops.families.scalar_decay import cuda
+
+    return cuda.chunk(*args)
+
+
+def _recurrent_triton(*args) -> tuple[Tensor, ...]:
+    from flacompose.ops.families.scalar_decay import cuda
+
+    return cuda.recurrent(*args)
+
+
+def _backward_triton(*args) -> tuple[Tensor, ...]:
+    from flacompose.ops.families.scalar_decay import cuda
+
+    return cuda.backward(*args)
+
+
 backward = define_op(
     "scalar_decay_backward",
     f"({_INPUTS}, Tensor? do, Tensor? d_final_state) -> "
     "(Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor d_initial_state)",
     eager=eager.backward,
+    triton=_backward_triton,
     fake=_backward_fake,
     heads=_HEADS,
     batch=_BATCH,
@@ -53,11 +73,12 @@ backward = define_op(
 )
 
 
-def _define_form(name: str):
+def _define_form(name: str, triton):
     return define_op(
         name,
         f"({_INPUTS}) -> (Tensor o, Tensor final_state)",
         eager=eager.forward,
+        triton=triton,
         fake=_forward_fake,
         backward=backward,
         heads=_HEADS,
@@ -67,5 +88,5 @@ def _define_form(name: str):
     )
 
 
-chunk = _define_form("scalar_decay_chunk")
-recurrent = _define_form("scalar_decay_recurrent")
+chunk = _define_form("scalar_decay_chunk", _chunk_triton)
+recurrent = _define_form("scalar_decay_recurrent", _recurrent_triton)

@@ -7,11 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._define import compile_together, launch
-from flacompose.ops._varlen import ChunkTable, bounds, chunk_table
+from flacompose.ops._varlen import ChunkTable, chunk_table
+from flacompose.ops.families import _recurrent
+from flacompose.ops.families._launch import block, given, operand, segment_count, tile_count
 from flacompose.ops.families.vector_decay.kernels import (
     gated_kernel,
     plain_kernel,
-    recurrent_kernel,
     score_kernel,
     state_kernel,
 )
@@ -35,8 +36,8 @@ def chunk(
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     work = _Work(q, v, cu_seqlens, scale, read_before)
     o = work.per_token(v)
-    q, k, v = _operand(q), _operand(k), _operand(v)
-    gk, gv, initial_state = _given(gk), _given(gv), _given(initial_state)
+    q, k, v = operand(q), operand(k), operand(v)
+    gk, gv, initial_state = given(gk), given(gv), given(initial_state)
     S, final_state = work.sweep(k, v, gk, gv, initial_state)
     if gv is None:
         work.plain(q, k, v, gk, S, o)
@@ -64,9 +65,9 @@ def backward(
     dq, dk, dv, dgk, dgv = (q.new_empty(0) if x is None else work.per_token(x) for x in (q, k, v, gk, gv))
     state_dtype = None if initial_state is None else initial_state.dtype
     do = torch.zeros_like(v) if do is None else do
-    q, k, v, do = _operand(q), _operand(k), _operand(v), _operand(do)
-    gk, gv = _given(gk), _given(gv)
-    initial_state, d_final_state = _given(initial_state), _given(d_final_state)
+    q, k, v, do = operand(q), operand(k), operand(v), operand(do)
+    gk, gv = given(gk), given(gv)
+    initial_state, d_final_state = given(initial_state), given(d_final_state)
 
     S, _ = work.sweep(k, v, gk, gv, initial_state)
     dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
@@ -94,41 +95,7 @@ def recurrent(
     read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    B, T, H, K = q.shape
-    V = v.shape[-1]
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    gk, gv, initial_state = _given(gk), _given(gv), _given(initial_state)
-    if cu_seqlens is None:
-        N, o = B, torch.empty_like(v)
-    else:
-        cu_seqlens = bounds(cu_seqlens, T)
-        N, o = cu_seqlens.shape[0] - 1, torch.zeros_like(v)
-    final_state = q.new_empty(N, H, K, V, dtype=torch.float32)
-    BK = _block(K, 256)
-    BV = _block(V, 4096 // BK)
-    grid = (N * H * _tiles(V, BV),)
-    launch(
-        recurrent_kernel,
-        grid,
-        q,
-        k,
-        v,
-        gk,
-        gv,
-        initial_state,
-        o,
-        final_state,
-        cu_seqlens,
-        scale,
-        T,
-        H,
-        K,
-        V,
-        BK,
-        BV,
-        read_before,
-    )
-    return o, final_state
+    return _recurrent.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, read_before)
 
 
 class _Work:
@@ -175,7 +142,7 @@ class _Work:
         """States before each chunk, ``[rows, H, K, V]``, and the final ones; with `reverse`, backwards in time."""
         N, H, K, V = self.N, self.H, self.K, self.V
         BK, BV, warps, stages = state_config(self.bfloat16, K, V)
-        tiles = _tiles(K, BK) * _tiles(V, BV)
+        tiles = tile_count(K, BK) * tile_count(V, BV)
         segments = segment_count(self.NT, H * tiles)
         states = a.new_empty(self.padded_rows, H, K, V, dtype=self.state_dtype)
         final = a.new_empty(N, H, K, V, dtype=torch.float32)
@@ -276,7 +243,7 @@ class _Work:
         for only_mild in (True,) if g is None else (True, False):
             launch(
                 plain_kernel,
-                (self.rows * self.H * _tiles(D2, BD2),),
+                (self.rows * self.H * tile_count(D2, BD2),),
                 a,
                 b,
                 x,
@@ -321,7 +288,7 @@ class _Work:
         """Fill `read`, `write` and `gate` along the value axis or, with `transpose`, along the key axis."""
         D1, D2, strides = self._axes(transpose)
         BD1, BD2, warps, stages = gated_config(self.bfloat16, D1, D2)
-        tiles = _tiles(D2, BD2)
+        tiles = tile_count(D2, BD2)
         P = self.score(a, b, g1)
         mild = x.new_empty(self.padded_rows, self.H, tiles, dtype=torch.int8)
         for only_mild in (True, False):
@@ -368,49 +335,23 @@ class _Work:
         return [None if self.table is None else getattr(self.table, c) for c in columns]
 
 
-def segment_count(NT: int, programs: int) -> int:
-    """Parts in which to sweep a sequence of `NT` chunks: enough programs for a large chip.
-
-    By the shape of one row, so that its bits do not depend on the batch size.
-    """
-    # Not `max` and `min`, which would ask a symbolic length and so bound it.
-    return torch.sym_max(1, torch.sym_min(NT // 64, 512 // programs))
-
-
 def state_config(bfloat16: bool, K: int, V: int) -> tuple[int, int, int, int]:
     """Block sizes of the state, warps and pipeline stages."""
     if bfloat16:
-        return _block(K, 64), _block(V, 128), 4, 3
-    return _block(K, 32), _block(V, 32), 4, 2
+        return block(K, 64), block(V, 128), 4, 3
+    return block(K, 32), block(V, 32), 4, 2
 
 
 def score_config(bfloat16: bool, D: int) -> tuple[int, int, int]:
     """Block size of the contracted axis, warps and pipeline stages."""
-    return (_block(D, 64), 4, 1) if bfloat16 else (_block(D, 32), 4, 2)
+    return (block(D, 64), 4, 1) if bfloat16 else (block(D, 32), 4, 2)
 
 
 def plain_config(bfloat16: bool, D1: int, D2: int) -> tuple[int, int, int, int]:
     """Block sizes of the contracted and the other axis, warps and pipeline stages."""
-    return (_block(D1, 32), _block(D2, 128), 4, 3) if bfloat16 else (_block(D1, 32), _block(D2, 32), 4, 2)
+    return (block(D1, 32), block(D2, 128), 4, 3) if bfloat16 else (block(D1, 32), block(D2, 32), 4, 2)
 
 
 def gated_config(bfloat16: bool, D1: int, D2: int) -> tuple[int, int, int, int]:
     """As `plain_config`. Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper."""
-    return (64, 64, 4, 2) if bfloat16 else (_block(D1, 32), _block(D2, 32), 4, 2)
-
-
-def _block(D: int, largest: int) -> int:
-    return min(max(1 << (D - 1).bit_length(), 16), largest)
-
-
-def _tiles(D: int, B: int) -> int:
-    return (D + B - 1) // B
-
-
-def _operand(x: Tensor) -> Tensor:
-    """float16 overflows where a state or a sum of products is large; it is computed with in float32."""
-    return x.to(torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32).contiguous()
-
-
-def _given(x: Tensor | None) -> Tensor | None:
-    return None if x is None else _operand(x)
+    return (64, 64, 4, 2) if bfloat16 else (block(D1, 32), block(D2, 32), 4, 2)

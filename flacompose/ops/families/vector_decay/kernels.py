@@ -1,4 +1,4 @@
-"""Triton kernels for vector decay: the sweep of states over chunks, the pairs within a chunk, the token-by-token form.
+"""Triton kernels for vector decay: the sweep of states over chunks, the pairs within a chunk.
 
 The chunked algorithm is that of `eager`, where it is explained. Here a chunk is one tile and a level of blocks a mask:
 at each level every token plays one role, reader in an odd block or writer in an even one, with one weight and one row
@@ -13,28 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# exp of it is 0 in float32, so a sum that includes a gate at this bound weighs nothing, as -inf would.
-_LOWEST_GATE = tl.constexpr(-128.0)
+from flacompose.ops.families._triton import LOWEST_GATE, dot, load_tile, split_dot, store_tile
+
 # Leaves float32 room for products of queries, keys, values and their gradients from 1e-18 to 1e18.
 _MILD = tl.constexpr(45.0)
 
 
 @triton.jit
-def _tile(x, token, end, h, d, H, D):
-    """Rows `token` of head `h` of ``x [tokens, H, D]``, zero from `end` on."""
-    at = x + (token * H + h)[:, None] * D + d[None, :]
-    return tl.load(at, mask=(token < end)[:, None] & (d < D)[None, :], other=0.0)
-
-
-@triton.jit
 def _gates(g, token, end, h, d, H, D):
-    return tl.maximum(_tile(g, token, end, h, d, H, D), _LOWEST_GATE).to(g.dtype.element_ty)
-
-
-@triton.jit
-def _store(x, value, token, end, h, d, H, D):
-    at = x + (token * H + h)[:, None] * D + d[None, :]
-    tl.store(at, value.to(x.dtype.element_ty), mask=(token < end)[:, None] & (d < D)[None, :])
+    return tl.maximum(load_tile(g, token, end, h, d, H, D), LOWEST_GATE).to(g.dtype.element_ty)
 
 
 @triton.jit
@@ -49,11 +36,6 @@ def _select(rows, x, DOT: tl.constexpr):
         low = (x - high.to(tl.float32)).to(DOT)
         out = tl.dot(rows.to(DOT), high, acc=tl.dot(rows.to(DOT), low))
     return out
-
-
-@triton.jit
-def _dot(a, b, DOT: tl.constexpr):
-    return tl.dot(a.to(DOT), b.to(DOT), input_precision="tf32x3")
 
 
 @triton.jit
@@ -80,17 +62,6 @@ def _round_dot(a, b, DOT: tl.constexpr):
         out = tl.dot(a, b, input_precision="tf32x3")
     else:
         out = tl.dot(_round(a, DOT), b, input_precision="tf32")
-    return out
-
-
-@triton.jit
-def _split_dot(a, b, DOT: tl.constexpr):
-    """``a @ b`` for float32 `a`, in two parts, and `b` of the inputs' dtype."""
-    if DOT == tl.float32:
-        out = tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
-    else:
-        high = a.to(DOT)
-        out = tl.dot(high, b, acc=tl.dot((a - high.to(tl.float32)).to(DOT), b))
     return out
 
 
@@ -222,11 +193,11 @@ def state_kernel(
         at_k = (token * H + h)[None, :] * K + dk[:, None]
         in_k = (token < hi)[None, :] & (dk < K)[:, None]
         a_ = tl.load(a + at_k, mask=in_k, other=0.0)  # [BK, C]
-        x_ = _tile(x, token, hi, h, dv, H, V)  # [C, BV]
+        x_ = load_tile(x, token, hi, h, dv, H, V)  # [C, BV]
         if REVERSE:
             a_ = a_ * scale
         if HAS_GK:
-            g = tl.maximum(tl.load(gk + at_k, mask=in_k, other=0.0), _LOWEST_GATE).to(gk.dtype.element_ty)
+            g = tl.maximum(tl.load(gk + at_k, mask=in_k, other=0.0), LOWEST_GATE).to(gk.dtype.element_ty)
             to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             a_ = a_ * tl.exp(tl.trans(_select(to_edge, tl.trans(g), DOT)))
             total = tl.sum(g.to(tl.float32), 1)
@@ -239,7 +210,7 @@ def state_kernel(
             total = tl.sum(g.to(tl.float32), 0)
             S *= tl.exp(total)[None, :]
             sum_v += total
-        S += _dot(a_, x_, DOT)
+        S += dot(a_, x_, DOT)
 
     if WHOLE:
         if segment == SEGMENTS - 1:
@@ -329,10 +300,10 @@ def score_kernel(
     lower = tl.zeros([C, C], dtype=tl.float32)
     for d0 in range(0, D, BD):
         d = d0 + tl.arange(0, BD)
-        a_ = _tile(a, token, hi, h, d, H, D)
-        b_ = _tile(b, token, hi, h, d, H, D)
+        a_ = load_tile(a, token, hi, h, d, H, D)
+        b_ = load_tile(b, token, hi, h, d, H, D)
         if not HAS_G:
-            lower += _dot(a_, tl.trans(b_), DOT)
+            lower += dot(a_, tl.trans(b_), DOT)
         else:
             g_ = _gates(g, token, hi, h, d, H, D)
             write, read = _middle_sums(g_, t, s, C, READ_BEFORE, DOT)
@@ -408,10 +379,10 @@ def plain_kernel(
     is_mild = True
     for d in range(0, D1, BD1):
         d1 = d + tl.arange(0, BD1)
-        a_ = _tile(a, token, hi, h, d1, H, D1)
-        b_ = _tile(b, token, hi, h, d1, H, D1)
+        a_ = load_tile(a, token, hi, h, d1, H, D1)
+        b_ = load_tile(b, token, hi, h, d1, H, D1)
         if not HAS_G:
-            pairs += _dot(a_, tl.trans(b_), DOT)
+            pairs += dot(a_, tl.trans(b_), DOT)
         else:
             g_ = _gates(g, token, hi, h, d1, H, D1)
             if MILD:
@@ -428,7 +399,7 @@ def plain_kernel(
         if HAS_G:
             a_ = a_ * tl.exp(_select(s > t if REVERSE else _reads(t, s, READ_BEFORE), g_, DOT))
         at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
-        acc += _dot(a_, tl.load(S + at, mask=(d1 < D1)[:, None] & (d2 < D2)[None, :], other=0.0), DOT)
+        acc += dot(a_, tl.load(S + at, mask=(d1 < D1)[:, None] & (d2 < D2)[None, :], other=0.0), DOT)
     if not REVERSE:
         acc *= scale
 
@@ -437,8 +408,8 @@ def plain_kernel(
         if not is_mild:
             return
     pairs = tl.where(_reads(s, t, READ_BEFORE) if REVERSE else _reads(t, s, READ_BEFORE), pairs * scale, 0.0)
-    acc += _split_dot(pairs, _tile(x, token, hi, h, d2, H, D2), DOT)
-    _store(out, acc, token, hi, h, d2, H, D2)
+    acc += split_dot(pairs, load_tile(x, token, hi, h, d2, H, D2), DOT)
+    store_tile(out, acc, token, hi, h, d2, H, D2)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
@@ -522,18 +493,18 @@ def gated_kernel(
         d1 = d + tl.arange(0, BD1)
         at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
         in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
-        a_ = _tile(a, token, hi, h, d1, H, D1)
+        a_ = load_tile(a, token, hi, h, d1, H, D1)
         if HAS_G1:
             gate = _gates(g1, token, hi, h, d1, H, D1)
             a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), gate, DOT))
         S_ = tl.load(S + at, mask=in_state, other=0.0)
-        before += _dot(a_, S_, DOT)
+        before += dot(a_, S_, DOT)
         if WRITE:
-            b_ = _tile(b, token, hi, h, d1, H, D1)
+            b_ = load_tile(b, token, hi, h, d1, H, D1)
             if HAS_G1:
                 b_ = b_ * tl.exp(_select(s > t, gate, DOT))
             dS_ = tl.load(dS + at, mask=in_state, other=0.0)
-            after += _dot(b_, dS_, DOT)
+            after += dot(b_, dS_, DOT)
             kept = S_.to(tl.float32) * dS_.to(tl.float32)
             if HAS_G1:
                 kept *= tl.exp(tl.sum(gate.to(tl.float32), 0))[:, None]
@@ -547,10 +518,10 @@ def gated_kernel(
     if MILD:
         late = t >= C // 2
         write_sum, read_sum = _middle_sums(g, t, s, C, READ_BEFORE, DOT)
-        writer = _round(_tile(x, token, hi, h, d2, H, D2) * tl.exp(-write_sum), DOT)
+        writer = _round(load_tile(x, token, hi, h, d2, H, D2) * tl.exp(-write_sum), DOT)
         before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
         if WRITE:
-            reader = _round(_tile(y, token, hi, h, d2, H, D2) * tl.exp(read_sum), DOT)
+            reader = _round(load_tile(y, token, hi, h, d2, H, D2) * tl.exp(read_sum), DOT)
             after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
             through *= tl.exp(tl.sum(g.to(tl.float32), 0))
             late_sum = through + tl.sum(writer * after, 0)
@@ -566,17 +537,17 @@ def gated_kernel(
             else:
                 dg += _select(_from_middle(s, t, C, False), reader * before - writer * after, DOT)
             after *= tl.exp(-write_sum)
-            _store(dg2, dg, token, hi, h, d2, H, D2)
+            store_tile(dg2, dg, token, hi, h, d2, H, D2)
         if read is not None and DOT != tl.float32:
             # What `_round` took from P; not before, as `dg` needs both products of the same factors.
             rest = tl.load(P + t * C + s, mask=t != s, other=0.0)
-            before += _dot(rest - _round(rest, DOT), writer, DOT)
+            before += dot(rest - _round(rest, DOT), writer, DOT)
         before *= tl.exp(read_sum)
     else:
-        x_ = _tile(x, token, hi, h, d2, H, D2)
+        x_ = load_tile(x, token, hi, h, d2, H, D2)
         before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
         if WRITE:
-            y_ = _tile(y, token, hi, h, d2, H, D2)
+            y_ = load_tile(y, token, hi, h, d2, H, D2)
             after *= tl.exp(_select(s > t, g, DOT))
             dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
             dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
@@ -593,71 +564,9 @@ def gated_kernel(
                 after += tl.where(odd, 0.0, out)
                 dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
         if WRITE:
-            _store(dg2, dg, token, hi, h, d2, H, D2)
+            store_tile(dg2, dg, token, hi, h, d2, H, D2)
     diagonal = tl.load(P + i * C + i)[:, None]
     if read is not None:
-        _store(read, before + diagonal * _tile(x, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)
+        store_tile(read, before + diagonal * load_tile(x, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)
     if WRITE:
-        _store(write, after + diagonal * _tile(y, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)
-
-
-@triton.jit(do_not_specialize=["T", "H", "scale"])
-def recurrent_kernel(
-    q,
-    k,
-    v,
-    gk,
-    gv,
-    initial,
-    o,
-    final,
-    cu_seqlens,
-    scale,
-    T,
-    H,
-    K,
-    V,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    READ_BEFORE: tl.constexpr,
-):
-    """The recurrence as it is written, one program per sequence, head and block of the value axis."""
-    tiles = tl.cdiv(V, BV)
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    pid = tl.program_id(0).to(tl.int64)
-    nh = pid // tiles
-    n = nh // H
-    h = nh % H
-    dk = tl.arange(0, BK)
-    dv = (pid % tiles) * BV + tl.arange(0, BV)
-    in_k = dk < K
-    in_v = dv < V
-    in_state = in_k[:, None] & in_v[None, :]
-    at_state = nh * K * V + dk[:, None] * V + dv[None, :]
-    if cu_seqlens is not None:
-        lo = tl.load(cu_seqlens + n)
-        hi = tl.load(cu_seqlens + n + 1)
-    else:
-        lo = n * T
-        hi = lo + T
-
-    S = tl.zeros([BK, BV], dtype=tl.float32)
-    if initial is not None:
-        S = tl.load(initial + at_state, mask=in_state, other=0.0).to(tl.float32)
-    for token in range(lo, hi):
-        at_k = (token * H + h) * K + dk
-        at_v = (token * H + h) * V + dv
-        q_ = tl.load(q + at_k, mask=in_k, other=0.0).to(tl.float32) * scale
-        k_ = tl.load(k + at_k, mask=in_k, other=0.0).to(tl.float32)
-        v_ = tl.load(v + at_v, mask=in_v, other=0.0).to(tl.float32)
-        if READ_BEFORE:
-            o_ = tl.sum(S * q_[:, None], 0)
-        if gk is not None:
-            S *= tl.exp(tl.load(gk + at_k, mask=in_k, other=0.0).to(tl.float32))[:, None]
-        if gv is not None:
-            S *= tl.exp(tl.load(gv + at_v, mask=in_v, other=0.0).to(tl.float32))[None, :]
-        S += k_[:, None] * v_[None, :]
-        if not READ_BEFORE:
-            o_ = tl.sum(S * q_[:, None], 0)
-        tl.store(o + at_v, o_.to(o.dtype.element_ty), mask=in_v)
-    tl.store(final + at_state, S, mask=in_state)
+        store_tile(write, after + diagonal * load_tile(y, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)

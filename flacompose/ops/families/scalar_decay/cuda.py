@@ -1,0 +1,266 @@
+"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flacompose.ops._define import compile_together, launch
+from flacompose.ops._varlen import bounds
+from flacompose.ops.families import _recurrent
+from flacompose.ops.families._launch import block, given, operand, segment_count, tile_count
+from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
+
+
+@compile_together
+def chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    gate_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    sweep = _Sweep(q, v, cu_seqlens, scale)
+    o, final_state = sweep.per_token(v), sweep.state()
+    q, k, v = operand(q), operand(k), operand(v)
+    sums, initial_state = sweep.gates(g), given(initial_state)
+    ends = sweep.segment_ends(k, v, sums, initial_state)
+    sweep(q, k, v, sums, initial_state, ends, o, final=final_state)
+    return o, final_state
+
+
+@compile_together
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    gate_gradient: bool,
+    do: Tensor | None,
+    d_final_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 without `gate_gradient`."""
+    sweep = _Sweep(q, v, cu_seqlens, scale)
+    q_dtype, state_dtype = q.dtype, None if initial_state is None else initial_state.dtype
+    # One gradient for each head of values; those that share one of queries and keys are summed at the end.
+    shared = v.shape[2] // q.shape[2]
+    heads = (*q.shape[:2], v.shape[2], q.shape[3])
+    dq, dk = (sweep.per_token(q, heads, q_dtype if shared == 1 else torch.float32) for _ in range(2))
+    dv, d_initial_state = sweep.per_token(v), sweep.state()
+    do = torch.zeros_like(v) if do is None else do
+    q, k, v, do = operand(q), operand(k), operand(v), operand(do)
+    initial_state, d_final_state = given(initial_state), given(d_final_state)
+
+    sums = sweep.gates(g)
+    gradient = sweep.gate_gradient() if g is not None and gate_gradient else None
+    ends = sweep.segment_ends(k, v, sums, initial_state)
+    sweep(do, v, k, sums, initial_state, ends, dq, gradient=gradient, y=q, transpose=True)
+    ends = sweep.segment_ends(q, do, sums, d_final_state, reverse=True)
+    sweep(k, q, do, sums, d_final_state, ends, dv, final=d_initial_state, reverse=True)
+    sweep(v, do, q, sums, d_final_state, ends, dk, gradient=gradient, y=k, transpose=True, reverse=True)
+
+    if g is None:
+        dg = q.new_empty(0, dtype=q_dtype)
+    elif gradient is None:
+        dg = g.new_zeros(g.shape)
+    else:
+        dg = sweep.per_token(g)
+        sweep.gather(gradient, dg)
+    if shared > 1:
+        dq, dk = (x.unflatten(2, (-1, shared)).sum(3).to(q_dtype) for x in (dq, dk))
+    if state_dtype is None:
+        return dq, dk, dv, dg, q.new_empty(0, dtype=q_dtype)
+    return dq, dk, dv, dg, d_initial_state.to(state_dtype)
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    gate_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    return _recurrent.recurrent(q, k, v, g, None, None, initial_state, cu_seqlens, scale)
+
+
+class _Gates(NamedTuple):
+    """What `gate_kernel` makes of them."""
+
+    sums: Tensor | None
+    rest: Tensor | None
+
+
+class _GateGradient(NamedTuple):
+    """What two sweeps leave for the gradient of gates, as `gate_gradient_kernel` takes it, and share."""
+
+    states: Tensor | None = None
+    read: Tensor | None = None
+    write: Tensor | None = None
+    met: Tensor | None = None
+    through: Tensor | None = None
+
+
+class _Config:
+    """Tiles of one orientation: `C` tokens, all of the contracted axis, a block of the other."""
+
+    def __init__(self, bfloat16: bool, D1: int, D2: int) -> None:
+        self.C, self.BD1 = (64 if bfloat16 else 32), block(D1, 256)
+        self.BD2 = block(D2, 64 if bfloat16 else 4096 // self.BD1)
+        self.tiles = tile_count(D2, self.BD2)
+        self.warps = 8 if self.BD1 == 256 else 4
+        self.stages = 2
+
+
+class _Sweep:
+    """The launches of one call, and the memory that they fill."""
+
+    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float) -> None:
+        B, self.T, _, self.K = q.shape
+        self.HV, self.V = v.shape[2:]
+        self.scale = scale
+        self.bfloat16 = q.dtype == torch.bfloat16
+        self.device = q.device
+        self.cu_seqlens = None if cu_seqlens is None else bounds(cu_seqlens, self.T)
+        self.N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        C = self.config().C
+        NT = (self.T + C - 1) // C
+        # Longer by one than is used: a leading dimension that may be 1 is a guard on the length when it is symbolic.
+        self.rows = (B * NT if cu_seqlens is None else NT + self.N) + 1
+        self.segments = segment_count(NT, self.HV * max(self.config(x).tiles for x in (False, True)))
+        self.split = not (isinstance(self.segments, int) and self.segments == 1)
+
+    def config(self, transpose: bool = False) -> _Config:
+        return _Config(self.bfloat16, *((self.V, self.K) if transpose else (self.K, self.V)))
+
+    def per_token(
+        self, x: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """An output like `x`; tokens in no sequence are written by nobody."""
+        new = x.new_empty if self.cu_seqlens is None else x.new_zeros
+        return new(x.shape if shape is None else shape, dtype=dtype)
+
+    def state(self) -> Tensor:
+        return torch.empty(self.N, self.HV, self.K, self.V, dtype=torch.float32, device=self.device)
+
+    def gates(self, g: Tensor | None) -> _Gates:
+        """Their running sums within each chunk, in float32 products in two parts."""
+        if g is None:
+            return _Gates(None, None)
+        sums, rest = (torch.empty(g.shape, dtype=torch.float32, device=self.device) for _ in range(2))
+        gates = _Gates(sums, None if self.bfloat16 else rest)
+        self._by_row(gate_kernel, operand(g), *gates)
+        return gates
+
+    def gate_gradient(self) -> _GateGradient:
+        config = self.config(transpose=True)
+        tokens = (self.N if self.cu_seqlens is None else 1) * self.T
+
+        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        return _GateGradient(
+            new(self.rows, self.HV, self.V, self.K, dtype=torch.bfloat16 if self.bfloat16 else torch.float32),
+            read=new(tokens, config.tiles, self.HV),
+            write=new(tokens, config.tiles, self.HV),
+            met=new(tokens, config.tiles, self.HV),
+            through=new(self.rows, config.tiles, self.HV, self.V),
+        )
+
+    def gather(self, gradient: _GateGradient, dg: Tensor) -> None:
+        """Fill `dg` from what two sweeps have left."""
+        PARTS = self.config(transpose=True).tiles
+        self._by_row(
+            gate_gradient_kernel,
+            *gradient[1:],
+            dg,
+            scale=self.scale,
+            D=self.V,
+            BD=block(self.V, 256),
+            PARTS=PARTS,
+        )
+
+    def _by_row(self, kernel: Any, *tensors: Tensor | None, **arguments: Any) -> None:
+        """Launch a kernel of one program for each chunk and block of heads."""
+        BH = block(self.HV, 16)
+        grid = (self.rows - 1, tile_count(self.HV, BH))
+        size = (self.T, self.N, self.HV)
+        launch(kernel, grid, *tensors, self.cu_seqlens, *size, C=self.config().C, BH=BH, **arguments)
+
+    def segment_ends(
+        self, b: Tensor, x: Tensor, gates: _Gates, initial: Tensor | None, reverse: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What each segment leaves when it begins at zero, and its summed gates; nothing if there is but one."""
+        if not self.split:
+            return None, None
+        N, HV, K, V = self.N, self.HV, self.K, self.V
+        new = torch.empty(self.segments + 1, N, HV, K, V, dtype=torch.float32, device=self.device)
+        ends = new, None if gates.sums is None else new.new_empty(self.segments + 1, N, HV)
+        self(None, b, x, gates, initial, ends, None, reverse=reverse)
+        return ends
+
+    def __call__(
+        self,
+        a: Tensor | None,
+        b: Tensor,
+        x: Tensor,
+        gates: _Gates,
+        initial: Tensor | None,
+        ends: tuple[Tensor | None, Tensor | None],
+        out: Tensor | None,
+        gradient: _GateGradient | None = None,
+        y: Tensor | None = None,
+        final: Tensor | None = None,
+        transpose: bool = False,
+        reverse: bool = False,
+    ) -> None:
+        """``S <- e^g S + b_t x_t^T``, ``out_t = scale * S^T a_t``; `transpose` where `b` has the size of values."""
+        config = self.config(transpose)
+        D1, D2, strides = (self.V, self.K, (1, self.V)) if transpose else (self.K, self.V, (self.V, 1))
+        launch(
+            sweep_kernel,
+            (self.N * self.HV * config.tiles * self.segments,),
+            a,
+            b,
+            x,
+            None if gradient is None else y,
+            *gates,
+            initial,
+            *ends,
+            out,
+            *(gradient or _GateGradient()),
+            final,
+            self.cu_seqlens,
+            self.scale,
+            self.T,
+            self.N,
+            self.HV,
+            b.shape[2],
+            x.shape[2],
+            self.segments,
+            D1=D1,
+            D2=D2,
+            stride1=strides[0],
+            stride2=strides[1],
+            C=config.C,
+            BD1=config.BD1,
+            BD2=config.BD2,
+            SPLIT=self.split,
+            REVERSE=reverse,
+            DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
