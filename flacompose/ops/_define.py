@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from contextvars import Context
 from functools import cache, wraps
 from importlib.util import find_spec
+from itertools import combinations
+from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -424,7 +426,12 @@ def _shardings(op: OpOverload, heads: Mapping[str, int], batch: Mapping[str, int
             dim = None if _primal(name, arguments) in absent else dims.get(_primal(name, dims))
             return Replicate() if dim is None else Shard(dim)
 
-        choices: list[Mapping[str, int]] = [{}, heads]
+        choices: list[Mapping[str, int]] = [{}]
+        headed = [
+            (x, name) for name, x in zip(arguments, args) if name in given and _primal(name, heads) in heads
+        ]
+        if _same_shards([(x, heads[_primal(name, heads)]) for x, name in headed]):
+            choices.append(heads)
         if all(_primal(name, batch) in batch for name in given):
             choices.append(batch)
         return [
@@ -436,6 +443,17 @@ def _shardings(op: OpOverload, heads: Mapping[str, int], batch: Mapping[str, int
         ]
 
     return rule
+
+
+def _same_shards(split: Sequence[tuple[Any, int]]) -> bool:
+    """Whether the shards of every tensor along its dimension go together: of groups, those that are even."""
+    sizes = {spec.shape[dim] for spec, dim in split}
+    if len(sizes) == 1:
+        return True
+    mesh = split[0][0].mesh.shape
+    counts = [prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)]
+    # PyTorch shards none into more than it has.
+    return all(size % count == 0 for count in counts if count <= min(sizes) for size in sizes)
 
 
 @cache

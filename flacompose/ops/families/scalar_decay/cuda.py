@@ -160,24 +160,24 @@ class _Sweep:
         """Their running sums within each chunk, in float32 products in two parts."""
         if g is None:
             return _Gates(None, None)
-        sums, rest = (torch.empty(g.shape, dtype=torch.float32, device=self.device) for _ in range(2))
+        shape = (self.rows, self.HV, self.config().C)
+        sums, rest = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
         gates = _Gates(sums, None if self.bfloat16 else rest)
         self._by_row(gate_kernel, operand(g), *gates)
         return gates
 
     def gate_gradient(self) -> _GateGradient:
         config = self.config(transpose=True)
-        tokens = (self.N if self.cu_seqlens is None else 1) * self.T
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         return _GateGradient(
             new(self.rows, self.HV, self.V, self.K, dtype=torch.bfloat16 if self.bfloat16 else torch.float32),
-            read=new(tokens, config.tiles, self.HV),
-            write=new(tokens, config.tiles, self.HV),
-            met=new(tokens, config.tiles, self.HV),
-            through=new(self.rows, config.tiles, self.HV, self.V),
+            read=new(self.rows, config.tiles, self.HV, config.C),
+            write=new(self.rows, config.tiles, self.HV, config.C),
+            met=new(self.rows, config.tiles, self.HV, config.C),
+            through=new(self.rows, self.HV, self.K),
         )
 
     def gather(self, gradient: _GateGradient, dg: Tensor) -> None:
@@ -188,8 +188,8 @@ class _Sweep:
             *gradient[1:],
             dg,
             scale=self.scale,
-            D=self.V,
-            BD=block(self.V, 256),
+            D=self.K,
+            BD=block(self.K, 256),
             PARTS=PARTS,
         )
 

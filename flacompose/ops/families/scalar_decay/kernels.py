@@ -53,7 +53,7 @@ def _chunk(row, cu_seqlens, T, N, C: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def gate_kernel(
     g,  # [tokens, H]
-    sums,
+    sums,  # [rows, H, C]
     rest,
     cu_seqlens,
     T,
@@ -67,25 +67,28 @@ def gate_kernel(
     With `rest`, in two parts: multiples of 2^-9, which add and subtract exactly, and the small rest. A difference of
     sums is then as good as the sum of the gates between, however strong those before were.
     """
-    start, hi = _chunk(tl.program_id(0).to(tl.int64), cu_seqlens, T, N, C)
-    token = start + tl.arange(0, C)
+    row = tl.program_id(0).to(tl.int64)
+    start, hi = _chunk(row, cu_seqlens, T, N, C)
+    t = tl.arange(0, C)
+    token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
-    at = token[:, None] * H + h[None, :]
-    mask = (token < hi)[:, None] & (h < H)[None, :]
-    g_ = tl.maximum(tl.load(g + at, mask=mask, other=0.0).to(tl.float32), LOWEST_GATE) * LOG2_E
+    in_h = (h < H)[None, :]
+    g_ = tl.load(g + token[:, None] * H + h[None, :], mask=(token < hi)[:, None] & in_h, other=0.0)
+    g_ = tl.maximum(g_.to(tl.float32), LOWEST_GATE) * LOG2_E
+    at = (row * H + h)[None, :] * C + t[:, None]
     if rest is not None:
         high = tl.floor(g_ * 512.0) / 512.0
-        tl.store(rest + at, tl.cumsum(g_ - high, 0), mask=mask)
+        tl.store(rest + at, tl.cumsum(g_ - high, 0), mask=in_h)
         g_ = high
-    tl.store(sums + at, tl.cumsum(g_, 0), mask=mask)
+    tl.store(sums + at, tl.cumsum(g_, 0), mask=in_h)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def gate_gradient_kernel(
-    read,  # [tokens, PARTS, H]: of the sums to each token, from the chunk's start and from its other tokens
-    write,  # [tokens, PARTS, H]: of the sum from each token to the chunk's end
-    met,  # [tokens, PARTS, H]: of the sums from each token to others in the chunk
-    through,  # [rows, PARTS, H, D]: of the sum over the chunk, to be added up
+    read,  # [rows, PARTS, H, C]: of the sums to each token, from the chunk's start and from its other tokens
+    write,  # [rows, PARTS, H, C]: of the sum from each token to the chunk's end
+    met,  # [rows, PARTS, H, C]: of the sums from each token to others in the chunk
+    through,  # [rows, H, D]: of the sum over the chunk, to be added up
     dg,  # [tokens, H]
     cu_seqlens,
     T,
@@ -105,25 +108,23 @@ def gate_gradient_kernel(
     token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     d = tl.arange(0, BD)
-    at = token[:, None] * H + h[None, :]
-    mask = (token < hi)[:, None] & (h < H)[None, :]
+    in_h = (h < H)[None, :]
     # Backwards the state is kept without `scale`, as `sweep_kernel` says.
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     unit = tl.where(scale == 0.0, 1.0, scale)
     from_here = tl.zeros([C, BH], dtype=tl.float32)
     before = tl.zeros([C, BH], dtype=tl.float32)
-    whole = tl.zeros([BH], dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        at_part = (token[:, None] * PARTS + part) * H + h[None, :]
-        from_here += tl.load(read + at_part, mask=mask, other=0.0) * scale
-        from_here -= tl.load(met + at_part, mask=mask, other=0.0) * unit
+        at = ((row * PARTS + part) * H + h)[None, :] * C + t[:, None]
+        from_here += tl.load(read + at, mask=in_h, other=0.0) * scale
+        from_here -= tl.load(met + at, mask=in_h, other=0.0) * unit
         # One token later: a write is in the sums that begin after it.
-        before += tl.load(write + at_part - PARTS * H, mask=mask & (t > 0)[:, None], other=0.0)
-        at_through = ((row * PARTS + part) * H + h)[:, None] * D + d[None, :]
-        in_through = (h < H)[:, None] & (d < D)[None, :] & (start < hi)
-        whole += tl.sum(tl.load(through + at_through, mask=in_through, other=0.0), 1)
+        before += tl.load(write + at - 1, mask=in_h & (t > 0)[:, None], other=0.0)
+    at_through = (row * H + h)[:, None] * D + d[None, :]
+    whole = tl.sum(tl.load(through + at_through, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0), 1)
     out = tl.cumsum(from_here, 0, reverse=True) + (tl.cumsum(before, 0) + whole[None, :]) * unit
-    tl.store(dg + at, out.to(dg.dtype.element_ty), mask=mask)
+    mask = (token < hi)[:, None] & in_h
+    tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "scale"])
@@ -132,7 +133,7 @@ def sweep_kernel(
     b,  # [tokens, HA, D1]
     x,  # [tokens, HX, D2]
     y,  # [tokens, HX, D2]: the primal of `out`, for the gradient of gates
-    sums,  # [tokens, H], of gates, as `gate_kernel` gives them
+    sums,  # [rows, H, C], of gates, as `gate_kernel` gives them
     rest,
     initial,  # [N, H, D1, D2], by strides, as the other states
     segment_state,  # [SEGMENTS, N, H, D1, D2]: each segment's end, begun at 0 (the first at `initial`)
@@ -230,22 +231,18 @@ def sweep_kernel(
         b_ = _rows(b, start, HA, ha, d1, D1, BD1, written, C)
         x_ = _rows(x, start, HX, hx, d2, D2, BD2, left, C)
         if sums is not None:
-            at_gate = start * H + h
-            last = tl.minimum(left, C) - 1
-            at_i = at_gate + tl.minimum(i_, last) * H
-            at_j = at_gate + tl.minimum(j_, last) * H
-            sum_i = tl.load(sums + at_i)
-            sum_j = tl.load(sums + at_j)
-            total = tl.load(sums + at_gate + last * H)
+            at_gate = ((row0 + row) * H + h) * C
+            sum_i = tl.load(sums + at_gate + i_)
+            total = tl.load(sums + at_gate + C - 1)
             to_start = sum_i
             to_end = total - sum_i
-            between = sum_i - sum_j
+            between = sum_i - tl.load(sums + at_gate + j_)
             if rest is not None:
-                rest_i = tl.load(rest + at_i)
-                rest_total = tl.load(rest + at_gate + last * H)
+                rest_i = tl.load(rest + at_gate + i_)
+                rest_total = tl.load(rest + at_gate + C - 1)
                 to_start += rest_i
                 to_end += rest_total - rest_i
-                between += rest_i - tl.load(rest + at_j)
+                between += rest_i - tl.load(rest + at_gate + j_)
                 total += rest_total
             near = tl.exp2(to_end if REVERSE else to_start)
             far = tl.exp2(to_start if REVERSE else to_end)
@@ -257,30 +254,28 @@ def sweep_kernel(
             if sums is not None:
                 other_chunks *= near
                 pairs *= tl.exp2(-between if REVERSE else between)
-            if states is None:
-                pairs = tl.where(i_ <= j_ if REVERSE else i_ >= j_, pairs, 0.0)
-                out_ = split_dot(pairs, x_.to(DOT), DOT, other_chunks)
-            else:
-                # The pair of a token with itself, which no gate decays, joins last: it would drown the others.
-                own = tl.sum(tl.where(i_ == j_, pairs, 0.0), 1)[:, None]
-                pairs = tl.where(i_ < j_ if REVERSE else i_ > j_, pairs, 0.0)
+            pairs = tl.where(i_ <= j_ if REVERSE else i_ >= j_, pairs, 0.0)
+            if states is not None:
                 y_ = _rows(y, start, HX, hx, d2, D2, BD2, left, C)
-                at_token = ((start + t) * tiles + number) * H + h
-                at = ((row0 + row) * H + h) * D1 * D2 + d1[:, None] * D2 + d2[None, :]
+                # No gate decays the pair of a token with itself: it would drown the others.
+                met_pairs = tl.where(i_ == j_, 0.0, pairs * dot(y_, tl.trans(x_), DOT))
+                d_this_chunk = tl.sum(met_pairs, 1)
                 d_other_chunks = tl.sum(y_ * other_chunks, 1)
-                this_chunk = split_dot(pairs, x_.to(DOT), DOT)
-                d_this_chunk = tl.sum(y_ * this_chunk, 1)
+                at_token = (((row0 + row) * tiles + number) * H + h) * C + t
+                at = ((row0 + row) * H + h) * D1 * D2 + d1[:, None] * D2 + d2[None, :]
                 if REVERSE:
-                    tl.store(write + at_token, d_other_chunks, mask=t < left)
-                    tl.store(met + at_token, d_this_chunk, mask=t < left)
-                    kept = tl.sum(S * tl.load(states + at, mask=in_state, other=0.0), 1) * tl.exp2(total)
-                    tl.store(
-                        through + (((row0 + row) * tiles + number) * H + h) * D1 + d1, kept, mask=d1 < D1
-                    )
+                    tl.store(write + at_token, d_other_chunks)
+                    tl.store(met + at_token, d_this_chunk)
+                    # The sum of S times the state is the trace of their product.
+                    S_ = tl.load(states + at, mask=in_state, other=0.0)
+                    kept = dot(tl.trans(S_), S, DOT)
+                    kept = tl.sum(tl.where(d2[:, None] == d2[None, :], kept, 0.0), 1) * tl.exp2(total)
+                    at_through = ((row0 + row) * H + h) * D2 + d2
+                    tl.store(through + at_through, kept, mask=d2 < D2)
                 else:
-                    tl.store(read + at_token, d_other_chunks + d_this_chunk, mask=t < left)
+                    tl.store(read + at_token, d_other_chunks + d_this_chunk)
                     tl.store(states + at, S.to(states.dtype.element_ty), mask=in_state)
-                out_ = other_chunks + this_chunk + own * x_
+            out_ = split_dot(pairs, x_.to(DOT), DOT, other_chunks)
             at_out = out + (start * H + h) * D2 + i_ * (H * D2) + d2[None, :]
             tl.store(at_out, (out_ * unit).to(out.dtype.element_ty), mask=(i_ < left) & (d2 < D2)[None, :])
         if sums is not None:
