@@ -27,7 +27,7 @@ def chunk(
     gate_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    sweep = _Sweep(q, v, cu_seqlens, scale)
+    sweep = _Sweep(q, v, g is not None, False, cu_seqlens, scale)
     o, final_state = sweep.per_token(v), sweep.state()
     q, k, v = operand(q), operand(k), operand(v)
     sums, initial_state = sweep.gates(g), given(initial_state)
@@ -50,7 +50,8 @@ def backward(
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 without `gate_gradient`."""
-    sweep = _Sweep(q, v, cu_seqlens, scale)
+    gate_gradient = gate_gradient and g is not None
+    sweep = _Sweep(q, v, g is not None, gate_gradient, cu_seqlens, scale)
     q_dtype, state_dtype = q.dtype, None if initial_state is None else initial_state.dtype
     # One gradient for each head of values; those that share one of queries and keys are summed at the end.
     shared = v.shape[2] // q.shape[2]
@@ -62,7 +63,7 @@ def backward(
     initial_state, d_final_state = given(initial_state), given(d_final_state)
 
     sums = sweep.gates(g)
-    gradient = sweep.gate_gradient() if g is not None and gate_gradient else None
+    gradient = sweep.gate_gradient() if gate_gradient else None
     ends = sweep.segment_ends(k, v, sums, initial_state)
     sweep(do, v, k, sums, initial_state, ends, dq, gradient=gradient, y=q, transpose=True)
     ends = sweep.segment_ends(q, do, sums, d_final_state, reverse=True)
@@ -114,37 +115,39 @@ class _GateGradient(NamedTuple):
     through: Tensor | None = None
 
 
-class _Config:
-    """Tiles of one orientation: `C` tokens, all of the contracted axis, a block of the other."""
-
-    def __init__(self, bfloat16: bool, D1: int, D2: int) -> None:
-        self.C, self.BD1 = (64 if bfloat16 else 32), block(D1, 256)
-        self.BD2 = block(D2, 64 if bfloat16 else 4096 // self.BD1)
-        self.tiles = tile_count(D2, self.BD2)
-        self.warps = 8 if self.BD1 == 256 else 4
-        self.stages = 2
-
-
 class _Sweep:
     """The launches of one call, and the memory that they fill."""
 
-    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        v: Tensor,
+        gated: bool,
+        gate_gradient: bool,
+        cu_seqlens: Tensor | None,
+        scale: float,
+    ) -> None:
         B, self.T, _, self.K = q.shape
         self.HV, self.V = v.shape[2:]
         self.scale = scale
         self.bfloat16 = q.dtype == torch.bfloat16
+        self.gated, self.gate_gradient = gated, gate_gradient
+        self.C = chunk_size(self.bfloat16, gated, gate_gradient)
         self.device = q.device
         self.cu_seqlens = None if cu_seqlens is None else bounds(cu_seqlens, self.T)
         self.N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        C = self.config().C
-        NT = (self.T + C - 1) // C
+        NT = (self.T + self.C - 1) // self.C
         # Longer by one than is used: a leading dimension that may be 1 is a guard on the length when it is symbolic.
         self.rows = (B * NT if cu_seqlens is None else NT + self.N) + 1
-        self.segments = segment_count(NT, self.HV * max(self.config(x).tiles for x in (False, True)))
+        self.segments = segment_count(NT, self.HV * max(self.tiles(x) for x in (False, True)))
         self.split = not (isinstance(self.segments, int) and self.segments == 1)
 
-    def config(self, transpose: bool = False) -> _Config:
-        return _Config(self.bfloat16, *((self.V, self.K) if transpose else (self.K, self.V)))
+    def config(self, transpose: bool) -> tuple[int, int, int, int]:
+        D1, D2 = (self.V, self.K) if transpose else (self.K, self.V)
+        return sweep_config(self.bfloat16, self.C, D1, D2, self.gated, self.gate_gradient and transpose)
+
+    def tiles(self, transpose: bool) -> int:
+        return tile_count(self.K if transpose else self.V, self.config(transpose)[1])
 
     def per_token(
         self, x: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
@@ -160,29 +163,28 @@ class _Sweep:
         """Their running sums within each chunk, in float32 products in two parts."""
         if g is None:
             return _Gates(None, None)
-        shape = (self.rows, self.HV, self.config().C)
+        shape = (self.rows, self.HV, self.C)
         sums, rest = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
         gates = _Gates(sums, None if self.bfloat16 else rest)
         self._by_row(gate_kernel, operand(g), *gates)
         return gates
 
     def gate_gradient(self) -> _GateGradient:
-        config = self.config(transpose=True)
+        parts = self.rows, self.tiles(transpose=True), self.HV, self.C
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         return _GateGradient(
             new(self.rows, self.HV, self.V, self.K, dtype=torch.bfloat16 if self.bfloat16 else torch.float32),
-            read=new(self.rows, config.tiles, self.HV, config.C),
-            write=new(self.rows, config.tiles, self.HV, config.C),
-            met=new(self.rows, config.tiles, self.HV, config.C),
+            read=new(*parts),
+            write=new(*parts),
+            met=new(*parts),
             through=new(self.rows, self.HV, self.K),
         )
 
     def gather(self, gradient: _GateGradient, dg: Tensor) -> None:
         """Fill `dg` from what two sweeps have left."""
-        PARTS = self.config(transpose=True).tiles
         self._by_row(
             gate_gradient_kernel,
             *gradient[1:],
@@ -190,7 +192,7 @@ class _Sweep:
             scale=self.scale,
             D=self.K,
             BD=block(self.K, 256),
-            PARTS=PARTS,
+            PARTS=self.tiles(transpose=True),
         )
 
     def _by_row(self, kernel: Any, *tensors: Tensor | None, **arguments: Any) -> None:
@@ -198,7 +200,7 @@ class _Sweep:
         BH = block(self.HV, 16)
         grid = (self.rows - 1, tile_count(self.HV, BH))
         size = (self.T, self.N, self.HV)
-        launch(kernel, grid, *tensors, self.cu_seqlens, *size, C=self.config().C, BH=BH, **arguments)
+        launch(kernel, grid, *tensors, self.cu_seqlens, *size, C=self.C, BH=BH, **arguments)
 
     def segment_ends(
         self, b: Tensor, x: Tensor, gates: _Gates, initial: Tensor | None, reverse: bool = False
@@ -228,11 +230,11 @@ class _Sweep:
         reverse: bool = False,
     ) -> None:
         """``S <- e^g S + b_t x_t^T``, ``out_t = scale * S^T a_t``; `transpose` where `b` has the size of values."""
-        config = self.config(transpose)
+        BD1, BD2, warps, stages = self.config(transpose)
         D1, D2, strides = (self.V, self.K, (1, self.V)) if transpose else (self.K, self.V, (self.V, 1))
         launch(
             sweep_kernel,
-            (self.N * self.HV * config.tiles * self.segments,),
+            (self.N * self.HV * self.tiles(transpose) * self.segments,),
             a,
             b,
             x,
@@ -255,12 +257,29 @@ class _Sweep:
             D2=D2,
             stride1=strides[0],
             stride2=strides[1],
-            C=config.C,
-            BD1=config.BD1,
-            BD2=config.BD2,
+            C=self.C,
+            BD1=BD1,
+            BD2=BD2,
             SPLIT=self.split,
             REVERSE=reverse,
             DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
-            num_warps=config.warps,
-            num_stages=config.stages,
+            num_warps=warps,
+            num_stages=stages,
         )
+
+
+def chunk_size(bfloat16: bool, gated: bool, gate_gradient: bool) -> int:
+    """Tokens of a chunk. The gradient of gates stores a state for each."""
+    return 64 if bfloat16 and gated == gate_gradient else 32
+
+
+def sweep_config(
+    bfloat16: bool, C: int, D1: int, D2: int, gated: bool, gate_gradient: bool
+) -> tuple[int, int, int, int]:
+    """Block sizes of the contracted axis, which is one block, and of the other, warps and pipeline stages."""
+    BD1 = block(D1, 256)
+    if not bfloat16:
+        return BD1, block(D2, 4096 // BD1), 4, 2
+    if BD1 == 256 or (BD1 == 128 and gate_gradient):
+        return BD1, block(D2, 32), 4, 2
+    return BD1, block(D2, 64), 4, 2 if BD1 == 128 and gated and C == 64 else 3
