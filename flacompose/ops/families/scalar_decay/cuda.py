@@ -63,7 +63,7 @@ def backward(
     initial_state, d_final_state = given(initial_state), given(d_final_state)
 
     sums = sweep.gates(g)
-    gradient = sweep.gate_gradient() if gate_gradient else None
+    gradient = sweep.gradient_parts() if gate_gradient else None
     ends = sweep.segment_ends(k, v, sums, initial_state)
     sweep(do, v, k, sums, initial_state, ends, dq, gradient=gradient, y=q, transpose=True)
     ends = sweep.segment_ends(q, do, sums, d_final_state, reverse=True)
@@ -76,7 +76,7 @@ def backward(
         dg = g.new_zeros(g.shape)
     else:
         dg = sweep.per_token(g)
-        sweep.gather(gradient, dg)
+        sweep.gate_gradient(gradient, dg)
     if shared > 1:
         dq, dk = (x.unflatten(2, (-1, shared)).sum(3).to(q_dtype) for x in (dq, dk))
     if state_dtype is None:
@@ -131,7 +131,7 @@ class _Sweep:
         self.HV, self.V = v.shape[2:]
         self.scale = scale
         self.bfloat16 = q.dtype == torch.bfloat16
-        self.gated, self.gate_gradient = gated, gate_gradient
+        self.gated, self.with_gate_gradient = gated, gate_gradient
         self.C = chunk_size(self.bfloat16, gated, gate_gradient)
         self.device = q.device
         self.cu_seqlens = None if cu_seqlens is None else bounds(cu_seqlens, self.T)
@@ -144,7 +144,7 @@ class _Sweep:
 
     def config(self, transpose: bool) -> tuple[int, int, int, int]:
         D1, D2 = (self.V, self.K) if transpose else (self.K, self.V)
-        return sweep_config(self.bfloat16, self.C, D1, D2, self.gated, self.gate_gradient and transpose)
+        return sweep_config(self.bfloat16, self.C, D1, D2, self.gated, self.with_gate_gradient and transpose)
 
     def tiles(self, transpose: bool) -> int:
         return tile_count(self.K if transpose else self.V, self.config(transpose)[1])
@@ -169,7 +169,7 @@ class _Sweep:
         self._by_row(gate_kernel, operand(g), *gates)
         return gates
 
-    def gate_gradient(self) -> _GateGradient:
+    def gradient_parts(self) -> _GateGradient:
         parts = self.rows, self.tiles(transpose=True), self.HV, self.C
 
         def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -183,7 +183,7 @@ class _Sweep:
             through=new(self.rows, self.HV, self.K),
         )
 
-    def gather(self, gradient: _GateGradient, dg: Tensor) -> None:
+    def gate_gradient(self, gradient: _GateGradient, dg: Tensor) -> None:
         """Fill `dg` from what two sweeps have left."""
         self._by_row(
             gate_gradient_kernel,
