@@ -40,17 +40,26 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False) -> tuple[int, in
     like(q, "v", v, (B, T, HV, V))
     if grouped and H != 0 and HV % H != 0:
         raise ValueError(f"v must have a multiple of the {H} heads of q, got {HV}")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        # Autocast makes them one dtype further on, but for float64.
-        if not autocast_on(q.device) or torch.float64 in (q.dtype, k.dtype, v.dtype):
-            name, x = ("k", k) if k.dtype != q.dtype else ("v", v)
-            raise TypeError(f"{name} must have the dtype of q, {_name(q.dtype)}, got {_name(x.dtype)}")
-    for name, x in (("q", q), ("v", v)):
-        if 0 in x.shape:
-            raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
-        if x.shape[3] > _MAX_HEAD_SIZE:
-            raise ValueError(f"{name} must have a head size of at most {_MAX_HEAD_SIZE}, got {x.shape[3]}")
+    same_dtype(q, "k", k)
+    same_dtype(q, "v", v)
+    head_size("q", q)
+    head_size("v", v)
     return HV, K, V
+
+
+def same_dtype(q: Tensor, name: str, x: Tensor, of: str = "q") -> None:
+    """Check that `x` has the dtype of `q`, or that autocast makes them one further on, as all but float64."""
+    if x.dtype == q.dtype or (autocast_on(q.device) and torch.float64 not in (q.dtype, x.dtype)):
+        return
+    raise TypeError(f"{name} must have the dtype of {of}, {_name(q.dtype)}, got {_name(x.dtype)}")
+
+
+def head_size(name: str, x: Tensor) -> None:
+    """Check that ``x [..., D]`` has a size that the ops take."""
+    if 0 in x.shape:
+        raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
+    if x.shape[-1] > _MAX_HEAD_SIZE:
+        raise ValueError(f"{name} must have a head size of at most {_MAX_HEAD_SIZE}, got {x.shape[-1]}")
 
 
 def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], of: str = "q") -> None:
@@ -62,8 +71,8 @@ def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], of: str = "q")
         raise ValueError(f"{name} must be on the device of {of}, {q.device}, got {x.device}")
 
 
-def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Check `cu_seqlens`, return the number of sequences ``N``."""
+def sequences(q: Tensor, cu_seqlens: Tensor | None, of: str = "q") -> int:
+    """Check `cu_seqlens` for `q`, which the user knows as `of`, return the number of sequences ``N``."""
     B = q.shape[0]
     if cu_seqlens is None:
         return B
@@ -73,9 +82,9 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens must be on the device of q, {q.device}, got {cu_seqlens.device}")
+        raise ValueError(f"cu_seqlens must be on the device of {of}, {q.device}, got {cu_seqlens.device}")
     if B != 1:
-        raise ValueError(f"q must have batch size 1 when cu_seqlens is given, got {B}")
+        raise ValueError(f"{of} must have batch size 1 when cu_seqlens is given, got {B}")
     return cu_seqlens.shape[0] - 1
 
 

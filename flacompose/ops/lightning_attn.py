@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._dtensor import replicated
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
 
@@ -57,7 +58,8 @@ def chunk_lightning_attn(
             `num_layers`, or `decay` is unknown.
         TypeError: If an argument has the wrong type or dtype.
     """
-    g_gamma = _decay(q, k, v, layer_idx, num_layers, decay)
+    HV, _, _ = _check.qkv(q, k, v, grouped=True)
+    g_gamma = log_decay(HV, layer_idx, num_layers, decay, q)
     return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False)
 
 
@@ -77,15 +79,15 @@ def fused_recurrent_lightning_attn(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    g_gamma = _decay(q, k, v, layer_idx, num_layers, decay)
+    HV, _, _ = _check.qkv(q, k, v, grouped=True)
+    g_gamma = log_decay(HV, layer_idx, num_layers, decay, q)
     return run(
         op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False
     )
 
 
-def _decay(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, decay: str) -> Tensor:
-    """``-r_h``, ``[HV]``."""
-    HV, _, _ = _check.qkv(q, k, v, grouped=True)
+def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:
+    """``-r_h``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
     for name, x in (("layer_idx", layer_idx), ("num_layers", num_layers)):
         if isinstance(x, bool) or not isinstance(x, int):
             raise TypeError(f"{name} must be an int, got {type(x).__name__}")
@@ -94,8 +96,10 @@ def _decay(q: Tensor, k: Tensor, v: Tensor, layer_idx: int, num_layers: int, dec
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if decay == "tnl":
         rate = 8 / HV * (1 - layer_idx / num_layers)
-        return torch.linspace(0, -rate * (HV - 1), HV, dtype=dtype, device=q.device)
-    if decay == "minimax":
+        g_gamma = torch.linspace(0, -rate * (HV - 1), HV, dtype=dtype, device=q.device)
+    elif decay == "minimax":
         rate = 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
-        return -rate * torch.logspace(-8 / HV, -8, HV, base=2.0, dtype=dtype, device=q.device)
-    raise ValueError(f"decay must be 'tnl' or 'minimax', got {decay!r}")
+        g_gamma = -rate * torch.logspace(-8 / HV, -8, HV, base=2.0, dtype=dtype, device=q.device)
+    else:
+        raise ValueError(f"decay must be 'tnl' or 'minimax', got {decay!r}")
+    return replicated(g_gamma, q)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._dtensor import replicated
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
 
@@ -46,7 +47,8 @@ def chunk_retention(
         ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
         TypeError: If an argument has the wrong type or dtype.
     """
-    g_gamma = _decay(q, k, v)
+    HV, _, _ = _check.qkv(q, k, v, grouped=True)
+    g_gamma = log_decay(HV, q)
     return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False)
 
 
@@ -63,16 +65,16 @@ def fused_recurrent_retention(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    g_gamma = _decay(q, k, v)
+    HV, _, _ = _check.qkv(q, k, v, grouped=True)
+    g_gamma = log_decay(HV, q)
     return run(
         op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False
     )
 
 
-def _decay(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """``log(1 - 2 ** (-5 - h))``, ``[HV]``."""
-    HV, _, _ = _check.qkv(q, k, v, grouped=True)
+def log_decay(HV: int, q: Tensor) -> Tensor:
+    """``log(1 - 2 ** (-5 - h))``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     power = torch.logspace(-5, -4 - HV, HV, base=2.0, dtype=dtype, device=q.device)
     # log1p keeps what `1 - power` would round away.
-    return torch.log1p(-power)
+    return replicated(torch.log1p(-power), q)

@@ -84,21 +84,13 @@ def mamba_chunk_scan_combined(
         _check.like(x, "z", z, x.shape, of="x")
     if dt_bias is not None:
         _check.like(x, "dt_bias", dt_bias, (H,), of="x")
-    low, high = dt_limit
-    if not 0 <= low <= high:
-        raise ValueError(f"dt_limit must be two ascending bounds of at least 0, got {dt_limit}")
+    check_dt_limit(dt_limit)
     if initial_states is not None:
         N = _check.sequences(x, cu_seqlens)
         _check.like(x, "initial_states", initial_states, (N, H, P, S), of="x")
         initial_states = initial_states.mT
 
-    dt = wide(dt)
-    if dt_bias is not None:
-        dt = dt + dt_bias
-    if dt_softplus:
-        dt = F.softplus(dt)
-    if not dt_softplus or (low, high) != (0.0, float("inf")):  # a softplus is at least 0
-        dt = dt.clamp(low, high)
+    dt = time_step(dt, dt_bias, dt_softplus, dt_limit)
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
     y, states = chunk_simple_gla(C, B, v, dt * wide(A), None, 1.0, initial_states, True, cu_seqlens)
     assert states is not None  # asked for
@@ -173,12 +165,7 @@ def selective_state_update(
         if option is not None:
             _check.like(state, name, option, shape, of="state")
 
-    dt = wide(dt)
-    if dt_bias is not None:
-        dt = dt + dt_bias
-    if dt_softplus:
-        dt = F.softplus(dt)
-    dt = dt.unsqueeze(-1)
+    dt = time_step(dt, dt_bias, dt_softplus).unsqueeze(-1)
     if heads:
         B, C = (y.repeat_interleave(state.shape[1] // G, 1) for y in (B, C))
     B, C = B.unsqueeze(-2), C.unsqueeze(-2)  # [N, (H,) 1, S]
@@ -189,3 +176,26 @@ def selective_state_update(
     if z is not None:
         y = y * F.silu(wide(z))
     return y.to(x.dtype), new.to(state.dtype)
+
+
+def time_step(
+    dt: Tensor, dt_bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None = None
+) -> Tensor:
+    """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64)."""
+    dt = wide(dt)
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if softplus:
+        dt = F.softplus(dt)
+    if limit is None or (softplus and tuple(limit) == (0.0, float("inf"))):  # a softplus is at least 0
+        return dt
+    return dt.clamp(*limit)
+
+
+def check_dt_limit(dt_limit: tuple[float, float]) -> None:
+    if not isinstance(dt_limit, (tuple, list)):
+        raise TypeError(f"dt_limit must be a tuple of two bounds, got {type(dt_limit).__name__}")
+    for i, bound in enumerate(dt_limit):
+        _check.number(f"dt_limit[{i}]", bound)
+    if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit must be two ascending bounds of at least 0, got {dt_limit}")

@@ -132,7 +132,7 @@ class _Sweep:
         self.scale = scale
         self.bfloat16 = q.dtype == torch.bfloat16
         self.gated, self.with_gate_gradient = gated, gate_gradient
-        self.C = chunk_size(self.bfloat16, gated, gate_gradient)
+        self.C = chunk_size(self.bfloat16, max(self.K, self.V), gated, gate_gradient)
         self.device = q.device
         self.cu_seqlens = None if cu_seqlens is None else bounds(cu_seqlens, self.T)
         self.N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -268,9 +268,9 @@ class _Sweep:
         )
 
 
-def chunk_size(bfloat16: bool, gated: bool, gate_gradient: bool) -> int:
-    """Tokens of a chunk. The gradient of gates stores a state for each."""
-    return 64 if bfloat16 and gated == gate_gradient else 32
+def chunk_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
+    """Tokens of a chunk, `D` being the larger head size. The gradient of gates stores a state for each."""
+    return 32 if not bfloat16 or (gated and not gate_gradient and D <= 128) else 64
 
 
 def sweep_config(
@@ -280,6 +280,5 @@ def sweep_config(
     BD1 = block(D1, 256)
     if not bfloat16:
         return BD1, block(D2, 4096 // BD1), 4, 2
-    if BD1 == 256 or (BD1 == 128 and gate_gradient):
-        return BD1, block(D2, 32), 4, 2
-    return BD1, block(D2, 64), 4, 2 if BD1 == 128 and gated and C == 64 else 3
+    narrow = BD1 == 256 or (BD1 == 128 and gate_gradient)
+    return BD1, block(D2, 32 if narrow else 64), 4, 2 if BD1 >= 128 and gated and C == 64 else 3

@@ -30,8 +30,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     chunks = Chunks(q, cu_seqlens)
-    q_, k_, v_ = _by_group(chunks, q * scale, k, v)
-    decay = _Decay(chunks, q, g)
+    q_, k_, v_ = _by_group(chunks, q, k, v)
+    q_, decay = q_ * scale, _Decay(chunks, q, g)
 
     S, final_state = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
     o = (q_ * decay.read) @ S + (q_ @ k_.mT * decay.pair) @ v_
@@ -53,8 +53,8 @@ def backward(
     """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 without `gate_gradient`."""
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
-    q_, k_, v_, do_ = _by_group(chunks, q * scale, k, v, do)
-    decay = _Decay(chunks, q, g)
+    q_, k_, v_, do_ = _by_group(chunks, q, k, v, do)
+    q_, decay = q_ * scale, _Decay(chunks, q, g)
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it.
     S, _ = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
