@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -13,7 +18,9 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from flacompose.ops.families.vector_decay import cuda  # noqa: E402
+from flacompose.ops.families import _recurrent  # noqa: E402
+from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
+from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -25,6 +32,11 @@ TYPES = {
     torch.int64: "*i64",
 }
 SHARED_MEMORY = 232448  # bytes a program may have on the chip
+
+
+def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (_recurrent, scalar_decay, vector_decay):
+        monkeypatch.setattr(module, "launch", launch)
 
 
 def compile_only(kernel, grid, *args, **kwargs) -> None:
@@ -48,6 +60,13 @@ def compile_only(kernel, grid, *args, **kwargs) -> None:
     assert triton.compile(source, target=HOPPER, options=options).metadata.shared <= SHARED_MEMORY
 
 
+def run(family: ModuleType, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> None:
+    """Everything that a family launches; the arguments after the gates are state, cu_seqlens, scale and a flag."""
+    family.chunk(q, k, v, *args)
+    family.recurrent(q, k, v, *args)
+    family.backward(q, k, v, *args, v, args[-4])
+
+
 GATES = [(), ("gk",), ("gv",), ("gk", "gv")]
 
 
@@ -64,7 +83,7 @@ GATES = [(), ("gk",), ("gv",), ("gk", "gv")]
 def test_compiles(
     gates, dtype, gate_dtype, K, V, read_before, packed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "launch", compile_only)
+    launch_with(compile_only, monkeypatch)
     B, T, H, N = 1, 130, 3, 2
     q, k = torch.zeros(2, B, T, H, K, dtype=dtype)
     v = torch.zeros(B, T, H, V, dtype=dtype)
@@ -73,31 +92,79 @@ def test_compiles(
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H, K, V)
     args = (q, k, v, gk, gv, state, cu_seqlens, 1.0, read_before)
-    cuda.chunk(*args)
-    cuda.recurrent(*args)
-    cuda.backward(*args, v, state)
+    run(vector_decay, *args)
+
+
+@pytest.mark.parametrize("gates", ["none", "fixed", "learned"])
+@pytest.mark.parametrize(
+    "dtype, gate_dtype, K, V, groups, packed",
+    [
+        (torch.bfloat16, torch.bfloat16, 128, 128, 1, False),
+        (torch.bfloat16, torch.float32, 256, 40, 4, True),
+        (torch.bfloat16, torch.float32, 64, 256, 1, False),
+        (torch.float16, torch.float16, 64, 64, 1, True),
+        (torch.float32, torch.float64, 256, 16, 2, False),
+    ],
+)
+def test_scalar_decay_compiles(
+    gates: str,
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype,
+    K: int,
+    V: int,
+    groups: int,
+    packed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch_with(compile_only, monkeypatch)
+    # As many as lead to several segments.
+    B, T, H, N = 1, 64 * 130, 2, 2
+    q, k = torch.zeros(2, B, T, H, K, dtype=dtype)
+    v = torch.zeros(B, T, H * groups, V, dtype=dtype)
+    g = None if gates == "none" else torch.zeros(B, T, H * groups, dtype=gate_dtype)
+    cu_seqlens = torch.tensor([0, 70, T]) if packed else None
+    state = torch.zeros(N if packed else B, H * groups, K, V)
+    run(scalar_decay, q, k, v, g, state, cu_seqlens, 1.0, gates == "learned")
+
+
+class Symbols:
+    """Sizes that every question about them would leave a guard on."""
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+
+    def __call__(self, name: str, hint: int) -> torch.SymInt:
+        source = ConstantSource(name)
+        created = self.env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        return self.env.create_symintnode(created, hint=hint, source=source)
 
 
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
 def test_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced at a symbolic length and number of sequences, the launches ask nothing about them."""
-    monkeypatch.setattr(cuda, "launch", lambda *_, **__: None)
-    env = ShapeEnv()
-
-    def symbol(name: str, hint: int) -> torch.SymInt:
-        source = ConstantSource(name)
-        created = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-        return env.create_symintnode(created, hint=hint, source=source)
-
-    with FakeTensorMode(shape_env=env):
+    launch_with(lambda *_, **__: None, monkeypatch)
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
         T = symbol("T", 65)
         q, k, v, g = (torch.empty(1, T, 2, 16) for _ in range(4))
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 2, 16, 16)
         gk, gv = (g if name in gates else None for name in ("gk", "gv"))
-        args = (q, k, v, gk, gv, state, cu_seqlens, 1.0, False)
-        cuda.chunk(*args)
-        cuda.recurrent(*args)
-        cuda.backward(*args, v, state)
-    assert [guard.expr for guard in env.guards] == []
+        run(vector_decay, q, k, v, gk, gv, state, cu_seqlens, 1.0, False)
+    assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("gates", ["none", "fixed", "learned"])
+@pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
+def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_with(lambda *_, **__: None, monkeypatch)
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        T = symbol("T", 65)
+        q, k, v = (torch.empty(1, T, H, 16) for H in (2, 2, 6))
+        g = None if gates == "none" else torch.empty(1, T, 6)
+        cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
+        state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 6, 16, 16)
+        run(scalar_decay, q, k, v, g, state, cu_seqlens, 1.0, gates == "learned")
+    assert [guard.expr for guard in symbol.env.guards] == []

@@ -1,9 +1,13 @@
-"""The Triton kernel of scalar decay: one sweep over a sequence, its state in registers.
+"""Triton kernels for scalar decay: a sweep over a sequence, its state in registers.
 
-Outputs and gradients are the same sum with the roles of q, k, v and do exchanged, forwards or backwards in time:
+The output and three gradients are one sum, the roles of q, k, v and do exchanged, forwards or backwards in time:
 
     o  = sweep(q, k, v)             dv = sweep(k, q, do), backwards
     dq = sweep(do, v, k)            dk = sweep(v, do, q), backwards
+
+What gates weigh are sums of them, and a small kernel makes the running ones of each chunk beforehand. Their gradient
+is that of all sums which hold a gate: the sweeps of dq and dk leave what each token adds to them, and another small
+kernel adds up.
 """
 
 from __future__ import annotations
@@ -74,7 +78,7 @@ def gate_kernel(
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     in_h = (h < H)[None, :]
     g_ = tl.load(g + token[:, None] * H + h[None, :], mask=(token < hi)[:, None] & in_h, other=0.0)
-    g_ = tl.maximum(g_.to(tl.float32), LOWEST_GATE) * LOG2_E
+    g_ = tl.maximum(g_.to(tl.float32), LOWEST_GATE, propagate_nan=tl.PropagateNan.ALL) * LOG2_E
     at = (row * H + h)[None, :] * C + t[:, None]
     if rest is not None:
         high = tl.floor(g_ * 512.0) / 512.0
@@ -172,7 +176,7 @@ def sweep_kernel(
     tiles = tl.cdiv(D2, BD2)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     pid = tl.program_id(0).to(tl.int64)
-    number = pid % tiles
+    tile = pid % tiles
     segment = (pid // tiles) % SEGMENTS
     if out is None:
         if segment == SEGMENTS - 1:
@@ -183,7 +187,7 @@ def sweep_kernel(
     ha = h // (H // HA)
     hx = h // (H // HX)
     d1 = tl.arange(0, BD1)
-    d2 = (number * BD2).to(tl.int32) + tl.arange(0, BD2)
+    d2 = (tile * BD2).to(tl.int32) + tl.arange(0, BD2)
     in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
     at_state = d1[:, None] * stride1 + d2[None, :] * stride2
     if cu_seqlens is not None:
@@ -205,9 +209,7 @@ def sweep_kernel(
         unit = tl.where(scale == 0.0, 1.0, scale)
     S = tl.zeros([BD1, BD2], dtype=tl.float32)
     if initial is not None:
-        S = tl.load(initial + nh * D1 * D2 + at_state, mask=in_state & (segment == 0), other=0.0).to(
-            tl.float32
-        )
+        S += tl.load(initial + nh * D1 * D2 + at_state, mask=in_state & (segment == 0), other=0.0)
         if REVERSE:
             S /= unit
     if SPLIT and out is not None:
@@ -261,7 +263,7 @@ def sweep_kernel(
                 met_pairs = tl.where(i_ == j_, 0.0, pairs * dot(y_, tl.trans(x_), DOT))
                 d_this_chunk = tl.sum(met_pairs, 1)
                 d_other_chunks = tl.sum(y_ * other_chunks, 1)
-                at_token = (((row0 + row) * tiles + number) * H + h) * C + t
+                at_token = (((row0 + row) * tiles + tile) * H + h) * C + t
                 at = ((row0 + row) * H + h) * D1 * D2 + d1[:, None] * D2 + d2[None, :]
                 if REVERSE:
                     tl.store(write + at_token, d_other_chunks)
