@@ -122,7 +122,7 @@ def compile_together(implementation: Callable[..., Any]) -> Callable[..., Any]:
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.shape[-1] if x.dim() > 1 else 0
-    return x if isinstance(x, bool) else x is None
+    return x if isinstance(x, int) else x is None
 
 
 def _compile_launches(implementation: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -60,7 +60,7 @@ def chunk_lightning_attn(
     """
     HV, _, _ = _check.qkv(q, k, v, grouped=True)
     g_gamma = log_decay(HV, layer_idx, num_layers, decay, q)
-    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False)
+    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, True)
 
 
 def fused_recurrent_lightning_attn(
@@ -82,7 +82,7 @@ def fused_recurrent_lightning_attn(
     HV, _, _ = _check.qkv(q, k, v, grouped=True)
     g_gamma = log_decay(HV, layer_idx, num_layers, decay, q)
     return run(
-        op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False
+        op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, True
     )
 
 

@@ -49,7 +49,7 @@ def chunk_retention(
     """
     HV, _, _ = _check.qkv(q, k, v, grouped=True)
     g_gamma = log_decay(HV, q)
-    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False)
+    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, True)
 
 
 def fused_recurrent_retention(
@@ -68,7 +68,7 @@ def fused_recurrent_retention(
     HV, _, _ = _check.qkv(q, k, v, grouped=True)
     g_gamma = log_decay(HV, q)
     return run(
-        op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, False
+        op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, True
     )
 
 

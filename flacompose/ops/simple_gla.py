@@ -83,9 +83,9 @@ def run(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-    gate_gradient: bool = True,
+    constant: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments and call one form of the family's op."""
+    """Check the arguments and call one form of the family's op; `constant` gates have no gradient."""
     HV, K, V = _check.qkv(q, k, v, grouped=True)
     B, T = q.shape[:2]
     if g is not None:
@@ -102,5 +102,6 @@ def run(
     if g_gamma is not None:
         # Wide, as the gradient of `g_gamma` is a sum over all tokens.
         g = wide(g_gamma).expand(B, T, HV) if g is None else wide(g) + wide(g_gamma)
+    gate_gradient = op.CONSTANT if constant else op.PER_TOKEN if g_gamma is None else op.SUMMED
     o, final_state = form(q, k, v, g, initial_state, cu_seqlens, scale, gate_gradient)
     return o, final_state if output_final_state else None

@@ -63,6 +63,14 @@ def recurrent(
     return o, final_state
 
 
+@triton.jit
+def _expm1(g):
+    """``exp(g) - 1``; ``exp(g)`` near 1 is rounded, at every token the same way where gates are constant."""
+    g = g.to(tl.float32)
+    series = g * (1 + g * (1 / 2 + g * (1 / 6 + g * (1 / 24 + g * (1 / 120)))))
+    return tl.where(g > -0.1, series, tl.exp(g) - 1)
+
+
 @triton.jit(do_not_specialize=["T", "H", "HV", "scale"])
 def recurrent_kernel(
     q,
@@ -118,11 +126,11 @@ def recurrent_kernel(
         if READ_BEFORE:
             o_ = tl.sum(S * q_[:, None], 0)
         if g is not None:
-            S *= tl.exp(tl.load(g + token * HV + hv).to(tl.float32))
+            S += S * _expm1(tl.load(g + token * HV + hv))
         if gk is not None:
-            S *= tl.exp(tl.load(gk + at_k, mask=in_k, other=0.0).to(tl.float32))[:, None]
+            S += S * _expm1(tl.load(gk + at_k, mask=in_k, other=0.0))[:, None]
         if gv is not None:
-            S *= tl.exp(tl.load(gv + at_v, mask=in_v, other=0.0).to(tl.float32))[None, :]
+            S += S * _expm1(tl.load(gv + at_v, mask=in_v, other=0.0))[None, :]
         S += k_[:, None] * v_[None, :]
         if not READ_BEFORE:
             o_ = tl.sum(S * q_[:, None], 0)

@@ -36,3 +36,14 @@ def split_dot(a, b, DOT: tl.constexpr, acc=None):
         high = a.to(DOT)
         out = tl.dot(high, b, acc=tl.dot((a - high.to(tl.float32)).to(DOT), b, acc=acc))
     return out
+
+
+@triton.jit
+def dot_split(a, b, DOT: tl.constexpr, acc=None):
+    """``acc + a @ b`` for `a` of the inputs' dtype and float32 `b`, in two parts."""
+    if DOT == tl.float32:
+        out = tl.dot(a.to(tl.float32), b, acc=acc, input_precision="tf32x3")
+    else:
+        high = b.to(DOT)
+        out = tl.dot(a.to(DOT), high, acc=tl.dot(a.to(DOT), (b - high.to(tl.float32)).to(DOT), acc=acc))
+    return out

@@ -12,6 +12,7 @@ from flacompose.ops._define import compile_together, launch
 from flacompose.ops._varlen import bounds
 from flacompose.ops.families import _recurrent
 from flacompose.ops.families._launch import block, given, operand, segment_count, tile_count
+from flacompose.ops.families.scalar_decay.eager import CONSTANT, SUMMED
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
 
 
@@ -24,10 +25,10 @@ def chunk(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_gradient: bool,
+    gate_gradient: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    sweep = _Sweep(q, v, g is not None, False, cu_seqlens, scale)
+    sweep = _Sweep(q, v, g is not None, CONSTANT, cu_seqlens, scale)
     o, final_state = sweep.per_token(v), sweep.state()
     q, k, v = operand(q), operand(k), operand(v)
     sums, initial_state = sweep.gates(g), given(initial_state)
@@ -45,12 +46,12 @@ def backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_gradient: bool,
+    gate_gradient: int,
     do: Tensor | None,
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 without `gate_gradient`."""
-    gate_gradient = gate_gradient and g is not None
+    """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 for `CONSTANT` gates."""
+    gate_gradient = 0 if g is None else gate_gradient
     sweep = _Sweep(q, v, g is not None, gate_gradient, cu_seqlens, scale)
     q_dtype, state_dtype = q.dtype, None if initial_state is None else initial_state.dtype
     # One gradient for each head of values; those that share one of queries and keys are summed at the end.
@@ -63,7 +64,7 @@ def backward(
     initial_state, d_final_state = given(initial_state), given(d_final_state)
 
     sums = sweep.gates(g)
-    gradient = sweep.gradient_parts() if gate_gradient else None
+    gradient = sweep.gradient_parts() if sweep.with_gate_gradient else None
     ends = sweep.segment_ends(k, v, sums, initial_state)
     sweep(do, v, k, sums, initial_state, ends, dq, gradient=gradient, y=q, transpose=True)
     ends = sweep.segment_ends(q, do, sums, d_final_state, reverse=True)
@@ -92,7 +93,7 @@ def recurrent(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_gradient: bool,
+    gate_gradient: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     return _recurrent.recurrent(q, k, v, g, None, None, initial_state, cu_seqlens, scale)
@@ -123,7 +124,7 @@ class _Sweep:
         q: Tensor,
         v: Tensor,
         gated: bool,
-        gate_gradient: bool,
+        gate_gradient: int,
         cu_seqlens: Tensor | None,
         scale: float,
     ) -> None:
@@ -131,8 +132,9 @@ class _Sweep:
         self.HV, self.V = v.shape[2:]
         self.scale = scale
         self.bfloat16 = q.dtype == torch.bfloat16
-        self.gated, self.with_gate_gradient = gated, gate_gradient
-        self.C = chunk_size(self.bfloat16, max(self.K, self.V), gated, gate_gradient)
+        self.gated, self.with_gate_gradient = gated, gate_gradient != CONSTANT
+        self.fine = gate_gradient == SUMMED and self.bfloat16
+        self.C = chunk_size(self.bfloat16, max(self.K, self.V), gated, self.with_gate_gradient)
         self.device = q.device
         self.cu_seqlens = None if cu_seqlens is None else bounds(cu_seqlens, self.T)
         self.N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -176,7 +178,13 @@ class _Sweep:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         return _GateGradient(
-            new(self.rows, self.HV, self.V, self.K, dtype=torch.bfloat16 if self.bfloat16 else torch.float32),
+            new(
+                self.rows,
+                self.HV,
+                self.V,
+                self.K,
+                dtype=torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32,
+            ),
             read=new(*parts),
             write=new(*parts),
             met=new(*parts),
@@ -199,7 +207,9 @@ class _Sweep:
         """Launch a kernel of one program for each chunk and block of heads."""
         BH = block(self.HV, 16)
         grid = (self.rows - 1, tile_count(self.HV, BH))
-        size = (self.T, self.N, self.HV)
+        # Steps of a search among the sequences.
+        steps = self.N.bit_length() if isinstance(self.N, int) else 32
+        size = (self.T, self.N, self.HV, steps)
         launch(kernel, grid, *tensors, self.cu_seqlens, *size, C=self.C, BH=BH, **arguments)
 
     def segment_ends(
@@ -262,6 +272,7 @@ class _Sweep:
             BD2=BD2,
             SPLIT=self.split,
             REVERSE=reverse,
+            FINE=self.fine and gradient is not None,
             DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
             num_warps=warps,
             num_stages=stages,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._triton import LOWEST_GATE, dot, split_dot
+from flacompose.ops.families._triton import LOWEST_GATE, dot, dot_split, split_dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -33,20 +33,22 @@ def _rows(x, start, H, h, d, D: tl.constexpr, BD: tl.constexpr, left, C: tl.cons
 
 
 @triton.jit
-def _chunk(row, cu_seqlens, T, N, C: tl.constexpr):
+def _chunk(row, cu_seqlens, T, N, steps, C: tl.constexpr):
     """The first token of a chunk and the end of its sequence: sequence ``n`` begins at row ``cu[n] // C + n``."""
     if cu_seqlens is not None:
         # The last sequence that begins at this row or before.
         n = tl.zeros([], tl.int64)
         beyond = N + tl.zeros([], tl.int64)
-        while beyond - n > 1:
+        # Not `while`, of which the compiler cannot tell what it writes to.
+        for _ in range(steps):
             middle = (n + beyond) // 2
             begins = tl.load(cu_seqlens + middle) // C + middle <= row
-            beyond = tl.where(begins, beyond, middle)
+            beyond = tl.where(begins, beyond, tl.maximum(middle, n + 1))
             n = tl.where(begins, middle, n)
         lo = tl.load(cu_seqlens + n)
         hi = tl.load(cu_seqlens + n + 1)
         start = lo + (row - lo // C - n) * C
+        hi = tl.where(start < lo, 0, hi)
     else:
         n = row // tl.cdiv(T, C)
         start = n * T + row % tl.cdiv(T, C) * C
@@ -54,7 +56,7 @@ def _chunk(row, cu_seqlens, T, N, C: tl.constexpr):
     return start, hi
 
 
-@triton.jit(do_not_specialize=["T", "N", "H"])
+@triton.jit(do_not_specialize=["T", "N", "H", "steps"])
 def gate_kernel(
     g,  # [tokens, H]
     sums,  # [rows, H, C]
@@ -63,6 +65,7 @@ def gate_kernel(
     T,
     N,
     H,
+    steps,
     C: tl.constexpr,
     BH: tl.constexpr,
 ):
@@ -72,7 +75,7 @@ def gate_kernel(
     sums is then as good as the sum of the gates between, however strong those before were.
     """
     row = tl.program_id(0).to(tl.int64)
-    start, hi = _chunk(row, cu_seqlens, T, N, C)
+    start, hi = _chunk(row, cu_seqlens, T, N, steps, C)
     t = tl.arange(0, C)
     token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -87,7 +90,7 @@ def gate_kernel(
     tl.store(sums + at, tl.cumsum(g_, 0), mask=in_h)
 
 
-@triton.jit(do_not_specialize=["T", "N", "H", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "H", "steps", "scale"])
 def gate_gradient_kernel(
     read,  # [rows, PARTS, H, C]: of the sums to each token, from the chunk's start and from its other tokens
     write,  # [rows, PARTS, H, C]: of the sum from each token to the chunk's end
@@ -98,6 +101,7 @@ def gate_gradient_kernel(
     T,
     N,
     H,
+    steps,
     scale,
     D: tl.constexpr,
     C: tl.constexpr,
@@ -107,7 +111,7 @@ def gate_gradient_kernel(
 ):
     """The gradient of every gate from those of the sums that hold it."""
     row = tl.program_id(0).to(tl.int64)
-    start, hi = _chunk(row, cu_seqlens, T, N, C)
+    start, hi = _chunk(row, cu_seqlens, T, N, steps, C)
     t = tl.arange(0, C)
     token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -166,12 +170,14 @@ def sweep_kernel(
     BD2: tl.constexpr,
     SPLIT: tl.constexpr,
     REVERSE: tl.constexpr,
+    FINE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """``S <- e^g S + b_t x_t^T``, ``out_t = scale * S^T a_t``, from chunk to chunk; `REVERSE`, backwards in time.
 
     One program sweeps one segment of one sequence. Without `out` from zero, to find the segments' ends; with it from
-    the true state, folded from those.
+    the true state, folded from those. `FINE` where gradients of gates are summed over tokens, and cancel: the state and
+    what is written to it are then multiplied in two parts.
     """
     tiles = tl.cdiv(D2, BD2)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
@@ -251,7 +257,7 @@ def sweep_kernel(
             gates += total
         if out is not None:
             a_ = _rows(a, start, HA, ha, d1, D1, BD1, left, C)
-            other_chunks = dot(a_, S, DOT)
+            other_chunks = dot_split(a_, S, DOT) if FINE else dot(a_, S, DOT)
             pairs = dot(a_, tl.trans(b_), DOT)
             if sums is not None:
                 other_chunks *= near
@@ -268,12 +274,14 @@ def sweep_kernel(
                 if REVERSE:
                     tl.store(write + at_token, d_other_chunks)
                     tl.store(met + at_token, d_this_chunk)
-                    # The sum of S times the state is the trace of their product.
                     S_ = tl.load(states + at, mask=in_state, other=0.0)
-                    kept = dot(tl.trans(S_), S, DOT)
-                    kept = tl.sum(tl.where(d2[:, None] == d2[None, :], kept, 0.0), 1) * tl.exp2(total)
+                    if FINE:
+                        kept = tl.sum(S_ * S, 0)
+                    else:  # as the diagonal of a product, which is faster
+                        kept = dot(tl.trans(S_), S, DOT)
+                        kept = tl.sum(tl.where(d2[:, None] == d2[None, :], kept, 0.0), 1)
                     at_through = ((row0 + row) * H + h) * D2 + d2
-                    tl.store(through + at_through, kept, mask=d2 < D2)
+                    tl.store(through + at_through, kept * tl.exp2(total), mask=d2 < D2)
                 else:
                     tl.store(read + at_token, d_other_chunks + d_this_chunk)
                     tl.store(states + at, S.to(states.dtype.element_ty), mask=in_state)
@@ -283,7 +291,10 @@ def sweep_kernel(
         if sums is not None:
             S *= tl.exp2(total)
             x_ = x_ * far
-        S += dot(tl.trans(b_), x_, DOT)
+        if FINE:
+            S = dot_split(tl.trans(b_), x_, DOT, S)
+        else:
+            S += dot(tl.trans(b_), x_, DOT)
 
     if out is None:
         inh = segment * N * H + nh

@@ -2,8 +2,8 @@
 
     S_t = exp(g_t) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
 
-`v`, `g` and states may have a multiple of the heads of `q` and `k`. Without `gate_gradient`, `g` is a constant: its
-gradient is 0, and not computed. `v` may be wider than `q` and `k`, and `o` has its dtype.
+`v`, `g` and states may have a multiple of the heads of `q` and `k`. `gate_gradient` says what the
+gradient of `g` is for, as `eager` explains. `v` may be wider than `q` and `k`, and `o` has its dtype.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from torch import Tensor
 
 from flacompose.ops._define import define_op
 from flacompose.ops.families.scalar_decay import eager
+from flacompose.ops.families.scalar_decay.eager import CONSTANT, PER_TOKEN, SUMMED
+
+__all__ = ["CONSTANT", "PER_TOKEN", "SUMMED", "chunk", "recurrent"]
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? initial_state, Tensor? cu_seqlens, "
-    "float scale, bool gate_gradient"
+    "float scale, int gate_gradient"
 )
 _HEADS = {"q": 2, "k": 2, "v": 2, "g": 2, "o": 2, "initial_state": 1, "final_state": 1}
 _BATCH = dict.fromkeys(_HEADS, 0)

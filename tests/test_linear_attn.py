@@ -1,0 +1,233 @@
+"""Linear attention: the normalised outputs, and their state ``(S, z)``."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract.accuracy import assert_close, error
+from contract.cases import CASES, linear_attn_normalized_reference
+from contract.graphs import recorded
+from contract.problems import draw, evaluate
+from torch import Tensor
+from torch.export import Dim, export
+
+from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
+
+FORMS = [chunk_linear_attn, fused_recurrent_linear_attn]
+each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+PLAIN = next(c for c in CASES if c.name == "chunk_linear_attn")
+NORMALIZED = next(c for c in CASES if c.name == "chunk_linear_attn-normalize")
+
+
+def qkv(device: torch.device, **options) -> list[Tensor]:
+    """Queries and keys past a feature map, and values."""
+    return list(draw(NORMALIZED, device, state=False, **options).tensors.values())
+
+
+@pytest.mark.parametrize("lengths", [None, [70, 0, 1, 59]], ids=["dense", "packed"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_both_forms_are_one_function(
+    normalize: bool, lengths: list[int] | None, device: torch.device
+) -> None:
+    """And the same function of the state."""
+    problem = draw(NORMALIZED, device, T=130, lengths=lengths)
+
+    def results(form) -> dict[str, Tensor]:
+        def call(_, initial_state: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+            S, z = initial_state[..., :-1], initial_state[..., -1]
+            o, state = form(
+                **tensors,
+                initial_state=(S, z) if normalize else S,
+                output_final_state=True,
+                normalize=normalize,
+                cu_seqlens=problem.cu_seqlens,
+            )
+            S, z = state if normalize else (state, torch.zeros_like(z))
+            return o, torch.cat([S, z.unsqueeze(-1)], -1)
+
+        return evaluate(problem, function=call)
+
+    assert_close(*map(results, FORMS), 1e-5)
+
+
+@each_form
+def test_outputs_are_not_normalised_unless_asked_for(form, device: torch.device) -> None:
+    q, k, v = qkv(device)
+    o, _ = form(q, k, v)
+    expected, S = form(q, k, v, normalize=False, output_final_state=True)
+    assert torch.equal(o, expected) and isinstance(S, Tensor)
+    normalised, _ = form(q, k, v, normalize=True)
+    assert error(normalised, o / (q * k.cumsum(1)).sum(-1, keepdim=True) * q.shape[-1] ** 0.5) <= 1e-5
+
+
+@each_form
+def test_the_state_is_not_returned_unless_asked_for(form, device: torch.device) -> None:
+    q, k, v = qkv(device)
+    assert form(q, k, v, normalize=True)[1] is None
+    _, (S, z) = form(q, k, v, normalize=True, output_final_state=True)
+    assert (S.shape, z.shape) == ((2, 2, 16, 32), (2, 2, 16))
+    assert error(z, k.sum(1)) <= 1e-6
+    assert S.untyped_storage().data_ptr() != z.untyped_storage().data_ptr()
+
+
+@each_form
+def test_means_of_values(form, device: torch.device) -> None:
+    """Whatever the scale; of one value, that value."""
+    q, k, v = qkv(device)
+    o, _ = form(q, k, v, normalize=True)
+    assert error(form(q, k, v, scale=7.0, normalize=True)[0], o) <= 1e-6
+    assert o.min() >= v.min() and o.max() <= v.max()
+    assert error(form(q, k, torch.full_like(v, 3.0), normalize=True)[0], torch.full_like(v, 3.0)) <= 1e-5
+
+
+@pytest.mark.parametrize("first", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("second", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("cut", [1, 64, 69])
+def test_a_split_sequence_is_the_whole(first, second, cut: int, device: torch.device) -> None:
+    q, k, v = qkv(device, T=70)
+    whole, final = chunk_linear_attn(q, k, v, normalize=True, output_final_state=True)
+    parts = [[x[:, :cut] for x in (q, k, v)], [x[:, cut:] for x in (q, k, v)]]
+    o1, state = first(*parts[0], normalize=True, output_final_state=True)
+    o2, state = second(*parts[1], initial_state=state, normalize=True, output_final_state=True)
+    assert error(torch.cat([o1, o2], 1), whole) <= 1e-5
+    for x, y in zip(state, final, strict=True):
+        assert error(x, y) <= 1e-5
+
+
+@each_form
+def test_packed_sequences_have_a_z_each(form, device: torch.device) -> None:
+    problem = draw(NORMALIZED, device, lengths=[20, 0, 1, 40], tail=3)
+    q, k, v, initial = problem.tensors.values()
+    o, (S, z) = form(
+        q,
+        k,
+        v,
+        initial_state=(initial[..., :-1], initial[..., -1]),
+        normalize=True,
+        output_final_state=True,
+        cu_seqlens=problem.cu_seqlens,
+    )
+    bounds = problem.cu_seqlens.tolist()
+    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        own = initial[n : n + 1, ..., :-1], initial[n : n + 1, ..., -1]
+        if start == end:
+            assert torch.equal(S[n], own[0][0]) and torch.equal(z[n], own[1][0])
+            continue
+        alone, state = form(
+            *(x[:, start:end] for x in (q, k, v)),
+            initial_state=own,
+            normalize=True,
+            output_final_state=True,
+        )
+        assert error(o[:, start:end], alone) <= 1e-6
+        assert error(S[n], state[0][0]) <= 1e-6 and error(z[n], state[1][0]) <= 1e-6
+    assert not o[:, bounds[-1] :].any()
+
+
+@each_form
+def test_heads_of_values_share_a_z(form, device: torch.device) -> None:
+    q, k, v = qkv(device)
+    w = torch.randn_like(v)
+    o, (S, z) = form(q, k, torch.stack([v, w], 3).flatten(2, 3), normalize=True, output_final_state=True)
+    assert (S.shape, z.shape) == ((2, 4, 16, 32), (2, 2, 16))
+    for i, x in enumerate((v, w)):
+        assert error(o[:, :, i::2], form(q, k, x, normalize=True)[0]) <= 1e-6
+
+
+@each_form
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_denominators_are_float32(form, autocast: bool, device: torch.device) -> None:
+    """The t-th output is t, rounded on its way, over t itself."""
+    T = 3000
+    q = torch.ones(1, T, 1, 8, device=device)
+    v = torch.ones(1, T, 1, 4, device=device)
+    if not autocast:
+        q, v = q.bfloat16(), v.bfloat16()
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        o, (_, z) = form(q, q, v, scale=1 / 8, normalize=True, output_final_state=True)
+    t = torch.arange(1.0, T + 1, device=device).view(1, T, 1, 1)
+    assert torch.equal(o, (t.bfloat16() / t).bfloat16().expand_as(v))
+    assert torch.equal(z, torch.full_like(z, T)) and z.dtype == torch.float32
+
+
+def test_autocast_of_the_normalised_and_its_gradients(device: torch.device) -> None:
+    """As of inputs in bfloat16, gradients in the dtype of what they are of."""
+    q, k, v = qkv(device)
+    results = []
+    for dtype, enabled in ((torch.float32, True), (torch.bfloat16, False)):
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            o, (S, z) = chunk_linear_attn(*leaves, normalize=True, output_final_state=True)
+        (o.float().sin().sum() + S.sin().sum() + z.sin().sum()).backward()
+        assert all(x.grad.dtype == dtype for x in leaves)
+        results.append([o.detach(), S.detach(), z.detach(), *(x.grad for x in leaves)])
+    for x, y in zip(*results, strict=True):
+        assert error(x, y) <= 2**-8
+
+
+@each_form
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_compiled_with_a_state(form, autocast: bool, device: torch.device) -> None:
+    q, k, v = qkv(device)
+
+    def twice(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, state = form(q, k, v, normalize=True, output_final_state=True)
+        o, (S, z) = form(q, k, v, initial_state=state, normalize=True, output_final_state=True)
+        return o, S, z
+
+    compiled = torch.compile(twice, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        for x, y in zip(compiled(q, k, v), twice(q, k, v), strict=True):
+            assert x.dtype == y.dtype and error(x, y) <= 1e-6
+
+
+def test_exported_as_two_nodes(device: torch.device) -> None:
+    class Normalized(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return chunk_linear_attn(F.elu(q) + 1, F.elu(k) + 1, v, normalize=True)[0]
+
+    T = Dim("T", min=2, max=2**20)
+    program = export(Normalized(), tuple(qkv(device)), dynamic_shapes=({1: T},) * 3)
+    for length in (2, 3, 65, 165):
+        inputs = qkv(device, T=length)
+        assert torch.equal(program.module()(*inputs), Normalized()(*inputs))
+
+
+@each_form
+def test_against_the_paper(form, device: torch.device) -> None:
+    """A feature map of the paper's before, equation 20 of it after."""
+    problem = draw(PLAIN, device, torch.float64, state=False)
+    q, k, v = problem.tensors.values()
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    o, _ = form(q, k, v, normalize=True)
+    assert error(o, linear_attn_normalized_reference(q, k, v, scale=q.shape[-1] ** -0.5)[0]) <= 1e-12
+
+
+TUPLE = "initial_state must be a tuple (S, z) with normalize, got {}"
+STATES = [
+    (True, lambda S, z: S, TypeError, TUPLE.format("Tensor")),
+    (True, lambda S, z: (S,), TypeError, TUPLE.format("tuple")),
+    (True, lambda S, z: (S, z, z), TypeError, TUPLE.format("tuple")),
+    (True, lambda S, z: 1.0, TypeError, TUPLE.format("float")),
+    (True, lambda S, z: (S, None), TypeError, "initial_state[1] must be a tensor, got NoneType"),
+    (True, lambda S, z: (S, z[..., :1]), ValueError, "initial_state[1] must have shape (2, 2, 16), got (2, 2, 1)"),
+    (True, lambda S, z: (z, z), ValueError, "initial_state must have shape (2, 2, 16, 32), got (2, 2, 16)"),
+    (True, lambda S, z: (S, z.int()), TypeError,
+     "initial_state[1] must be float32, bfloat16, float16 or float64, got int32"),
+    (False, lambda S, z: (S, z), TypeError, "initial_state must be a tensor S without normalize, got tuple"),
+]  # fmt: skip
+
+
+@each_form
+@pytest.mark.parametrize(("normalize", "wrong", "error", "message"), STATES)
+def test_states_of_the_wrong_kind(
+    form, normalize: bool, wrong, error: type[Exception], message: str, device: torch.device
+) -> None:
+    q, k, v = qkv(device)
+    state = wrong(torch.zeros(2, 2, 16, 32, device=device), torch.zeros(2, 2, 16, device=device))
+    with recorded() as calls, pytest.raises(error, match=f"^{re.escape(message)}$"):
+        form(q, k, v, initial_state=state, normalize=normalize)
+    assert not calls

@@ -1,0 +1,59 @@
+"""Retention: its decays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contract.accuracy import assert_close, error
+from contract.cases import CASES
+from contract.problems import draw, evaluate
+
+from flacompose.ops import chunk_retention, fused_recurrent_retention, fused_recurrent_simple_gla
+
+RETENTION = next(c for c in CASES if c.name == "chunk_retention")
+each_form = pytest.mark.parametrize("form", [chunk_retention, fused_recurrent_retention])
+
+
+@pytest.mark.parametrize("lengths", [None, [70, 0, 1, 59]], ids=["dense", "packed"])
+def test_both_forms_are_one_function(lengths: list[int] | None, device: torch.device) -> None:
+    problem = draw(RETENTION, device, T=130, lengths=lengths)
+    options = {"output_final_state": True, "cu_seqlens": problem.cu_seqlens}
+    recurrent = evaluate(
+        problem, function=lambda _, **tensors: fused_recurrent_retention(**tensors, **options)
+    )
+    assert_close(evaluate(problem), recurrent, 1e-5)
+
+
+@each_form
+@pytest.mark.parametrize("H", [1, 4, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_decays(form, H: int, dtype: torch.dtype, device: torch.device) -> None:
+    """What one token leaves of a state is ``1 - 2 ** (-5 - h)``, and what is forgotten is right too."""
+    q = torch.zeros(1, 1, H, 1, dtype=dtype, device=device)
+    state = torch.ones(1, H, 1, 1, dtype=dtype, device=device)
+    _, left = form(q, q, q, initial_state=state, output_final_state=True)
+    h = torch.arange(H, dtype=torch.float64, device=device)
+    expected = 1 - 2 ** (-5 - h)
+    tolerance = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(left.flatten().double(), expected, rtol=tolerance, atol=0)
+
+
+@each_form
+def test_late_heads_forget_too(form, device: torch.device) -> None:
+    """Head 20 forgets 2**-25 a token, which ``1 - 2**-25`` would round away in float32."""
+    T, H = 2048, 21
+    k = torch.ones(1, T, H, 1, device=device)
+    _, state = form(k, k, k, output_final_state=True)
+    a = 1 - 2 ** (-5 - torch.arange(H, dtype=torch.float64, device=device))
+    expected = (1 - a**T) / (1 - a)
+    assert error(state.flatten(), expected) <= 2e-5
+    assert error(T - state.flatten()[-4:], T - expected[-4:]) <= 0.02  # of a float32 near T
+
+
+@each_form
+def test_decays_are_those_of_the_heads_of_values(form, device: torch.device) -> None:
+    q, k = torch.randn(2, 1, 20, 2, 8, device=device)
+    v = torch.randn(1, 20, 6, 4, device=device)
+    o, _ = form(q, k, v)
+    g_gamma = torch.log1p(-(2.0 ** (-5 - torch.arange(6, device=device))))
+    assert error(o, fused_recurrent_simple_gla(q, k, v, g_gamma=g_gamma)[0]) <= 2e-5

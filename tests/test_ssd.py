@@ -1,0 +1,460 @@
+"""Mamba-2's scan and its step, against the recurrence in float64, token by token."""
+
+# ruff: noqa: E501  the graph
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract.accuracy import error
+from contract.graphs import listing, op_nodes, recorded
+from torch import Tensor, nn
+from torch.export import Dim, export
+
+from flacompose.ops import mamba_chunk_scan_combined, selective_state_update
+
+INF = float("inf")
+BATCH, HEADS, GROUPS, P, S = 2, 4, 2, 6, 5
+
+
+def scan(**arguments) -> Tensor | tuple[Tensor, Tensor]:
+    return mamba_chunk_scan_combined(**{"chunk_size": 64, **arguments})
+
+
+def one_by_one(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, INF),
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The truth: ``h = exp(dt A) h + dt x B^T``, ``y = h C + D x``, head by head of its group."""
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        y, states = [], []
+        for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+            part = [t[:, start:end] for t in (x, dt, B, C)] + [None if z is None else z[:, start:end]]
+            h = None if initial_states is None else initial_states[n : n + 1]
+            out, h = one_by_one(
+                part[0], part[1], A, part[2], part[3], D, part[4], dt_bias, h, dt_softplus, dt_limit
+            )
+            y.append(out)
+            states.append(h)
+        return torch.cat(y, 1), torch.cat(states)
+    batch, T, H, P = x.shape
+    B, C = (t.repeat_interleave(H // t.shape[2], 2) for t in (B, C))
+    h = x.new_zeros(batch, H, P, B.shape[-1]) if initial_states is None else initial_states
+    y = []
+    for t in range(T):
+        step = dt[:, t] if dt_bias is None else dt[:, t] + dt_bias
+        step = F.softplus(step) if dt_softplus else step
+        step = step.clamp(*dt_limit)
+        h = (step * A).exp()[..., None, None] * h + torch.einsum("bh,bhp,bhs->bhps", step, x[:, t], B[:, t])
+        out = torch.einsum("bhps,bhs->bhp", h, C[:, t])
+        if D is not None:
+            out = out + (D if D.dim() == 2 else D[:, None]) * x[:, t]
+        y.append(out if z is None else out * F.silu(z[:, t]))
+    return (torch.stack(y, 1) if y else x.new_zeros(x.shape)), h
+
+
+def draw(device: torch.device, dtype: torch.dtype = torch.float32, **options) -> dict[str, Tensor]:
+    """Time steps on both sides of 0, so that what bounds them matters; packed, one row of three sequences."""
+    T, batch, N = options.get("T", 70), options.get("batch", BATCH), options.get("N", BATCH)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    shapes = {
+        "x": normal(batch, T, HEADS, P),
+        "dt": normal(batch, T, HEADS) / 2,
+        "A": -normal(HEADS).exp(),
+        "B": normal(batch, T, GROUPS, S),
+        "C": normal(batch, T, GROUPS, S),
+        "D": normal(HEADS, P) if options.get("matrix") else normal(HEADS),
+        "z": normal(batch, T, HEADS, P),
+        "dt_bias": normal(HEADS) / 2,
+        "initial_states": normal(N, HEADS, P, S),
+    }
+    return {name: x.to(device, dtype) for name, x in shapes.items()}
+
+
+def gradients(function, tensors: dict[str, Tensor], **options) -> dict[str, Tensor]:
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    y, states = function(**leaves, **options)
+    generator = torch.Generator().manual_seed(1)
+    arriving = [
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in (y, states)
+    ]
+    results = torch.autograd.grad([y, states], list(leaves.values()), arriving)
+    results = {f"d{name}": dx for name, dx in zip(leaves, results, strict=True)}
+    return {"y": y.detach(), "states": states.detach(), **results}
+
+
+OPTIONS = {
+    "plain": ({}, ()),
+    "softplus": ({"dt_softplus": True}, ()),
+    "bias": ({}, ("dt_bias",)),
+    "softplus and bias": ({"dt_softplus": True}, ("dt_bias",)),
+    "limits": ({"dt_softplus": True, "dt_limit": (0.4, 1.2)}, ("dt_bias",)),
+    "D": ({"dt_softplus": True}, ("D",)),
+    "z": ({"dt_softplus": True}, ("z",)),
+    "states": ({"dt_softplus": True}, ("initial_states",)),
+    "all": ({"dt_softplus": True, "dt_limit": (0.4, 1.2)}, ("D", "z", "dt_bias", "initial_states")),
+}
+each_option = pytest.mark.parametrize(("options", "given"), OPTIONS.values(), ids=OPTIONS)
+
+
+@each_option
+@pytest.mark.parametrize("matrix", [False, True], ids=["D [H]", "D [H, P]"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_values_and_gradients(
+    options: dict, given: tuple[str, ...], matrix: bool, packed: bool, device: torch.device
+) -> None:
+    tensors = draw(device, matrix=matrix, **({"batch": 1, "N": 4} if packed else {}))
+    optional = ("D", "z", "dt_bias", "initial_states")
+    tensors = {name: x for name, x in tensors.items() if name not in optional or name in given}
+    if packed:
+        options = {**options, "cu_seqlens": torch.tensor([0, 30, 30, 31, 70], device=device)}
+    double = {name: x.double() for name, x in tensors.items()}
+    truth = gradients(one_by_one, double, **options)
+    actual = gradients(scan, tensors, return_final_states=True, **options)
+    assert actual["y"].dtype == actual["states"].dtype == torch.float32
+    assert actual["states"].is_contiguous()
+    for name, x in actual.items():
+        assert error(x, truth[name]) <= (1e-4 if name.startswith("d") else 2e-5), name
+    exact = gradients(scan, double, return_final_states=True, **options)
+    for name, x in exact.items():
+        assert error(x, truth[name]) <= 1e-10, name
+
+
+def test_negative_time_steps_are_clamped_to_0(device: torch.device) -> None:
+    """By the default limits, where no softplus makes them positive."""
+    tensors = draw(device)
+    arguments = {name: tensors[name] for name in ("x", "dt", "A", "B", "C")}
+    assert (tensors["dt"] < 0).any()
+    expected = scan(**{**arguments, "dt": tensors["dt"].relu()})
+    assert torch.equal(scan(**arguments), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    """Time steps, rates and states are computed with in float32, outputs and gradients have their inputs' dtypes."""
+    tensors = draw(device)
+    for name in ("x", "B", "C", "z", "dt"):
+        tensors[name] = tensors[name].to(dtype)
+    options = {"dt_softplus": True}
+    truth = gradients(one_by_one, {name: x.double() for name, x in tensors.items()}, **options)
+    actual = gradients(scan, tensors, return_final_states=True, **options)
+    assert actual["y"].dtype == dtype and actual["states"].dtype == torch.float32
+    # Values dt * x are rounded, outputs twice.
+    bound = 8 * torch.finfo(dtype).eps
+    for name, x in actual.items():
+        assert name in ("y", "states") or x.dtype == tensors[name.removeprefix("d")].dtype
+        assert error(x, truth[name]) <= bound, name
+
+
+def test_final_states_are_not_returned_unless_asked_for(device: torch.device) -> None:
+    tensors = draw(device)
+    y = scan(**tensors)
+    assert isinstance(y, Tensor)
+    assert torch.equal(y, scan(**tensors, return_final_states=True)[0])
+
+
+def test_the_chunk_size_changes_nothing(device: torch.device) -> None:
+    tensors = draw(device)
+    expected = scan(**tensors, return_final_states=True)
+    for chunk_size in (1, 16, 256, 1000):
+        results = mamba_chunk_scan_combined(**tensors, chunk_size=chunk_size, return_final_states=True)
+        assert all(map(torch.equal, results, expected))
+
+
+def test_states_carry_a_sequence_on(device: torch.device) -> None:
+    tensors = draw(device)
+    whole, final = scan(**tensors, return_final_states=True)
+    along = ("x", "dt", "B", "C", "z")
+    first = {name: x[:, :33] if name in along else x for name, x in tensors.items()}
+    y1, states = scan(**first, return_final_states=True)
+    second = {name: x[:, 33:] if name in along else x for name, x in tensors.items()}
+    y2, states = scan(**{**second, "initial_states": states}, return_final_states=True)
+    assert error(torch.cat([y1, y2], 1), whole) <= 2e-5
+    assert error(states, final) <= 2e-5
+
+
+class Scan(nn.Module):
+    def forward(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+        return mamba_chunk_scan_combined(x, dt, A, B, C, 64, D)
+
+
+def arguments(device: torch.device, T: int) -> tuple[Tensor, ...]:
+    tensors = draw(device, T=T)
+    return tuple(tensors[name] for name in ("x", "dt", "A", "B", "C", "D"))
+
+
+def exported(device: torch.device):
+    T = Dim("T", min=2, max=2**20)
+    shapes = tuple({1: T} if i in (0, 1, 3, 4) else None for i in range(6))
+    return export(Scan(), arguments(device, 37), dynamic_shapes=shapes)
+
+
+def test_exported_as_one_node(device: torch.device) -> None:
+    program = exported(device)
+    decomposed = program.run_decompositions()
+    for form in (program, decomposed):
+        assert op_nodes(form.graph_module) == ["flacompose::scalar_decay_chunk"]
+        for T in (2, 3, 63, 64, 65, 165):
+            inputs = arguments(device, T)
+            assert error(form.module()(*inputs), Scan()(*inputs)) <= 1e-6
+
+
+def test_graph_of_the_scan() -> None:
+    expecttest = pytest.importorskip("expecttest")
+    expecttest.assert_expected_inline(
+        listing(exported(torch.device("cpu")).run_decompositions().graph_module),
+        """\
+%0 = placeholder : float32[2, s0, 4, 6]
+%1 = placeholder : float32[2, s0, 4]
+%2 = placeholder : float32[4]
+%3 = placeholder : float32[2, s0, 2, 5]
+%4 = placeholder : float32[2, s0, 2, 5]
+%5 = placeholder : float32[4]
+%6 = aten.clamp.default(%1, 0.0, inf) : float32[2, s0, 4]
+%7 = aten.unsqueeze.default(%6, -1) : float32[2, s0, 4, 1]
+%8 = aten.mul.Tensor(%0, %7) : float32[2, s0, 4, 6]
+%9 = aten.mul.Tensor(%6, %2) : float32[2, s0, 4]
+%10 = flacompose.scalar_decay_chunk.default(%4, %3, %8, %9, None, None, 1.0, 1) : (float32[2, s0, 4, 6], float32[2, 4, 5, 6])
+%11 = getitem(%10, 0) : float32[2, s0, 4, 6]
+%12 = aten.unsqueeze.default(%5, -1) : float32[4, 1]
+%13 = aten.mul.Tensor(%0, %12) : float32[2, s0, 4, 6]
+%14 = aten.add.Tensor(%11, %13) : float32[2, s0, 4, 6]
+return %14""",
+    )
+
+
+def test_compiled_training_with_one_graph(device: torch.device) -> None:
+    def function(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return scan(**tensors, dt_softplus=True, dt_limit=(0.4, 1.2), return_final_states=True)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for T in (64, 2, 3, 65):
+            tensors = draw(device, T=T)
+            actual, expected = gradients(compiled, tensors), gradients(function, tensors)
+            for name, x in actual.items():
+                assert error(x, expected[name]) <= 1e-6, name
+
+
+@pytest.mark.parametrize("matrix", [False, True], ids=["D [H]", "D [H, P]"])
+def test_a_step_is_the_next_token_of_the_scan(matrix: bool, device: torch.device) -> None:
+    tensors = draw(device, T=4, matrix=matrix)
+    y, final = scan(**tensors, dt_softplus=True, return_final_states=True)
+    state, outputs = tensors["initial_states"], []
+    A = tensors["A"][:, None, None].expand(HEADS, P, S)
+    D = tensors["D"] if matrix else tensors["D"][:, None].expand(HEADS, P)
+    for t in range(4):
+        out, state = selective_state_update(
+            state,
+            tensors["x"][:, t],
+            tensors["dt"][:, t, :, None].expand(BATCH, HEADS, P),
+            A,
+            tensors["B"][:, t],
+            tensors["C"][:, t],
+            D,
+            tensors["z"][:, t],
+            tensors["dt_bias"][:, None].expand(HEADS, P),
+            dt_softplus=True,
+        )
+        outputs.append(out)
+    assert error(torch.stack(outputs, 1), y) <= 2e-5
+    assert error(state, final) <= 2e-5
+
+
+def step(device: torch.device, heads: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    H, G = ((HEADS,), (GROUPS,)) if heads else ((), ())
+    return {
+        "state": normal(BATCH, *H, P, S),
+        "x": normal(BATCH, *H, P),
+        "dt": normal(BATCH, *H, P),
+        "A": -normal(*H, P, S).exp(),
+        "B": normal(BATCH, *G, S),
+        "C": normal(BATCH, *G, S),
+        "D": normal(*H, P),
+        "z": normal(BATCH, *H, P),
+        "dt_bias": normal(*H, P),
+    }
+
+
+def step_by_loops(state, x, dt, A, B, C, D, z, dt_bias) -> tuple[Tensor, Tensor]:
+    """With heads, channel by channel."""
+    y, new = torch.empty_like(x), torch.empty_like(state)
+    for n in range(state.shape[0]):
+        for h in range(state.shape[1]):
+            group = h // (state.shape[1] // B.shape[1])
+            for p in range(state.shape[2]):
+                delta = F.softplus(dt[n, h, p] + dt_bias[h, p])
+                new[n, h, p] = (delta * A[h, p]).exp() * state[n, h, p] + delta * x[n, h, p] * B[n, group]
+                out = new[n, h, p] @ C[n, group] + D[h, p] * x[n, h, p]
+                y[n, h, p] = out * F.silu(z[n, h, p])
+    return y, new
+
+
+@pytest.mark.parametrize("heads", [True, False], ids=["heads", "no heads"])
+def test_a_step(heads: bool, device: torch.device) -> None:
+    """Of Mamba's states too, without heads; the state that is given stays as it is."""
+    tensors = step(device, heads)
+    before = tensors["state"].clone()
+    y, state = selective_state_update(**tensors, dt_softplus=True)
+    assert torch.equal(tensors["state"], before)
+    assert state.untyped_storage().data_ptr() != tensors["state"].untyped_storage().data_ptr()
+    double = {name: x.double() for name, x in tensors.items()}
+    if not heads:  # one head
+        double = {name: x.unsqueeze(0 if name in ("A", "D", "dt_bias") else 1) for name, x in double.items()}
+    expected, new = step_by_loops(**double)
+    assert error(y, expected if heads else expected[:, 0]) <= 2e-6
+    assert error(state, new if heads else new[:, 0]) <= 2e-6
+
+
+@pytest.mark.parametrize("missing", ["D", "z", "dt_bias"])
+def test_a_step_without(missing: str, device: torch.device) -> None:
+    tensors = step(device, heads=True)
+    x = tensors.pop(missing)
+    y, state = selective_state_update(**tensors, dt_softplus=True)
+    neutral = torch.full_like(x, 1.2784645427610738 if missing == "z" else 0)  # silu of it is 1
+    expected, new = selective_state_update(**tensors, **{missing: neutral}, dt_softplus=True)
+    assert error(y, expected) <= 1e-6
+    assert error(state, new) <= 1e-6
+
+
+@pytest.mark.parametrize("heads", [True, False], ids=["heads", "no heads"])
+def test_a_step_has_gradients(heads: bool, device: torch.device) -> None:
+    tensors = step(device, heads, torch.float64)
+    leaves = [x.requires_grad_() for x in tensors.values()]
+
+    def function(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return selective_state_update(**dict(zip(tensors, leaves, strict=True)), dt_softplus=True)
+
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+
+
+def test_dtypes_of_a_step(device: torch.device) -> None:
+    """States are computed with in float32 and returned in their dtype, outputs in that of x."""
+    tensors = step(device, heads=True)
+    tensors.update({name: tensors[name].bfloat16() for name in ("x", "B", "C", "z", "dt")})
+    y, state = selective_state_update(**tensors, dt_softplus=True)
+    assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+    expected, new = step_by_loops(**{name: x.double() for name, x in tensors.items()})
+    assert error(y, expected) <= 2**-8
+    assert error(state, new) <= 1e-2
+    half, small = selective_state_update(**{**tensors, "state": tensors["state"].half()}, dt_softplus=True)
+    assert (half.dtype, small.dtype) == (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("heads", [True, False], ids=["heads", "no heads"])
+def test_a_compiled_step(heads: bool, device: torch.device) -> None:
+    compiled = torch.compile(selective_state_update, fullgraph=True, backend="aot_eager")
+    tensors = step(device, heads)
+    for x, y in zip(compiled(**tensors), selective_state_update(**tensors), strict=True):
+        assert error(x, y) <= 1e-6
+
+
+SCAN_ERRORS = [
+    ({"x": lambda x: x[0]}, ValueError, "x must have shape [B, T, H, P], got (70, 4, 6)"),
+    ({"x": lambda x: x.int()}, TypeError, "x must be float32, bfloat16, float16 or float64, got int32"),
+    ({"dt": lambda x: x[..., None]}, ValueError, "dt must have shape (2, 70, 4), got (2, 70, 4, 1)"),
+    ({"A": lambda x: x[:1]}, ValueError, "A must have shape (4,), got (1,)"),
+    ({"B": lambda x: x[0]}, ValueError, "B must have shape [B, T, G, S], got (70, 2, 5)"),
+    ({"B": lambda x: x[:, :1]}, ValueError, "B must have shape (2, 70, 2, 5), got (2, 1, 2, 5)"),
+    ({"C": lambda x: x[..., :1]}, ValueError, "C must have shape (2, 70, 2, 5), got (2, 70, 2, 1)"),
+    (
+        {name: lambda x: torch.cat([x, x[:, :, :1]], 2) for name in ("B", "C")},
+        ValueError,
+        "B must have a number of groups that divides the 4 heads of x, got 3",
+    ),
+    ({"D": lambda x: x[:1]}, ValueError, "D must have shape (4,), got (1,)"),
+    ({"D": lambda x: x.view(2, 2)}, ValueError, "D must have shape (4, 6), got (2, 2)"),
+    ({"z": lambda x: x[:, :1]}, ValueError, "z must have shape (2, 70, 4, 6), got (2, 1, 4, 6)"),
+    ({"dt_bias": lambda x: x[:1]}, ValueError, "dt_bias must have shape (4,), got (1,)"),
+    (
+        {"initial_states": lambda x: x.mT},
+        ValueError,
+        "initial_states must have shape (2, 4, 6, 5), got (2, 4, 5, 6)",
+    ),
+    ({"dt": lambda x: None}, TypeError, "dt must be a tensor, got NoneType"),
+    ({"z": lambda x: x.to("meta")}, ValueError, "z must be on the device of x, {device}, got meta"),
+]
+
+
+def refused(function, arguments: dict, kind: type[Exception], message: str) -> None:
+    with recorded() as calls, pytest.raises(kind, match=f"^{re.escape(message)}$"):
+        function(**arguments)
+    assert not calls
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), SCAN_ERRORS)
+def test_errors_of_the_scan(wrong: dict, kind: type[Exception], message: str, device: torch.device) -> None:
+    tensors = draw(device)
+    tensors.update({name: change(tensors[name]) for name, change in wrong.items()})
+    refused(scan, tensors, kind, message.format(device=tensors["A"].device))
+
+
+OPTION_ERRORS = [
+    ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+    ({"chunk_size": 2.0}, TypeError, "chunk_size must be an int, got float"),
+    ({"dt_limit": (1.0, 0.5)}, ValueError, "dt_limit must be two ascending bounds of at least 0, got (1.0, 0.5)"),
+    ({"dt_limit": None}, TypeError, "dt_limit must be a tuple of two bounds, got NoneType"),
+    ({"dt_limit": (None, 0.5)}, TypeError, "dt_limit[0] must be a number, got NoneType"),
+    ({"dt_limit": (0.5,)}, ValueError, "dt_limit must be two ascending bounds of at least 0, got (0.5,)"),
+    ({"dt_limit": (-1.0, 0.5)}, ValueError, "dt_limit must be two ascending bounds of at least 0, got (-1.0, 0.5)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), OPTION_ERRORS)
+def test_options_of_the_scan(wrong: dict, kind: type[Exception], message: str, device: torch.device) -> None:
+    refused(scan, {**draw(device), **wrong}, kind, message)
+
+
+def test_sizes_of_the_scan(device: torch.device) -> None:
+    tensors = draw(device)
+    wide = tensors["x"].repeat(1, 1, 1, 50)
+    arguments = {name: tensors[name] for name in ("dt", "A", "B", "C")}
+    with pytest.raises(ValueError, match="head size of at most 256, got 300"):
+        scan(x=wide, **arguments)
+    cu_seqlens = torch.tensor([0, 70], device=device)
+    with pytest.raises(ValueError, match="must have batch size 1 when cu_seqlens is given, got 2"):
+        scan(x=tensors["x"], **arguments, cu_seqlens=cu_seqlens)
+
+
+STEP_ERRORS = [
+    ({"state": lambda x: x[0, 0]}, "state must have shape [N, H, P, S] or [N, P, S], got (6, 5)"),
+    ({"x": lambda x: x[0]}, "x must have shape (2, 4, 6), got (4, 6)"),
+    ({"dt": lambda x: x[..., 0]}, "dt must have shape (2, 4, 6), got (2, 4)"),
+    ({"A": lambda x: x[0]}, "A must have shape (4, 6, 5), got (6, 5)"),
+    ({"B": lambda x: x[:, 0]}, "B must have shape (2, 1, 5), got (2, 5)"),
+    ({"B": lambda x: x[:, [0, 1, 1]]}, "B must have a number of groups that divides the 4 heads, got 3"),
+    ({"C": lambda x: x[:, :1]}, "C must have shape (2, 2, 5), got (2, 1, 5)"),
+    ({"D": lambda x: x[0]}, "D must have shape (4, 6), got (6,)"),
+    ({"z": lambda x: x[0]}, "z must have shape (2, 4, 6), got (4, 6)"),
+    ({"dt_bias": lambda x: x[0]}, "dt_bias must have shape (4, 6), got (6,)"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), STEP_ERRORS)
+def test_errors_of_a_step(wrong: dict, message: str, device: torch.device) -> None:
+    tensors = step(device, heads=True)
+    tensors.update({name: change(tensors[name]) for name, change in wrong.items()})
+    refused(selective_state_update, tensors, ValueError, message)
