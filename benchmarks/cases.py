@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -17,46 +19,65 @@ ROOT = Path(__file__).parents[1]
 
 
 class Shape(NamedTuple):
-    """Batch, tokens, heads, key and value width; written ``8x2048x16x128x128``."""
+    """Batch, tokens, heads, key and value width; written ``8x2048x16x128x128``.
+
+    With a sixth number that many heads of values share one of queries and keys: ``8x2048x4x128x64x4``.
+    """
 
     B: int
     T: int
     H: int
     K: int
     V: int
+    group: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        if not re.fullmatch(r"\d+(x\d+){4}", text):
-            raise ValueError(f"a shape is BxTxHxKxV, such as 8x2048x16x128x128, got {text!r}")
+        if not re.fullmatch(r"\d+(x\d+){4,5}", text):
+            raise ValueError(
+                f"a shape is BxTxHxKxV or BxTxHxKxVxgroup, such as 8x2048x16x128x128, got {text!r}"
+            )
         return cls(*map(int, text.split("x")))
 
     def __str__(self) -> str:
-        return "x".join(map(str, self))
+        return "x".join(map(str, self if self.group > 1 else self[:5]))
+
+    @property
+    def HV(self) -> int:
+        return self.H * self.group
 
     @property
     def label(self) -> str:
+        heads = f"H{self.H} HV{self.HV}" if self.group > 1 else f"H{self.H}"
         widths = f"K=V={self.K}" if self.K == self.V else f"K={self.K} V={self.V}"
-        return f"B{self.B} T{self.T} H{self.H} {widths}"
+        return f"B{self.B} T{self.T} {heads} {widths}"
 
 
 TRAINING = (Shape(8, 2048, 16, 128, 128), Shape(1, 32768, 16, 128, 128))
-MORE = (Shape(8, 2048, 16, 64, 64), Shape(8, 2048, 8, 256, 256), Shape(8, 2048, 16, 64, 128))
+MORE = (
+    Shape(8, 2048, 16, 64, 64),
+    Shape(8, 2048, 8, 256, 256),
+    Shape(8, 2048, 16, 64, 128),
+    Shape(8, 2048, 16, 128, 64),
+)
+GROUPED = Shape(8, 2048, 4, 128, 64, group=4)
 HOST_BOUND = Shape(1, 64, 16, 128, 128)
 DECODE_GPU = Shape(64, 1, 16, 128, 128)
 DECODE_HOST = Shape(1, 1, 16, 128, 128)
 ACCURACY = Shape(1, 1024, 16, 128, 128)
 CPU = Shape(1, 2048, 4, 64, 64)
+MAMBA2 = Shape(1, 2048, 1, 128, 64, group=24)
+"""One group of B and C, 24 heads of x; the state is 128 wide."""
 
 
 class Draw(NamedTuple):
-    """A random input: its axes by letter, and what is done to standard normal numbers."""
+    """A random input: its axes by name, and what is done to standard normal numbers."""
 
     axes: str
     transform: Callable[[Tensor], Tensor] = lambda x: x
 
     def __call__(self, shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
-        sizes = [getattr(shape, axis) for axis in self.axes]
+        sizes = [getattr(shape, axis) for axis in self.axes.split()]
         return self.transform(torch.randn(sizes, dtype=dtype, device=device))
 
 
@@ -82,9 +103,19 @@ class Op:
     recurrent: str
     inputs: Mapping[str, Draw]
     reference: Callable[..., tuple[Tensor, Tensor]]
-    state: Draw = Draw("BHKV")
+    state: Draw = Draw("B HV K V")
     recurrent_names: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    grouped: bool = False
     targets: Targets = Targets()
+
+    def chunk_of(self, module: ModuleType) -> Callable[..., tuple]:
+        """One side's chunk function, the op's options bound."""
+        return functools.partial(getattr(module, self.chunk), **self.options)
+
+    def recurrent_of(self, module: ModuleType) -> Callable[..., tuple]:
+        """Its recurrent function, likewise."""
+        return functools.partial(getattr(module, self.recurrent), **self.options)
 
     def draw(self, shape: Shape, dtype: torch.dtype, device: str, *, grad: bool = False) -> dict[str, Tensor]:
         """Fresh inputs by the chunk function's argument names; q, k, v and gates all in ``dtype``."""
@@ -103,7 +134,22 @@ def _gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, 
     return vector_decay(q, k, v, g, None, None, q.shape[-1] ** -0.5, False)
 
 
-QKV = {"q": Draw("BTHK"), "k": Draw("BTHK"), "v": Draw("BTHV")}
+def _scalar_decay_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    from flacompose.ops.families.scalar_decay.reference import scalar_decay
+
+    return scalar_decay(q, k, v, g, g_gamma, scale=q.shape[-1] ** -0.5)
+
+
+def _retention_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    g_gamma = torch.log1p(-(2.0 ** (-5 - torch.arange(v.shape[2], dtype=v.dtype))))
+    return _scalar_decay_reference(q, k, v, g_gamma=g_gamma)
+
+
+QKV = {"q": Draw("B T H K"), "k": Draw("B T H K"), "v": Draw("B T HV V")}
+
+SPEED = Targets(forward=0.6, memory=None, cold_s=None, decode_host_us=None)
 
 OPS = {
     op.name: op
@@ -112,10 +158,38 @@ OPS = {
             name="gla",
             chunk="chunk_gla",
             recurrent="fused_recurrent_gla",
-            inputs={**QKV, "g": Draw("BTHK", F.logsigmoid)},
+            inputs={**QKV, "g": Draw("B T H K", F.logsigmoid)},
             reference=_gla_reference,
             recurrent_names={"g": "gk"},
             targets=Targets(forward=0.6, decode_gpu_us=70.0),
+        ),
+        Op(
+            name="simple_gla",
+            chunk="chunk_simple_gla",
+            recurrent="fused_recurrent_simple_gla",
+            inputs={**QKV, "g": Draw("B T HV", F.logsigmoid)},
+            reference=_scalar_decay_reference,
+            grouped=True,
+            targets=Targets(forward=0.6, decode_gpu_us=70.0),
+        ),
+        Op(
+            name="retention",
+            chunk="chunk_retention",
+            recurrent="fused_recurrent_retention",
+            inputs=QKV,
+            reference=_retention_reference,
+            grouped=True,
+            targets=SPEED,
+        ),
+        Op(
+            name="linear_attn",
+            chunk="chunk_linear_attn",
+            recurrent="fused_recurrent_linear_attn",
+            inputs=QKV,
+            reference=_scalar_decay_reference,
+            options={"normalize": False},  # the peer's chunk form would
+            grouped=True,
+            targets=SPEED,
         ),
     )
 }

@@ -50,7 +50,7 @@ def main() -> None:
     do = torch.randn_like(inputs["v"])
     # Autograd's device thread and its context are the process's, not the op's.
     torch.autograd.grad((inputs["v"] * 2).sum(), inputs["v"])
-    step = measure.step(getattr(module, op.chunk), inputs, do)
+    step = measure.step(op.chunk_of(module), inputs, do)
     torch.cuda.synchronize()
     start = time.perf_counter()
     if arguments.side == "fla":

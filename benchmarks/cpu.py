@@ -1,4 +1,4 @@
-"""The CPU's figure of one op: its training step beside the token-by-token reference under autograd."""
+"""The CPU's figures: training steps in float32 beside what PyTorch users have without kernels."""
 
 from __future__ import annotations
 
@@ -6,17 +6,44 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 
 from . import measure
 from .cases import Op, Shape
 from .report import Row
 
+STEP = "forward + backward, float32"
+
 
 def training(op: Op, module: ModuleType, shape: Shape) -> Iterator[Row]:
-    """Forward and backward in float32."""
+    """An op beside the token-by-token reference under autograd."""
     inputs = op.draw(shape, torch.float32, "cpu", grad=True)
     do = torch.randn_like(inputs["v"])
-    ours = measure.cpu_ms(measure.step(getattr(module, op.chunk), inputs, do), runs=5)
+    ours = measure.cpu_ms(measure.step(op.chunk_of(module), inputs, do), runs=5)
     other = measure.cpu_ms(measure.step(op.reference, inputs, do), runs=3)
-    limit = op.targets.cpu
-    yield Row(op.name, shape.label, "forward + backward, float32", "ms", ours, other, max_ratio=limit)
+    yield Row(op.name, shape.label, STEP, "ms", ours, other, max_ratio=op.targets.cpu)
+
+
+def mamba2(module: ModuleType, shape: Shape) -> Iterator[Row]:
+    """Mamba-2's scan, 256 tokens a chunk, beside the one of transformers for machines without its kernels."""
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+    B, T, H, S, P = shape[:5]
+    x = torch.randn(B, T, shape.HV, P)
+    inputs = {
+        "dt": F.softplus(torch.randn(B, T, shape.HV)),
+        "A": -torch.randn(shape.HV).exp(),
+        "B": torch.randn(B, T, H, S),
+        "C": torch.randn(B, T, H, S),
+    }
+    do = torch.randn_like(x)
+
+    def step_ms(scan) -> float:
+        def fn(x, **inputs):
+            return scan(x, **inputs, chunk_size=256, return_final_states=True)
+
+        leaves = {name: y.requires_grad_() for name, y in {"x": x, **inputs}.items()}
+        return measure.cpu_ms(measure.step(fn, leaves, do), runs=3)
+
+    ours, other = step_ms(module.mamba_chunk_scan_combined), step_ms(mamba2_chunk_scan)
+    yield Row("mamba_chunk_scan_combined", shape.label, STEP, "ms", ours, other, max_ratio=0.5)

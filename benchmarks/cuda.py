@@ -29,14 +29,14 @@ def failure(side: str, error: Exception) -> str:
 
 
 def both(
-    sides: Sides, name: str, take: Callable[[Callable], float]
+    sides: Sides, function: Callable[[ModuleType], Callable], take: Callable[[Callable], float]
 ) -> tuple[float | None, float | None, str]:
     """``take`` each side's function; one that fails leaves ``None`` and its message, and the run goes on."""
     values: list[float | None] = []
     notes = []
     for side, module in sides.items():
         try:
-            values.append(take(getattr(module, name)))
+            values.append(take(function(module)))
         except Exception as error:
             values.append(None)
             notes.append(failure(side, error))
@@ -45,14 +45,14 @@ def both(
 
 
 def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[Row]:
-    """Forward, forward and backward, and peak memory, in bfloat16."""
+    """Forward, forward and backward, and peak memory, in bfloat16. One side alone has no targets."""
     inputs = op.draw(shape, torch.bfloat16, DEVICE, grad=True)
     do = torch.randn_like(inputs["v"])
     forwards: dict[str, Callable[[], object]] = {}
     steps: dict[str, Callable[[], object]] = {}
     failed = []
     for side, module in sides.items():
-        fn = getattr(module, op.chunk)
+        fn = op.chunk_of(module)
         step = measure.step(fn, inputs, do)
         try:
             note = peer.first_call(step)
@@ -66,8 +66,9 @@ def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[R
     reason = "; ".join(failed)
 
     def row(quantity: str, unit: str, values: Mapping[str, float], limit: float | None) -> Row:
-        ours, other = (values.get(side) for side in sides)
-        return Row(op.name, shape.label, quantity, unit, ours, other, max_ratio=limit, note=reason)
+        ours, other = values.get("flacompose"), values.get("fla")
+        max_ratio = limit if "fla" in sides else None
+        return Row(op.name, shape.label, quantity, unit, ours, other, max_ratio=max_ratio, note=reason)
 
     def times(fns: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         return dict(zip(fns, measure.gpu_ms(list(fns.values())), strict=True))
@@ -90,7 +91,7 @@ def host_bound(op: Op, sides: Sides) -> Iterator[Row]:
         return measure.wall_us(measure.step(fn, inputs, do))
 
     for quantity, take in (("forward", forward_us), ("forward + backward", step_us)):
-        ours, other, note = both(sides, op.chunk, take)
+        ours, other, note = both(sides, op.chunk_of, take)
         yield Row(op.name, HOST_BOUND.label, f"{quantity}, wall clock", "us", ours, other, note=note)
 
 
@@ -123,10 +124,10 @@ def decode(op: Op, sides: Sides) -> Iterator[Row]:
         return Row(op.name, shape.label, quantity, "us", ours, other, max_value=limit, note=note)
 
     limits = op.targets
-    yield row(DECODE_GPU, "decode, GPU", both(sides, op.recurrent, gpu_us), limits.decode_gpu_us)
+    yield row(DECODE_GPU, "decode, GPU", both(sides, op.recurrent_of, gpu_us), limits.decode_gpu_us)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
-            figures = both(sides, op.recurrent, host_us)
+            figures = both(sides, op.recurrent_of, host_us)
         yield row(DECODE_HOST, f"decode, host, {mode.__name__}", figures, limits.decode_host_us)
 
 
@@ -142,7 +143,7 @@ def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
         }
         for leaf in leaves.values():
             leaf.requires_grad_()
-        o, final_state = getattr(module, op.chunk)(**leaves, output_final_state=True)
+        o, final_state = op.chunk_of(module)(**leaves, output_final_state=True)
         upstream = do.to(o.dtype), d_state.to(final_state.dtype)
         gradients = torch.autograd.grad((o, final_state), list(leaves.values()), upstream)
         named = {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}

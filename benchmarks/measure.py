@@ -98,11 +98,11 @@ def wall_us(fn: Callable[[], object], calls: int = 50, rounds: int = 5) -> float
     return median(taken) * 1e6
 
 
-def cpu_ms(fn: Callable[[], object], runs: int) -> float:
-    """Median wall-clock milliseconds after one warm-up."""
+def cpu_ms(fn: Callable[[], object], runs: int, enough_s: float = 20.0) -> float:
+    """Median wall-clock milliseconds after one warm-up; fewer runs where they add up to ``enough_s``."""
     fn()
-    taken = []
-    for _ in range(runs):
+    taken: list[float] = []
+    while len(taken) < runs and sum(taken) < enough_s:
         start = time.perf_counter()
         fn()
         taken.append(time.perf_counter() - start)

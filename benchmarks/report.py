@@ -102,6 +102,11 @@ def cells(row: Row) -> list[str]:
     return [row.case, quantity, number(row.ours), number(row.other), number(row.ratio), target(row), verdict]
 
 
+def title(results: Results) -> str:
+    ops = ", ".join(dict.fromkeys(row.op for row in results.rows))
+    return f"{ops} beside {results.other}, {results.environment['device']}"
+
+
 def table(results: Results) -> str:
     """The whole run in Markdown: environment, notes, one table per op."""
     lines = [f"- {name}: {value}" for name, value in results.environment.items() if name != "command"]
@@ -152,7 +157,7 @@ def plot(results: Results, path: Path) -> None:
 
 def update_docs(page: Path, runs: Sequence[Results]) -> None:
     """Put the tables between the page's markers, the rest untouched; a page that is missing is made."""
-    titled = [f"## Beside {run.other}, {run.environment['device']}\n\n{table(run)}" for run in runs]
+    titled = [f"## {title(run)}\n\n{table(run)}" for run in runs]
     block = "\n".join(titled)
     text = page.read_text() if page.exists() else f"# Performance\n\n{BEGIN}\n{END}\n"
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):

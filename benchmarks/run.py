@@ -1,7 +1,8 @@
 """Measure ops beside another implementation: prints a table, writes JSON and a plot.
 
-python -m benchmarks.run --ops gla --against fla                      both libraries in one process, on a GPU
-python -m benchmarks.run --ops gla --against reference --device cpu   the CPU path beside the recurrence itself
+python -m benchmarks.run --ops gla --against fla         both libraries in one process, on a GPU
+python -m benchmarks.run --ops gla --against reference   the CPU path beside the recurrence itself
+python -m benchmarks.run --against transformers          Mamba-2's scan on a CPU beside transformers' PyTorch one
 
 Against flash-linear-attention, inputs are what its own benchmark takes: q, k, v standard normal, gates
 ``logsigmoid(normal)``, all bfloat16. Forward is that of a training step, gradients enabled.
@@ -16,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -24,6 +26,10 @@ from . import cases, cpu, cuda, peer, report, tuned, warm
 from .cases import OPS, Op, Shape
 from .environment import environment
 
+DEVICE = {"fla": "cuda", "reference": "cpu", "transformers": "cpu"}
+
+PARTS = ("training", "more", "decode", "host-bound", "accuracy", "cold")
+
 RESULTS = Path(__file__).with_name("results")
 
 
@@ -31,10 +37,17 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = p.add_argument
     add("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP", help=f"of {', '.join(OPS)}")
-    add("--against", choices=["fla", "reference"], default="fla")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda for fla, cpu for reference")
+    add("--against", choices=DEVICE, default="fla")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda for fla, cpu for the others")
     add("--shapes", nargs="+", type=Shape.parse, metavar="BxTxHxKxV", help="training shapes to take instead")
-    add("--more-shapes", action="store_true", help="other head widths too; the peer tunes for each")
+    add(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=[part for part in PARTS if part != "more"],
+        metavar="PART",
+        help=f"on a GPU, of {', '.join(PARTS)} (flacompose alone at more shapes; default: all others)",
+    )
     add("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
     add("--update-docs", type=Path, metavar="PAGE", help="write the tables between the page's markers")
     add = p.add_argument_group("the peer").add_argument
@@ -93,7 +106,8 @@ def tuned_file(choice: str) -> Path | None:
 
 
 def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
-    shapes = arguments.shapes or [*cases.TRAINING, *(cases.MORE if arguments.more_shapes else ())]
+    shapes = arguments.shapes or cases.TRAINING
+    parts = arguments.parts
     configs = tuned_file(arguments.peer_configs)
     sides = {"flacompose": importlib.import_module("flacompose.ops"), "fla": peer.load()}
     run.results.environment["fla"] = peer.version()
@@ -103,21 +117,32 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
         run.note(f"{tuned.origin(configs)}; the peer tunes what that file lacks")
     device = run.results.environment["device"]
     save = functools.partial(tuned.save, run.path.with_name("peer-configs.json"), device, peer.version())
+    if "more" in parts:
+        run.note("no figure of the peer at other widths and grouped heads: it would tune for minutes at each")
     for op in ops:
         if arguments.warm_peer:
             every = [*shapes, cases.ACCURACY]
             limits = arguments.warm_timeout, arguments.workers
             run.say(warm.compile_candidates(op.name, every, configs, *limits))
-        for shape in shapes:
-            run.take(cuda.training(op, sides, shape, run.results.notes))
-            save()
-        run.take(cuda.decode(op, sides))
-        run.take(cuda.host_bound(op, sides))
-        run.take(cuda.accuracy(op, sides))
+        if "training" in parts:
+            for shape in shapes:
+                run.take(cuda.training(op, sides, shape, run.results.notes))
+                save()
+        if "more" in parts:
+            alone = {"flacompose": sides["flacompose"]}
+            for shape in (*cases.MORE, *([cases.GROUPED] if op.grouped else [])):
+                run.take(cuda.training(op, alone, shape, run.results.notes))
+        if "decode" in parts:
+            run.take(cuda.decode(op, sides))
+        if "host-bound" in parts:
+            run.take(cuda.host_bound(op, sides))
+        if "accuracy" in parts:
+            run.take(cuda.accuracy(op, sides))
         save()
-        peer_timeout = arguments.cold_timeout if arguments.cold_peer else None
-        timeouts = {"flacompose": arguments.cold_timeout, "fla": peer_timeout}
-        run.take(cuda.cold(op, shapes[0], timeouts))
+        if "cold" in parts:
+            peer_timeout = arguments.cold_timeout if arguments.cold_peer else None
+            timeouts = {"flacompose": arguments.cold_timeout, "fla": peer_timeout}
+            run.take(cuda.cold(op, shapes[0], timeouts))
     run.note(f"{len(tuned.cached() - installed)} launch configurations tuned by the peer in this run")
 
 
@@ -125,17 +150,23 @@ def main(argv: list[str] | None = None) -> None:
     p = parser()
     argv = sys.argv[1:] if argv is None else argv
     arguments = p.parse_args(argv)
-    device = arguments.device or ("cuda" if arguments.against == "fla" else "cpu")
-    if (arguments.against, device) not in {("fla", "cuda"), ("reference", "cpu")}:
-        p.error(f"--against {arguments.against} is not measured on {device}")
+    device = DEVICE[arguments.against]
+    if arguments.device not in (None, device):
+        p.error(f"--against {arguments.against} is not measured on {arguments.device}")
     if device == "cuda" and not torch.cuda.is_available():
         p.error("--against fla needs a CUDA GPU; on a CPU: --against reference --device cpu")
     ops = [OPS[name] for name in arguments.ops]
-    name = "-".join([*arguments.ops, arguments.against, device])
+    measured = ["mamba2"] if arguments.against == "transformers" else arguments.ops
+    name = "-".join([*measured, arguments.against, device])
     run = Run(report.Results(arguments.against, environment(device, argv)), arguments.out / f"{name}.json")
     try:
         if device == "cuda":
             on_cuda(run, ops, arguments)
+        elif arguments.against == "transformers":
+            run.results.environment["transformers"] = metadata.version("transformers")
+            module = importlib.import_module("flacompose.ops")
+            for shape in arguments.shapes or [cases.MAMBA2]:
+                run.take(cpu.mamba2(module, shape))
         else:
             module = importlib.import_module("flacompose.ops")
             for op in ops:

@@ -92,7 +92,7 @@ def compile_only(tuner: Any, index: int, workers: int) -> None:
 def calls(op: Op, shapes: Sequence[Shape]) -> None:
     """A training step at each shape, without states and with them, and one recurrent step."""
     module = peer.load()
-    chunk, recurrent = getattr(module, op.chunk), getattr(module, op.recurrent)
+    chunk, recurrent = op.chunk_of(module), op.recurrent_of(module)
     # No tuning key holds the length, past one chunk: short inputs leave memory for every worker.
     for short in dict.fromkeys(shape._replace(T=256) for shape in shapes):
         inputs = op.draw(short, torch.bfloat16, "cuda", grad=True)

@@ -6,6 +6,7 @@ import json
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_update_docs(tmp_path: Path):
     report.update_docs(page, [results(), results()])
     once = page.read_text()
     assert once.startswith("# Speed\n\nbefore\n") and once.endswith(f"{report.END}\n\nafter\n")
-    assert "old" not in once and once.count("## Beside fla, NVIDIA H100") == 2
+    assert "old" not in once and once.count("## gla beside fla, NVIDIA H100") == 2
     report.update_docs(page, [results(), results()])
     assert page.read_text() == once
     page.write_text("no markers")
@@ -116,7 +117,7 @@ def test_render_saved_results(tmp_path: Path, monkeypatch, capsys):
     assert report.table(results()) in page.read_text()
 
 
-@pytest.mark.parametrize("text", ["8x2048x16x128", "8x2048x16x128x", "axbxcxdxe", ""])
+@pytest.mark.parametrize("text", ["8x2048x16x128", "8x2048x16x128x", "1x2x3x4x5x6x7", "axbxcxdxe", ""])
 def test_a_shape_that_is_none(text: str):
     with pytest.raises(ValueError, match="BxTxHxKxV"):
         Shape.parse(text)
@@ -124,15 +125,37 @@ def test_a_shape_that_is_none(text: str):
 
 @pytest.mark.parametrize("name", OPS)
 def test_inputs(name: str):
-    op, shape = OPS[name], Shape.parse("2x3x4x5x6")
+    op, shape = OPS[name], Shape.parse("2x3x4x5x6x3" if OPS[name].grouped else "2x3x4x5x6")
     assert Shape.parse(str(shape)) == shape
     inputs = op.draw(shape, torch.bfloat16, "cpu", grad=True)
-    assert inputs["v"].shape == (2, 3, 4, 6)
+    assert inputs["q"].shape == (2, 3, 4, 5)
+    assert inputs["v"].shape == (2, 3, 12 if op.grouped else 4, 6)
+    op.chunk_of(flacompose.ops)(**inputs)
     for x in inputs.values():
         assert x.is_leaf and x.requires_grad and x.dtype == torch.bfloat16 and x.count_nonzero() > 0
     assert op.draw_state(shape, "cpu").dtype == torch.float32
     if "g" in inputs:
         assert inputs["g"].max() <= 0
+
+
+def test_labels():
+    assert Shape(1, 2, 3, 4, 4).label == "B1 T2 H3 K=V=4" and str(Shape(1, 2, 3, 4, 4)) == "1x2x3x4x4"
+    grouped = Shape(1, 2, 3, 4, 5, 2)
+    assert grouped.label == "B1 T2 H3 HV6 K=4 V=5" and str(grouped) == "1x2x3x4x5x2"
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+def test_the_reference_is_the_same_function(op):
+    inputs = op.draw(Shape(2, 9, 2, 8, 4), torch.float32, "cpu")
+    torch.testing.assert_close(
+        op.reference(**inputs)[0], op.chunk_of(flacompose.ops)(**inputs)[0], atol=1e-5, rtol=1e-4
+    )
+
+
+def test_both_sides_get_the_options():
+    op, echo = OPS["linear_attn"], lambda **options: options
+    side: Any = types.SimpleNamespace(chunk_linear_attn=echo, fused_recurrent_linear_attn=echo)
+    assert op.chunk_of(side)(q=1) == op.recurrent_of(side)(q=1) == {"q": 1, "normalize": False}
 
 
 def test_relative_error():
@@ -212,6 +235,8 @@ def test_saved_configurations_install_again(tuner, tmp_path: Path):
 def test_shipped_configurations_are_whole():
     kernels = json.loads(tuned.H100.read_text())["kernels"]
     assert sum(name.startswith("chunk_gla_") for name in kernels) == 7
+    per_head = [x["dtypes"] for x in kernels["chunk_bwd_kernel_dh"] if not x["when"]["USE_GK"]]
+    assert [len(dtypes) for dtypes in per_head] == [4, 6, 6, 5]  # timed; with states: g, g_gamma, none
     for entries in kernels.values():
         for entry in entries:
             assert entry["when"] and set(entry["config"]) == {"kwargs", "num_warps", "num_stages"}
@@ -253,6 +278,31 @@ def test_cpu_run(tmp_path: Path, capsys):
     assert saved.environment["command"].startswith("python -m benchmarks.run --ops")
     assert report.table(saved) in page.read_text()
     assert report.table(saved) in capsys.readouterr().out
+
+
+def test_mamba2_run(tmp_path: Path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    grads: list[tuple] = []
+
+    def kept(fn, runs):
+        grads.append(fn())
+        return 1.0
+
+    monkeypatch.setattr(measure, "cpu_ms", kept)
+    run.main(["--against", "transformers", "--shapes", "1x300x2x8x4x3", "--out", str(tmp_path)])
+    saved = Results.load(tmp_path / "mamba2-transformers-cpu.json")
+    (row,) = saved.rows
+    assert row.case == "B1 T300 H2 HV6 K=8 V=4" and row.max_ratio == 0.5 and row.ratio == 1
+    assert "transformers" in saved.environment
+    for ours, other in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, other, atol=1e-3, rtol=1e-3)
+
+
+def test_slow_calls_are_taken_once_more():
+    calls = []
+    measure.cpu_ms(lambda: calls.append(0), runs=3)
+    measure.cpu_ms(lambda: calls.append(1), runs=3, enough_s=1e-12)
+    assert calls == [0, 0, 0, 0, 1, 1]
 
 
 @pytest.fixture
@@ -305,6 +355,35 @@ def test_a_side_that_fails_leaves_the_other(op, on_cpu):
     for row in rows:
         assert row.ours is not None and row.other is None
         assert row.note == "fla failed: ValueError: no such kernel"
+
+
+@pytest.mark.parametrize(
+    ("parts", "count"),
+    [
+        (["training", "decode", "host-bound", "accuracy", "cold"], {"simple_gla": 16, "gla": 16}),
+        (["more"], {"simple_gla": 15, "gla": 12}),
+    ],
+)
+def test_gpu_run(parts, count, on_cpu, monkeypatch, tmp_path: Path):
+    more = Shape(1, 5, 2, 4, 4)
+    monkeypatch.setattr(run.cases, "MORE", (more,) * 4)
+    monkeypatch.setattr(run.cases, "GROUPED", more._replace(group=2))
+    monkeypatch.setattr(peer, "load", lambda: flacompose.ops)
+    monkeypatch.setattr(peer, "version", lambda: "0")
+    monkeypatch.setattr(cuda, "first_step_s", lambda *_: 1.0)
+    arguments = ["--ops", *count, "--shapes", str(SHAPE), "--peer-configs", "none", "--parts", *parts]
+    results = Results("fla", {"device": "none"})
+    run.on_cuda(
+        run.Run(results, tmp_path / "x.json"),
+        [OPS[name] for name in count],
+        run.parser().parse_args(arguments),
+    )
+    assert {name: sum(row.op == name for row in results.rows) for name in count} == count
+    for row in results.rows:
+        assert row.ours is not None and not row.note
+        if parts == ["more"]:
+            assert row.other is None and row.met is None
+    assert len(results.notes) == 1 + (parts == ["more"])
 
 
 def test_cold_rows(monkeypatch):

@@ -5,8 +5,24 @@ and returns ``(output, state)``; the state is a `RecurrentState`, new each time.
 """
 
 from flacompose.layers.gla import GatedLinearAttention
+from flacompose.layers.lightning_attn import LightningAttention
+from flacompose.layers.linear_attn import LinearAttention
+from flacompose.layers.mamba2 import Mamba2
+from flacompose.layers.multiscale_retention import MultiScaleRetention
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.short_conv import ShortConvolution
+from flacompose.layers.simple_gla import SimpleGatedLinearAttention
 from flacompose.layers.state import RecurrentState
 
-__all__ = ["GatedLinearAttention", "GatedRMSNorm", "RMSNorm", "RecurrentState", "ShortConvolution"]
+__all__ = [
+    "GatedLinearAttention",
+    "GatedRMSNorm",
+    "LightningAttention",
+    "LinearAttention",
+    "Mamba2",
+    "MultiScaleRetention",
+    "RMSNorm",
+    "RecurrentState",
+    "ShortConvolution",
+    "SimpleGatedLinearAttention",
+]

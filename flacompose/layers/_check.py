@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flacompose.ops._check import _name, floating, like, sequences, tensor
+from flacompose.ops._check import _name, count, floating, like, sequences, tensor
 
-__all__ = ["floating", "integral", "packed", "same_device", "same_dtype", "state_of", "tensor"]
+__all__ = [
+    "count",
+    "floating",
+    "integral",
+    "integral_state_of",
+    "not_negative",
+    "packed",
+    "same_device",
+    "same_dtype",
+    "state_of",
+    "tensor",
+]
+
+
+def not_negative(name: str, x: float) -> None:
+    if not x >= 0:  # so that NaN fails
+        raise ValueError(f"{name} must be at least 0, got {x}")
 
 
 def integral(name: str, x: Tensor, bools: bool = False, why: str = "") -> None:
@@ -23,11 +41,19 @@ def same_device(name: str, value: Tensor, x: Tensor) -> None:
         raise ValueError(f"{name} must be on {x.device}, got {value.device}")
 
 
-def state_of(x: Tensor, name: str, state: Tensor, shape: tuple[int, ...]) -> None:
+def state_of(x: Tensor, name: str, state: Any, shape: tuple[int, ...]) -> None:
     """Check that `state` is a float tensor of this shape on the device of `x`."""
     tensor(name, state)
     same_device(name, state, x)  # before `like`, which would name an op's argument
     like(x, name, state, shape)
+
+
+def integral_state_of(x: Tensor, name: str, state: Any, shape: tuple[int, ...]) -> None:
+    """Check that `state` is an integer tensor of this shape on the device of `x`."""
+    integral(name, state)
+    same_device(name, state, x)
+    if state.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(state.shape)}")
 
 
 def same_dtype(name: str, x: Tensor, weight: Tensor, autocast: bool) -> None:

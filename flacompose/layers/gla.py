@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 import torch.nn.functional as F
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.layout import layout
-from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.short_conv import ShortConvolution
+from flacompose.layers.attention import AttentionLayer
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops._check import _MAX_HEAD_SIZE
-from flacompose.ops._define import autocast_on
 from flacompose.ops._dtype import wide
 
 
-class GatedLinearAttention(nn.Module):
+class GatedLinearAttention(AttentionLayer):
     r"""A layer of gated linear attention, of $x$, per head:
 
     $$q = \phi(\operatorname{conv}(x W_q)) \quad k = \phi(\operatorname{conv}(x W_k)) \quad
@@ -85,91 +76,27 @@ class GatedLinearAttention(nn.Module):
         fuse_norm: bool = True,
         layer_idx: int | None = None,
     ) -> None:
-        super().__init__()
-        if mode == "fused_chunk":
-            raise ValueError("mode 'fused_chunk' is no op of its own: use 'chunk', the same function")
-        if mode not in ("chunk", "fused_recurrent"):
-            raise ValueError(f"mode must be 'chunk' or 'fused_recurrent', got {mode!r}")
-        if num_heads < 1:
-            raise ValueError(f"num_heads must be at least 1, got {num_heads}")
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
-            raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
+        super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
         # Written so that NaN fails.
         if not gate_logit_normalizer > 0:
             raise ValueError(f"gate_logit_normalizer must be positive, got {gate_logit_normalizer}")
         if clamp_min is not None and not clamp_min <= 0:
             raise ValueError(f"clamp_min must be at most 0, as log-decays are, got {clamp_min}")
-        if not norm_eps >= 0:
-            raise ValueError(f"norm_eps must be at least 0, got {norm_eps}")
         if gate_low_rank_dim < 1:
             raise ValueError(f"gate_low_rank_dim must be at least 1, got {gate_low_rank_dim}")
-
-        self.mode = mode
-        self.hidden_size = hidden_size
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.num_kv_groups = num_heads // num_kv_heads
-        self.key_dim = _expanded("expand_k", hidden_size, expand_k, num_heads)
-        self.value_dim = _expanded("expand_v", hidden_size, expand_v, num_heads)
-        self.head_k_dim = self.key_dim // num_heads
-        self.head_v_dim = self.value_dim // num_heads
-        self.use_short_conv = use_short_conv
-        self.use_output_gate = use_output_gate
         self.gate_logit_normalizer = gate_logit_normalizer
         self.clamp_min = clamp_min
-        self.layer_idx = layer_idx
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
-        self.gate_fn = activation("gate_fn", gate_fn)
-        self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
 
-        k_dim, v_dim = num_kv_heads * self.head_k_dim, num_kv_heads * self.head_v_dim
-        self.q_proj = nn.Linear(hidden_size, self.key_dim, bias=False)
-        self.k_proj = nn.Linear(hidden_size, k_dim, bias=False)
-        self.v_proj = nn.Linear(hidden_size, v_dim, bias=False)
-        if use_output_gate:
-            self.g_proj = nn.Linear(hidden_size, self.value_dim, bias=False)
+        self._add_projections(use_output_gate)
         if use_short_conv:
-            self.q_conv1d = ShortConvolution(self.key_dim, conv_size, bias=conv_bias)
-            self.k_conv1d = ShortConvolution(k_dim, conv_size, bias=conv_bias)
-            self.v_conv1d = ShortConvolution(v_dim, conv_size, bias=conv_bias)
+            self._add_convolutions(conv_size, conv_bias)
         self.gk_proj = nn.Sequential(
             nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
-            nn.Linear(gate_low_rank_dim, k_dim, bias=True),
+            nn.Linear(gate_low_rank_dim, self.k_proj.out_features, bias=True),
         )
-        self.o_proj = nn.Linear(self.value_dim, hidden_size, bias=False)
-        if self.fuse_norm_and_gate:
-            self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, elementwise_affine, norm_eps)
-        else:
-            self.g_norm = RMSNorm(self.head_v_dim, elementwise_affine, norm_eps, dtype=torch.float32)
-
-    def init_state(self, batch_size: int) -> RecurrentState:
-        """The state before the first token of `batch_size` sequences: zeros, on the device of the parameters.
-
-        The recurrent state is float32 (float64 in a float64 layer). Those of convolutions have the dtype that
-        projections have, that of autocast where it is on, so that a compiled layer meets one dtype in every call.
-        """
-        weight = self.q_proj.weight
-        device, dtype = weight.device, weight.dtype
-        recurrent = torch.zeros(
-            batch_size,
-            self.num_heads,
-            self.head_k_dim,
-            self.head_v_dim,
-            device=device,
-            dtype=torch.float64 if dtype == torch.float64 else torch.float32,
-        )
-        if not self.use_short_conv:
-            return RecurrentState(recurrent)
-        if autocast_on(device):
-            dtype = torch.get_autocast_dtype(device.type)
-        return RecurrentState(
-            recurrent,
-            tuple(
-                torch.zeros(batch_size, conv.hidden_size, conv.kernel_size, device=device, dtype=dtype)
-                for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-            ),
-        )
+        self._add_output_projection()
+        self._add_output_norm(gate_fn, fuse_norm, elementwise_affine)
 
     def forward(
         self,
@@ -201,87 +128,22 @@ class GatedLinearAttention(nn.Module):
             TypeError: If `state` is no `RecurrentState`, another argument no tensor, or a dtype wrong: without
                 autocast, `hidden_states` has that of the weights.
         """
-        tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
-        _check.same_dtype(
-            "hidden_states", hidden_states, self.q_proj.weight, autocast_on(hidden_states.device)
-        )
-        if state is not None:
-            N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            self._check_state(hidden_states, state, N)
-
-        x = tokens.enter(hidden_states)
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+        q, k, v, conv = self._project(x, tokens, state, cu_seqlens)
         gk = F.logsigmoid(wide(self.gk_proj(x))) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp(min=self.clamp_min)
-
-        conv: tuple[Tensor, ...] = ()
-        if self.use_short_conv:
-            q_conv, k_conv, v_conv = (None, None, None) if state is None else state.conv
-            q, q_conv = self.q_conv1d(q, q_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
-            k, k_conv = self.k_conv1d(k, k_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
-            v, v_conv = self.v_conv1d(v, v_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
-            conv = (q_conv, k_conv, v_conv)
-
-        q = rearrange(q, "b t (h k) -> b t h k", h=self.num_heads)
-        k, v, gk = (
-            repeat(h, "b t (h d) -> b t (h groups) d", h=self.num_kv_heads, groups=self.num_kv_groups)
-            for h in (k, v, gk)
-        )
+        gk = rearrange(gk, "b t (h k) -> b t h k", h=self.num_kv_heads)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         k, gk = tokens.silence(k), tokens.silence(gk)
 
-        one_token = statically_known_true(hidden_states.shape[1] == 1)
-        gla = fused_recurrent_gla if one_token or self.mode == "fused_recurrent" else chunk_gla
+        gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
         o, recurrent = gla(
-            q, k, v, gk,
+            q, self._share(k), self._share(v), self._share(gk),
             initial_state=None if state is None else state.recurrent,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         assert recurrent is not None  # asked for
-
-        if self.fuse_norm_and_gate:
-            o = self.g_norm_swish_gate(o, rearrange(self.g_proj(x), "b t (h v) -> b t h v", h=self.num_heads))
-        else:
-            o = self.g_norm(o)
-            if self.use_output_gate:
-                o = o * rearrange(self.gate_fn(self.g_proj(x)), "b t (h v) -> b t h v", h=self.num_heads)
-        return tokens.leave(self.o_proj(rearrange(o, "b t h v -> b t (h v)"))), RecurrentState(
-            recurrent, conv
-        )
-
-    def _check_state(self, x: Tensor, state: RecurrentState, N: int) -> None:
-        if not isinstance(state, RecurrentState):
-            raise TypeError(
-                f"state must be a RecurrentState, got {type(state).__name__} "
-                "(a mask is the keyword attention_mask)"
-            )
-        shape = (N, self.num_heads, self.head_k_dim, self.head_v_dim)
-        _check.state_of(x, "state.recurrent", state.recurrent, shape)
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d) if self.use_short_conv else ()
-        if not isinstance(state.conv, (tuple, list)):
-            raise TypeError(f"state.conv must be a tuple of tensors, got {type(state.conv).__name__}")
-        if len(state.conv) != len(convs):
-            raise ValueError(f"state.conv must hold {len(convs)} tensors, got {len(state.conv)}")
-        for i, conv in enumerate(convs):
-            _check.state_of(x, f"state.conv[{i}]", state.conv[i], (N, conv.hidden_size, conv.kernel_size))
-
-    def extra_repr(self) -> str:
-        return f"mode={self.mode}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
-
-
-def _expanded(argument: str, hidden_size: int, ratio: float, num_heads: int) -> int:
-    """``hidden_size * ratio``, which must be whole heads."""
-    size = hidden_size * ratio
-    dim = round(size) if math.isfinite(size) else 0
-    if not math.isclose(size, dim) or dim < 1 or dim % num_heads != 0:
-        raise ValueError(
-            f"hidden_size * {argument} must be a positive multiple of num_heads = {num_heads}, got {size}"
-        )
-    if dim // num_heads > _MAX_HEAD_SIZE:
-        raise ValueError(
-            f"hidden_size * {argument} / num_heads must be at most {_MAX_HEAD_SIZE}, got {dim // num_heads}"
-        )
-    return dim
+        return self._leave(self._norm_and_gate(o, x), tokens), RecurrentState(recurrent, conv)

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from flacompose.layers import _check
+from flacompose.ops._define import autocast_dtype
+
 
 class RecurrentState(NamedTuple):
     """The state of one layer after the last token of each of ``N`` sequences: a pytree of tensors.
@@ -16,17 +19,76 @@ class RecurrentState(NamedTuple):
         recurrent: ``[N, H, K, V]``, float32 (float64 in a float64 layer).
         conv: One ``[N, D, W]`` per short convolution of the layer, in their order (q, k, v): the last ``W`` inputs of
             each sequence, the newest in column ``W - 1``, in the dtype of the layer's projections. Empty without them.
+        normalizer: The sum of all keys, ``[N, H, K]``, in the dtype of `recurrent`. ``()`` in a layer that does not
+            normalise by it.
+        position: How many tokens each sequence has had, ``[N]``, int64. ``()`` in a layer without positions.
     """
 
     recurrent: Tensor
     conv: tuple[Tensor, ...] = ()
+    # Not None, which would be a leaf, and no tensor.
+    normalizer: Tensor | tuple[()] = ()
+    position: Tensor | tuple[()] = ()
 
     def detach(self) -> RecurrentState:
         """The same values cut off from their history: the boundary of truncated backpropagation through time."""
-        return RecurrentState(self.recurrent.detach(), tuple(c.detach() for c in self.conv))
+        return pytree.tree_map(Tensor.detach, self)
 
 
 # torch.export.load reads example inputs with weights_only.
 torch.serialization.add_safe_globals([RecurrentState])
 # torch.export.save refuses a named tuple it has no name for, and torch has no public way to give it one.
 pytree._register_namedtuple(RecurrentState, serialized_type_name="flacompose.layers.RecurrentState")
+
+
+class StateShapes(NamedTuple):
+    """The shapes of a layer's state, each after its ``N``."""
+
+    recurrent: tuple[int, int, int]
+    conv: tuple[tuple[int, int], ...] = ()
+    normalizer: tuple[int, int] | None = None
+    position: bool = False
+
+    def zeros(self, N: int, weight: Tensor) -> RecurrentState:
+        """The state before the first token, for projections by `weight`."""
+        device, dtype = weight.device, weight.dtype
+        summed = torch.float64 if dtype == torch.float64 else torch.float32
+        projected = autocast_dtype(device) or dtype
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(N, *shape, device=device, dtype=dtype)
+
+        return RecurrentState(
+            zeros(*self.recurrent, dtype=summed),
+            tuple(zeros(*shape, dtype=projected) for shape in self.conv),
+            () if self.normalizer is None else zeros(*self.normalizer, dtype=summed),
+            zeros(dtype=torch.int64) if self.position else (),
+        )
+
+    def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
+        """Check that `state` has these shapes, `N` rows, and the device of `x`."""
+        if not isinstance(state, RecurrentState):
+            raise TypeError(
+                f"state must be a RecurrentState, got {type(state).__name__} "
+                "(a mask is the keyword attention_mask)"
+            )
+        _check.state_of(x, "state.recurrent", state.recurrent, (N, *self.recurrent))
+        if not isinstance(state.conv, (tuple, list)):
+            raise TypeError(f"state.conv must be a tuple of tensors, got {type(state.conv).__name__}")
+        if len(state.conv) != len(self.conv):
+            raise ValueError(f"state.conv must hold {len(self.conv)} tensors, got {len(state.conv)}")
+        for i, shape in enumerate(self.conv):
+            _check.state_of(x, f"state.conv[{i}]", state.conv[i], (N, *shape))
+        if self.normalizer is None:
+            _absent("state.normalizer", state.normalizer)
+        else:
+            _check.state_of(x, "state.normalizer", state.normalizer, (N, *self.normalizer))
+        if not self.position:
+            _absent("state.position", state.position)
+        else:
+            _check.integral_state_of(x, "state.position", state.position, (N,))
+
+
+def _absent(name: str, value: Tensor | tuple[()]) -> None:
+    if isinstance(value, Tensor) or value != ():
+        raise ValueError(f"{name} must be () in this layer, got {type(value).__name__}")

@@ -10,13 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-import flacompose  # noqa: F401  registers the ops
-from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops.families.vector_decay import reference
+from flacompose.ops import (
+    chunk_gla,
+    chunk_linear_attn,
+    chunk_retention,
+    chunk_simple_gla,
+    fused_recurrent_gla,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_simple_gla,
+)
+from flacompose.ops.families.scalar_decay.reference import scalar_decay
+from flacompose.ops.families.vector_decay import op
+from flacompose.ops.families.vector_decay.reference import vector_decay
 
 Q = K = ("B", "T", "H", "K")
 V = ("B", "T", "H", "V")
+G, GAMMA = ("B", "T", "HV"), ("HV",)
 QKV = {"q": Q, "k": K, "v": V}
+# Heads of values may be `groups` times those of queries and keys.
+QKV_GROUPED = {"q": Q, "k": K, "v": ("B", "T", "HV", "V")}
 
 
 @dataclass(frozen=True)
@@ -30,17 +42,40 @@ class OpCase:
     name: str
     call: Callable[..., tuple[Tensor, Tensor | None]]
     reference: Callable[..., tuple[Tensor, Tensor]]
-    forward: str  # the registered op that one call is
-    backward: str
+    family: str
+    form: str  # of the family: "chunk" or "recurrent"
     gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # axes by argument
     inputs: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(QKV))
     state: tuple[str, ...] = ("N", "H", "K", "V")
+    groups: int = 1  # heads of values for each of queries and keys
+    positive: tuple[str, ...] = ()  # arguments that have to be
+    nodes: int = 1  # calls of the registered op
+    around: tuple[str, ...] = ()  # PyTorch's ops between inputs, those and results, in a graph
+    term: Callable[..., tuple[Tensor, Tensor]] | None = (
+        None  # a reference whose gradients are one of two that cancel
+    )
     public: bool = True  # it checks its arguments
     inductor: bool = False  # it stands for its family where each test costs a C++ compilation
 
     @property
+    def forward(self) -> str:
+        """The registered op that a call is made of."""
+        return f"{self.family}_{self.form}"
+
+    @property
+    def backward(self) -> str:
+        return f"{self.family}_backward"
+
+    @property
     def axes(self) -> dict[str, tuple[str, ...]]:
         return {**self.inputs, **self.gates, "initial_state": self.state}
+
+    def at(self, window: slice, tensors: dict[str, Tensor], *axes: str) -> dict[str, Tensor]:
+        """The window of each tensor along those of these axes that it has."""
+        return {
+            name: x[tuple(window if axis in axes else slice(None) for axis in self.axes[name])]
+            for name, x in tensors.items()
+        }
 
 
 def read_before(
@@ -54,32 +89,104 @@ def read_before(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
-    op: str,
+    form: str,
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV6 without its bonus, straight on the family's op, which takes a gate on the value axis too."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    overload = getattr(torch.ops.flacompose, op)
-    o, state = overload(q, k, v, gk, gv, initial_state, cu_seqlens, scale, True)
+    o, state = getattr(op, form)(q, k, v, gk, gv, initial_state, cu_seqlens, scale, True)
     return o, state if output_final_state else None
 
 
 def gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options) -> tuple[Tensor, Tensor]:
-    return reference.vector_decay(q, k, v, gk=g, **options)
+    return vector_decay(q, k, v, gk=g, **options)
 
 
-decay = reference.vector_decay
-before = partial(reference.vector_decay, read_before=True)
-recurrent = fused_recurrent_gla
-chunk, token, back = "vector_decay_chunk", "vector_decay_recurrent", "vector_decay_backward"
+def retention_reference(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
+    h = torch.arange(v.shape[2], dtype=torch.float64, device=v.device)
+    return scalar_decay(q, k, v, g_gamma=(1 - 2 ** (-5 - h)).log().to(v.dtype), **options)
+
+
+def lightning_reference(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """Of layer 1 of 4."""
+    H = v.shape[2]
+    h = torch.arange(H, dtype=torch.float64, device=v.device)
+    return scalar_decay(q, k, v, g_gamma=(-8 * h / H * (1 - 1 / 4)).to(v.dtype), **options)
+
+
+def linear_attn_normalized(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Its state as one tensor, z beside S as one column more."""
+    Sz = None if initial_state is None else (initial_state[..., :-1], initial_state[..., -1])
+    o, Sz = chunk_linear_attn(q, k, v, scale, Sz, output_final_state, normalize=True, cu_seqlens=cu_seqlens)
+    return o, None if Sz is None else torch.cat([Sz[0], Sz[1].unsqueeze(-1)], -1)
+
+
+def linear_attn_normalized_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor | None = None,
+    scale: float = 1.0,
+    constant_weight: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``z_t = z_{t-1} + k_t``; ``o_t = scale * S_t^T q_t / (scale * z_t^T q_t + 1e-10)``."""
+    S, z = None, k.cumsum(1)
+    if initial_state is not None:
+        S, z = initial_state[..., :-1], initial_state[:, None, ..., -1] + z
+    o, S = scalar_decay(q, k, v, initial_state=S, scale=scale)
+    weight = scale * (z * q).sum(-1, keepdim=True)
+    o = o / ((weight.detach() if constant_weight else weight) + 1e-10)
+    return o, torch.cat([S, z[:, -1].unsqueeze(-1)], -1)
+
+
+def vector(name: str, call: Callable, reference: Callable, form: str, *gates, **fields) -> OpCase:
+    return OpCase(name, call, reference, "vector_decay", form, *gates, **fields)
+
+
+def scalar(name: str, call: Callable, reference: Callable, form: str, *gates, **fields) -> OpCase:
+    fields = {"inputs": QKV_GROUPED, "state": ("N", "HV", "K", "V"), **fields}
+    return OpCase(name, call, reference, "scalar_decay", form, *gates, **fields)
+
+
+before = partial(vector_decay, read_before=True)
+chunk, token = "chunk", "recurrent"
+gla, simple, simple_token = fused_recurrent_gla, chunk_simple_gla, fused_recurrent_simple_gla
+lightning = partial(fused_recurrent_lightning_attn, layer_idx=1, num_layers=4)
+normalized = {
+    "state": ("N", "HV", "K", "V+1"),
+    "positive": ("q", "k", "initial_state"),
+    "nodes": 2,
+    "around": ("view", "add", "unsqueeze", "div", "view", "squeeze", "unsqueeze", "cat"),
+    # Outputs are means, so what q does to the numerator the denominator undoes, but for the difference of values.
+    "term": partial(linear_attn_normalized_reference, constant_weight=True),
+    "public": False,
+}
 # fmt: off
 CASES = [
-    OpCase("chunk_gla", chunk_gla, gla_reference, chunk, back, {"g": K}, inductor=True),
-    OpCase("fused_recurrent_gla-gk-gv", recurrent, decay, token, back, {"gk": K, "gv": V}, inductor=True),
-    OpCase("fused_recurrent_gla-gk", recurrent, decay, token, back, {"gk": K}),
-    OpCase("fused_recurrent_gla-gv", recurrent, decay, token, back, {"gv": V}),
-    OpCase("fused_recurrent_gla", recurrent, decay, token, back),
-    OpCase("read_before-chunk", partial(read_before, op=chunk), before, chunk, back, {"gk": K, "gv": V}, public=False),
-    OpCase("read_before-recurrent", partial(read_before, op=token), before, token, back, {"gk": K}, public=False),
+    vector("chunk_gla", chunk_gla, gla_reference, chunk, {"g": K}, inductor=True),
+    vector("fused_recurrent_gla-gk-gv", gla, vector_decay, token, {"gk": K, "gv": V}, inductor=True),
+    vector("fused_recurrent_gla-gk", gla, vector_decay, token, {"gk": K}),
+    vector("fused_recurrent_gla-gv", gla, vector_decay, token, {"gv": V}),
+    vector("fused_recurrent_gla", gla, vector_decay, token),
+    vector("read_before-chunk", partial(read_before, form=chunk), before, chunk, {"gk": K, "gv": V}, public=False),
+    vector("read_before-recurrent", partial(read_before, form=token), before, token, {"gk": K}, public=False),
+    scalar("chunk_simple_gla-g", simple, scalar_decay, chunk, {"g": G}, groups=2, inductor=True),
+    scalar("chunk_simple_gla-g_gamma", simple, scalar_decay, chunk, {"g_gamma": GAMMA}, around=("expand",)),
+    scalar("fused_recurrent_simple_gla-g-g_gamma", simple_token, scalar_decay, token,
+           {"g": G, "g_gamma": GAMMA}, groups=2, around=("add",), inductor=True),
+    scalar("fused_recurrent_simple_gla", simple_token, scalar_decay, token),
+    scalar("chunk_retention", chunk_retention, retention_reference, chunk),
+    scalar("fused_recurrent_lightning_attn", lightning, lightning_reference, token),
+    scalar("chunk_linear_attn", chunk_linear_attn, scalar_decay, chunk),
+    scalar("chunk_linear_attn-normalize", linear_attn_normalized, linear_attn_normalized_reference, chunk,
+           **normalized),
 ]
 # fmt: on
 

@@ -39,6 +39,20 @@ def op_nodes(module: GraphModule) -> list[str]:
     return [node.target.name() for node in calls(module.graph) if node.target.namespace == "flacompose"]
 
 
+def around(module: GraphModule) -> list[str]:
+    """PyTorch's ops between inputs and results in a captured graph; what is made of constants and sizes is not."""
+    from_inputs, names = set(module.graph.find_nodes(op="placeholder")), []
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not from_inputs.intersection(node.all_input_nodes):
+            continue
+        if not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)):
+            continue
+        from_inputs.add(node)
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "flacompose":
+            names.append(node.target.overloadpacket.__name__)
+    return names
+
+
 def calls(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
 
@@ -74,6 +88,8 @@ def listing(module: GraphModule) -> str:
             returned = [argument(x) for x in tree_leaves(node.args) if isinstance(x, Node)]
             lines.append(f"return {', '.join(returned)}")
             continue
+        if node.op == "call_function" and node.meta.get("val") is None:
+            continue  # the exporter's own assertion
         number[node] = f"%{len(number)}"
         name = str(getattr(node.target, "__name__", node.target))
         if isinstance(node.target, torch._ops.OpOverload):

@@ -72,26 +72,27 @@ def draw(
     if lengths is not None:
         B, N, T = 1, len(lengths), sum(lengths) + tail
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=cu_dtype, device=device)
-    size = {"B": B, "T": T, "H": H, "K": K, "V": V, "N": N}
+    size = {"B": B, "T": T, "H": H, "HV": case.groups * H, "K": K, "V": V, "V+1": V + 1, "N": N}
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(axes: Sequence[str], dtype: torch.dtype) -> Tensor:
+    def normal(axes: Sequence[str], dtype: torch.dtype, name: str = "") -> Tensor:
         x = torch.randn([size[axis] for axis in axes], generator=generator, dtype=torch.float64)
-        return x.to(device, dtype)
+        return (F.softplus(x) if name in case.positive else x).to(device, dtype)
 
-    tensors = {name: normal(axes, dtype) for name, axes in case.inputs.items()}
+    tensors = {name: normal(axes, dtype, name) for name, axes in case.inputs.items()}
     for name, axes in case.gates.items():
-        tensors[name] = gate([size[axis] for axis in axes], gates, generator).to(device, gate_dtype or dtype)
+        tensors[name] = gate(axes, size, gates, generator).to(device, gate_dtype or dtype)
     if state:
-        tensors["initial_state"] = normal(case.state, state_dtype or accumulator)
+        tensors["initial_state"] = normal(case.state, state_dtype or accumulator, "initial_state")
     return Problem(
         case, tensors, normal(case.inputs["v"], dtype), normal(case.state, accumulator), cu_seqlens, scale
     )
 
 
-def gate(shape: list[int], kind: str | float, generator: torch.Generator) -> Tensor:
+def gate(axes: Sequence[str], size: dict[str, int], kind: str | float, generator: torch.Generator) -> Tensor:
     """Log decays: one `kind` of value throughout, all GATES "mixed", "rare" strong ones, "resets" of whole tokens."""
+    shape = [size[axis] for axis in axes]
     if not isinstance(kind, str):
         return torch.full(shape, kind, dtype=torch.float64)
     mild = F.logsigmoid(2 + torch.randn(shape, generator=generator, dtype=torch.float64)) / 2
@@ -103,8 +104,14 @@ def gate(shape: list[int], kind: str | float, generator: torch.Generator) -> Ten
     if kind == "rare":
         return torch.where(torch.rand(shape, generator=generator) < 0.05, drawn, mild)
     assert kind == "resets"
-    token = torch.rand(shape[:2], generator=generator) < 0.1
-    return mild.masked_fill(token[..., None, None], float("-inf"))
+    token = torch.rand([size[a] if a in ("B", "T") else 1 for a in axes], generator=generator) < 0.1
+    return mild.masked_fill(token, float("-inf")) if "T" in axes else mild
+
+
+def permuted(x: Tensor) -> Tensor:
+    """Dense, its dimensions in memory the other way round: every stride is another."""
+    order = tuple(reversed(range(x.dim())))
+    return x.permute(order).contiguous().permute(order)
 
 
 def call(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +141,7 @@ def call_reference(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]
         if initial is not None:
             state = initial[n : n + 1]
         if start < end:
-            sequence = {name: x[:, start:end] for name, x in tensors.items()}
+            sequence = problem.case.at(slice(start, end), tensors, "T")
             output, state = problem.case.reference(**sequence, initial_state=state, scale=scale)
             o.append(output)
         states.append(state)

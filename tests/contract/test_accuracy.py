@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,4 +49,19 @@ def test_a_tiny_truth_keeps_its_relative_error() -> None:
     exact = evaluate(problem.to(torch.float64), function=call_reference)
     exact["dg"] = exact["dg"] * 1.001
     with pytest.raises(AssertionError, match="^dg is off by"):
+        assert_accurate(problem, exact)
+
+
+def test_a_difference_of_two_terms_is_measured_on_one() -> None:
+    """Means of values do not depend on queries of one channel: their gradient is 0, of two terms that are not."""
+    case = next(case for case in CASES if case.term is not None)
+    problem = draw(case, CPU, T=3, K=1)
+    exact = evaluate(problem.to(torch.float64), function=call_reference)
+    term = replace(problem, case=replace(case, reference=case.term)).to(torch.float64)
+    norm = evaluate(term, function=call_reference)["dq"].norm()
+    assert exact["dq"].norm() < 1e-8 * norm
+    exact["dq"][0, 0, 0, 0] += 0.9e-4 * norm
+    assert_accurate(problem, exact)
+    exact["dq"][0, 0, 0, 0] += 0.2e-4 * norm
+    with pytest.raises(AssertionError, match="^dq is off by"):
         assert_accurate(problem, exact)

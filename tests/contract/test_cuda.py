@@ -7,6 +7,7 @@ import torch
 
 from .accuracy import error
 from .cases import OpCase, one_op_a_form
+from .problems import draw
 
 GIB = 2**30
 large_gpu = pytest.mark.skipif(
@@ -22,10 +23,12 @@ def test_more_elements_than_int32_counts(case: OpCase) -> None:
     T, H, D, rows = 2**20 + 128, 16, 128, 256
     assert T * H * D > 2**31 > (T - rows) * H * D
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = (1, T, H, D)
+    size = {"B": 1, "T": T, "H": H, "HV": H, "K": D, "V": D}
     tensors = {
-        name: torch.randn(shape, generator=generator, dtype=torch.bfloat16, device="cuda")
-        for name in (*case.inputs, *case.gates)
+        name: torch.randn(
+            [size[axis] for axis in axes], generator=generator, dtype=torch.bfloat16, device="cuda"
+        )
+        for name, axes in {**case.inputs, **case.gates}.items()
     }
     for name in case.gates:
         tensors[name].abs_().mul_(-0.1)
@@ -33,9 +36,9 @@ def test_more_elements_than_int32_counts(case: OpCase) -> None:
         o, state = case.call(**tensors, output_final_state=True)
         last = o[:, -rows:].clone()
         del o
-        head = {name: x[:, : T - rows] for name, x in tensors.items()}
+        head = case.at(slice(T - rows), tensors, "T")
         _, carried = case.call(**head, output_final_state=True)
-        tail = {name: x[:, T - rows :].clone() for name, x in tensors.items()}
+        tail = {name: x.clone() for name, x in case.at(slice(T - rows, None), tensors, "T").items()}
         expected, final = case.call(**tail, initial_state=carried, output_final_state=True)
     assert last.isfinite().all() and expected.norm() > 0
     # bfloat16's own rounding is 2e-3.
@@ -50,9 +53,7 @@ def test_one_graph_from_64_tokens_to_many_segments(case: OpCase) -> None:
     function = torch.compile(case.call, fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
         for T in (65, 8200, 20000):
-            tensors = {name: torch.randn(1, T, 2, 32, device="cuda") for name in (*case.inputs, *case.gates)}
-            for name in case.gates:
-                tensors[name] = -tensors[name].abs()
+            tensors = draw(case, torch.device("cuda"), B=1, T=T, K=32, V=32, state=False).tensors
             o, state = function(**tensors, output_final_state=True)
             expected, final = case.call(**tensors, output_final_state=True)
             assert error(o, expected) <= 1e-6
@@ -64,15 +65,15 @@ def test_one_graph_from_64_tokens_to_many_segments(case: OpCase) -> None:
 @one_op_a_form
 def test_nan_is_not_lost(case: OpCase, gates: float) -> None:
     """One in a gradient that comes in is in every one that goes out, however products round their factors."""
-    tensors = {
-        name: torch.randn(1, 64, 1, 64, device="cuda").bfloat16() for name in (*case.inputs, *case.gates)
-    }
-    tensors.update({name: torch.full_like(tensors[name], gates) for name in case.gates})
+    sizes = {"B": 1, "T": 64, "H": 1, "K": 64, "V": 64}
+    tensors = draw(case, torch.device("cuda"), torch.bfloat16, gates=gates, state=False, **sizes).tensors
     for x in tensors.values():
         x.requires_grad_()
     o, _ = case.call(**tensors)
-    for x in torch.autograd.grad(o, list(tensors.values()), torch.full_like(o, float("nan"))):
-        assert x[:, 1:-1].isnan().all()
+    gradients = torch.autograd.grad(o, list(tensors.values()), torch.full_like(o, float("nan")))
+    inner = case.at(slice(1, -1), dict(zip(tensors, gradients, strict=True)), "T")
+    for x in inner.values():
+        assert x.isnan().all()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
@@ -84,13 +85,10 @@ def test_second_gpu(case: OpCase, current: int) -> None:
     with torch.cuda.device(current):
         results = []
         for device in ("cuda:1", "cuda:0"):
-            generator = torch.Generator().manual_seed(0)
-            tensors = {
-                name: torch.randn(1, 70, 2, K, generator=generator).to(device).requires_grad_()
-                for name in (*case.inputs, *case.gates)
-            }
-            gates = {name: -tensors[name].abs() for name in case.gates}
-            o, _ = case.call(**{**tensors, **gates})
+            tensors = draw(case, torch.device(device), B=1, K=K, V=K, state=False).tensors
+            for x in tensors.values():
+                x.requires_grad_()
+            o, _ = case.call(**tensors)
             results.append([o.detach(), *torch.autograd.grad(o.sin().sum(), list(tensors.values()))])
         for x, y in zip(*results, strict=True):
             assert error(x.cpu(), y.cpu()) <= 1e-6

@@ -12,7 +12,7 @@ from torch.export import Dim, ExportedProgram, export
 
 from .accuracy import assert_close, assert_equal
 from .cases import OpCase, each_op, each_public_op, one_op_a_form
-from .graphs import calls, op_nodes
+from .graphs import around, op_nodes
 from .problems import Problem, Results, call, draw
 
 LENGTHS = [2, 3, 63, 64, 65, 165, 2048]
@@ -50,6 +50,10 @@ def results(output: tuple[Tensor, Tensor]) -> Results:
     return dict(zip(("o", "final_state"), output, strict=True))
 
 
+def nodes(case: OpCase) -> list[str]:
+    return [f"flacompose::{case.forward}"] * case.nodes
+
+
 def packed(case: OpCase, device: torch.device, n: int, length: int = 70, **options) -> Problem:
     lengths = [length] if n == 1 else [length // 2, 0, length - length // 2 - 1, *[0] * (n - 4), 1]
     return draw(case, device, lengths=lengths, tail=length % 3, seed=length, **options)
@@ -59,10 +63,9 @@ def packed(case: OpCase, device: torch.device, n: int, length: int = 70, **optio
 def test_one_node_at_every_length(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=37)
     program = exported(problem, T=T, B=B, N=B)
-    node = [f"flacompose::{case.forward}"]
-    assert op_nodes(program.graph_module) == node
+    assert op_nodes(program.graph_module) == nodes(case)
     decomposed = program.run_decompositions()
-    assert op_nodes(decomposed.graph_module) == node
+    assert op_nodes(decomposed.graph_module) == nodes(case)
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
@@ -81,24 +84,25 @@ def test_the_graph_does_not_grow(case: OpCase, device: torch.device) -> None:
     sizes = set()
     for length in (2, 64, 2048):
         program = exported(draw(case, device, T=length))
-        assert op_nodes(program.graph_module) == [f"flacompose::{case.forward}"]
+        assert op_nodes(program.graph_module) == nodes(case)
         sizes.add(len(program.run_decompositions().graph.nodes))
     assert len(sizes) == 1
 
 
 @each_op
 def test_without_the_state(case: OpCase, device: torch.device) -> None:
-    """Neither given nor asked for, it leaves nothing in the graph, and nothing is copied around the op."""
+    """Not given, it leaves nothing in the graph, and nothing is copied around the op."""
     problem = draw(case, device, T=37, state=False)
     program = exported(problem, T=T).run_decompositions()
-    assert [str(node.target) for node in calls(program.graph)] == [f"flacompose.{case.forward}.default"]
+    assert op_nodes(program.graph_module) == nodes(case)
+    assert around(program.graph_module) == list(case.around)
 
 
 @each_op
 @pytest.mark.parametrize("n", [1, 5])
 def test_packed(case: OpCase, n: int, device: torch.device) -> None:
     program = exported(packed(case, device, n), T=T)
-    assert op_nodes(program.run_decompositions().graph_module) == [f"flacompose::{case.forward}"]
+    assert op_nodes(program.run_decompositions().graph_module) == nodes(case)
     module = program.module()
     for length in LENGTHS:
         problem = packed(case, device, n, length)

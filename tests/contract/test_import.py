@@ -10,14 +10,18 @@ import sys
 sys.modules["triton"] = None  # importing it raises
 import torch
 import flacompose
-from flacompose.ops import chunk_gla, fused_recurrent_gla
+from flacompose.ops import chunk_gla, chunk_simple_gla, fused_recurrent_gla, fused_recurrent_simple_gla
 
 assert not torch.cuda.is_initialized()
 assert not [name for name in sys.modules if name.startswith("flacompose.") and name.endswith(".reference")]
 q, k, v, g = (torch.randn(2, 5, 2, 16).requires_grad_() for _ in range(4))
-for function in (chunk_gla, fused_recurrent_gla):
-    o, state = function(q, k, v, -g.exp(), output_final_state=True)
-    (o.sum() + state.sum()).backward()
+for functions, gate in (
+    ((chunk_gla, fused_recurrent_gla), g),
+    ((chunk_simple_gla, fused_recurrent_simple_gla), g[..., 0]),
+):
+    for function in functions:
+        o, state = function(q, k, v, -gate.exp(), output_final_state=True)
+        (o.sum() + state.sum()).backward()
 assert g.grad.isfinite().all()
 print("right")
 """

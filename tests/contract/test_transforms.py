@@ -13,10 +13,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from .accuracy import assert_close as assert_results_close
 from .accuracy import assert_equal
 from .cases import OpCase, each_gated_op, each_op
 from .graphs import recorded
-from .problems import Problem, call, call_reference, draw, evaluate
+from .problems import Problem, call, call_reference, draw, evaluate, permuted
 
 exact = partial(assert_close, rtol=1e-9, atol=1e-11)
 PACKED = pytest.mark.parametrize("lengths", [None, [2, 0, 1]], ids=["dense", "packed"])
@@ -144,7 +145,10 @@ def test_autocast(case: OpCase, device: torch.device) -> None:
     for name, x in problem.tensors.items():
         assert results[f"d{name}"].dtype == x.dtype
         expected[f"d{name}"] = expected[f"d{name}"].to(x.dtype)
-    assert_equal(results, expected)
+    if case.nodes == 1:
+        assert_equal(results, expected)
+    else:  # gradients of two nodes meet in float32, not in bfloat16
+        assert_results_close(results, expected, 2**-8)
 
 
 def evaluate_under_autocast(problem: Problem) -> dict[str, Tensor]:
@@ -181,7 +185,7 @@ def test_selective_checkpointing(case: OpCase, device: torch.device) -> None:
     for name, contexts, times in (("saved", saving, 1), ("recomputed", {}, 2)):
         with recorded() as calls:
             results[name] = evaluate(problem, function=partial(checkpointed, contexts=contexts))
-        assert [op for op, _, _ in calls].count(overload) == times
+        assert [op for op, _, _ in calls].count(overload) == times * case.nodes
     assert_equal(results["saved"], results["recomputed"])
     plain = evaluate(problem)
     assert_close(results["saved"]["dk"], plain["dk"], rtol=1e-3, atol=1e-4)
@@ -212,13 +216,10 @@ def test_flops(case: OpCase, device: torch.device) -> None:
 def test_opcheck(case: OpCase, layout: str, lengths: list[int] | None, device: torch.device) -> None:
     problem = draw(case, device, T=5, lengths=lengths)
     if layout == "permuted":
-        permuted = {
-            n: x.permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2) for n, x in problem.tensors.items()
-        }
-        problem = problem.with_tensors(**permuted)
+        problem = problem.with_tensors(**{name: permuted(x) for name, x in problem.tensors.items()})
     with recorded() as calls:
         evaluate(problem)
-    assert len(calls) == 2
+    assert len(calls) == 2 * case.nodes
     for op, args, _ in calls:
         leaves = [
             x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -128,7 +128,7 @@ def call_in_parts(problem: Problem, *, points: list[int], **tensors: Tensor) -> 
     o = []
     T = tensors["q"].shape[1]
     for start, end in zip([0, *points], [*points, T], strict=True):
-        part = {name: x[:, start:end] for name, x in tensors.items()}
+        part = problem.case.at(slice(start, end), tensors, "T")
         output, state = call(problem, **part, initial_state=state)
         o.append(output)
     return torch.cat(o, dim=1), state
@@ -168,10 +168,8 @@ def test_long_sequence(case: OpCase, device: torch.device) -> None:
     double = problem.to(torch.float64)
     head, last = slice(0, T - rows), slice(T - rows, T)
     sequences = {name: x for name, x in double.tensors.items() if name != "initial_state"}
-    _, state = call(double, **{name: x[:, head] for name, x in sequences.items()})
-    o, state = call_reference(
-        double, **{name: x[:, last] for name, x in sequences.items()}, initial_state=state
-    )
+    _, state = call(double, **case.at(head, sequences, "T"))
+    o, state = call_reference(double, **case.at(last, sequences, "T"), initial_state=state)
     assert_close(
         {"o": truth["o"][:, last], "final_state": truth["final_state"]}, {"o": o, "final_state": state}, 1e-10
     )

@@ -8,57 +8,57 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
 from contract.accuracy import assert_accurate
 from contract.cases import OpCase, each_gated_op, each_op
-from contract.problems import Problem, draw, evaluate
+from contract.problems import Problem, call, draw, evaluate
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
 
-from flacompose.ops.families.vector_decay import cuda
-
 CPU = torch.device("cpu")
-SCHEMA = ("q", "k", "v", "gk", "gv", "initial_state", "cu_seqlens", "scale", "read_before")
 
 # In chunks whose gates turn out not to be mild, or above the diagonal: both are dropped.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
 
 class Launched(torch.autograd.Function):
-    """The forward of one form and the shared backward, without registration."""
+    """The forward of one form and the shared backward of a family, without registration."""
 
     @staticmethod
-    def forward(ctx, form, *args):
+    def forward(ctx, cuda, form, *args):
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*args[:7])
-        ctx.constants = args[7:]
-        return form(*args)
+        # Tensors, or None, and last cu_seqlens; then numbers.
+        ctx.cuda, ctx.tensors = cuda, sum(x is None or isinstance(x, Tensor) for x in args)
+        ctx.save_for_backward(*args[: ctx.tensors])
+        ctx.constants = args[ctx.tensors :]
+        return getattr(cuda, form)(*args)
 
     @staticmethod
     def backward(ctx, do, d_final_state):
         args = ctx.saved_tensors
-        grads = cuda.backward(*args, *ctx.constants, do, d_final_state)
-        return (
-            None,
-            *(None if x is None else dx for x, dx in zip(args[:6], grads, strict=True)),
-            None,
-            None,
-            None,
-        )
+        grads = ctx.cuda.backward(*args, *ctx.constants, do, d_final_state)
+        grads = [None if x is None else dx for x, dx in zip(args[:-1], grads, strict=True)]
+        return None, None, *grads, None, *[None] * len(ctx.constants)
+
+
+def part(case: OpCase, name: str) -> ModuleType:
+    return import_module(f"flacompose.ops.families.{case.family}.{name}")
 
 
 def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    form = {"vector_decay_chunk": cuda.chunk, "vector_decay_recurrent": cuda.recurrent}[problem.case.forward]
-    if "g" in tensors:
-        tensors["gk"] = tensors.pop("g")
-    tensors |= {"cu_seqlens": problem.cu_seqlens}
-    scale = tensors["q"].shape[-1] ** -0.5
-    read_before = problem.case.name.startswith("read_before")
-    return Launched.apply(form, *(tensors.get(name) for name in SCHEMA[:7]), scale, read_before)
+    """The op on the problem's inputs, the family's launches in the place of what is registered."""
+    case = problem.case
+    with pytest.MonkeyPatch.context() as patch:
+        for form in ("chunk", "recurrent"):
+            patch.setattr(part(case, "op"), form, partial(Launched.apply, part(case, "cuda"), form))
+        return call(problem, **tensors)
 
 
 def check(problem: Problem, loss: str = "both") -> None:
@@ -104,7 +104,7 @@ def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
 @each_op
 @pytest.mark.parametrize("lengths", [None, [3, 150, 0, 200]], ids=["dense", "packed"])
 def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "segment_count", lambda *_: 3)
+    monkeypatch.setattr(part(case, "cuda"), "segment_count", lambda *_: 3)
     check(draw(case, CPU, B=1, H=1, T=300, K=5, V=6, lengths=lengths, gates="mixed"))
 
 

@@ -10,13 +10,26 @@ from pathlib import Path
 import pytest
 import torch
 from torch.export import Dim
+from torch.utils import _pytree as pytree
 
 import flacompose
 from flacompose.layers import RecurrentState
 
-from .truth import assert_close, assert_states_close, build, random_state, tensors
+from .truth import (
+    GLA,
+    LAYERS,
+    assert_close,
+    assert_states_close,
+    build,
+    floats,
+    random_state,
+    tensors,
+    with_floats,
+)
 
-CONFIG = {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "use_short_conv": True, "conv_bias": True}
+SMALL = {"hidden_size": 16, "num_heads": 2}
+CONFIGS = {name: config | SMALL | {"num_kv_heads": 1} for name, config in LAYERS.items()}
+each_layer = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 LENGTHS = [70, 2, 3, 64, 65, 165]
 
 
@@ -32,9 +45,9 @@ def arguments(layout, T, device, N=3):
 
 def train(call, layer, x, state, given):
     """The output, the state, and the gradients of everything."""
-    leaves = [t.detach().requires_grad_() for t in (x, *tensors(state))]
-    y, new = call(leaves[0], RecurrentState(leaves[1], tuple(leaves[2:])), **given)
-    loss = sum((t.float() ** 2).sum() for t in (y, *tensors(new)))
+    leaves = [t.detach().requires_grad_() for t in (x, *floats(state))]
+    y, new = call(leaves[0], with_floats(state, leaves[1:]), **given)
+    loss = sum((t.float() ** 2).sum() for t in (y, *floats(new)))
     return [y, *tensors(new), *torch.autograd.grad(loss, [*leaves, *layer.parameters()])]
 
 
@@ -43,8 +56,9 @@ def train(call, layer, x, state, given):
 @pytest.mark.parametrize(
     ("layout", "backend"), [("rows", "inductor"), ("mask", "aot_eager"), ("packed", "aot_eager")]
 )
-def test_training_at_batch_1(layout, backend, device):
-    layer = build(CONFIG, device=device)
+@each_layer
+def test_training_at_batch_1(config, layout, backend, device):
+    layer = build(config, device=device)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
     for i, T in enumerate(LENGTHS):
         N, given = arguments(layout, T, device)
@@ -55,7 +69,7 @@ def test_training_at_batch_1(layout, backend, device):
             assert_close(a, b, 1e-4)
 
 
-@pytest.mark.parametrize("config", [CONFIG, {"hidden_size": 16, "num_heads": 2}], ids=["conv", "recurrent"])
+@pytest.mark.parametrize("config", [GLA | SMALL, *CONFIGS.values()], ids=["recurrent", *CONFIGS])
 def test_segments_then_tokens(config, device):
     """A carried state meets one graph for segments and one for tokens, whatever the order."""
     layer = build(config, device=device)
@@ -85,7 +99,7 @@ def exported(layer, layout, device):
     state = random_state(layer, N if layout == "packed" else rows)
     shapes = {
         "hidden_states": {**batch, 1: T_DIM},
-        "state": RecurrentState(states, tuple(states for _ in state.conv)),
+        "state": pytree.tree_map(lambda _: states, state),
         "attention_mask": {0: B_DIM, 1: T_DIM} if layout == "mask" else None,
         "cu_seqlens": {0: N_DIM + 1} if layout == "packed" else None,
     }
@@ -94,12 +108,21 @@ def exported(layer, layout, device):
     return torch.export.export(layer, (x, state), given, dynamic_shapes=shapes)
 
 
+# Linear attention sums keys beside values.
+NODES = {
+    "gla": [torch.ops.flacompose.vector_decay_chunk.default],
+    "simple_gla": [torch.ops.flacompose.scalar_decay_chunk.default],
+    "linear_attn": [torch.ops.flacompose.scalar_decay_chunk.default] * 2,
+    "retention": [torch.ops.flacompose.scalar_decay_chunk.default],
+}
+
+
 @pytest.mark.parametrize("layout", ["rows", "mask", "packed"])
-def test_export(layout, device):
-    layer = build(CONFIG, device=device)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_export(name, layout, device):
+    layer = build(CONFIGS[name], device=device)
     program = exported(layer, layout, device)
-    ops = [n.target for n in program.graph.nodes if "flacompose" in str(n.target)]
-    assert ops == [torch.ops.flacompose.vector_decay_chunk.default]
+    assert [n.target for n in program.graph.nodes if "flacompose" in str(n.target)] == NODES[name]
     module = program.module()
     for i, T in enumerate(LENGTHS[1:]):
         N, given = arguments(layout, T, device, N=1 + i)
@@ -119,28 +142,32 @@ import torch
 import flacompose
 from flacompose.layers import RecurrentState
 
-program, data = sys.argv[1:]
-module = torch.export.load(program).module()
-x, recurrent, conv = torch.load(data)
-y, state = module(x, RecurrentState(recurrent, conv), attention_mask=None, cu_seqlens=None)
-assert isinstance(state, RecurrentState), type(state)
-torch.save([y, state.recurrent, *state.conv], data)
+for case in sys.argv[1:]:
+    module = torch.export.load(f"{case}.pt2").module()
+    x, *state = torch.load(f"{case}.pt")
+    y, state = module(x, RecurrentState(*state), attention_mask=None, cu_seqlens=None)
+    assert isinstance(state, RecurrentState), type(state)
+    torch.save([y, *state], f"{case}.pt")
 """
 
 
 def test_load_in_another_process(tmp_path, device):
-    layer = build(CONFIG, device=device)
-    torch.export.save(exported(layer, "rows", device), tmp_path / "layer.pt2")
-    x, state = torch.randn(3, 165, 16, device=device), random_state(layer, 3)
-    torch.save((x, state.recurrent, state.conv), tmp_path / "data.pt")
+    expected = {}
+    for name, config in CONFIGS.items():
+        layer = build(config, device=device)
+        torch.export.save(exported(layer, "rows", device), tmp_path / f"{name}.pt2")
+        x, state = torch.randn(3, 165, 16, device=device), random_state(layer, 3)
+        torch.save((x, *state), tmp_path / f"{name}.pt")
+        with torch.no_grad():
+            expected[name] = layer(x, state)
     package = str(Path(flacompose.__file__).parents[1])
     subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path / "layer.pt2"), str(tmp_path / "data.pt")],
+        [sys.executable, "-c", LOAD, *(str(tmp_path / name) for name in CONFIGS)],
         check=True,
         timeout=300,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])},
     )
-    with torch.no_grad():
-        y, new = layer(x, state)
-    for a, b in zip(torch.load(tmp_path / "data.pt"), [y, *tensors(new)], strict=True):
-        assert_close(a, b, 1e-6)
+    for name, (y, new) in expected.items():
+        loaded, *state = torch.load(tmp_path / f"{name}.pt")
+        assert_close(loaded, y, 1e-6)
+        assert_states_close(RecurrentState(*state), new, 1e-6)

@@ -8,11 +8,25 @@ import re
 import pytest
 import torch
 
-from flacompose.layers import GatedLinearAttention, RecurrentState, ShortConvolution
+from flacompose.layers import GatedLinearAttention, LinearAttention, RecurrentState, ShortConvolution
 
-from .truth import assert_close, assert_states_close, build, random_state, tensors
+from .truth import (
+    GLA,
+    LAYERS,
+    LINEAR,
+    NORMALIZED,
+    RETENTION,
+    assert_close,
+    assert_states_close,
+    build,
+    random_state,
+    tensors,
+)
 
-CONFIG = {"hidden_size": 16, "num_heads": 2, "use_short_conv": True}
+SMALL = {"hidden_size": 16, "num_heads": 2}
+CONFIG = GLA | SMALL | {"use_short_conv": True}
+CONFIGS = {name: config | SMALL for name, config in LAYERS.items()}
+each_layer = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 X = torch.ones(2, 5, 16)
 MASK = torch.ones(2, 5, dtype=torch.long)
 RECURRENT = torch.zeros(2, 2, 4, 8)
@@ -102,6 +116,57 @@ def test_refused_calls(call, error, message):
 
 
 @pytest.mark.parametrize(
+    ("config", "field", "value", "error", "message"),
+    [
+        (LINEAR | NORMALIZED, "normalizer", (), TypeError, "must be a tensor, got tuple"),
+        (
+            LINEAR | NORMALIZED,
+            "normalizer",
+            torch.ones(2, 2, 4),
+            ValueError,
+            "must have shape (2, 2, 8), got (2, 2, 4)",
+        ),
+        (LINEAR, "normalizer", torch.ones(2, 2, 8), ValueError, "must be () in this layer, got Tensor"),
+        (
+            LINEAR | {"feature_map": "hedgehog"},
+            "recurrent",
+            torch.ones(2, 2, 8, 8),
+            ValueError,
+            "must have shape (2, 2, 16, 8), got (2, 2, 8, 8)",
+        ),
+        (RETENTION, "position", (), TypeError, "must be a tensor, got tuple"),
+        (RETENTION, "position", torch.zeros(2), TypeError, "must be an integer dtype, got float32"),
+        (RETENTION, "position", torch.zeros(2, 1).long(), ValueError, "must have shape (2,), got (2, 1)"),
+        (RETENTION, "position", torch.zeros(2, device="meta").long(), ValueError, "must be on cpu, got meta"),
+        (LINEAR, "position", torch.zeros(2).long(), ValueError, "must be () in this layer, got Tensor"),
+    ],
+)
+def test_refused_states(config, field, value, error, message):
+    layer = build(config | SMALL)
+    with pytest.raises(error, match=re.escape(f"state.{field} {message}")):
+        layer(X, layer.init_state(2)._replace(**{field: value}))
+
+
+@each_layer
+def test_replaced_output_projection(config):
+    layer = build(config)
+    heads, size = layer.num_heads, layer.head_v_dim
+    layer.o_proj = torch.nn.Linear(7, 16)
+    message = f"o_proj must take {heads * size} features, {heads} heads of {size}, got in_features = 7"
+    with pytest.raises(ValueError, match=message):
+        layer(X)
+    layer.o_proj = torch.nn.Sequential(torch.nn.Linear(heads * size, 5))  # which does not say what it takes
+    assert layer(X)[0].shape == (2, 5, 5)
+
+
+def test_replaced_norm():
+    layer = LinearAttention(**SMALL)
+    layer.norm = torch.nn.Linear(8, 3)
+    with pytest.raises(ValueError, match="o_proj must take 6 features, 2 heads of 3, got in_features = 16"):
+        layer(X)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("attention_mask", [[1]], "must be a tensor, got list"),
@@ -133,8 +198,9 @@ def test_refused_by_the_convolution(name, value, message):
         ShortConvolution(16, 4)(**{"x": X} | {name: value})
 
 
-def test_autocast_takes_any_but_float64(device):
-    layer = build(CONFIG, device=device)
+@each_layer
+def test_autocast_takes_any_but_float64(config, device):
+    layer = build(config, device=device)
     with torch.autocast(device.type, torch.bfloat16):
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
         for call in (layer, compiled):
@@ -145,7 +211,7 @@ def test_autocast_takes_any_but_float64(device):
 
 def test_init_state_on_meta():
     with torch.device("meta"):
-        state = GatedLinearAttention(**CONFIG).init_state(3)
+        state = GatedLinearAttention(**SMALL, use_short_conv=True).init_state(3)
     assert all(t.is_meta for t in tensors(state))
     assert [tuple(c.shape) for c in state.conv] == [(3, 8, 4), (3, 8, 4), (3, 16, 4)]
 
@@ -153,9 +219,10 @@ def test_init_state_on_meta():
 @pytest.mark.parametrize(
     ("given", "taken"), [([0, 5, 3, 9], [0, 5, 5, 9]), ([-2, 7, 4], [0, 7, 7]), ([0, 99, 1], [0, 9, 9])]
 )
-def test_bounds_that_do_not_ascend(given, taken, device):
+@each_layer
+def test_bounds_that_do_not_ascend(config, given, taken, device):
     """As in the ops: each at least the one before, within the tokens."""
-    layer = build(CONFIG, device=device)
+    layer = build(config, device=device)
     x, state = torch.randn(1, 9, 16, device=device), random_state(layer, len(given) - 1)
     y, new = layer(x, state, cu_seqlens=torch.tensor(given, device=device))
     expected, after = layer(x, state, cu_seqlens=torch.tensor(taken, device=device))

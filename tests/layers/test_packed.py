@@ -5,10 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .truth import assert_close, assert_states_close, build, precision, random_state, row, sequence, tensors
+from .truth import (
+    CONV,
+    GLA,
+    LAYERS,
+    assert_close,
+    assert_states_close,
+    build,
+    floats,
+    precision,
+    random_state,
+    row,
+    sequence,
+    tensors,
+)
 
-CONFIG = {"hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "conv_bias": True}
-CONFIGS = [{"hidden_size": 24, "num_heads": 4}, CONFIG, CONFIG | {"mode": "fused_recurrent", "conv_size": 1}]
+CONFIGS = {
+    "recurrent": GLA,
+    "conv of 1": GLA | CONV | {"mode": "fused_recurrent", "conv_size": 1},
+} | LAYERS
 # Empty ones at either end and together, ones shorter than the convolution, one token, more than a chunk, a tail.
 BOUNDS = {
     "five": ([0, 70, 71, 73, 76, 80], 80),
@@ -20,7 +35,7 @@ BOUNDS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["recurrent", "conv", "conv of 1"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("given", [False, True], ids=["from zeros", "from states"])
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_as_alone(bounds, given, config, device):
@@ -43,23 +58,24 @@ def test_as_alone(bounds, given, config, device):
             assert all(torch.equal(a, b) for a, b in zip(tensors(row(new, n)), tensors(start), strict=True))
 
 
-def test_gradients(device):
+@pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+def test_gradients(config, device):
     """As from the sequences one by one; a tail has none, whatever it holds."""
-    layer = build(CONFIG, device=device, dtype=torch.float64)
+    layer = build(config, device=device, dtype=torch.float64)
     bounds = [0, 2, 2, 3, 12]
     x = torch.randn(1, 14, 24, device=device, dtype=torch.float64)
     x[:, 12:] = torch.inf
     x.requires_grad_()
     state = random_state(layer, 4)
-    leaves = [t.requires_grad_() for t in tensors(state)]
+    leaves = [t.requires_grad_() for t in floats(state)]
     parameters = list(layer.parameters())
 
     def loss(y, new):
-        return sum((t**2).sum() for t in (y, *tensors(new)))
+        return sum((t**2).sum() for t in (y, *floats(new)))
 
     packed = loss(*layer(x, state, cu_seqlens=torch.tensor(bounds, device=device)))
     dx, *rest = torch.autograd.grad(packed, [x, *leaves, *parameters])
-    alone = sum((t[1] ** 2).sum() for t in tensors(state))
+    alone = sum((t[1] ** 2).sum() for t in floats(state))
     for n in (0, 2, 3):
         alone = alone + loss(*layer(x[:, bounds[n] : bounds[n + 1]], row(state, n)))
     dx_alone, *rest_alone = torch.autograd.grad(alone, [x, *leaves, *parameters])

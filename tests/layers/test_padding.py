@@ -5,10 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .truth import assert_close, assert_states_close, build, precision, random_state, row, sequence, tensors
+from .truth import (
+    GLA,
+    LAYERS,
+    assert_close,
+    assert_states_close,
+    build,
+    floats,
+    precision,
+    random_state,
+    row,
+    sequence,
+    tensors,
+)
 
-CONFIG = {"hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "conv_bias": True}
-CONFIGS = [{"hidden_size": 24, "num_heads": 4, "fuse_norm": False}, CONFIG]
+each_layer = pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+CONFIGS = {"recurrent": GLA | {"fuse_norm": False}} | LAYERS
 T = 70
 MASKS = {
     "left": lambda t: torch.stack([t >= 0, t >= 1, t >= 30, t >= T - 2, t >= T]),
@@ -18,7 +30,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["recurrent", "conv"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("given", [False, True], ids=["from zeros", "from a state"])
 @pytest.mark.parametrize("pads", MASKS)
 def test_as_without_pads(pads, given, config, device):
@@ -45,19 +57,20 @@ def test_as_without_pads(pads, given, config, device):
             assert all(torch.equal(a, b) for a, b in zip(tensors(row(new, b)), tensors(start), strict=True))
 
 
-def test_gradients(device):
+@each_layer
+def test_gradients(config, device):
     """Of tokens as without pads, of pads none, of parameters finite whatever a pad holds."""
-    layer = build(CONFIG, device=device, dtype=torch.float64)
+    layer = build(config, device=device, dtype=torch.float64)
     mask = MASKS["both"](torch.arange(T)).to(device)
     x = torch.randn(3, T, 24, device=device, dtype=torch.float64)
     x[~mask] = torch.inf
     x.requires_grad_()
     state = random_state(layer, 3)
-    leaves = [t.requires_grad_() for t in tensors(state)]
+    leaves = [t.requires_grad_() for t in floats(state)]
     parameters = list(layer.parameters())
 
     def loss(y, new):
-        return sum((t**2).sum() for t in (y, *tensors(new)))
+        return sum((t**2).sum() for t in (y, *floats(new)))
 
     dx, *rest = torch.autograd.grad(loss(*layer(x, state, attention_mask=mask)), [x, *leaves, *parameters])
     alone = sum(loss(*layer(x[b : b + 1, mask[b]], row(state, b))) for b in range(3))
@@ -69,9 +82,10 @@ def test_gradients(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8], ids=str)
-def test_generation(dtype, device):
+@each_layer
+def test_generation(config, dtype, device):
     """A left-padded prompt and then one token at a time, under the mask of the whole history, as models give it."""
-    layer = build(CONFIG, device=device)
+    layer = build(config, device=device)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 1]], device=device).to(dtype)
     x = torch.randn(2, 8, 24, device=device)
     y, state = layer(x[:, :5], attention_mask=mask[:, :5])
@@ -81,6 +95,6 @@ def test_generation(dtype, device):
         out.append(y)
     for b in range(2):
         tokens = mask[b].bool()
-        expected, after = sequence(CONFIG, layer.state_dict(), x[b, tokens])
+        expected, after = sequence(config, layer.state_dict(), x[b, tokens])
         assert_close(torch.cat(out, 1)[b, tokens], expected, 2e-5)
         assert_states_close(row(state, b), after, 2e-5)

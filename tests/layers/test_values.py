@@ -4,33 +4,71 @@ from __future__ import annotations
 
 import pytest
 import torch
+from contract.graphs import recorded
 
-from flacompose.layers import RecurrentState
+from flacompose.layers.rotary import rotary
 
-from .truth import ACTIVATIONS, assert_close, assert_states_close, build, random_state, row, sequence, tensors
+from .truth import (
+    ACTIVATIONS,
+    CONV,
+    GLA,
+    LAYERS,
+    LINEAR,
+    NORMALIZED,
+    RETENTION,
+    SIMPLE_GLA,
+    assert_close,
+    assert_states_close,
+    build,
+    described,
+    floats,
+    random_state,
+    row,
+    sequence,
+    tensors,
+    with_floats,
+)
 
-BASE = {"hidden_size": 24, "num_heads": 4}
-FULL = {"use_short_conv": True, "conv_bias": True, "num_kv_heads": 2, "feature_map": "silu"}
+FULL = CONV | {"feature_map": "silu"}
 CONFIGS = [
-    {},
-    {"mode": "fused_recurrent"},
-    {"use_short_conv": True},
-    {"use_short_conv": True, "conv_bias": True, "conv_size": 3, "num_kv_heads": 2},
-    {"use_short_conv": True, "conv_size": 1},
-    {"num_kv_heads": 1, "expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 5},
-    {"use_output_gate": False},
-    {"fuse_norm": False},
-    {"elementwise_affine": False, "norm_eps": 0.1},
-    {"clamp_min": -0.02},
-    {"gate_logit_normalizer": 3},
-    *({"gate_fn": name, "feature_map": name} for name in ACTIVATIONS),
+    GLA,
+    GLA | {"mode": "fused_recurrent"},
+    GLA | {"use_short_conv": True},
+    GLA | {"use_short_conv": True, "conv_bias": True, "conv_size": 3, "num_kv_heads": 2},
+    GLA | {"use_short_conv": True, "conv_size": 1},
+    GLA | {"num_kv_heads": 1, "expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 5},
+    GLA | {"use_output_gate": False},
+    GLA | {"fuse_norm": False},
+    GLA | {"elementwise_affine": False, "norm_eps": 0.1},
+    GLA | {"clamp_min": -0.02},
+    GLA | {"gate_logit_normalizer": 3},
+    *(GLA | {"gate_fn": name, "feature_map": name} for name in ACTIVATIONS),
+    SIMPLE_GLA,
+    SIMPLE_GLA | CONV,
+    SIMPLE_GLA
+    | {"mode": "fused_recurrent", "use_short_conv": False, "num_kv_heads": 1, "feature_map": "relu"},
+    SIMPLE_GLA | {"expand_k": 0.5, "expand_v": 2.0, "gate_logit_normalizer": 3, "fuse_norm": False},
+    SIMPLE_GLA | {"gate_fn": "sigmoid", "elementwise_affine": False, "norm_eps": 0.1},
+    LINEAR,
+    LINEAR | NORMALIZED,
+    LINEAR | {"mode": "fused_recurrent", "feature_map": "hedgehog", "do_feature_map_norm": True},
+    LINEAR | {"feature_map": "hedgehog", "tie_feature_map_qk": True, "norm_q": True, "num_kv_heads": 1},
+    LINEAR | {"feature_map": "t2r", "expand_v": 2.0, "elementwise_affine": False, "norm_eps": 0.1},
+    LINEAR | {"feature_map": "dpfp", "do_feature_map_norm": True, "norm_q": True, "norm_k": True},
+    LINEAR | {"feature_map": "relu", "expand_k": 0.5},
+    LINEAR | {"feature_map": "identity", "output_norm": "identity"},
+    RETENTION,
+    RETENTION | CONV,
+    RETENTION
+    | {"mode": "fused_recurrent", "num_kv_heads": 1, "feature_map": "relu", "use_output_gate": False},
+    RETENTION | {"expand_k": 1 / 3, "expand_v": 1.0, "fuse_norm": False, "gate_fn": "gelu"},
+    RETENTION | {"elementwise_affine": False, "norm_eps": 0.1},
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=described)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_values(config, dtype, device):
-    config = BASE | config
     layer = build(config, device=device, dtype=dtype)
     for T in (1, 67):
         x = torch.randn(2, T, 24, device=device, dtype=dtype)
@@ -46,8 +84,10 @@ def test_values(config, dtype, device):
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["module", "autocast"])
-def test_bfloat16(autocast, device):
-    config = BASE | FULL
+@pytest.mark.parametrize(
+    "config", [GLA | FULL, SIMPLE_GLA | FULL, LINEAR | NORMALIZED, RETENTION | FULL], ids=LAYERS
+)
+def test_bfloat16(config, autocast, device):
     layer = build(config, device=device)
     if not autocast:
         layer = layer.to(torch.bfloat16)
@@ -67,24 +107,56 @@ def test_bfloat16(autocast, device):
         assert_states_close(row(state, b), after, 2e-2)
 
 
-@pytest.mark.parametrize("config", [FULL, {"fuse_norm": False, "clamp_min": -0.05}], ids=["full", "plain"])
+@pytest.mark.parametrize(
+    "config", [*LAYERS.values(), GLA | {"fuse_norm": False, "clamp_min": -0.05}], ids=[*LAYERS, "plain"]
+)
 def test_gradients(config):
     """In float64 against finite differences: the input, every parameter, the state that comes in."""
-    layer = build({"hidden_size": 8, "num_heads": 2} | config | {"num_kv_heads": 1}, dtype=torch.float64)
+    layer = build(config | {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1}, dtype=torch.float64)
     names, values = zip(*layer.named_parameters(), strict=True)
     state = random_state(layer, 1)
     x = torch.randn(1, 5, 8, dtype=torch.float64)
-    leaves = [t.detach().requires_grad_() for t in (x, *tensors(state), *values)]
-    count = 1 + len(tensors(state))
+    leaves = [t.detach().requires_grad_() for t in (x, *floats(state), *values)]
+    count = 1 + len(floats(state))
 
     def run(x, *rest):
-        given = RecurrentState(rest[0], rest[1 : count - 1])
-        y, new = torch.func.functional_call(
-            layer, dict(zip(names, rest[count - 1 :], strict=True)), (x, given)
-        )
-        return y, *tensors(new)
+        given = with_floats(state, rest[: count - 1])
+        parameters = dict(zip(names, rest[count - 1 :], strict=True))
+        y, new = torch.func.functional_call(layer, parameters, (x, given))
+        return y, *floats(new)
 
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize(
+    ("mode", "T", "form"),
+    [("chunk", 2, "chunk"), ("fused_recurrent", 2, "recurrent"), ("chunk", 1, "recurrent")],
+)
+def test_form(mode, T, form, config, device):
+    """Of the op: that of the mode, and the recurrent one for a single token."""
+    with recorded() as calls:
+        build(config | {"mode": mode}, device=device)(torch.randn(1, T, 24, device=device))
+    assert {op.name().rsplit("_", 1)[1] for op, _, _ in calls} == {form}
+
+
+def test_one_map_of_features_for_both():
+    layer = build(LINEAR | {"tie_feature_map_qk": True})
+    assert layer.feature_map_q is layer.feature_map_k
+    assert layer.feature_map_q is not build(LINEAR).feature_map_k
+
+
+@pytest.mark.parametrize("start", [0, 10_000])
+def test_rotary_scores_depend_on_distance_alone(start):
+    q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64)
+    T = 50
+    position = start + torch.arange(T)[None]
+    scores = (
+        rotary(q.expand(1, T, 1, 32), position)[0, :, 0] @ rotary(k.expand(1, T, 1, 32), position)[0, :, 0].T
+    )
+    torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1])
+    torch.testing.assert_close(scores[0, 0], (q * k).sum())
+    assert (scores[0] - scores[0, 0]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -140,14 +212,14 @@ def test_gradients(config):
     ],
 )
 def test_refused_inputs(call, error, message):
-    layer = build(BASE)
+    layer = build(GLA)
     call = {name: x if isinstance(x, torch.Tensor) else torch.ones(x) for name, x in call.items()}
     with pytest.raises(error, match=message):
         layer(call.pop("hidden_states", torch.ones(2, 5, 24)), **call)
 
 
 def test_refused_states():
-    layer, conv = build(BASE), build(BASE | {"use_short_conv": True})
+    layer, conv = build(GLA), build(GLA | {"use_short_conv": True})
     x = torch.randn(2, 5, 24)
     with pytest.raises(
         ValueError, match=r"state.recurrent must have shape \(2, 4, 3, 6\), got \(3, 4, 3, 6\)"

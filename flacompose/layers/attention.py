@@ -1,0 +1,152 @@
+"""What layers of linear attention share: heads, projections, short convolutions, states, the output's norm and gate."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from flacompose.layers import _check
+from flacompose.layers.activation import activation
+from flacompose.layers.layout import Layout
+from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.short_conv import ShortConvolution
+from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.ops._check import _MAX_HEAD_SIZE
+
+
+class AttentionLayer(RecurrentLayer):
+    """``H`` heads of queries, and as many or fewer of keys and values, around one recurrence.
+
+    A layer adds its parameters in the order of the peer's checkpoints, and its `forward` calls the methods in theirs.
+    """
+
+    chunk_modes: ClassVar[tuple[str, ...]] = ("fused_chunk",)
+    use_short_conv = False
+
+    def __init__(
+        self,
+        mode: str,
+        hidden_size: int,
+        expand_k: float,
+        expand_v: float,
+        num_heads: int,
+        num_kv_heads: int | None,
+        norm_eps: float,
+        layer_idx: int | None,
+    ) -> None:
+        super().__init__(hidden_size, mode)
+        _check.count("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+            raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
+        _check.not_negative("norm_eps", norm_eps)
+
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.num_kv_groups = num_heads // num_kv_heads
+        self.key_dim = _expanded("expand_k", hidden_size, expand_k, num_heads)
+        self.value_dim = _expanded("expand_v", hidden_size, expand_v, num_heads)
+        self.head_k_dim = self.key_dim // num_heads
+        self.head_v_dim = self.value_dim // num_heads
+        self.norm_eps = norm_eps
+        self.layer_idx = layer_idx
+        self.state_shapes = StateShapes((num_heads, self.head_k_dim, self.head_v_dim))
+
+    def _add_projections(self, output_gate: bool = False) -> None:
+        k_dim, v_dim = self.num_kv_heads * self.head_k_dim, self.num_kv_heads * self.head_v_dim
+        self.q_proj = nn.Linear(self.hidden_size, self.key_dim, bias=False)
+        self.k_proj = nn.Linear(self.hidden_size, k_dim, bias=False)
+        self.v_proj = nn.Linear(self.hidden_size, v_dim, bias=False)
+        self.use_output_gate = output_gate
+        if output_gate:
+            self.g_proj = nn.Linear(self.hidden_size, self.value_dim, bias=False)
+
+    def _add_convolutions(self, conv_size: int, conv_bias: bool) -> None:
+        self.use_short_conv = True
+        self.q_conv1d = ShortConvolution(self.q_proj.out_features, conv_size, bias=conv_bias)
+        self.k_conv1d = ShortConvolution(self.k_proj.out_features, conv_size, bias=conv_bias)
+        self.v_conv1d = ShortConvolution(self.v_proj.out_features, conv_size, bias=conv_bias)
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        self.state_shapes = self.state_shapes._replace(
+            conv=tuple((conv.hidden_size, conv.kernel_size) for conv in convs)
+        )
+
+    def _add_output_norm(self, gate_fn: str, fuse_norm: bool, elementwise_affine: bool | None) -> None:
+        self.gate_fn = activation("gate_fn", gate_fn)
+        self.fuse_norm_and_gate = fuse_norm and self.use_output_gate and gate_fn == "swish"
+        if self.fuse_norm_and_gate:
+            self.g_norm_swish_gate = GatedRMSNorm(self.head_v_dim, elementwise_affine, self.norm_eps)
+        else:
+            self.g_norm = RMSNorm(self.head_v_dim, elementwise_affine, self.norm_eps, dtype=torch.float32)
+
+    def _add_output_projection(self) -> None:
+        self.o_proj = nn.Linear(self.value_dim, self.hidden_size, bias=False)
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.q_proj.weight
+
+    def _project(
+        self, x: Tensor, tokens: Layout, state: RecurrentState | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """``q [B, T, H, K]``, ``k`` and ``v`` in their own heads, and the new states of the convolutions."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        conv: tuple[Tensor, ...] = ()
+        if self.use_short_conv:
+            q_conv, k_conv, v_conv = (None, None, None) if state is None else state.conv
+            q, q_conv = self.q_conv1d(q, q_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
+            k, k_conv = self.k_conv1d(k, k_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
+            v, v_conv = self.v_conv1d(v, v_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
+            conv = (q_conv, k_conv, v_conv)
+        q = rearrange(q, "b t (h k) -> b t h k", h=self.num_heads)
+        k, v = (rearrange(h, "b t (h d) -> b t h d", h=self.num_kv_heads) for h in (k, v))
+        return q, k, v, conv
+
+    def _share(self, x: Tensor) -> Tensor:
+        """``[B, T, H, D]``, each head of keys or values given to neighbouring heads of queries."""
+        return repeat(x, "b t h d -> b t (h groups) d", groups=self.num_kv_groups)
+
+    def _norm_and_gate(self, o: Tensor, x: Tensor) -> Tensor:
+        """``o [B, T, H, V]`` normed, and gated by `x` where there is an output gate."""
+        if not self.use_output_gate:
+            return self.g_norm(o)
+        if self.fuse_norm_and_gate:
+            g = rearrange(self.g_proj(x), "b t (h v) -> b t h v", h=self.num_heads)
+            return self.g_norm_swish_gate(o, g)
+        return self.g_norm(o) * rearrange(
+            self.gate_fn(self.g_proj(x)), "b t (h v) -> b t h v", h=self.num_heads
+        )
+
+    def _leave(self, o: Tensor, tokens: Layout) -> Tensor:
+        """The output ``[B, T, hidden_size]`` of ``o [B, T, H, V]``."""
+        H, V = o.shape[2:]
+        # What stands in for a linear layer may not say what it takes.
+        takes = getattr(self.o_proj, "in_features", H * V)
+        if takes != H * V:
+            raise ValueError(
+                f"o_proj must take {H * V} features, {H} heads of {V}, got in_features = {takes}"
+            )
+        return tokens.leave(self.o_proj(rearrange(o, "b t h v -> b t (h v)")))
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+
+
+def _expanded(argument: str, hidden_size: int, ratio: float, num_heads: int) -> int:
+    """``hidden_size * ratio``, which must be whole heads."""
+    size = hidden_size * ratio
+    dim = round(size) if math.isfinite(size) else 0
+    if not math.isclose(size, dim) or dim < 1 or dim % num_heads != 0:
+        raise ValueError(
+            f"hidden_size * {argument} must be a positive multiple of num_heads = {num_heads}, got {size}"
+        )
+    if dim // num_heads > _MAX_HEAD_SIZE:
+        raise ValueError(
+            f"hidden_size * {argument} / num_heads must be at most {_MAX_HEAD_SIZE}, got {dim // num_heads}"
+        )
+    return dim

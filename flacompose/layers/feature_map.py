@@ -1,0 +1,87 @@
+"""Feature maps of queries and keys, each head by itself, under the names that flash-linear-attention gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class HedgehogFeatureMap(nn.Module):
+    r"""$\operatorname{softmax}([2 y, -2 y])$ of $y = W x + b$, twice the head size; ``W`` is the identity at first.
+
+    From "The Hedgehog & the Porcupine" (<https://arxiv.org/abs/2402.04347>).
+    """
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.layer = _IdentityAtFirst(head_dim, head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 2 * self.layer(x)
+        return torch.cat([y, -y], dim=-1).softmax(-1)
+
+
+class T2RFeatureMap(nn.Module):
+    r"""$\max(W x, 0)$, from "Finetuning Pretrained Transformers into RNNs" (<https://arxiv.org/abs/2103.13076>)."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(head_dim, head_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.layer(x))
+
+
+class ElementwiseProductFeatureMap(nn.Module):
+    r"""$(W_1 x + b_1) \odot (W_2 x + b_2)$."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.layer1 = nn.Linear(head_dim, head_dim)
+        self.layer2 = nn.Linear(head_dim, head_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer1(x) * self.layer2(x)
+
+
+class DPFPFeatureMap(nn.Module):
+    r"""Products of $y = [\max(x, 0), \max(-x, 0)]$ with itself rolled by 1 to ``nu``, ``2 * nu`` times the head size.
+
+    Deterministic and without parameters, from "Linear Transformers Are Secretly Fast Weight Programmers"
+    (<https://arxiv.org/abs/2102.11174>).
+    """
+
+    nu = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([F.relu(x), F.relu(-x)], dim=-1)
+        return torch.cat([y * y.roll(j, -1) for j in range(1, self.nu + 1)], dim=-1)
+
+
+class ELUFeatureMap(nn.Module):
+    r"""$\operatorname{elu}(x) + 1$, from "Transformers are RNNs" (<https://arxiv.org/abs/2006.16236>)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Not the sum, which would round exp(x) away where it is small.
+        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+class _IdentityAtFirst(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.eye_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+# Each made for a head size, and how many times that size it puts out.
+FEATURE_MAPS: dict[str, tuple[Callable[[int], nn.Module], int]] = {
+    "hedgehog": (HedgehogFeatureMap, 2),
+    "t2r": (T2RFeatureMap, 1),
+    "elementwise_product": (ElementwiseProductFeatureMap, 1),
+    "dpfp": (lambda head_dim: DPFPFeatureMap(), 2 * DPFPFeatureMap.nu),
+    "elu": (lambda head_dim: ELUFeatureMap(), 1),
+    "relu": (lambda head_dim: nn.ReLU(), 1),
+    "identity": (lambda head_dim: nn.Identity(), 1),
+}

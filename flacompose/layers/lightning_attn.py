@@ -1,0 +1,144 @@
+"""Lightning attention, https://arxiv.org/abs/2405.17381, with the layer of MiniMax-01, arXiv 2501.08313."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from flacompose.layers import _check
+from flacompose.layers.activation import activation
+from flacompose.layers.norm import RMSNorm
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.ops import (
+    chunk_lightning_attn,
+    chunk_simple_gla,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_simple_gla,
+)
+from flacompose.ops._check import _MAX_HEAD_SIZE
+from flacompose.ops.lightning_attn import log_decay
+
+
+class LightningAttention(RecurrentLayer):
+    r"""A layer of lightning attention, of $x$, per head $h = 0, 1, \dots$:
+
+    $$q, k, v = \operatorname{act}(x W_{qkv}) \qquad S_t = e^{-r_h}\, S_{t-1} + k_t v_t^\top \qquad
+    o_t = S_t^\top q_t \qquad y = \bigl(\operatorname{rmsnorm}(o) \odot \sigma(x W_g)\bigr) W_o$$
+
+    with the rates $r_h$ of [chunk_lightning_attn][flacompose.ops.chunk_lightning_attn]. The norm is over all heads
+    together. From "Various Lengths, Constant Speed: Efficient Language Modeling with Lightning Attention"
+    (<https://arxiv.org/abs/2405.17381>) and "MiniMax-01: Scaling Foundation Models with Lightning Attention"
+    (<https://arxiv.org/abs/2501.08313>). Parameter names are those of `MiniMaxLightningAttention` in transformers,
+    whose parameters load; its buffers, tables of the decays for one length of block, have no place here.
+
+    Args:
+        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        hidden_size: Size of the input and of the output.
+        num_heads: Number of heads ``H``.
+        head_dim: Keys, and values, of a head. Default: ``hidden_size / num_heads``.
+        layer_idx: Which layer this is, from 0: it sets the rates.
+        num_layers: Of how many; all layers of the model count, those without a recurrence too.
+        hidden_act: Activation of queries, keys and values: "relu", "sigmoid", "logsigmoid", "silu" or "swish",
+            "sqrelu", "gelu" (its tanh form).
+        norm_eps: Added to the mean square in the norm.
+        decay: "minimax" or "tnl", as the op has them.
+
+    Raises:
+        ValueError: If an argument is none of these, the heads do not divide `hidden_size`, or `head_dim` is above 256.
+    """
+
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        num_heads: int = 8,
+        head_dim: int | None = None,
+        *,
+        layer_idx: int,
+        num_layers: int,
+        hidden_act: str = "silu",
+        norm_eps: float = 1e-6,
+        decay: str = "minimax",
+    ) -> None:
+        super().__init__(hidden_size, mode)
+        _check.count("num_heads", num_heads)
+        if head_dim is None:
+            if hidden_size % num_heads != 0:
+                raise ValueError(
+                    f"hidden_size must be a multiple of num_heads = {num_heads} without a head_dim, "
+                    f"got {hidden_size}"
+                )
+            head_dim = hidden_size // num_heads
+        if not 1 <= head_dim <= _MAX_HEAD_SIZE:
+            raise ValueError(f"head_dim must be from 1 to {_MAX_HEAD_SIZE}, got {head_dim}")
+        if not 0 <= layer_idx < num_layers:
+            raise ValueError(
+                f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}, got {layer_idx}"
+            )
+        if decay not in ("minimax", "tnl"):
+            raise ValueError(f"decay must be 'minimax' or 'tnl', got {decay!r}")
+        _check.not_negative("norm_eps", norm_eps)
+
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.layer_idx = layer_idx
+        self.num_layers = num_layers
+        self.decay = decay
+        self.act = activation("hidden_act", hidden_act)
+        dim = num_heads * head_dim
+        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.qkv_proj = nn.Linear(hidden_size, 3 * dim, bias=False)
+        self.out_proj = nn.Linear(dim, hidden_size, bias=False)
+        self.output_gate = nn.Linear(hidden_size, dim, bias=False)
+        self.state_shapes = StateShapes((num_heads, head_dim, head_dim))
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.qkv_proj.weight
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentState]:
+        """Go through ``T`` tokens from `state`; pads do not count as time.
+
+        Arguments, results and errors are those of
+        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
+        """
+        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+        # Each head has its q, k and v side by side.
+        qkv = self.act(self.qkv_proj(x)).unflatten(-1, (self.num_heads, 3 * self.head_dim))
+        q, k, v = qkv.split(self.head_dim, -1)
+        initial_state = None if state is None else state.recurrent
+        if tokens.lengths is None:
+            lightning_attn = fused_recurrent_lightning_attn if self._recurrent(x) else chunk_lightning_attn
+            o, recurrent = lightning_attn(
+                q, k, v, self.layer_idx, self.num_layers,
+                scale=1.0,
+                initial_state=initial_state,
+                output_final_state=True,
+                cu_seqlens=cu_seqlens,
+                decay=self.decay,
+            )  # fmt: skip
+        else:  # lightning attention decays at every token, pads too
+            g = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q).expand(q.shape[:3])
+            simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
+            o, recurrent = simple_gla(
+                q, tokens.silence(k), v, tokens.silence(g),
+                scale=1.0,
+                initial_state=initial_state,
+                output_final_state=True,
+            )  # fmt: skip
+        assert recurrent is not None  # asked for
+        o = self.norm(o.flatten(-2)) * self.output_gate(x).sigmoid()
+        return tokens.leave(self.out_proj(o)), RecurrentState(recurrent)
+
+    def extra_repr(self) -> str:
+        return (
+            f"mode={self.mode}, num_heads={self.num_heads}, head_dim={self.head_dim}, "
+            f"layer_idx={self.layer_idx}, num_layers={self.num_layers}, decay={self.decay}"
+        )

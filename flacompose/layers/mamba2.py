@@ -1,0 +1,239 @@
+"""Mamba-2, https://arxiv.org/abs/2405.21060, section 7."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flacompose.layers import _check
+from flacompose.layers.activation import activation
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.short_conv import ShortConvolution
+from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
+from flacompose.ops._check import _MAX_HEAD_SIZE
+from flacompose.ops._dtype import wide
+from flacompose.ops.ssd import check_dt_limit, time_step
+
+
+class Mamba2(RecurrentLayer):
+    r"""A layer of Mamba-2, of $u$, per head:
+
+    $$z, \tilde{x}, \tilde{B}, \tilde{C}, \tilde{dt} = u W_{in} \qquad
+    x, B, C = \operatorname{act}(\operatorname{conv}(\tilde{x}, \tilde{B}, \tilde{C})) \qquad
+    \Delta = \operatorname{clamp}(\operatorname{softplus}(\tilde{dt} + dt\_bias))$$
+    $$S_t = e^{-\Delta_t e^{A\_log}}\, S_{t-1} + \Delta_t\, B_t x_t^\top \qquad o_t = S_t^\top C_t + D\, x_t \qquad
+    y = \operatorname{rmsnorm}(o \odot \operatorname{silu}(z))\, W_{out}$$
+
+    From "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality"
+    (<https://arxiv.org/abs/2405.21060>). Parameter names are those of flash-linear-attention 0.6 and of mamba-ssm,
+    whose checkpoints load; arguments and defaults are the former's, without its `backend`. The recurrent state is
+    ``[N, H, S, P]``, as all of this library's and transposed to mamba-ssm's.
+
+    Args:
+        num_heads: Number of heads ``H``. Default: ``expand * hidden_size / head_dim``, which it must equal.
+        head_dim: Values of a head, ``P``.
+        hidden_size: Size of the input and of the output.
+        state_size: Keys of a head, ``S``.
+        expand: The values of all heads take ``hidden_size * expand``.
+        n_groups: Number of heads ``G`` that B and C have, each shared by ``H / G`` neighbouring heads; the norm's too.
+        conv_kernel: Width ``W`` of the convolution.
+        conv_init: First weights of the convolution are uniform up to it. Default: those of `torch.nn.Conv1d`.
+        use_conv_bias: Whether the convolution has a bias.
+        hidden_act: Activation after the convolution: "relu", "sigmoid", "logsigmoid", "silu" or "swish", "sqrelu",
+            "gelu" (its tanh form).
+        A_init_range: Bounds of the first decay rates ``exp(A_log)``.
+        D_has_hdim: Whether D is one number per value, ``[H * P]``, or one per head, ``[H]``.
+        rmsnorm: Whether the output is normed.
+        norm_before_gate: Whether it is normed before it is gated, rather than after.
+        dt_min: Least first time step ``softplus(dt_bias)``.
+        dt_max: Greatest one.
+        dt_init_floor: What they are clamped to.
+        dt_limit: Bounds that time steps are clamped to.
+        use_bias: Whether the projections have biases.
+        norm_eps: Added to the mean square in the norm.
+        chunk_size: Kept as an attribute and not used: it changes no result.
+        layer_idx: Likewise: a state is given to the layer, not looked up.
+
+    Raises:
+        ValueError: If sizes do not divide as said, a bound is wrong, or `head_dim` or `state_size` is above 256.
+    """
+
+    def __init__(
+        self,
+        num_heads: int | None = None,
+        head_dim: int = 64,
+        hidden_size: int = 2048,
+        state_size: int = 128,
+        expand: int = 2,
+        n_groups: int = 1,
+        conv_kernel: int = 4,
+        conv_init: float | None = None,
+        use_conv_bias: bool = True,
+        hidden_act: str = "silu",
+        A_init_range: tuple[float, float] = (1, 16),
+        D_has_hdim: bool = False,
+        rmsnorm: bool = True,
+        norm_before_gate: bool = False,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        use_bias: bool = False,
+        norm_eps: float = 1e-5,
+        chunk_size: int = 256,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__(hidden_size)
+        for name, size in (("head_dim", head_dim), ("state_size", state_size)):
+            if not 1 <= size <= _MAX_HEAD_SIZE:
+                raise ValueError(f"{name} must be from 1 to {_MAX_HEAD_SIZE}, got {size}")
+        inner = expand * hidden_size
+        if inner < 1 or inner % head_dim != 0:
+            raise ValueError(
+                f"expand * hidden_size must be a positive multiple of head_dim = {head_dim}, got {inner}"
+            )
+        if num_heads not in (None, inner // head_dim):
+            raise ValueError(
+                f"num_heads must be expand * hidden_size / head_dim = {inner // head_dim}, got {num_heads}"
+            )
+        num_heads = inner // head_dim
+        if n_groups < 1 or num_heads % n_groups != 0:
+            raise ValueError(f"n_groups must divide the {num_heads} heads, got {n_groups}")
+        # Written so that NaN fails.
+        for name, (low, high) in (("A_init_range", A_init_range), ("(dt_min, dt_max)", (dt_min, dt_max))):
+            if not 0 < low <= high:
+                raise ValueError(f"{name} must be two ascending bounds above 0, got ({low}, {high})")
+        if not dt_init_floor > 0:
+            raise ValueError(f"dt_init_floor must be above 0, got {dt_init_floor}")
+        check_dt_limit(dt_limit)
+        _check.not_negative("norm_eps", norm_eps)
+
+        self.intermediate_size = inner
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.state_size = state_size
+        self.n_groups = n_groups
+        self.A_init_range = A_init_range
+        self.D_has_hdim = D_has_hdim
+        self.dt_min = dt_min
+        self.dt_max = dt_max
+        self.dt_init_floor = dt_init_floor
+        self.dt_limit = dt_limit
+        self.chunk_size = chunk_size
+        self.layer_idx = layer_idx
+        self.act = activation("hidden_act", hidden_act)
+
+        conv_dim = inner + 2 * n_groups * state_size
+        self.conv1d = _Convolution(conv_dim, conv_kernel, use_conv_bias, conv_init)
+        self.in_proj = nn.Linear(hidden_size, inner + conv_dim + num_heads, bias=use_bias)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads))
+        self.A_log = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
+        self.norm = _GatedRMSNorm(inner, n_groups, norm_before_gate, norm_eps) if rmsnorm else None
+        self.D = nn.Parameter(torch.empty(inner if D_has_hdim else num_heads))
+        self.out_proj = nn.Linear(inner, hidden_size, bias=use_bias)
+        self.state_shapes = StateShapes((num_heads, state_size, head_dim), ((conv_dim, conv_kernel),))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The first values of what belongs to no part of the layer."""
+        log_dt = torch.empty_like(self.dt_bias).uniform_(math.log(self.dt_min), math.log(self.dt_max))
+        dt = log_dt.exp().clamp(min=self.dt_init_floor)
+        self.dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # the inverse of softplus
+        self.A_log.uniform_(*self.A_init_range).log_()
+        nn.init.ones_(self.D)
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.in_proj.weight
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentState]:
+        """Go through ``T`` tokens from `state`, any number of them.
+
+        Arguments, results and errors are those of
+        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
+        """
+        tokens, u = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+        H, P, G, S = self.num_heads, self.head_dim, self.n_groups, self.state_size
+        z, xBC, dt = self.in_proj(u).split([H * P, H * P + 2 * G * S, H], -1)
+        xBC, conv = self.conv1d(
+            xBC, None if state is None else state.conv[0], lengths=tokens.lengths, cu_seqlens=cu_seqlens
+        )
+        x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
+        x, B, C = x.unflatten(-1, (H, P)), B.unflatten(-1, (G, S)), C.unflatten(-1, (G, S))
+        dt = time_step(dt, self.dt_bias, softplus=True, limit=self.dt_limit)  # [B, T, H]
+        dt = tokens.silence(dt)  # a step of no time neither decays nor writes
+
+        # What `mamba_chunk_scan_combined` is, whose states are these transposed.
+        v, g = (x * dt.unsqueeze(-1)).to(x.dtype), -dt * wide(self.A_log).exp()
+        simple_gla = fused_recurrent_simple_gla if self._recurrent(u) else chunk_simple_gla
+        o, recurrent = simple_gla(
+            C, B, v, g,
+            scale=1.0,
+            initial_state=None if state is None else state.recurrent,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        assert recurrent is not None  # asked for
+        o = wide(o) + x * wide(self.D).reshape(H, -1)
+        o = o.flatten(-2)
+        o = o * F.silu(wide(z)) if self.norm is None else self.norm(o, z)
+        return tokens.leave(self.out_proj(o.to(x.dtype))), RecurrentState(recurrent, (conv,))
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, head_dim={self.head_dim}, state_size={self.state_size}, "
+            f"n_groups={self.n_groups}"
+        )
+
+
+class _Convolution(ShortConvolution):
+    """Without an activation, its first weights uniform up to `init`."""
+
+    def __init__(self, hidden_size: int, kernel_size: int, bias: bool, init: float | None) -> None:
+        self.init = init
+        super().__init__(hidden_size, kernel_size, bias=bias, activation=None)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.init is not None:
+            nn.init.uniform_(self.weight, -self.init, self.init)
+
+
+class _GatedRMSNorm(nn.Module):
+    """A norm of each of `groups` parts of the last axis, before or after the gate ``silu(g)``."""
+
+    def __init__(self, hidden_size: int, groups: int, norm_before_gate: bool, eps: float) -> None:
+        super().__init__()
+        self.groups = groups
+        self.norm_before_gate = norm_before_gate
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, g: Tensor) -> Tensor:
+        """In float32 (float64 for float64), not rounded."""
+        x, g = wide(x), F.silu(wide(g))
+        if not self.norm_before_gate:
+            x = x * g
+        x = x.unflatten(-1, (self.groups, -1))
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        x = x.flatten(-2) * self.weight
+        return x * g if self.norm_before_gate else x
+
+    def extra_repr(self) -> str:
+        return f"groups={self.groups}, norm_before_gate={self.norm_before_gate}, eps={self.eps}"

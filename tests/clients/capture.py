@@ -1,0 +1,81 @@
+"""A causal language model of transformers, captured: compiled, exported, packaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+
+T = Dim("T", min=2, max=8192)
+EXPORTED = [3, 64, 65, 165, 2048]
+PACKAGED = [100, 165, 384, 2048]
+
+
+class Logits(nn.Module):
+    """``[B, T]`` token ids to ``[B, T, vocabulary]``, without a cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids, use_cache=False).logits
+
+
+def prompt(model: nn.Module, length: int, batch: int = 1) -> Tensor:
+    return torch.randint(model.config.vocab_size, (batch, length), device=model.device)
+
+
+def generated(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Greedily, through the cache: tokens ``[B, T + 24]``, and the logits ``[24, B, vocabulary]`` they come from."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0,
+        use_cache=True, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits)
+
+
+def assert_one_compilation(model: nn.Module, lengths: Sequence[int], training: bool) -> None:
+    """One graph for all lengths, right at each at batch 1: logits, in training the gradient of every parameter."""
+    eager = Logits(model)
+    compiled = torch.compile(eager, fullgraph=True, dynamic=True)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def run(call: nn.Module, ids: Tensor) -> list[Tensor]:
+        with torch.set_grad_enabled(training):
+            logits = call(ids)
+            return [logits, *(torch.autograd.grad(logits.square().mean(), parameters) if training else [])]
+
+    for i, length in enumerate(lengths):
+        ids = prompt(model, length)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            actual = run(compiled, ids)
+        for a, b in zip(actual, run(eager, ids), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def exported(model: nn.Module) -> ExportedProgram:
+    with torch.no_grad():
+        return torch.export.export(Logits(model), (prompt(model, 37),), dynamic_shapes=({1: T},))
+
+
+def ops(module: GraphModule) -> list[str]:
+    """This library's ops in a graph."""
+    return [str(n.target) for n in module.graph.nodes if str(n.target).startswith("flacompose.")]
+
+
+@torch.no_grad()
+def assert_exact(program: nn.Module, model: nn.Module, lengths: Sequence[int]) -> None:
+    for length in lengths:
+        ids = prompt(model, length)
+        torch.testing.assert_close(program(ids), Logits(model)(ids), atol=1e-5, rtol=1e-5)
+
+
+def packaged(model: nn.Module, folder: Path) -> nn.Module:
+    path = torch._inductor.aoti_compile_and_package(exported(model), package_path=str(folder / "model.pt2"))
+    return torch._inductor.aoti_load_package(path)

@@ -1,0 +1,119 @@
+"""MiniMax of transformers, with the recurrence of flacompose in its lightning attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
+
+from .capture import (
+    EXPORTED,
+    PACKAGED,
+    Logits,
+    assert_exact,
+    assert_one_compilation,
+    exported,
+    generated,
+    ops,
+    packaged,
+    prompt,
+)
+
+transformers = pytest.importorskip("transformers", minversion="5.17")
+modeling = pytest.importorskip("transformers.models.minimax.modeling_minimax")
+
+
+def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **_):
+    """`MiniMaxLightningAttention.forward`: one op for its loop over blocks and its loop over tokens."""
+    qkv = self.act_fn(self.qkv_proj(hidden_states))
+    qkv = modeling.apply_mask_to_padding_states(qkv, attention_mask)
+    q, k, v = qkv.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim)).split(self.head_dim, -1)
+
+    state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
+    attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
+    o, state = attention(
+        q, k, v, g_gamma=-self.slope_rate.flatten(), scale=1.0, initial_state=state, output_final_state=True
+    )
+    if past_key_values is not None:
+        past_key_values.set_linear_cache(self.layer_idx, state)
+
+    o = self.norm(o.flatten(2)) * torch.sigmoid(self.output_gate(hidden_states))
+    return self.out_proj(o), state
+
+
+@pytest.fixture
+def model(device):
+    config = transformers.MiniMaxConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, num_local_experts=4, block_size=64, initializer_range=0.2,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+    )  # fmt: skip
+    return transformers.MiniMaxForCausalLM(config).to(device).eval()
+
+
+def on_flacompose(monkeypatch):
+    monkeypatch.setattr(modeling.MiniMaxLightningAttention, "forward", forward)
+
+
+@torch.no_grad()
+def test_logits(model, monkeypatch):
+    prompts = [prompt(model, T, batch) for T, batch in ((1, 2), (3, 1), (64, 2), (165, 2), (384, 1))]
+    theirs = [Logits(model)(ids) for ids in prompts]
+    on_flacompose(monkeypatch)
+    for ids, expected in zip(prompts, theirs, strict=True):
+        torch.testing.assert_close(Logits(model)(ids), expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_continued(model, monkeypatch):
+    """A prompt in pieces, through the cache, is the whole."""
+    ids = prompt(model, 165, batch=2)
+    expected = Logits(model)(ids)
+    on_flacompose(monkeypatch)
+    cache, logits = None, []
+    for piece in ids.split([70, 1, 3, 91], 1):
+        out = model(piece, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_generation(model, monkeypatch):
+    """The same tokens, of a prompt and of a left-padded batch."""
+    one, two = prompt(model, 70), prompt(model, 9, batch=2)
+    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9], device=model.device)
+    theirs = generated(model, one), generated(model, two, mask)
+    on_flacompose(monkeypatch)
+    ours = generated(model, one), generated(model, two, mask)
+    for (tokens, logits), (expected, expected_logits) in zip(ours, theirs, strict=True):
+        assert torch.equal(tokens, expected)
+        torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-4)
+
+
+def test_compile(model, monkeypatch):
+    on_flacompose(monkeypatch)
+    assert_one_compilation(model, [70, 2, 3, 64, 165, 384], training=False)
+
+
+def test_compile_training(model, monkeypatch):
+    """With experts in products of batches: the gradient of their default ones reads values while it is traced."""
+    on_flacompose(monkeypatch)
+    model.set_experts_implementation("batched_mm")
+    assert_one_compilation(model, [70, 2, 3, 64, 165], training=True)
+
+
+def test_export(model, monkeypatch):
+    with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
+        exported(model)  # with their loop over blocks: the number of chunks is a constant
+    on_flacompose(monkeypatch)
+    program = exported(model)
+    assert ops(program.graph_module) == ["flacompose.scalar_decay_chunk.default"]
+    assert_exact(program.module(), model, EXPORTED)
+
+
+@pytest.mark.usefixtures("aoti_packages_load")
+def test_aotinductor(model, monkeypatch, tmp_path):
+    """With their loop, `Dim.AUTO` and 100 tokens traced, logits up to 5 are off by 5 at 165 and 384, NaN at 2048."""
+    on_flacompose(monkeypatch)
+    assert_exact(packaged(model, tmp_path), model, PACKAGED)
