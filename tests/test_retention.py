@@ -9,6 +9,7 @@ from contract.cases import CASES
 from contract.problems import draw, evaluate
 
 from flacompose.ops import chunk_retention, fused_recurrent_retention, fused_recurrent_simple_gla
+from flacompose.ops.retention import log_decay
 
 RETENTION = next(c for c in CASES if c.name == "chunk_retention")
 each_form = pytest.mark.parametrize("form", [chunk_retention, fused_recurrent_retention])
@@ -39,15 +40,18 @@ def test_decays(form, H: int, dtype: torch.dtype, device: torch.device) -> None:
 
 
 @each_form
-def test_late_heads_forget_too(form, device: torch.device) -> None:
-    """Head 20 forgets 2**-25 a token, which ``1 - 2**-25`` would round away in float32."""
+def test_many_heads(form, device: torch.device) -> None:
     T, H = 2048, 21
     k = torch.ones(1, T, H, 1, device=device)
     _, state = form(k, k, k, output_final_state=True)
     a = 1 - 2 ** (-5 - torch.arange(H, dtype=torch.float64, device=device))
-    expected = (1 - a**T) / (1 - a)
-    assert error(state.flatten(), expected) <= 2e-5
-    assert error(T - state.flatten()[-4:], T - expected[-4:]) <= 0.02  # of a float32 near T
+    assert error(state.flatten(), (1 - a**T) / (1 - a)) <= 2e-5
+
+
+def test_late_heads_decay_too(device: torch.device) -> None:
+    """Head 30 forgets 2**-35 a token, which ``1 - 2**-35`` would round away in float32."""
+    exact = torch.log1p(-(2 ** (-5 - torch.arange(31, dtype=torch.float64, device=device))))
+    assert ((log_decay(31, torch.empty(1, device=device)) / exact - 1).abs() <= 1e-6).all()
 
 
 @each_form

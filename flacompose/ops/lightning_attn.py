@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
 from flacompose.ops._dtensor import replicated
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
@@ -58,9 +57,11 @@ def chunk_lightning_attn(
             `num_layers`, or `decay` is unknown.
         TypeError: If an argument has the wrong type or dtype.
     """
-    HV, _, _ = _check.qkv(q, k, v, grouped=True)
-    g_gamma = log_decay(HV, layer_idx, num_layers, decay, q)
-    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, True)
+
+    def g_gamma(HV: int) -> Tensor:
+        return log_decay(HV, layer_idx, num_layers, decay, q)
+
+    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def fused_recurrent_lightning_attn(
@@ -79,11 +80,11 @@ def fused_recurrent_lightning_attn(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    HV, _, _ = _check.qkv(q, k, v, grouped=True)
-    g_gamma = log_decay(HV, layer_idx, num_layers, decay, q)
-    return run(
-        op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, True
-    )
+
+    def g_gamma(HV: int) -> Tensor:
+        return log_decay(HV, layer_idx, num_layers, decay, q)
+
+    return run(op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:

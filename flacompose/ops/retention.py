@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
 from flacompose.ops._dtensor import replicated
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
@@ -47,9 +46,11 @@ def chunk_retention(
         ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
         TypeError: If an argument has the wrong type or dtype.
     """
-    HV, _, _ = _check.qkv(q, k, v, grouped=True)
-    g_gamma = log_decay(HV, q)
-    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, True)
+
+    def g_gamma(HV: int) -> Tensor:
+        return log_decay(HV, q)
+
+    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def fused_recurrent_retention(
@@ -65,11 +66,11 @@ def fused_recurrent_retention(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    HV, _, _ = _check.qkv(q, k, v, grouped=True)
-    g_gamma = log_decay(HV, q)
-    return run(
-        op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens, True
-    )
+
+    def g_gamma(HV: int) -> Tensor:
+        return log_decay(HV, q)
+
+    return run(op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def log_decay(HV: int, q: Tensor) -> Tensor:
@@ -77,4 +78,4 @@ def log_decay(HV: int, q: Tensor) -> Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     power = torch.logspace(-5, -4 - HV, HV, base=2.0, dtype=dtype, device=q.device)
     # log1p keeps what `1 - power` would round away.
-    return replicated(torch.log1p(-power), q)
+    return replicated(power.neg_().log1p_(), q)

@@ -42,6 +42,13 @@ def forward(self, hidden_states, position_embeddings, attention_mask, past_key_v
     return self.out_proj(o), state
 
 
+not_on_cuda_211 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.__version__ < "2.12",
+    reason="outside the recurrence, PyTorch 2.11 fails on CUDA: to lower the router's choice of experts in Inductor, "
+    "and to export softmax attention, whose kernels ask for a length that 8 divides",
+)
+
+
 @pytest.fixture
 def model(device):
     config = transformers.MiniMaxConfig(
@@ -91,11 +98,13 @@ def test_generation(model, monkeypatch):
         torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-4)
 
 
+@not_on_cuda_211
 def test_compile(model, monkeypatch):
     on_flacompose(monkeypatch)
     assert_one_compilation(model, [70, 2, 3, 64, 165, 384], training=False)
 
 
+@not_on_cuda_211
 def test_compile_training(model, monkeypatch):
     """With experts in products of batches: the gradient of their default ones reads values while it is traced."""
     on_flacompose(monkeypatch)
@@ -103,6 +112,7 @@ def test_compile_training(model, monkeypatch):
     assert_one_compilation(model, [70, 2, 3, 64, 165], training=True)
 
 
+@not_on_cuda_211
 def test_export(model, monkeypatch):
     with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
         exported(model)  # with their loop over blocks: the number of chunks is a constant

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -31,9 +31,9 @@ def chunk(
     sweep = _Sweep(q, v, g is not None, CONSTANT, cu_seqlens, scale)
     o, final_state = sweep.per_token(v), sweep.state()
     q, k, v = operand(q), operand(k), operand(v)
-    sums, initial_state = sweep.gates(g), given(initial_state)
-    ends = sweep.segment_ends(k, v, sums, initial_state)
-    sweep(q, k, v, sums, initial_state, ends, o, final=final_state)
+    gates, initial_state = sweep.gates(g), given(initial_state)
+    ends = sweep.segment_ends(k, v, gates, initial_state)
+    sweep(q, k, v, gates, initial_state, ends, o, final=final_state)
     return o, final_state
 
 
@@ -63,13 +63,13 @@ def backward(
     q, k, v, do = operand(q), operand(k), operand(v), operand(do)
     initial_state, d_final_state = given(initial_state), given(d_final_state)
 
-    sums = sweep.gates(g)
+    gates = sweep.gates(g)
     gradient = sweep.gradient_parts() if sweep.with_gate_gradient else None
-    ends = sweep.segment_ends(k, v, sums, initial_state)
-    sweep(do, v, k, sums, initial_state, ends, dq, gradient=gradient, y=q, transpose=True)
-    ends = sweep.segment_ends(q, do, sums, d_final_state, reverse=True)
-    sweep(k, q, do, sums, d_final_state, ends, dv, final=d_initial_state, reverse=True)
-    sweep(v, do, q, sums, d_final_state, ends, dk, gradient=gradient, y=k, transpose=True, reverse=True)
+    ends = sweep.segment_ends(k, v, gates, initial_state)
+    sweep(do, v, k, gates, initial_state, ends, dq, gradient=gradient, y=q, transpose=True)
+    ends = sweep.segment_ends(q, do, gates, d_final_state, reverse=True)
+    sweep(k, q, do, gates, d_final_state, ends, dv, final=d_initial_state, reverse=True)
+    sweep(v, do, q, gates, d_final_state, ends, dk, gradient=gradient, y=k, transpose=True, reverse=True)
 
     if g is None:
         dg = q.new_empty(0, dtype=q_dtype)
@@ -77,7 +77,7 @@ def backward(
         dg = g.new_zeros(g.shape)
     else:
         dg = sweep.per_token(g)
-        sweep.gate_gradient(gradient, dg)
+        sweep.gate_gradient(gradient, gates, dg)
     if shared > 1:
         dq, dk = (x.unflatten(2, (-1, shared)).sum(3).to(q_dtype) for x in (dq, dk))
     if state_dtype is None:
@@ -102,8 +102,9 @@ def recurrent(
 class _Gates(NamedTuple):
     """What `gate_kernel` makes of them."""
 
-    sums: Tensor | None
-    rest: Tensor | None
+    sums: Tensor | None = None
+    rest: Tensor | None = None
+    bounds: Tensor | None = None
 
 
 class _GateGradient(NamedTuple):
@@ -135,6 +136,7 @@ class _Sweep:
         self.gated, self.with_gate_gradient = gated, gate_gradient != CONSTANT
         self.fine = gate_gradient == SUMMED and self.bfloat16
         self.C = chunk_size(self.bfloat16, max(self.K, self.V), gated, self.with_gate_gradient)
+        self.BH = block(self.HV, 16)
         self.device = q.device
         self.cu_seqlens = None if cu_seqlens is None else bounds(cu_seqlens, self.T)
         self.N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -164,11 +166,15 @@ class _Sweep:
     def gates(self, g: Tensor | None) -> _Gates:
         """Their running sums within each chunk, in float32 products in two parts."""
         if g is None:
-            return _Gates(None, None)
+            return _Gates()
         shape = (self.rows, self.HV, self.C)
         sums, rest = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
-        gates = _Gates(sums, None if self.bfloat16 else rest)
-        self._by_row(gate_kernel, operand(g), *gates)
+        bounds = torch.empty(self.rows, 2, dtype=torch.int64, device=self.device)
+        gates = _Gates(sums, None if self.bfloat16 else rest, bounds)
+        # Steps of the search for a chunk's sequence.
+        steps = self.N.bit_length() if isinstance(self.N, int) else 32
+        sizes = self.T, self.N, self.HV, steps
+        launch(gate_kernel, self._by_row(), operand(g), *gates, self.cu_seqlens, *sizes, C=self.C, BH=self.BH)
         return gates
 
     def gradient_parts(self) -> _GateGradient:
@@ -191,26 +197,26 @@ class _Sweep:
             through=new(self.rows, self.HV, self.K),
         )
 
-    def gate_gradient(self, gradient: _GateGradient, dg: Tensor) -> None:
+    def gate_gradient(self, gradient: _GateGradient, gates: _Gates, dg: Tensor) -> None:
         """Fill `dg` from what two sweeps have left."""
-        self._by_row(
+        launch(
             gate_gradient_kernel,
+            self._by_row(),
             *gradient[1:],
+            gates.bounds,
             dg,
-            scale=self.scale,
+            self.HV,
+            self.scale,
             D=self.K,
+            C=self.C,
+            BH=self.BH,
             BD=block(self.K, 256),
             PARTS=self.tiles(transpose=True),
         )
 
-    def _by_row(self, kernel: Any, *tensors: Tensor | None, **arguments: Any) -> None:
-        """Launch a kernel of one program for each chunk and block of heads."""
-        BH = block(self.HV, 16)
-        grid = (self.rows - 1, tile_count(self.HV, BH))
-        # Steps of a search among the sequences.
-        steps = self.N.bit_length() if isinstance(self.N, int) else 32
-        size = (self.T, self.N, self.HV, steps)
-        launch(kernel, grid, *tensors, self.cu_seqlens, *size, C=self.C, BH=BH, **arguments)
+    def _by_row(self) -> tuple[int, int]:
+        """One program for each chunk and `BH` heads."""
+        return self.rows - 1, tile_count(self.HV, self.BH)
 
     def segment_ends(
         self, b: Tensor, x: Tensor, gates: _Gates, initial: Tensor | None, reverse: bool = False
@@ -249,7 +255,8 @@ class _Sweep:
             b,
             x,
             None if gradient is None else y,
-            *gates,
+            gates.sums,
+            gates.rest,
             initial,
             *ends,
             out,

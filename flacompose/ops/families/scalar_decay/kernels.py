@@ -32,35 +32,12 @@ def _rows(x, start, H, h, d, D: tl.constexpr, BD: tl.constexpr, left, C: tl.cons
     return out
 
 
-@triton.jit
-def _chunk(row, cu_seqlens, T, N, steps, C: tl.constexpr):
-    """The first token of a chunk and the end of its sequence: sequence ``n`` begins at row ``cu[n] // C + n``."""
-    if cu_seqlens is not None:
-        # The last sequence that begins at this row or before.
-        n = tl.zeros([], tl.int64)
-        beyond = N + tl.zeros([], tl.int64)
-        # Not `while`, of which the compiler cannot tell what it writes to.
-        for _ in range(steps):
-            middle = (n + beyond) // 2
-            begins = tl.load(cu_seqlens + middle) // C + middle <= row
-            beyond = tl.where(begins, beyond, tl.maximum(middle, n + 1))
-            n = tl.where(begins, middle, n)
-        lo = tl.load(cu_seqlens + n)
-        hi = tl.load(cu_seqlens + n + 1)
-        start = lo + (row - lo // C - n) * C
-        hi = tl.where(start < lo, 0, hi)
-    else:
-        n = row // tl.cdiv(T, C)
-        start = n * T + row % tl.cdiv(T, C) * C
-        hi = (n + 1) * T
-    return start, hi
-
-
 @triton.jit(do_not_specialize=["T", "N", "H", "steps"])
 def gate_kernel(
     g,  # [tokens, H]
     sums,  # [rows, H, C]
-    rest,
+    rest,  # [rows, H, C]
+    bounds,  # [rows, 2]: the first token of each chunk and the end of its sequence, or of itself if it is empty
     cu_seqlens,
     T,
     N,
@@ -75,7 +52,26 @@ def gate_kernel(
     sums is then as good as the sum of the gates between, however strong those before were.
     """
     row = tl.program_id(0).to(tl.int64)
-    start, hi = _chunk(row, cu_seqlens, T, N, steps, C)
+    if cu_seqlens is not None:
+        # Sequence ``n`` begins at row ``cu_seqlens[n] // C + n``. This is the last that begins here or before.
+        n = tl.zeros([], tl.int64)
+        beyond = N + tl.zeros([], tl.int64)
+        for _ in range(steps):
+            middle = (n + beyond) // 2
+            begins = tl.load(cu_seqlens + middle) // C + middle <= row
+            beyond = tl.where(begins, beyond, tl.maximum(middle, n + 1))
+            n = tl.where(begins, middle, n)
+        lo = tl.load(cu_seqlens + n)
+        hi = tl.load(cu_seqlens + n + 1)
+        start = lo + (row - lo // C - n) * C
+        hi = tl.where(start < lo, start, hi)
+    else:
+        n = row // tl.cdiv(T, C)
+        start = n * T + row % tl.cdiv(T, C) * C
+        hi = (n + 1) * T
+    if tl.program_id(1) == 0:
+        tl.store(bounds + row * 2, start)
+        tl.store(bounds + row * 2 + 1, hi)
     t = tl.arange(0, C)
     token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -90,18 +86,15 @@ def gate_kernel(
     tl.store(sums + at, tl.cumsum(g_, 0), mask=in_h)
 
 
-@triton.jit(do_not_specialize=["T", "N", "H", "steps", "scale"])
+@triton.jit(do_not_specialize=["H", "scale"])
 def gate_gradient_kernel(
     read,  # [rows, PARTS, H, C]: of the sums to each token, from the chunk's start and from its other tokens
     write,  # [rows, PARTS, H, C]: of the sum from each token to the chunk's end
     met,  # [rows, PARTS, H, C]: of the sums from each token to others in the chunk
     through,  # [rows, H, D]: of the sum over the chunk, to be added up
+    bounds,  # [rows, 2], as `gate_kernel` gives them
     dg,  # [tokens, H]
-    cu_seqlens,
-    T,
-    N,
     H,
-    steps,
     scale,
     D: tl.constexpr,
     C: tl.constexpr,
@@ -111,7 +104,8 @@ def gate_gradient_kernel(
 ):
     """The gradient of every gate from those of the sums that hold it."""
     row = tl.program_id(0).to(tl.int64)
-    start, hi = _chunk(row, cu_seqlens, T, N, steps, C)
+    start = tl.load(bounds + row * 2)
+    hi = tl.load(bounds + row * 2 + 1)
     t = tl.arange(0, C)
     token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
