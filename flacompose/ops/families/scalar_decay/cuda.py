@@ -34,7 +34,7 @@ def chunk(
     gates, initial_state = sweep.gates(g), given(initial_state)
     ends = sweep.segment_ends(k, v, gates, initial_state)
     sweep(q, k, v, gates, initial_state, ends, o, final=final_state)
-    return o, final_state
+    return sweep.batched(o), final_state
 
 
 @compile_together
@@ -56,8 +56,8 @@ def backward(
     q_dtype, state_dtype = q.dtype, None if initial_state is None else initial_state.dtype
     # One gradient for each head of values; those that share one of queries and keys are summed at the end.
     shared = v.shape[2] // q.shape[2]
-    heads = (*q.shape[:2], v.shape[2], q.shape[3])
-    dq, dk = (sweep.per_token(q, heads, q_dtype if shared == 1 else torch.float32) for _ in range(2))
+    dtype = q_dtype if shared == 1 else torch.float32
+    dq, dk = (sweep.per_token(q, v.shape[2], dtype) for _ in range(2))
     dv, d_initial_state = sweep.per_token(v), sweep.state()
     do = torch.zeros_like(v) if do is None else do
     q, k, v, do = operand(q), operand(k), operand(v), operand(do)
@@ -78,6 +78,8 @@ def backward(
     else:
         dg = sweep.per_token(g)
         sweep.gate_gradient(gradient, gates, dg)
+        dg = sweep.batched(dg)
+    dq, dk, dv = (sweep.batched(x) for x in (dq, dk, dv))
     if shared > 1:
         dq, dk = (x.unflatten(2, (-1, shared)).sum(3).to(q_dtype) for x in (dq, dk))
     if state_dtype is None:
@@ -153,12 +155,14 @@ class _Sweep:
     def tiles(self, transpose: bool) -> int:
         return tile_count(self.K if transpose else self.V, self.config(transpose)[1])
 
-    def per_token(
-        self, x: Tensor, shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """An output like `x`; tokens in no sequence are written by nobody."""
+    def per_token(self, x: Tensor, heads: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for an output like `x`, without the batch axis; tokens in no sequence are written by nobody."""
         new = x.new_empty if self.cu_seqlens is None else x.new_zeros
-        return new(x.shape if shape is None else shape, dtype=dtype)
+        # A batch axis of 1 stops Inductor in PyTorch 2.11, where it clones such memory.
+        return new(x.shape[0] * x.shape[1], heads or x.shape[2], *x.shape[3:], dtype=dtype)
+
+    def batched(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, self.T))
 
     def state(self) -> Tensor:
         return torch.empty(self.N, self.HV, self.K, self.V, dtype=torch.float32, device=self.device)
