@@ -33,7 +33,8 @@ def recurrent(
         N, o = B, torch.empty_like(v)
     else:
         cu_seqlens = bounds(cu_seqlens, T)
-        N, o = cu_seqlens.shape[0] - 1, torch.zeros_like(v)
+        # A batch axis of 1 stops Inductor in PyTorch 2.11, where it clones such memory.
+        N, o = cu_seqlens.shape[0] - 1, v.new_zeros(T, HV, V)
     final_state = q.new_empty(N, HV, K, V, dtype=torch.float32)
     BK = block(K, 256)
     BV = block(V, 4096 // BK)
@@ -60,7 +61,7 @@ def recurrent(
         BV,
         read_before,
     )
-    return o, final_state
+    return o if cu_seqlens is None else o.unsqueeze(0), final_state
 
 
 @triton.jit
