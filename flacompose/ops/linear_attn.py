@@ -116,6 +116,6 @@ def _run(
         q, k = q.to(dtype), k.to(dtype)
     ones = q.new_ones(B, T, H, 1, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
-        weight, z = form(q, k, ones, None, z, cu_seqlens, K**-0.5 if scale is None else scale, op.FIXED)
+        weight, z = form(q, k, ones, None, z, cu_seqlens, K**-0.5 if scale is None else scale, op.CONSTANT)
     o = (o.unflatten(2, (H, -1)) / (weight + 1e-10).unsqueeze(3)).flatten(2, 3).to(o.dtype)
     return o, (S, z.squeeze(-1)) if output_final_state else None

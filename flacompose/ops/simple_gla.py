@@ -105,7 +105,7 @@ def run(
         _check.number("scale", scale)
     gate_gradient = op.PER_TOKEN
     if callable(g_gamma):
-        g, gate_gradient = g_gamma(HV).expand(B, T, HV), op.FIXED
+        g, gate_gradient = g_gamma(HV).expand(B, T, HV), op.CONSTANT
     elif g_gamma is not None:
         # Wide, as the gradient of `g_gamma` is a sum over all tokens.
         g = wide(g_gamma).expand(B, T, HV) if g is None else wide(g) + wide(g_gamma)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from flacompose.ops._define import define_op
 from flacompose.ops.families.scalar_decay import eager
-from flacompose.ops.families.scalar_decay.eager import FIXED, PER_TOKEN, SUMMED
+from flacompose.ops.families.scalar_decay.eager import CONSTANT, PER_TOKEN, SUMMED
 
-__all__ = ["FIXED", "PER_TOKEN", "SUMMED", "chunk", "recurrent"]
+__all__ = ["CONSTANT", "PER_TOKEN", "SUMMED", "chunk", "recurrent"]
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? initial_state, Tensor? cu_seqlens, "
