@@ -20,6 +20,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from flacompose.ops.families import _recurrent  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
+from flacompose.ops.families.scalar_decay.op import CONSTANT, PER_TOKEN, SUMMED  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -61,7 +62,7 @@ def compile_only(kernel, grid, *args, **kwargs) -> None:
 
 
 def run(family: ModuleType, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> None:
-    """Everything that a family launches; the arguments after the gates are state, cu_seqlens, scale and a flag."""
+    """Everything that a family launches; after the gates come the state, cu_seqlens, the scale and a flag."""
     family.chunk(q, k, v, *args)
     family.recurrent(q, k, v, *args)
     family.backward(q, k, v, *args, v, args[-4])
@@ -95,7 +96,9 @@ def test_compiles(
     run(vector_decay, *args)
 
 
-@pytest.mark.parametrize("gates", ["none", "fixed", "learned"])
+@pytest.mark.parametrize(
+    "gates", [None, CONSTANT, PER_TOKEN, SUMMED], ids=["none", "constant", "token", "summed"]
+)
 @pytest.mark.parametrize(
     "dtype, gate_dtype, K, V, groups, packed",
     [
@@ -107,7 +110,7 @@ def test_compiles(
     ],
 )
 def test_scalar_decay_compiles(
-    gates: str,
+    gates: int | None,
     dtype: torch.dtype,
     gate_dtype: torch.dtype,
     K: int,
@@ -121,10 +124,10 @@ def test_scalar_decay_compiles(
     B, T, H, N = 1, 64 * 130, 2, 2
     q, k = torch.zeros(2, B, T, H, K, dtype=dtype)
     v = torch.zeros(B, T, H * groups, V, dtype=dtype)
-    g = None if gates == "none" else torch.zeros(B, T, H * groups, dtype=gate_dtype)
+    g = None if gates is None else torch.zeros(B, T, H * groups, dtype=gate_dtype)
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H * groups, K, V)
-    run(scalar_decay, q, k, v, g, state, cu_seqlens, 1.0, gates == "learned")
+    run(scalar_decay, q, k, v, g, state, cu_seqlens, 1.0, gates or 0)
 
 
 class Symbols:
@@ -155,7 +158,9 @@ def test_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> 
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
-@pytest.mark.parametrize("gates", ["none", "fixed", "learned"])
+@pytest.mark.parametrize(
+    "gates", [None, CONSTANT, PER_TOKEN, SUMMED], ids=["none", "constant", "token", "summed"]
+)
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
 def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_with(lambda *_, **__: None, monkeypatch)
@@ -163,8 +168,27 @@ def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.Mon
     with FakeTensorMode(shape_env=symbol.env):
         T = symbol("T", 65)
         q, k, v = (torch.empty(1, T, H, 16) for H in (2, 2, 6))
-        g = None if gates == "none" else torch.empty(1, T, 6)
+        g = None if gates is None else torch.empty(1, T, 6)
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 6, 16, 16)
-        run(scalar_decay, q, k, v, g, state, cu_seqlens, 1.0, gates == "learned")
+        run(scalar_decay, q, k, v, g, state, cu_seqlens, 1.0, gates or 0)
     assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("family", [scalar_decay, vector_decay], ids=["scalar", "vector"])
+@pytest.mark.parametrize("sequences", [1, 200])
+def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long packed row is cut into segments if it is few sequences: their states would take more memory than it does."""
+    cut = []
+
+    def record(kernel, grid, *args, **kwargs) -> None:
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        cut.append(arguments.get("segment_state") is not None)
+
+    launch_with(record, monkeypatch)
+    T = 200 * 64
+    q, k, v = torch.zeros(3, 1, T, 2, 16)
+    cu_seqlens = torch.linspace(0, T, sequences + 1).long()
+    gates = (None,) if family is scalar_decay else (None, None)
+    family.chunk(q, k, v, *gates, None, cu_seqlens, 1.0, False)
+    assert any(cut) == (sequences == 1)

@@ -429,14 +429,23 @@ def test_options_of_the_scan(wrong: dict, kind: type[Exception], message: str, d
 
 
 def test_sizes_of_the_scan(device: torch.device) -> None:
-    tensors = draw(device)
-    wide = tensors["x"].repeat(1, 1, 1, 50)
-    arguments = {name: tensors[name] for name in ("dt", "A", "B", "C")}
-    with pytest.raises(ValueError, match="head size of at most 256, got 300"):
-        scan(x=wide, **arguments)
-    cu_seqlens = torch.tensor([0, 70], device=device)
-    with pytest.raises(ValueError, match="must have batch size 1 when cu_seqlens is given, got 2"):
-        scan(x=tensors["x"], **arguments, cu_seqlens=cu_seqlens)
+    tensors = {name: draw(device)[name] for name in ("x", "dt", "A", "B", "C")}
+    x, B, C = tensors["x"], tensors["B"], tensors["C"]
+    refused(
+        scan,
+        {**tensors, "x": x.repeat(1, 1, 1, 50)},
+        ValueError,
+        "x must have a head size of at most 256, got 300",
+    )
+    states = {"B": B.repeat(1, 1, 1, 60), "C": C.repeat(1, 1, 1, 60)}
+    refused(scan, {**tensors, **states}, ValueError, "B must have a head size of at most 256, got 300")
+    refused(
+        scan, {**tensors, "C": C.bfloat16()}, TypeError, "C must have the dtype of x, float32, got bfloat16"
+    )
+    empty = {name: y if name == "A" else y[:, :0] for name, y in tensors.items()}
+    refused(scan, empty, ValueError, f"x must have no empty dimension, got {tuple(empty['x'].shape)}")
+    packed = {**tensors, "cu_seqlens": torch.tensor([0, 70], device=device)}
+    refused(scan, packed, ValueError, "x must have batch size 1 when cu_seqlens is given, got 2")
 
 
 STEP_ERRORS = [

@@ -58,10 +58,10 @@ def chunk_lightning_attn(
         TypeError: If an argument has the wrong type or dtype.
     """
 
-    def g_gamma(HV: int) -> Tensor:
+    def gates(HV: int) -> Tensor:
         return log_decay(HV, layer_idx, num_layers, decay, q)
 
-    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
+    return run(op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, gates)
 
 
 def fused_recurrent_lightning_attn(
@@ -81,10 +81,10 @@ def fused_recurrent_lightning_attn(
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
 
-    def g_gamma(HV: int) -> Tensor:
+    def gates(HV: int) -> Tensor:
         return log_decay(HV, layer_idx, num_layers, decay, q)
 
-    return run(op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
+    return run(op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, gates)
 
 
 def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:

@@ -47,10 +47,10 @@ def chunk_retention(
         TypeError: If an argument has the wrong type or dtype.
     """
 
-    def g_gamma(HV: int) -> Tensor:
+    def gates(HV: int) -> Tensor:
         return log_decay(HV, q)
 
-    return run(op.chunk, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
+    return run(op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, gates)
 
 
 def fused_recurrent_retention(
@@ -67,10 +67,10 @@ def fused_recurrent_retention(
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
 
-    def g_gamma(HV: int) -> Tensor:
+    def gates(HV: int) -> Tensor:
         return log_decay(HV, q)
 
-    return run(op.recurrent, q, k, v, None, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
+    return run(op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, gates)
 
 
 def log_decay(HV: int, q: Tensor) -> Tensor:

@@ -78,24 +78,23 @@ def run(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
-    g_gamma: Tensor | Callable[[int], Tensor] | None,
+    g_gamma: Tensor | None,
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    decay: Callable[[int], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments and call one form of the family's op.
 
-    `g_gamma` may be a function of the number of heads; what it returns is a constant, of which no gradient is taken.
+    `decay`, in place of gates, makes constant ones of the number of heads.
     """
     HV, K, V = _check.qkv(q, k, v, grouped=True)
     B, T = q.shape[:2]
     if g is not None:
         _check.like(q, "g", g, (B, T, HV))
-    if isinstance(g_gamma, Tensor):
+    if g_gamma is not None:
         _check.like(q, "g_gamma", g_gamma, (HV,))
-    elif g_gamma is not None and not callable(g_gamma):
-        _check.tensor("g_gamma", g_gamma)
     N = _check.sequences(q, cu_seqlens)
     if initial_state is not None:
         _check.like(q, "initial_state", initial_state, (N, HV, K, V))
@@ -104,8 +103,8 @@ def run(
     else:
         _check.number("scale", scale)
     gate_gradient = op.PER_TOKEN
-    if callable(g_gamma):
-        g, gate_gradient = g_gamma(HV).expand(B, T, HV), op.CONSTANT
+    if decay is not None:
+        g, gate_gradient = decay(HV).expand(B, T, HV), op.CONSTANT
     elif g_gamma is not None:
         # Wide, as the gradient of `g_gamma` is a sum over all tokens.
         g = wide(g_gamma).expand(B, T, HV) if g is None else wide(g) + wide(g_gamma)

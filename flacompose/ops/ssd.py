@@ -77,6 +77,11 @@ def mamba_chunk_scan_combined(
     _check.like(x, "C", C, B.shape, of="x")
     if G == 0 or H % G != 0:
         raise ValueError(f"B must have a number of groups that divides the {H} heads of x, got {G}")
+    _check.same_dtype(x, "B", B, of="x")
+    _check.same_dtype(x, "C", C, of="x")
+    _check.head_size("x", x)
+    _check.head_size("B", B)
+    N = _check.sequences(x, cu_seqlens, of="x")
     _check.count("chunk_size", chunk_size)
     if D is not None:
         _check.like(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")
@@ -86,7 +91,6 @@ def mamba_chunk_scan_combined(
         _check.like(x, "dt_bias", dt_bias, (H,), of="x")
     check_dt_limit(dt_limit)
     if initial_states is not None:
-        N = _check.sequences(x, cu_seqlens)
         _check.like(x, "initial_states", initial_states, (N, H, P, S), of="x")
         initial_states = initial_states.mT
 

@@ -59,7 +59,7 @@ def test_head_sizes(case: OpCase, K: int, V: int, device: torch.device) -> None:
 
 
 @each_op
-@pytest.mark.parametrize("scale", [0.3, 1])
+@pytest.mark.parametrize("scale", [0.3, 1, 0.0, -0.7])
 def test_scale(case: OpCase, scale: float, device: torch.device) -> None:
     problem = draw(case, device, T=5, scale=scale)
     assert_accurate(problem, evaluate(problem))

@@ -25,7 +25,7 @@ def given(x: Tensor | None) -> Tensor | None:
 
 
 def segment_count(NT: int, programs: int) -> int:
-    """Parts in which to sweep a sequence of `NT` chunks: enough programs for a large chip.
+    """Parts in which to sweep a sequence of `NT` chunks, `programs` to a part: enough to fill a large chip.
 
     By the shape of one row, so that its bits do not depend on the batch size.
     """

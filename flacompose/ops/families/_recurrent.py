@@ -24,7 +24,10 @@ def recurrent(
     scale: float,
     read_before: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, with gates ``g [B, T, HV]``, ``gk [.., K]``, ``gv [.., V]``."""
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
+
+    The gates are ``g [B, T, HV]``, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``.
+    """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -51,7 +51,7 @@ def backward(
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 for `CONSTANT` gates."""
-    gate_gradient = 0 if g is None else gate_gradient
+    gate_gradient = CONSTANT if g is None else gate_gradient
     sweep = _Sweep(q, v, g is not None, gate_gradient, cu_seqlens, scale)
     q_dtype, state_dtype = q.dtype, None if initial_state is None else initial_state.dtype
     # One gradient for each head of values; those that share one of queries and keys are summed at the end.
@@ -145,7 +145,8 @@ class _Sweep:
         NT = (self.T + self.C - 1) // self.C
         # Longer by one than is used: a leading dimension that may be 1 is a guard on the length when it is symbolic.
         self.rows = (B * NT if cu_seqlens is None else NT + self.N) + 1
-        self.segments = segment_count(NT, self.HV * max(self.tiles(x) for x in (False, True)))
+        programs = self.HV * max(self.tiles(x) for x in (False, True))
+        self.segments = segment_count(NT, programs if cu_seqlens is None else programs * self.N)
         self.split = not (isinstance(self.segments, int) and self.segments == 1)
 
     def config(self, transpose: bool) -> tuple[int, int, int, int]:

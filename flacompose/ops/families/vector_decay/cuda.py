@@ -143,7 +143,8 @@ class _Work:
         N, H, K, V = self.N, self.H, self.K, self.V
         BK, BV, warps, stages = state_config(self.bfloat16, K, V)
         tiles = tile_count(K, BK) * tile_count(V, BV)
-        segments = segment_count(self.NT, H * tiles)
+        programs = H * tiles if self.table is None else H * tiles * N
+        segments = segment_count(self.NT, programs)
         states = a.new_empty(self.padded_rows, H, K, V, dtype=self.state_dtype)
         final = a.new_empty(N, H, K, V, dtype=torch.float32)
         segment_state = segment_gk = segment_gv = None
