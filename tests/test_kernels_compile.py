@@ -178,7 +178,7 @@ def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("family", [scalar_decay, vector_decay], ids=["scalar", "vector"])
 @pytest.mark.parametrize("sequences", [1, 200])
 def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long packed row is cut into segments if it is few sequences: their states would take more memory than it does."""
+    """A long packed row is cut into segments if it is few sequences: else their states would outgrow it."""
     cut = []
 
     def record(kernel, grid, *args, **kwargs) -> None:

@@ -16,7 +16,7 @@ from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops._check import _MAX_HEAD_SIZE
+from flacompose.ops._check import MAX_HEAD_SIZE
 
 
 class AttentionLayer(RecurrentLayer):
@@ -145,8 +145,8 @@ def _expanded(argument: str, hidden_size: int, ratio: float, num_heads: int) -> 
         raise ValueError(
             f"hidden_size * {argument} must be a positive multiple of num_heads = {num_heads}, got {size}"
         )
-    if dim // num_heads > _MAX_HEAD_SIZE:
+    if dim // num_heads > MAX_HEAD_SIZE:
         raise ValueError(
-            f"hidden_size * {argument} / num_heads must be at most {_MAX_HEAD_SIZE}, got {dim // num_heads}"
+            f"hidden_size * {argument} / num_heads must be at most {MAX_HEAD_SIZE}, got {dim // num_heads}"
         )
     return dim

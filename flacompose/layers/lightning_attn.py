@@ -15,7 +15,7 @@ from flacompose.ops import (
     fused_recurrent_lightning_attn,
     fused_recurrent_simple_gla,
 )
-from flacompose.ops._check import _MAX_HEAD_SIZE
+from flacompose.ops._check import MAX_HEAD_SIZE
 from flacompose.ops.lightning_attn import log_decay
 
 
@@ -69,8 +69,8 @@ class LightningAttention(RecurrentLayer):
                     f"got {hidden_size}"
                 )
             head_dim = hidden_size // num_heads
-        if not 1 <= head_dim <= _MAX_HEAD_SIZE:
-            raise ValueError(f"head_dim must be from 1 to {_MAX_HEAD_SIZE}, got {head_dim}")
+        if not 1 <= head_dim <= MAX_HEAD_SIZE:
+            raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_SIZE}, got {head_dim}")
         if not 0 <= layer_idx < num_layers:
             raise ValueError(
                 f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}, got {layer_idx}"

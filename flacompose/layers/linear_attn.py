@@ -10,7 +10,7 @@ from flacompose.layers.feature_map import FEATURE_MAPS
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
-from flacompose.ops._check import _MAX_HEAD_SIZE
+from flacompose.ops._check import MAX_HEAD_SIZE
 from flacompose.ops._dtype import wide
 
 
@@ -74,10 +74,10 @@ class LinearAttention(AttentionLayer):
             raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}")
         make_map, expansion = FEATURE_MAPS[feature_map]
         H, K = num_heads, expansion * self.head_k_dim
-        if K > _MAX_HEAD_SIZE:
+        if K > MAX_HEAD_SIZE:
             raise ValueError(
                 f"feature_map {feature_map!r} must map {self.head_k_dim} keys of a head to at most "
-                f"{_MAX_HEAD_SIZE}, got {K}"
+                f"{MAX_HEAD_SIZE}, got {K}"
             )
         if output_norm not in ("rmsnorm", "identity"):
             raise ValueError(f"output_norm must be 'rmsnorm' or 'identity', got {output_norm!r}")

@@ -14,7 +14,7 @@ from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
-from flacompose.ops._check import _MAX_HEAD_SIZE
+from flacompose.ops._check import MAX_HEAD_SIZE
 from flacompose.ops._dtype import wide
 from flacompose.ops.ssd import check_dt_limit, time_step
 
@@ -89,8 +89,8 @@ class Mamba2(RecurrentLayer):
     ) -> None:
         super().__init__(hidden_size)
         for name, size in (("head_dim", head_dim), ("state_size", state_size)):
-            if not 1 <= size <= _MAX_HEAD_SIZE:
-                raise ValueError(f"{name} must be from 1 to {_MAX_HEAD_SIZE}, got {size}")
+            if not 1 <= size <= MAX_HEAD_SIZE:
+                raise ValueError(f"{name} must be from 1 to {MAX_HEAD_SIZE}, got {size}")
         inner = expand * hidden_size
         if inner < 1 or inner % head_dim != 0:
             raise ValueError(

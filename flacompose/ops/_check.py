@@ -10,7 +10,7 @@ from torch import Tensor
 from flacompose.ops._define import autocast_on
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 256
 
 
 def tensor(name: str, x: object) -> None:
@@ -58,8 +58,8 @@ def head_size(name: str, x: Tensor) -> None:
     """Check that ``x [..., D]`` has a size that the ops take."""
     if 0 in x.shape:
         raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
-    if x.shape[-1] > _MAX_HEAD_SIZE:
-        raise ValueError(f"{name} must have a head size of at most {_MAX_HEAD_SIZE}, got {x.shape[-1]}")
+    if x.shape[-1] > MAX_HEAD_SIZE:
+        raise ValueError(f"{name} must have a head size of at most {MAX_HEAD_SIZE}, got {x.shape[-1]}")
 
 
 def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], of: str = "q") -> None:

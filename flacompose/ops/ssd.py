@@ -99,7 +99,7 @@ def mamba_chunk_scan_combined(
     y, states = chunk_simple_gla(C, B, v, dt * wide(A), None, 1.0, initial_states, True, cu_seqlens)
     assert states is not None  # asked for
     if D is not None:
-        y = y + x * (D if D.dim() == 2 else D.unsqueeze(-1))
+        y = wide(y) + wide(x) * (D if D.dim() == 2 else D.unsqueeze(-1))
     if z is not None:
         y = y * F.silu(wide(z))
     y = y.to(x.dtype)
