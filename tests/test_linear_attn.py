@@ -138,19 +138,35 @@ def test_heads_of_values_share_a_z(form, device: torch.device) -> None:
 
 
 @each_form
-@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
-def test_denominators_are_float32(form, autocast: bool, device: torch.device) -> None:
-    """The t-th output is t, rounded on its way, over t itself."""
-    T = 3000
-    q = torch.ones(1, T, 1, 8, device=device)
+@pytest.mark.parametrize("how", ["float16", "bfloat16", "autocast"])
+def test_a_mean_is_one_rounding_off(form, how: str, device: torch.device) -> None:
+    """Of values that are all 1 it is 1, also where the sums are past what float16 holds."""
+    T = 9000
+    q, k = (torch.ones(1, T, 1, 16, device=device) for _ in range(2))
     v = torch.ones(1, T, 1, 4, device=device)
-    if not autocast:
-        q, v = q.bfloat16(), v.bfloat16()
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        o, (_, z) = form(q, q, v, scale=1 / 8, normalize=True, output_final_state=True)
-    t = torch.arange(1.0, T + 1, device=device).view(1, T, 1, 1)
-    assert torch.equal(o, (t.bfloat16() / t).bfloat16().expand_as(v))
+    dtype = torch.float16 if how == "float16" else torch.bfloat16
+    if how != "autocast":
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+    with torch.autocast(device.type, dtype, enabled=how == "autocast"):
+        o, (_, z) = form(q, k, v, normalize=True, output_final_state=True)
+    assert torch.equal(o, torch.ones_like(v, dtype=dtype))
     assert torch.equal(z, torch.full_like(z, T)) and z.dtype == torch.float32
+
+
+@each_form
+def test_gradients_of_values_with_a_mean(form, device: torch.device) -> None:
+    """That of queries is then a small difference of two large terms, one for the numerator, one for the denominator."""
+    q, k, v = qkv(device)
+    inputs = [x.bfloat16() for x in (F.elu(q) + 1, F.elu(k) + 1, 5 + v)]
+    do = torch.randn_like(v).bfloat16()
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        return torch.autograd.grad(form(*leaves, normalize=True)[0], leaves, do.to(dtype))
+
+    exact = gradients(torch.float64)
+    for x, wide, truth in zip(gradients(torch.bfloat16), gradients(torch.float32), exact, strict=True):
+        assert error(x, truth) <= 4 * error(wide.bfloat16(), truth)
 
 
 def test_autocast_of_the_normalised_and_its_gradients(device: torch.device) -> None:

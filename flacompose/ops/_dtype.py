@@ -6,6 +6,6 @@ import torch
 from torch import Tensor
 
 
-def wide(x: Tensor) -> Tensor:
-    """``x`` in float32, or in float64 if it already is."""
-    return x if x.dtype == torch.float64 else x.float()
+def wide(x: Tensor, *others: Tensor) -> Tensor:
+    """``x`` in float32, or in float64 if it or one of the others is."""
+    return x.to(torch.float64 if torch.float64 in (x.dtype, *(y.dtype for y in others)) else torch.float32)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._define import autocast_dtype
+from flacompose.ops._define import autocast_dtype, autocast_on
+from flacompose.ops._dtype import wide
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
 
@@ -108,14 +109,16 @@ def _run(
         S, z = initial_state
         _check.like(q, "initial_state[1]", z, (_check.sequences(q, cu_seqlens), H, K))
         z = z.unsqueeze(-1)
-    o, S = run(form, q, k, v, None, None, scale, S, True, cu_seqlens)
-    assert S is not None  # asked for
-    # z is the state of values that are 1; float32 values make a float32 denominator.
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
-        q, k = q.to(dtype), k.to(dtype)
-    ones = q.new_ones(B, T, H, 1, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
-        weight, z = form(q, k, ones, None, z, cu_seqlens, K**-0.5 if scale is None else scale, op.CONSTANT)
-    o = (o.unflatten(2, (H, -1)) / (weight + 1e-10).unsqueeze(3)).flatten(2, 3).to(o.dtype)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    dtype = v.dtype
+    # Numerator and denominator may be large, and their gradients cancel: both are rounded after the division alone.
+    q, k, v = wide(q), wide(k), wide(v)
+    with nullcontext() if not autocast_on(q.device) else torch.autocast(q.device.type, enabled=False):
+        o, S = run(form, q, k, v, None, None, scale, S, True, cu_seqlens)
+        # z is the state of values that are 1.
+        weight, z = run(form, q, k, q.new_ones(B, T, H, 1), None, None, scale, z, True, cu_seqlens)
+    assert S is not None and z is not None  # asked for
+    o = (o.unflatten(2, (H, -1)) / (weight + 1e-10).unsqueeze(3)).flatten(2, 3).to(dtype)
     return o, (S, z.squeeze(-1)) if output_final_state else None

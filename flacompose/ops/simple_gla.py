@@ -107,7 +107,7 @@ def run(
         g, gate_gradient = decay(HV).expand(B, T, HV), op.CONSTANT
     elif g_gamma is not None:
         # Wide, as the gradient of `g_gamma` is a sum over all tokens.
-        g = wide(g_gamma).expand(B, T, HV) if g is None else wide(g) + wide(g_gamma)
+        g = wide(g_gamma, q).expand(B, T, HV) if g is None else wide(g, q) + wide(g_gamma, q)
         gate_gradient = op.SUMMED
     o, final_state = form(q, k, v, g, initial_state, cu_seqlens, scale, gate_gradient)
     return o, final_state if output_final_state else None

@@ -39,7 +39,7 @@ def mamba_chunk_scan_combined(
     Args:
         x: Inputs, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
         dt: Time steps, ``[B, T, H]``, in any float dtype.
-        A: Rate of each head, ``[H]``, at most 0.
+        A: Rate of each head, ``[H]``, at most 0, finite.
         B: How inputs enter the state, ``[B, T, G, S]``, in the dtype of `x`; ``G`` divides ``H``, and head ``h`` has
             group ``h // (H / G)``.
         C: How the state is read, ``[B, T, G, S]``, in the dtype of `x`.
@@ -94,14 +94,14 @@ def mamba_chunk_scan_combined(
         _check.like(x, "initial_states", initial_states, (N, H, P, S), of="x")
         initial_states = initial_states.mT
 
-    dt = time_step(dt, dt_bias, dt_softplus, dt_limit)
+    dt = time_step(dt, dt_bias, dt_softplus, x, dt_limit)
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
-    y, states = chunk_simple_gla(C, B, v, dt * wide(A), None, 1.0, initial_states, True, cu_seqlens)
+    y, states = chunk_simple_gla(C, B, v, dt * wide(A, x), None, 1.0, initial_states, True, cu_seqlens)
     assert states is not None  # asked for
     if D is not None:
         y = wide(y) + wide(x) * (D if D.dim() == 2 else D.unsqueeze(-1))
     if z is not None:
-        y = y * F.silu(wide(z))
+        y = y * F.silu(wide(z, x))
     y = y.to(x.dtype)
     return (y, states.mT.contiguous()) if return_final_states else y
 
@@ -131,7 +131,7 @@ def selective_state_update(
         state: ``[N, H, P, S]``, in any float dtype. It is computed with in float32 (float64 for float64 states).
         x: Input, ``[N, H, P]``, in any float dtype, as all that follow.
         dt: Time steps, ``[N, H, P]``.
-        A: Rates, ``[H, P, S]``, at most 0.
+        A: Rates, ``[H, P, S]``, at most 0, finite.
         B: How the input enters the state, ``[N, G, S]``; ``G`` divides ``H``.
         C: How the state is read, ``[N, G, S]``.
         D: What joins input and output directly, ``[H, P]``. Default: nothing.
@@ -169,7 +169,7 @@ def selective_state_update(
         if option is not None:
             _check.like(state, name, option, shape, of="state")
 
-    dt = time_step(dt, dt_bias, dt_softplus).unsqueeze(-1)
+    dt = time_step(dt, dt_bias, dt_softplus, state).unsqueeze(-1)
     if heads:
         B, C = (y.repeat_interleave(state.shape[1] // G, 1) for y in (B, C))
     B, C = B.unsqueeze(-2), C.unsqueeze(-2)  # [N, (H,) 1, S]
@@ -178,15 +178,15 @@ def selective_state_update(
     if D is not None:
         y = y + D * x
     if z is not None:
-        y = y * F.silu(wide(z))
+        y = y * F.silu(wide(z, state))
     return y.to(x.dtype), new.to(state.dtype)
 
 
 def time_step(
-    dt: Tensor, dt_bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None = None
+    dt: Tensor, dt_bias: Tensor | None, softplus: bool, x: Tensor, limit: tuple[float, float] | None = None
 ) -> Tensor:
-    """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64)."""
-    dt = wide(dt)
+    """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64 `dt` or `x`)."""
+    dt = wide(dt, x)
     if dt_bias is not None:
         dt = dt + dt_bias
     if softplus:

@@ -3,7 +3,7 @@
     S_t = exp(g_t) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
 
 `v`, `g` and states may have a multiple of the heads of `q` and `k`. `gate_gradient` says what the
-gradient of `g` is for, as `eager` explains. `v` may be wider than `q` and `k`, and `o` has its dtype.
+gradient of `g` is for, as `eager` explains.
 """
 
 from __future__ import annotations
