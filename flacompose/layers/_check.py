@@ -2,28 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flacompose.ops._check import _name, count, floating, like, sequences, tensor
+from flacompose.ops._check import MAX_HEAD_SIZE, _name, count, floating, like, number, sequences, tensor
 
 __all__ = [
+    "ascending",
     "count",
     "floating",
+    "head_size",
+    "integer",
     "integral",
     "integral_state_of",
     "not_negative",
+    "number",
     "packed",
     "same_device",
     "same_dtype",
     "state_of",
     "tensor",
+    "whole",
 ]
 
 
+def integer(name: str, x: object) -> None:
+    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+
+
+def head_size(name: str, x: int) -> None:
+    """Check that `x` is a size that the ops take."""
+    integer(name, x)
+    if not 1 <= x <= MAX_HEAD_SIZE:
+        raise ValueError(f"{name} must be from 1 to {MAX_HEAD_SIZE}, got {x}")
+
+
+def whole(x: float) -> int:
+    """The int that `x` is but for rounding, or 0."""
+    size = round(x) if math.isfinite(x) else 0
+    return size if math.isclose(x, size) else 0
+
+
+def ascending(name: str, x: tuple[float, float]) -> None:
+    """Check that `x` holds two ascending bounds above 0."""
+    if not isinstance(x, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple of two bounds, got {type(x).__name__}")
+    for i, bound in enumerate(x):
+        number(f"{name}[{i}]", bound)
+    if len(x) != 2 or not 0 < x[0] <= x[1]:  # so that NaN fails
+        raise ValueError(f"{name} must be two ascending bounds above 0, got {x}")
+
+
 def not_negative(name: str, x: float) -> None:
+    number(name, x)
     if not x >= 0:  # so that NaN fails
         raise ValueError(f"{name} must be at least 0, got {x}")
 

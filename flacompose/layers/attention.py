@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import torch
@@ -42,6 +41,7 @@ class AttentionLayer(RecurrentLayer):
         super().__init__(hidden_size, mode)
         _check.count("num_heads", num_heads)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check.integer("num_kv_heads", num_kv_heads)
         if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
             raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
         _check.not_negative("norm_eps", norm_eps)
@@ -67,6 +67,7 @@ class AttentionLayer(RecurrentLayer):
             self.g_proj = nn.Linear(self.hidden_size, self.value_dim, bias=False)
 
     def _add_convolutions(self, conv_size: int, conv_bias: bool) -> None:
+        _check.count("conv_size", conv_size)
         self.use_short_conv = True
         self.q_conv1d = ShortConvolution(self.q_proj.out_features, conv_size, bias=conv_bias)
         self.k_conv1d = ShortConvolution(self.k_proj.out_features, conv_size, bias=conv_bias)
@@ -139,9 +140,10 @@ class AttentionLayer(RecurrentLayer):
 
 def _expanded(argument: str, hidden_size: int, ratio: float, num_heads: int) -> int:
     """``hidden_size * ratio``, which must be whole heads."""
+    _check.number(argument, ratio)
     size = hidden_size * ratio
-    dim = round(size) if math.isfinite(size) else 0
-    if not math.isclose(size, dim) or dim < 1 or dim % num_heads != 0:
+    dim = _check.whole(size)
+    if dim < 1 or dim % num_heads != 0:
         raise ValueError(
             f"hidden_size * {argument} must be a positive multiple of num_heads = {num_heads}, got {size}"
         )

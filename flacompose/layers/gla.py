@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.attention import AttentionLayer
 from flacompose.layers.state import RecurrentState
@@ -52,6 +53,7 @@ class GatedLinearAttention(AttentionLayer):
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
             values.
+        TypeError: If an argument has the wrong type.
     """
 
     def __init__(
@@ -77,13 +79,15 @@ class GatedLinearAttention(AttentionLayer):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
+        _check.number("gate_logit_normalizer", gate_logit_normalizer)
         # Written so that NaN fails.
         if not gate_logit_normalizer > 0:
             raise ValueError(f"gate_logit_normalizer must be positive, got {gate_logit_normalizer}")
-        if clamp_min is not None and not clamp_min <= 0:
-            raise ValueError(f"clamp_min must be at most 0, as log-decays are, got {clamp_min}")
-        if gate_low_rank_dim < 1:
-            raise ValueError(f"gate_low_rank_dim must be at least 1, got {gate_low_rank_dim}")
+        if clamp_min is not None:
+            _check.number("clamp_min", clamp_min)
+            if not clamp_min <= 0:
+                raise ValueError(f"clamp_min must be at most 0, as log-decays are, got {clamp_min}")
+        _check.count("gate_low_rank_dim", gate_low_rank_dim)
         self.gate_logit_normalizer = gate_logit_normalizer
         self.clamp_min = clamp_min
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)

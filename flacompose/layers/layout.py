@@ -67,6 +67,8 @@ def layout(
         raise ValueError(
             f"hidden_states must have shape (B, T, {hidden_size}), got {tuple(hidden_states.shape)}"
         )
+    if 0 in hidden_states.shape:
+        raise ValueError(f"hidden_states must have no empty dimension, got {tuple(hidden_states.shape)}")
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens exclude each other: packed sequences have no padding")
     if attention_mask is not None:

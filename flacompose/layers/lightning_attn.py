@@ -15,8 +15,7 @@ from flacompose.ops import (
     fused_recurrent_lightning_attn,
     fused_recurrent_simple_gla,
 )
-from flacompose.ops._check import MAX_HEAD_SIZE
-from flacompose.ops.lightning_attn import log_decay
+from flacompose.ops.lightning_attn import check_decay, log_decay
 
 
 class LightningAttention(RecurrentLayer):
@@ -45,6 +44,7 @@ class LightningAttention(RecurrentLayer):
 
     Raises:
         ValueError: If an argument is none of these, the heads do not divide `hidden_size`, or `head_dim` is above 256.
+        TypeError: If an argument has the wrong type.
     """
 
     def __init__(
@@ -69,14 +69,8 @@ class LightningAttention(RecurrentLayer):
                     f"got {hidden_size}"
                 )
             head_dim = hidden_size // num_heads
-        if not 1 <= head_dim <= MAX_HEAD_SIZE:
-            raise ValueError(f"head_dim must be from 1 to {MAX_HEAD_SIZE}, got {head_dim}")
-        if not 0 <= layer_idx < num_layers:
-            raise ValueError(
-                f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}, got {layer_idx}"
-            )
-        if decay not in ("minimax", "tnl"):
-            raise ValueError(f"decay must be 'minimax' or 'tnl', got {decay!r}")
+        _check.head_size("head_dim", head_dim)
+        check_decay(layer_idx, num_layers, decay)
         _check.not_negative("norm_eps", norm_eps)
 
         self.num_heads = num_heads

@@ -49,6 +49,7 @@ class LinearAttention(AttentionLayer):
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 values,
             or keys after the feature map.
+        TypeError: If an argument has the wrong type.
     """
 
     def __init__(

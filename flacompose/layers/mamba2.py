@@ -14,7 +14,6 @@ from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
-from flacompose.ops._check import MAX_HEAD_SIZE
 from flacompose.ops._dtype import wide
 from flacompose.ops.ssd import check_dt_limit, time_step
 
@@ -60,6 +59,7 @@ class Mamba2(RecurrentLayer):
 
     Raises:
         ValueError: If sizes do not divide as said, a bound is wrong, or `head_dim` or `state_size` is above 256.
+        TypeError: If an argument has the wrong type.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Mamba2(RecurrentLayer):
         head_dim: int = 64,
         hidden_size: int = 2048,
         state_size: int = 128,
-        expand: int = 2,
+        expand: float = 2,
         n_groups: int = 1,
         conv_kernel: int = 4,
         conv_init: float | None = None,
@@ -88,29 +88,37 @@ class Mamba2(RecurrentLayer):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__(hidden_size)
-        for name, size in (("head_dim", head_dim), ("state_size", state_size)):
-            if not 1 <= size <= MAX_HEAD_SIZE:
-                raise ValueError(f"{name} must be from 1 to {MAX_HEAD_SIZE}, got {size}")
-        inner = expand * hidden_size
+        _check.head_size("head_dim", head_dim)
+        _check.head_size("state_size", state_size)
+        _check.number("expand", expand)
+        inner = _check.whole(expand * hidden_size)
         if inner < 1 or inner % head_dim != 0:
             raise ValueError(
-                f"expand * hidden_size must be a positive multiple of head_dim = {head_dim}, got {inner}"
+                f"expand * hidden_size must be a positive multiple of head_dim = {head_dim}, "
+                f"got {expand * hidden_size}"
             )
+        if num_heads is not None:
+            _check.integer("num_heads", num_heads)
         if num_heads not in (None, inner // head_dim):
             raise ValueError(
                 f"num_heads must be expand * hidden_size / head_dim = {inner // head_dim}, got {num_heads}"
             )
         num_heads = inner // head_dim
+        _check.integer("n_groups", n_groups)
         if n_groups < 1 or num_heads % n_groups != 0:
             raise ValueError(f"n_groups must divide the {num_heads} heads, got {n_groups}")
-        # Written so that NaN fails.
-        for name, (low, high) in (("A_init_range", A_init_range), ("(dt_min, dt_max)", (dt_min, dt_max))):
-            if not 0 < low <= high:
-                raise ValueError(f"{name} must be two ascending bounds above 0, got ({low}, {high})")
-        if not dt_init_floor > 0:
+        _check.count("conv_kernel", conv_kernel)
+        if conv_init is not None:
+            _check.not_negative("conv_init", conv_init)
+        _check.ascending("A_init_range", A_init_range)
+        for name, step in (("dt_min", dt_min), ("dt_max", dt_max), ("dt_init_floor", dt_init_floor)):
+            _check.number(name, step)
+        _check.ascending("(dt_min, dt_max)", (dt_min, dt_max))
+        if not dt_init_floor > 0:  # so that NaN fails
             raise ValueError(f"dt_init_floor must be above 0, got {dt_init_floor}")
         check_dt_limit(dt_limit)
         _check.not_negative("norm_eps", norm_eps)
+        _check.count("chunk_size", chunk_size)
 
         self.intermediate_size = inner
         self.num_heads = num_heads
@@ -172,7 +180,7 @@ class Mamba2(RecurrentLayer):
         )
         x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
         x, B, C = x.unflatten(-1, (H, P)), B.unflatten(-1, (G, S)), C.unflatten(-1, (G, S))
-        dt = time_step(dt, self.dt_bias, softplus=True, limit=self.dt_limit)  # [B, T, H]
+        dt = time_step(dt, self.dt_bias, softplus=True, x=x, limit=self.dt_limit)  # [B, T, H]
         dt = tokens.silence(dt)  # a step of no time neither decays nor writes
 
         # What `mamba_chunk_scan_combined` is, whose states are these transposed.

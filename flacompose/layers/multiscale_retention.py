@@ -55,6 +55,7 @@ class MultiScaleRetention(AttentionLayer):
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
             values, or an odd number of keys.
+        TypeError: If an argument has the wrong type.
     """
 
     chunk_modes = ("fused_chunk", "parallel")

@@ -25,6 +25,7 @@ class RecurrentLayer(nn.Module):
             raise ValueError(f"mode {mode!r} is no op of its own: use 'chunk', the same function")
         if mode not in ("chunk", "fused_recurrent"):
             raise ValueError(f"mode must be 'chunk' or 'fused_recurrent', got {mode!r}")
+        _check.count("hidden_size", hidden_size)
         self.hidden_size = hidden_size
         self.mode = mode
 
@@ -38,7 +39,13 @@ class RecurrentLayer(nn.Module):
 
         The recurrent state is float32 (float64 in a float64 layer). Those of convolutions have the dtype that
         projections have, that of autocast where it is on, so that a compiled layer meets one dtype in every call.
+
+        Raises:
+            ValueError: If `batch_size` is below 0.
+            TypeError: If it is no int.
         """
+        _check.integer("batch_size", batch_size)
+        _check.not_negative("batch_size", batch_size)
         return self.state_shapes.zeros(batch_size, self._weight)
 
     def _enter(

@@ -36,7 +36,8 @@ class ShortConvolution(nn.Module):
         bias: ``[D]`` or None, likewise.
 
     Raises:
-        ValueError: If `kernel_size` is below 1 or `activation` none of these.
+        ValueError: If `hidden_size` or `kernel_size` is below 1 or `activation` none of these.
+        TypeError: If a size is no int.
     """
 
     bias: nn.Parameter | None
@@ -51,8 +52,8 @@ class ShortConvolution(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if kernel_size < 1:
-            raise ValueError(f"kernel_size must be at least 1, got {kernel_size}")
+        _check.count("hidden_size", hidden_size)
+        _check.count("kernel_size", kernel_size)
         if activation not in ("silu", "swish", None):
             raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
         self.hidden_size = hidden_size

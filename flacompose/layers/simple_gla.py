@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.attention import AttentionLayer
 from flacompose.layers.state import RecurrentState
@@ -49,6 +50,7 @@ class SimpleGatedLinearAttention(AttentionLayer):
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
             values.
+        TypeError: If an argument has the wrong type.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class SimpleGatedLinearAttention(AttentionLayer):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
+        _check.number("gate_logit_normalizer", gate_logit_normalizer)
         # Written so that NaN fails.
         if not gate_logit_normalizer > 0:
             raise ValueError(f"gate_logit_normalizer must be positive, got {gate_logit_normalizer}")

@@ -89,18 +89,22 @@ def fused_recurrent_lightning_attn(
 
 def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:
     """``-r_h``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
+    check_decay(layer_idx, num_layers, decay)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if decay == "tnl":
+        rate = 8 / HV * (1 - layer_idx / num_layers)
+        g_gamma = torch.linspace(0, -rate * (HV - 1), HV, dtype=dtype, device=q.device)
+    else:
+        rate = 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
+        g_gamma = -rate * torch.logspace(-8 / HV, -8, HV, base=2.0, dtype=dtype, device=q.device)
+    return replicated(g_gamma, q)
+
+
+def check_decay(layer_idx: int, num_layers: int, decay: str) -> None:
     for name, x in (("layer_idx", layer_idx), ("num_layers", num_layers)):
         if isinstance(x, bool) or not isinstance(x, int):
             raise TypeError(f"{name} must be an int, got {type(x).__name__}")
     if not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}, got {layer_idx}")
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if decay == "tnl":
-        rate = 8 / HV * (1 - layer_idx / num_layers)
-        g_gamma = torch.linspace(0, -rate * (HV - 1), HV, dtype=dtype, device=q.device)
-    elif decay == "minimax":
-        rate = 1 - layer_idx / (num_layers - 1 + 1e-5) + 1e-5
-        g_gamma = -rate * torch.logspace(-8 / HV, -8, HV, base=2.0, dtype=dtype, device=q.device)
-    else:
+    if decay not in ("tnl", "minimax"):
         raise ValueError(f"decay must be 'tnl' or 'minimax', got {decay!r}")
-    return replicated(g_gamma, q)

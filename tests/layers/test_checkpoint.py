@@ -413,7 +413,7 @@ def test_materialised_from_meta(layer_type, config):
         ({"gate_fn": "bias_gelu"}, "gate_fn must be one of .*, got 'bias_gelu' \\(bias_gelu takes a bias"),
         ({"gate_logit_normalizer": 0}, "gate_logit_normalizer must be positive, got 0"),
         ({"clamp_min": 0.5}, "clamp_min must be at most 0, as log-decays are, got 0.5"),
-        ({"use_short_conv": True, "conv_size": 0}, "kernel_size must be at least 1, got 0"),
+        ({"use_short_conv": True, "conv_size": 0}, "conv_size must be at least 1, got 0"),
     ],
 )
 def test_refused_arguments(arguments, message):

@@ -54,11 +54,79 @@ CONV = (torch.zeros(2, 8, 4), torch.zeros(2, 8, 4), torch.zeros(2, 16, 4))
         ({"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),
         ({"gate_low_rank_dim": 0}, "gate_low_rank_dim must be at least 1, got 0"),
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads must divide num_heads = 4, got 0"),
     ],
 )
 def test_refused_arguments(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         GatedLinearAttention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gate_logit_normalizer": "a"}, "gate_logit_normalizer must be a number, got str"),
+        ({"clamp_min": "a"}, "clamp_min must be a number, got str"),
+        ({"gate_low_rank_dim": 2.0}, "gate_low_rank_dim must be an int, got float"),
+    ],
+)
+def test_refused_types_of_the_gate(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        GatedLinearAttention(**SMALL | arguments)
+
+
+@each_layer
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"hidden_size": 32.0}, TypeError, "hidden_size must be an int, got float"),
+        ({"hidden_size": "32"}, TypeError, "hidden_size must be an int, got str"),
+        ({"hidden_size": 0}, ValueError, "hidden_size must be at least 1, got 0"),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an int, got float"),
+        ({"num_kv_heads": 2.0}, TypeError, "num_kv_heads must be an int, got float"),
+        ({"num_kv_heads": "2"}, TypeError, "num_kv_heads must be an int, got str"),
+        ({"expand_k": "1"}, TypeError, "expand_k must be a number, got str"),
+        ({"norm_eps": None}, TypeError, "norm_eps must be a number, got NoneType"),
+    ],
+)
+def test_refused_of_each_layer(config, arguments, error, message):
+    with pytest.raises(error, match=message):
+        build(config | arguments)
+
+
+@pytest.mark.parametrize(
+    ("conv_size", "error", "message"),
+    [
+        (0, ValueError, "conv_size must be at least 1, got 0"),
+        ("a", TypeError, "conv_size must be an int, got str"),
+    ],
+)
+@pytest.mark.parametrize("config", [CONFIGS["gla"], CONFIGS["simple_gla"], CONFIGS["retention"]], ids=str)
+def test_refused_conv_size(config, conv_size, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        build(config | {"conv_size": conv_size})
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "error", "message"),
+    [
+        (-1, ValueError, "must be at least 0, got -1"),
+        ("a", TypeError, "must be an int, got str"),
+        (2.0, TypeError, "must be an int, got float"),
+    ],
+)
+@each_layer
+def test_refused_batch_size(config, batch_size, error, message):
+    with pytest.raises(error, match=f"batch_size {message}"):
+        build(config).init_state(batch_size)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 16), (0, 5, 16)], ids=str)
+@each_layer
+def test_empty_dimensions(config, shape):
+    message = f"hidden_states must have no empty dimension, got {shape}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(config)(torch.ones(shape))
 
 
 @pytest.mark.parametrize(
@@ -207,6 +275,20 @@ def test_autocast_takes_any_but_float64(config, device):
             assert call(X.to(device, torch.bfloat16))[0].dtype == torch.bfloat16
         with pytest.raises(TypeError, match="hidden_states must have the dtype of the weights"):
             layer(X.to(device, torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((0, 4), ValueError, "hidden_size must be at least 1, got 0"),
+        ((16.0, 4), TypeError, "hidden_size must be an int, got float"),
+        ((16, 0), ValueError, "kernel_size must be at least 1, got 0"),
+        ((16, "4"), TypeError, "kernel_size must be an int, got str"),
+    ],
+)
+def test_refused_convolutions(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ShortConvolution(*arguments)
 
 
 def test_init_state_on_meta():

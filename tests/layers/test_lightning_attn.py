@@ -144,17 +144,35 @@ def test_state(device):
     ("arguments", "message"),
     [
         ({"mode": "parallel"}, "mode must be 'chunk' or 'fused_recurrent', got 'parallel'"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
         ({"num_heads": 5}, "hidden_size must be a multiple of num_heads = 5 without a head_dim, got 24"),
         ({"head_dim": 257}, "head_dim must be from 1 to 256, got 257"),
         ({"layer_idx": 3}, "layer_idx must be from 0 to num_layers - 1 = 2, got 3"),
-        ({"decay": "retnet"}, "decay must be 'minimax' or 'tnl', got 'retnet'"),
+        ({"decay": "retnet"}, "decay must be 'tnl' or 'minimax', got 'retnet'"),
         ({"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),
         ({"hidden_act": "elu"}, "hidden_act must be one of relu"),
     ],
 )
 def test_refused_arguments(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
+        LightningAttention(**BASE | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden_size": 24.0}, "hidden_size must be an int, got float"),
+        ({"num_heads": 4.0}, "num_heads must be an int, got float"),
+        ({"head_dim": 6.0}, "head_dim must be an int, got float"),
+        ({"layer_idx": 0.5}, "layer_idx must be an int, got float"),
+        ({"layer_idx": "0"}, "layer_idx must be an int, got str"),
+        ({"num_layers": 2.5}, "num_layers must be an int, got float"),
+        ({"norm_eps": None}, "norm_eps must be a number, got NoneType"),
+    ],
+)
+def test_refused_types(arguments, message):
+    with pytest.raises(TypeError, match=message):
         LightningAttention(**BASE | arguments)
 
 

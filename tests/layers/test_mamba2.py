@@ -269,12 +269,57 @@ def test_refused_limit():
         ({"dt_limit": (-1, 1)}, "dt_limit must be two ascending bounds of at least 0, got (-1, 1)"),
         ({"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),
         ({"hidden_act": "elu"}, "hidden_act must be one of relu"),
-        ({"conv_kernel": 0}, "kernel_size must be at least 1, got 0"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ({"conv_kernel": 0}, "conv_kernel must be at least 1, got 0"),
+        ({"conv_init": -0.1}, "conv_init must be at least 0, got -0.1"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"A_init_range": (1,)}, "A_init_range must be two ascending bounds above 0, got (1,)"),
+        (
+            {"expand": 1.3},
+            "expand * hidden_size must be a positive multiple of head_dim = 8, got 31.2",
+        ),
+        (
+            {"expand": math.nan},
+            "expand * hidden_size must be a positive multiple of head_dim = 8, got nan",
+        ),
     ],
 )
 def test_refused_arguments(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         Mamba2(**BASE | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden_size": 24.0}, "hidden_size must be an int, got float"),
+        ({"num_heads": 6.0}, "num_heads must be an int, got float"),
+        ({"head_dim": 8.0}, "head_dim must be an int, got float"),
+        ({"head_dim": "8"}, "head_dim must be an int, got str"),
+        ({"state_size": 8.0}, "state_size must be an int, got float"),
+        ({"n_groups": 2.0}, "n_groups must be an int, got float"),
+        ({"conv_kernel": "a"}, "conv_kernel must be an int, got str"),
+        ({"conv_init": "a"}, "conv_init must be a number, got str"),
+        ({"chunk_size": 64.0}, "chunk_size must be an int, got float"),
+        ({"expand": "2"}, "expand must be a number, got str"),
+        ({"A_init_range": 3}, "A_init_range must be a tuple of two bounds, got int"),
+        ({"A_init_range": None}, "A_init_range must be a tuple of two bounds, got NoneType"),
+        ({"A_init_range": (1, "a")}, "A_init_range[1] must be a number, got str"),
+        ({"dt_min": None}, "dt_min must be a number, got NoneType"),
+        ({"dt_max": "a"}, "dt_max must be a number, got str"),
+        ({"dt_init_floor": None}, "dt_init_floor must be a number, got NoneType"),
+        ({"norm_eps": None}, "norm_eps must be a number, got NoneType"),
+    ],
+)
+def test_refused_types(arguments, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Mamba2(**BASE | arguments)
+
+
+def test_fractional_expand():
+    layer = Mamba2(**BASE | {"expand": 4 / 3})
+    assert (layer.intermediate_size, layer.num_heads) == (32, 4)
+    assert layer(torch.ones(2, 5, 24))[0].shape == (2, 5, 24)
 
 
 def test_refused_inputs():
