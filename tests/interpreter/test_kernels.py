@@ -82,6 +82,12 @@ def test_one_loss(case: OpCase, loss: str) -> None:
     check(draw(case, CPU, B=1, H=1, T=5), loss)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+@each_op
+def test_scale(case: OpCase, scale: float) -> None:
+    check(draw(case, CPU, B=1, H=1, T=66, scale=scale))
+
+
 @each_op
 @pytest.mark.parametrize("lengths", [[6], [0, 65, 1, 0, 3, 0]], ids=["one", "six"])
 def test_packed(case: OpCase, lengths: list[int]) -> None:
