@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from flacompose.ops.families import _recurrent  # noqa: E402
+from flacompose.ops.families import _launch  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.scalar_decay.op import CONSTANT, PER_TOKEN, SUMMED  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
@@ -36,7 +36,7 @@ SHARED_MEMORY = 232448  # bytes a program may have on the chip
 
 
 def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_recurrent, scalar_decay, vector_decay):
+    for module in (_launch, scalar_decay, vector_decay):
         monkeypatch.setattr(module, "launch", launch)
 
 

@@ -1,9 +1,13 @@
-"""What the launches of all families share."""
+"""What the launches of all families share, that of the token-by-token form among it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from flacompose.ops._define import launch
+from flacompose.ops._varlen import bounds
+from flacompose.ops.families._kernels import recurrent_kernel
 
 
 def block(D: int, largest: int) -> int:
@@ -31,3 +35,58 @@ def segment_count(NT: int, programs: int) -> int:
     """
     # Not `max` and `min`, which would ask a symbolic length and so bound it.
     return torch.sym_max(1, torch.sym_min(NT // 64, 512 // programs))
+
+
+def recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    read_before: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
+
+    The gates are ``g [B, T, HV]``, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    g, gk, gv, initial_state = given(g), given(gk), given(gv), given(initial_state)
+    if cu_seqlens is None:
+        N, o = B, torch.empty_like(v)
+    else:
+        cu_seqlens = bounds(cu_seqlens, T)
+        # A batch axis of 1 stops Inductor in PyTorch 2.11, where it clones such memory.
+        N, o = cu_seqlens.shape[0] - 1, v.new_zeros(T, HV, V)
+    final_state = q.new_empty(N, HV, K, V, dtype=torch.float32)
+    BK = block(K, 256)
+    BV = block(V, 4096 // BK)
+    launch(
+        recurrent_kernel,
+        (N * HV * tile_count(V, BV),),
+        q,
+        k,
+        v,
+        g,
+        gk,
+        gv,
+        initial_state,
+        o,
+        final_state,
+        cu_seqlens,
+        scale,
+        T,
+        H,
+        HV,
+        K,
+        V,
+        BK,
+        BV,
+        read_before,
+    )
+    return o if cu_seqlens is None else o.unsqueeze(0), final_state

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flacompose.ops._define import compile_together, launch
 from flacompose.ops._varlen import bounds
-from flacompose.ops.families import _recurrent
+from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import block, given, operand, segment_count, tile_count
 from flacompose.ops.families.scalar_decay.eager import CONSTANT, SUMMED
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
@@ -98,7 +98,7 @@ def recurrent(
     gate_gradient: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return _recurrent.recurrent(q, k, v, g, None, None, initial_state, cu_seqlens, scale)
+    return _launch.recurrent(q, k, v, g, None, None, initial_state, cu_seqlens, scale)
 
 
 class _Gates(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._triton import LOWEST_GATE, dot, dot_split, split_dot
+from flacompose.ops.families._kernels import LOWEST_GATE, dot, dot_split, split_dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flacompose.ops._define import compile_together, launch
 from flacompose.ops._varlen import ChunkTable, chunk_table
-from flacompose.ops.families import _recurrent
+from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import block, given, operand, segment_count, tile_count
 from flacompose.ops.families.vector_decay.kernels import (
     gated_kernel,
@@ -95,7 +95,7 @@ def recurrent(
     read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _recurrent.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, read_before)
+    return _launch.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, read_before)
 
 
 class _Work:

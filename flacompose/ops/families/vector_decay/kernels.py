@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._triton import LOWEST_GATE, dot, load_tile, split_dot, store_tile
+from flacompose.ops.families._kernels import LOWEST_GATE, dot, load_tile, split_dot, store_tile
 
 # Leaves float32 room for products of queries, keys, values and their gradients from 1e-18 to 1e18.
 _MILD = tl.constexpr(45.0)

@@ -1,70 +1,52 @@
-"""The token-by-token form of every decayed outer-product recurrence, in Triton: one kernel, all gates optional."""
+"""What the Triton kernels of all families are made of, and the token-by-token kernel of all."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from flacompose.ops._define import launch
-from flacompose.ops._varlen import bounds
-from flacompose.ops.families._launch import block, given, tile_count
+# exp of it is 0 in float32, so a sum that includes a gate at this bound weighs nothing, as -inf would.
+LOWEST_GATE = tl.constexpr(-128.0)
 
 
-def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    read_before: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
+@triton.jit
+def load_tile(x, token, end, h, d, H, D):
+    """Rows `token` of head `h` of ``x [tokens, H, D]``, zero from `end` on."""
+    at = x + (token * H + h)[:, None] * D + d[None, :]
+    return tl.load(at, mask=(token < end)[:, None] & (d < D)[None, :], other=0.0)
 
-    The gates are ``g [B, T, HV]``, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``.
-    """
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    g, gk, gv, initial_state = given(g), given(gk), given(gv), given(initial_state)
-    if cu_seqlens is None:
-        N, o = B, torch.empty_like(v)
+
+@triton.jit
+def store_tile(x, value, token, end, h, d, H, D):
+    at = x + (token * H + h)[:, None] * D + d[None, :]
+    tl.store(at, value.to(x.dtype.element_ty), mask=(token < end)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def dot(a, b, DOT: tl.constexpr):
+    return tl.dot(a.to(DOT), b.to(DOT), input_precision="tf32x3")
+
+
+@triton.jit
+def split_dot(a, b, DOT: tl.constexpr, acc=None):
+    """``acc + a @ b`` for float32 `a`, in two parts, and `b` of the inputs' dtype."""
+    if DOT == tl.float32:
+        out = tl.dot(a, b.to(tl.float32), acc=acc, input_precision="tf32x3")
     else:
-        cu_seqlens = bounds(cu_seqlens, T)
-        # A batch axis of 1 stops Inductor in PyTorch 2.11, where it clones such memory.
-        N, o = cu_seqlens.shape[0] - 1, v.new_zeros(T, HV, V)
-    final_state = q.new_empty(N, HV, K, V, dtype=torch.float32)
-    BK = block(K, 256)
-    BV = block(V, 4096 // BK)
-    launch(
-        recurrent_kernel,
-        (N * HV * tile_count(V, BV),),
-        q,
-        k,
-        v,
-        g,
-        gk,
-        gv,
-        initial_state,
-        o,
-        final_state,
-        cu_seqlens,
-        scale,
-        T,
-        H,
-        HV,
-        K,
-        V,
-        BK,
-        BV,
-        read_before,
-    )
-    return o if cu_seqlens is None else o.unsqueeze(0), final_state
+        high = a.to(DOT)
+        out = tl.dot(high, b, acc=tl.dot((a - high.to(tl.float32)).to(DOT), b, acc=acc))
+    return out
+
+
+@triton.jit
+def dot_split(a, b, DOT: tl.constexpr, acc=None):
+    """``acc + a @ b`` for `a` of the inputs' dtype and float32 `b`, in two parts."""
+    if DOT == tl.float32:
+        out = tl.dot(a.to(tl.float32), b, acc=acc, input_precision="tf32x3")
+    else:
+        high = b.to(DOT)
+        out = tl.dot(a.to(DOT), high, acc=tl.dot(a.to(DOT), (b - high.to(tl.float32)).to(DOT), acc=acc))
+    return out
 
 
 @triton.jit
