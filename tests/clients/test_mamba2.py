@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,14 +12,14 @@ from flacompose.ops import mamba_chunk_scan_combined, selective_state_update
 from .capture import (
     EXPORTED,
     PACKAGED,
-    Logits,
+    assert_continued,
     assert_exact,
     assert_one_compilation,
+    assert_same_generation,
+    assert_same_logits,
     exported,
-    generated,
     ops,
     packaged,
-    prompt,
 )
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -56,39 +58,16 @@ def on_flacompose(monkeypatch):
     monkeypatch.setattr(modeling, "mamba2_selective_state_update", step)
 
 
-@torch.no_grad()
 def test_logits(model, monkeypatch):
-    prompts = [prompt(model, T, batch) for T, batch in ((1, 2), (3, 1), (64, 2), (165, 2), (384, 1))]
-    theirs = [Logits(model)(ids) for ids in prompts]
-    on_flacompose(monkeypatch)
-    for ids, expected in zip(prompts, theirs, strict=True):
-        torch.testing.assert_close(Logits(model)(ids), expected, atol=1e-4, rtol=1e-4)
+    assert_same_logits(model, partial(on_flacompose, monkeypatch))
 
 
-@torch.no_grad()
 def test_continued(model, monkeypatch):
-    """A prompt in pieces, through the cache, is the whole."""
-    ids = prompt(model, 165, batch=2)
-    expected = Logits(model)(ids)
-    on_flacompose(monkeypatch)
-    cache, logits = None, []
-    for piece in ids.split([70, 1, 3, 91], 1):
-        out = model(piece, cache_params=cache, use_cache=True)
-        cache = out.cache_params
-        logits.append(out.logits)
-    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=1e-4)
+    assert_continued(model, partial(on_flacompose, monkeypatch), "cache_params")
 
 
 def test_generation(model, monkeypatch):
-    """The same tokens, of a prompt and of a left-padded batch."""
-    one, two = prompt(model, 70), prompt(model, 9, batch=2)
-    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9], device=model.device)
-    theirs = generated(model, one), generated(model, two, mask)
-    on_flacompose(monkeypatch)
-    ours = generated(model, one), generated(model, two, mask)
-    for (tokens, logits), (expected, expected_logits) in zip(ours, theirs, strict=True):
-        assert torch.equal(tokens, expected)
-        torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-4)
+    assert_same_generation(model, partial(on_flacompose, monkeypatch))
 
 
 def test_compile(model, monkeypatch):
