@@ -20,7 +20,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from flacompose.ops.families import _launch  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
-from flacompose.ops.families.scalar_decay.op import CONSTANT, PER_TOKEN, SUMMED  # noqa: E402
+from flacompose.ops.families.scalar_decay.op import FIXED, PER_TOKEN, SUMMED  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -97,7 +97,7 @@ def test_compiles(
 
 
 @pytest.mark.parametrize(
-    "gates", [None, CONSTANT, PER_TOKEN, SUMMED], ids=["none", "constant", "token", "summed"]
+    "gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "constant", "token", "summed"]
 )
 @pytest.mark.parametrize(
     "dtype, gate_dtype, K, V, groups, packed",
@@ -159,7 +159,7 @@ def test_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    "gates", [None, CONSTANT, PER_TOKEN, SUMMED], ids=["none", "constant", "token", "summed"]
+    "gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "constant", "token", "summed"]
 )
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
 def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def run(
         _check.number("scale", scale)
     gate_gradient = op.PER_TOKEN
     if decay is not None:
-        g, gate_gradient = decay(HV).expand(B, T, HV), op.CONSTANT
+        g, gate_gradient = decay(HV).expand(B, T, HV), op.FIXED
     elif g_gamma is not None:
         # Wide, as the gradient of `g_gamma` is a sum over all tokens.
         g = wide(g_gamma, q).expand(B, T, HV) if g is None else wide(g, q) + wide(g_gamma, q)

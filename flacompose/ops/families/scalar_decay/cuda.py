@@ -12,7 +12,7 @@ from flacompose.ops._define import compile_together, launch
 from flacompose.ops._varlen import bounds
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import block, given, operand, segment_count, tile_count
-from flacompose.ops.families.scalar_decay.eager import CONSTANT, SUMMED
+from flacompose.ops.families.scalar_decay.eager import FIXED, SUMMED
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
 
 
@@ -28,10 +28,11 @@ def chunk(
     gate_gradient: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    sweep = _Sweep(q, v, g is not None, CONSTANT, cu_seqlens, scale)
+    fixed = gate_gradient == FIXED
+    sweep = _Sweep(q, v, g is not None, FIXED, cu_seqlens, scale)
     o, final_state = sweep.per_token(v), sweep.state()
     q, k, v = operand(q), operand(k), operand(v)
-    gates, initial_state = sweep.gates(g), given(initial_state)
+    gates, initial_state = sweep.gates(g, fixed), given(initial_state)
     ends = sweep.segment_ends(k, v, gates, initial_state)
     sweep(q, k, v, gates, initial_state, ends, o, final=final_state)
     return sweep.batched(o), final_state
@@ -50,8 +51,8 @@ def backward(
     do: Tensor | None,
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 for `CONSTANT` gates."""
-    gate_gradient = CONSTANT if g is None else gate_gradient
+    """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 for `FIXED` gates."""
+    gate_gradient = FIXED if g is None else gate_gradient
     sweep = _Sweep(q, v, g is not None, gate_gradient, cu_seqlens, scale)
     q_dtype, state_dtype = q.dtype, None if initial_state is None else initial_state.dtype
     # One gradient for each head of values; those that share one of queries and keys are summed at the end.
@@ -63,7 +64,7 @@ def backward(
     q, k, v, do = operand(q), operand(k), operand(v), operand(do)
     initial_state, d_final_state = given(initial_state), given(d_final_state)
 
-    gates = sweep.gates(g)
+    gates = sweep.gates(g, gate_gradient == FIXED)
     gradient = sweep.gradient_parts() if sweep.with_gate_gradient else None
     ends = sweep.segment_ends(k, v, gates, initial_state)
     sweep(do, v, k, gates, initial_state, ends, dq, gradient=gradient, y=q, transpose=True)
@@ -102,8 +103,9 @@ def recurrent(
 
 
 class _Gates(NamedTuple):
-    """What `gate_kernel` makes of them."""
+    """Gates that are those of every token, or what `gate_kernel` makes of others."""
 
+    gamma: Tensor | None = None
     sums: Tensor | None = None
     rest: Tensor | None = None
     bounds: Tensor | None = None
@@ -135,7 +137,7 @@ class _Sweep:
         self.HV, self.V = v.shape[2:]
         self.scale = scale
         self.bfloat16 = q.dtype == torch.bfloat16
-        self.gated, self.with_gate_gradient = gated, gate_gradient != CONSTANT
+        self.gated, self.with_gate_gradient = gated, gate_gradient != FIXED
         self.fine = gate_gradient == SUMMED and self.bfloat16
         self.C = chunk_size(self.bfloat16, max(self.K, self.V), gated, self.with_gate_gradient)
         self.BH = block(self.HV, 16)
@@ -168,18 +170,22 @@ class _Sweep:
     def state(self) -> Tensor:
         return torch.empty(self.N, self.HV, self.K, self.V, dtype=torch.float32, device=self.device)
 
-    def gates(self, g: Tensor | None) -> _Gates:
-        """Their running sums within each chunk, in float32 products in two parts."""
+    def gates(self, g: Tensor | None, fixed: bool) -> _Gates:
         if g is None:
             return _Gates()
+        if fixed:
+            return _Gates(gamma=operand(g[0, 0]))
         shape = (self.rows, self.HV, self.C)
         sums, rest = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
         bounds = torch.empty(self.rows, 2, dtype=torch.int64, device=self.device)
-        gates = _Gates(sums, None if self.bfloat16 else rest, bounds)
+        # In two parts for float32 products.
+        gates = _Gates(None, sums, None if self.bfloat16 else rest, bounds)
         # Steps of the search for a chunk's sequence.
         steps = self.N.bit_length() if isinstance(self.N, int) else 32
         sizes = self.T, self.N, self.HV, steps
-        launch(gate_kernel, self._by_row(), operand(g), *gates, self.cu_seqlens, *sizes, C=self.C, BH=self.BH)
+        launch(
+            gate_kernel, self._by_row(), operand(g), *gates[1:], self.cu_seqlens, *sizes, C=self.C, BH=self.BH
+        )
         return gates
 
     def gradient_parts(self) -> _GateGradient:
@@ -231,7 +237,7 @@ class _Sweep:
             return None, None
         N, HV, K, V = self.N, self.HV, self.K, self.V
         new = torch.empty(self.segments + 1, N, HV, K, V, dtype=torch.float32, device=self.device)
-        ends = new, None if gates.sums is None else new.new_empty(self.segments + 1, N, HV)
+        ends = new, new.new_empty(self.segments + 1, N, HV) if self.gated else None
         self(None, b, x, gates, initial, ends, None, reverse=reverse)
         return ends
 
@@ -260,8 +266,7 @@ class _Sweep:
             b,
             x,
             None if gradient is None else y,
-            gates.sums,
-            gates.rest,
+            *gates[:3],
             initial,
             *ends,
             out,
@@ -282,6 +287,7 @@ class _Sweep:
             C=self.C,
             BD1=BD1,
             BD2=BD2,
+            GATED=self.gated,
             SPLIT=self.split,
             REVERSE=reverse,
             FINE=self.fine and gradient is not None,

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flacompose.ops.families._chunks import Chunks
 
-# What `gate_gradient` may be: `g` is a constant, of gradient 0; it has one gradient per token; or these are going to be
-# summed over tokens, where they cancel, so that they have to be finer.
-CONSTANT, PER_TOKEN, SUMMED = range(3)
+# What `gate_gradient` may be: all tokens have the same constant gates, of gradient 0; they have one gradient per token;
+# or these are going to be summed over tokens, where they cancel, so that they have to be finer.
+FIXED, PER_TOKEN, SUMMED = range(3)
 
 
 def forward(
@@ -54,7 +54,7 @@ def backward(
     do: Tensor | None,
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 for `CONSTANT` gates."""
+    """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 for `FIXED` gates."""
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
     q_, k_, v_, do_ = _by_group(chunks, q, k, v, do)
@@ -72,7 +72,7 @@ def backward(
     dg = None
     if g is not None:
         dg = g.new_zeros(g.shape)
-        if gate_gradient != CONSTANT:
+        if gate_gradient != FIXED:
             through = (S * dS).sum((-2, -1), keepdim=True) * decay.total
             dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), through)
             dg = chunks.join(dg.flatten(1, 2)).squeeze(-1)

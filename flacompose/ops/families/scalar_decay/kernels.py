@@ -135,7 +135,8 @@ def sweep_kernel(
     b,  # [tokens, HA, D1]
     x,  # [tokens, HX, D2]
     y,  # [tokens, HX, D2]: the primal of `out`, for the gradient of gates
-    sums,  # [rows, H, C], of gates, as `gate_kernel` gives them
+    gamma,  # [H], gates that are those of every token
+    sums,  # [rows, H, C], of other gates, as `gate_kernel` gives them
     rest,
     initial,  # [N, H, D1, D2], by strides, as the other states
     segment_state,  # [SEGMENTS, N, H, D1, D2]: each segment's end, begun at 0 (the first at `initial`)
@@ -162,6 +163,7 @@ def sweep_kernel(
     C: tl.constexpr,
     BD1: tl.constexpr,
     BD2: tl.constexpr,
+    GATED: tl.constexpr,
     SPLIT: tl.constexpr,
     REVERSE: tl.constexpr,
     FINE: tl.constexpr,
@@ -215,7 +217,7 @@ def sweep_kernel(
     if SPLIT and out is not None:
         for i in range(segment):
             inh = i * N * H + nh
-            if sums is not None:
+            if GATED:
                 S *= tl.exp2(tl.load(segment_gate + inh))
             S += tl.load(segment_state + inh * D1 * D2 + at_state, mask=in_state, other=0.0)
     gates = tl.zeros([], dtype=tl.float32)
@@ -223,6 +225,10 @@ def sweep_kernel(
     t = tl.arange(0, C)
     i_ = t[:, None]
     j_ = t[None, :]
+    if gamma is not None:
+        rate = tl.load(gamma + h).to(tl.float32)
+        rate = tl.maximum(rate, LOWEST_GATE, propagate_nan=tl.PropagateNan.ALL) * LOG2_E
+        between = tl.exp2(rate * tl.abs(i_ - j_))
     for i in range(begin, stop):
         row = rows - 1 - i if REVERSE else i
         start = lo + row * C
@@ -232,7 +238,12 @@ def sweep_kernel(
             written = tl.where(scale == 0.0, 0, left)
         b_ = _rows(b, start, HA, ha, d1, D1, BD1, written, C)
         x_ = _rows(x, start, HX, hx, d2, D2, BD2, left, C)
-        if sums is not None:
+        if gamma is not None:
+            last = tl.minimum(left, C)
+            total = rate * last
+            to_start = rate * (i_ + 1)
+            to_end = rate * tl.maximum(last - 1 - i_, 0)
+        elif sums is not None:
             at_gate = ((row0 + row) * H + h) * C
             sum_i = tl.load(sums + at_gate + i_)
             total = tl.load(sums + at_gate + C - 1)
@@ -246,6 +257,8 @@ def sweep_kernel(
                 to_end += rest_total - rest_i
                 between += rest_i - tl.load(rest + at_gate + j_)
                 total += rest_total
+            between = tl.exp2(-between if REVERSE else between)
+        if GATED:
             near = tl.exp2(to_end if REVERSE else to_start)
             far = tl.exp2(to_start if REVERSE else to_end)
             gates += total
@@ -253,9 +266,9 @@ def sweep_kernel(
             a_ = _rows(a, start, HA, ha, d1, D1, BD1, left, C)
             other_chunks = dot_split(a_, S, DOT) if FINE else dot(a_, S, DOT)
             pairs = dot(a_, tl.trans(b_), DOT)
-            if sums is not None:
+            if GATED:
                 other_chunks *= near
-                pairs *= tl.exp2(-between if REVERSE else between)
+                pairs *= between
             pairs = tl.where(i_ <= j_ if REVERSE else i_ >= j_, pairs, 0.0)
             if states is not None:
                 y_ = _rows(y, start, HX, hx, d2, D2, BD2, left, C)
@@ -282,7 +295,7 @@ def sweep_kernel(
             out_ = split_dot(pairs, x_.to(DOT), DOT, other_chunks)
             at_out = out + (start * H + h) * D2 + i_ * (H * D2) + d2[None, :]
             tl.store(at_out, (out_ * unit).to(out.dtype.element_ty), mask=(i_ < left) & (d2 < D2)[None, :])
-        if sums is not None:
+        if GATED:
             S *= tl.exp2(total)
             x_ = x_ * far
         if FINE:
@@ -293,7 +306,7 @@ def sweep_kernel(
     if out is None:
         inh = segment * N * H + nh
         tl.store(segment_state + inh * D1 * D2 + at_state, S, mask=in_state)
-        if sums is not None:
+        if GATED:
             tl.store(segment_gate + inh, gates)
     elif final is not None:
         if segment == SEGMENTS - 1:

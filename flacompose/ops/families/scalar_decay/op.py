@@ -8,8 +8,8 @@ for, as `eager` explains.
 
 from flacompose.ops.families._op import define_family
 from flacompose.ops.families.scalar_decay import eager
-from flacompose.ops.families.scalar_decay.eager import CONSTANT, PER_TOKEN, SUMMED
+from flacompose.ops.families.scalar_decay.eager import FIXED, PER_TOKEN, SUMMED
 
-__all__ = ["CONSTANT", "PER_TOKEN", "SUMMED", "chunk", "recurrent"]
+__all__ = ["FIXED", "PER_TOKEN", "SUMMED", "chunk", "recurrent"]
 
 chunk, recurrent = define_family("scalar_decay", eager, ("g",), "int gate_gradient")
