@@ -57,7 +57,7 @@ def _expm1(g):
     return tl.where(g > -0.1, series, tl.exp(g) - 1)
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "scale"])
+@triton.jit(do_not_specialize=["T", "H", "HV", "scale", "stride_g"])
 def recurrent_kernel(
     q,
     k,
@@ -75,6 +75,7 @@ def recurrent_kernel(
     HV,
     K,
     V,
+    stride_g,  # from token to token, 0 where all have the same
     BK: tl.constexpr,
     BV: tl.constexpr,
     READ_BEFORE: tl.constexpr,
@@ -112,7 +113,7 @@ def recurrent_kernel(
         if READ_BEFORE:
             o_ = tl.sum(S * q_[:, None], 0)
         if g is not None:
-            S += S * _expm1(tl.load(g + token * HV + hv))
+            S += S * _expm1(tl.load(g + token * stride_g + hv))
         if gk is not None:
             S += S * _expm1(tl.load(gk + at_k, mask=in_k, other=0.0))[:, None]
         if gv is not None:
@@ -122,3 +123,11 @@ def recurrent_kernel(
             o_ = tl.sum(S * q_[:, None], 0)
         tl.store(o + at_v, o_.to(o.dtype.element_ty), mask=in_v)
     tl.store(final + at_state, S, mask=in_state)
+    if cu_seqlens is not None:
+        # Tokens of no sequence, before the first and after the last, are shared out among the programs.
+        N = tl.num_programs(0) // (HV * blocks)
+        first = tl.load(cu_seqlens)
+        end = tl.load(cu_seqlens + N)
+        for i in range(n, first + T - end, N):
+            token = tl.where(i < first, i, end + i - first)
+            tl.store(o + (token * HV + hv) * V + dv, tl.zeros([BV], o.dtype.element_ty), mask=in_v)

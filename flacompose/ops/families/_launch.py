@@ -51,18 +51,18 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
-    The gates are ``g [B, T, HV]``, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``.
+    The gates are ``g [B, T, HV]``, or ``[HV]`` for every token, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     g, gk, gv, initial_state = given(g), given(gk), given(gv), given(initial_state)
     if cu_seqlens is None:
-        N, o = B, torch.empty_like(v)
+        N = B
     else:
         cu_seqlens = bounds(cu_seqlens, T)
-        # A batch axis of 1 stops Inductor in PyTorch 2.11, where it clones such memory.
-        N, o = cu_seqlens.shape[0] - 1, v.new_zeros(T, HV, V)
+        N = cu_seqlens.shape[0] - 1
+    o = torch.empty_like(v)
     final_state = q.new_empty(N, HV, K, V, dtype=torch.float32)
     BK = block(K, 256)
     BV = block(V, 4096 // BK)
@@ -85,8 +85,9 @@ def recurrent(
         HV,
         K,
         V,
+        0 if g is None or g.dim() == 1 else HV,
         BK,
         BV,
         read_before,
     )
-    return o if cu_seqlens is None else o.unsqueeze(0), final_state
+    return o, final_state

@@ -99,6 +99,8 @@ def recurrent(
     gate_gradient: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    if g is not None and gate_gradient == FIXED:
+        g = g[0, 0]
     return _launch.recurrent(q, k, v, g, None, None, initial_state, cu_seqlens, scale)
 
 
