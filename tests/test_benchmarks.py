@@ -423,7 +423,7 @@ def test_gpu_measures():
     before = x.clone()
     replay()
     torch.testing.assert_close(x, before + 2)
-    assert 0 < measure.gpu_ms([replay, lambda: x.sum()], rounds=1, rep_ms=5)[0] < 5
+    assert 0 < measure.gpu_ms([replay, lambda: x.sum()], rounds=1, runs=5)[0] < 5
     assert measure.host_us(lambda: x + 1, calls=5, rounds=1) > 0
     assert measure.wall_us(lambda: x + 1, calls=5, rounds=1) > 0
 
