@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +45,16 @@ class Shape(NamedTuple):
     @property
     def HV(self) -> int:
         return self.H * self.group
+
+    @property
+    def D(self) -> int:
+        """Channels of a recurrence that has no heads."""
+        return self.H * self.K
+
+    @property
+    def M(self) -> int:
+        """Slots of a recurrence that has them."""
+        return 64
 
     @property
     def label(self) -> str:
@@ -103,7 +113,11 @@ class Op:
     recurrent: str
     inputs: Mapping[str, Draw]
     reference: Callable[..., tuple[Tensor, Tensor]]
-    state: Draw = Draw("B HV K V")
+    output: str = "v"
+    """The input that has the output's shape."""
+    states: Mapping[str, Draw] = field(default_factory=lambda: {"state": Draw("B HV K V")})
+    state_gradients: bool = True
+    """Whether the peer has them."""
     recurrent_names: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     grouped: bool = False
@@ -121,8 +135,20 @@ class Op:
         """Fresh inputs by the chunk function's argument names; q, k, v and gates all in ``dtype``."""
         return {name: d(shape, dtype, device).requires_grad_(grad) for name, d in self.inputs.items()}
 
-    def draw_state(self, shape: Shape, device: str) -> Tensor:
-        return self.state(shape, torch.float32, device)
+    def draw_do(self, shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
+        """The gradient that arrives on the output."""
+        return self.inputs[self.output](shape, dtype, device)
+
+    def draw_states(self, shape: Shape, device: str) -> dict[str, Tensor]:
+        """Fresh states by name."""
+        return {name: d(shape, torch.float32, device) for name, d in self.states.items()}
+
+    def packed(self, states: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+        """States as functions take and return them."""
+        return states[0] if len(self.states) == 1 else tuple(states)
+
+    def unpacked(self, state: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (state,) if isinstance(state, Tensor) else tuple(state)
 
     def for_recurrent(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {self.recurrent_names.get(name, name): x for name, x in inputs.items()}

@@ -47,9 +47,10 @@ def main() -> None:
     importlib.import_module("triton")
     module = peer.load() if arguments.side == "fla" else importlib.import_module("flacompose.ops")
     inputs = op.draw(arguments.shape, torch.bfloat16, "cuda", grad=True)
-    do = torch.randn_like(inputs["v"])
+    do = op.draw_do(arguments.shape, torch.bfloat16, "cuda")
     # Autograd's device thread and its context are the process's, not the op's.
-    torch.autograd.grad((inputs["v"] * 2).sum(), inputs["v"])
+    x = inputs[op.output]
+    torch.autograd.grad((x * 2).sum(), x)
     step = measure.step(op.chunk_of(module), inputs, do)
     torch.cuda.synchronize()
     start = time.perf_counter()

@@ -18,7 +18,7 @@ STEP = "forward + backward, float32"
 def training(op: Op, module: ModuleType, shape: Shape) -> Iterator[Row]:
     """An op beside the token-by-token reference under autograd."""
     inputs = op.draw(shape, torch.float32, "cpu", grad=True)
-    do = torch.randn_like(inputs["v"])
+    do = op.draw_do(shape, torch.float32, "cpu")
     ours = measure.cpu_ms(measure.step(op.chunk_of(module), inputs, do), runs=5)
     other = measure.cpu_ms(measure.step(op.reference, inputs, do), runs=3)
     yield Row(op.name, shape.label, STEP, "ms", ours, other, max_ratio=op.targets.cpu)

@@ -47,7 +47,7 @@ def both(
 def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[Row]:
     """Forward, forward and backward, and peak memory, in bfloat16. One side alone has no targets."""
     inputs = op.draw(shape, torch.bfloat16, DEVICE, grad=True)
-    do = torch.randn_like(inputs["v"])
+    do = op.draw_do(shape, torch.bfloat16, DEVICE)
     forwards: dict[str, Callable[[], object]] = {}
     steps: dict[str, Callable[[], object]] = {}
     failed = []
@@ -82,7 +82,7 @@ def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[R
 def host_bound(op: Op, sides: Sides) -> Iterator[Row]:
     """A short input, where launches and Python are all there is."""
     inputs = op.draw(HOST_BOUND, torch.bfloat16, DEVICE, grad=True)
-    do = torch.randn_like(inputs["v"])
+    do = op.draw_do(HOST_BOUND, torch.bfloat16, DEVICE)
 
     def forward_us(fn: Callable) -> float:
         return measure.wall_us(functools.partial(fn, **inputs))
@@ -102,14 +102,14 @@ def decode(op: Op, sides: Sides) -> Iterator[Row]:
         calls = []
         for _ in range(STATES):
             inputs = op.for_recurrent(op.draw(DECODE_GPU, torch.bfloat16, DEVICE))
-            state = op.draw_state(DECODE_GPU, DEVICE)
+            state = op.packed([*op.draw_states(DECODE_GPU, DEVICE).values()])
             calls.append(functools.partial(fn, **inputs, initial_state=state, output_final_state=True))
         with torch.no_grad():
             return measure.gpu_ms([measure.graph(calls)])[0] * 1e3 / STATES
 
     def host_us(fn: Callable) -> float:
         inputs = op.for_recurrent(op.draw(DECODE_HOST, torch.bfloat16, DEVICE))
-        state = op.draw_state(DECODE_HOST, DEVICE)
+        state = op.packed([*op.draw_states(DECODE_HOST, DEVICE).values()])
 
         def token() -> None:
             nonlocal state
@@ -134,20 +134,27 @@ def decode(op: Op, sides: Sides) -> Iterator[Row]:
 def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
     """Both sides' bfloat16 results against float64 on the same rounded inputs: never above the peer's."""
     inputs = op.draw(ACCURACY, torch.bfloat16, DEVICE)
-    state = op.draw_state(ACCURACY, DEVICE)
-    do, d_state = torch.randn_like(inputs["v"]), torch.randn_like(state)
+    states = op.draw_states(ACCURACY, DEVICE)
+    upstream = [op.draw_do(ACCURACY, torch.bfloat16, DEVICE)]
+    if op.state_gradients:
+        upstream += op.draw_states(ACCURACY, DEVICE).values()
 
     def results(module: ModuleType, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        leaves = {
-            name: x.to(dtype or x.dtype, copy=True) for name, x in (inputs | {"initial_state": state}).items()
-        }
+        given, initial = (
+            {name: x.to(dtype or x.dtype, copy=True) for name, x in xs.items()} for xs in (inputs, states)
+        )
+        leaves = {**given, **{f"initial_{name}": x for name, x in initial.items() if op.state_gradients}}
         for leaf in leaves.values():
             leaf.requires_grad_()
-        o, final_state = op.chunk_of(module)(**leaves, output_final_state=True)
-        upstream = do.to(o.dtype), d_state.to(final_state.dtype)
-        gradients = torch.autograd.grad((o, final_state), list(leaves.values()), upstream)
+        o, final = op.chunk_of(module)(
+            **given, initial_state=op.packed([*initial.values()]), output_final_state=True
+        )
+        final = op.unpacked(final)
+        outputs, arriving = zip(*((y, dy.to(y.dtype)) for y, dy in zip((o, *final), upstream)))
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving)
         named = {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
-        return {"o": o.detach(), "final_state": final_state.detach(), **named}
+        named |= {f"final_{name}": x.detach() for name, x in zip(states, final, strict=True)}
+        return {"o": o.detach(), **named}
 
     truth: dict[str, Tensor] = {}
     errors: dict[str, dict[str, float]] = {side: {} for side in sides}
@@ -162,7 +169,8 @@ def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
             errors[side] = {name: measure.relative_error(got[name], x) for name, x in truth.items()}
         except Exception as error:
             notes.append(failure(side, error))
-    for name in ("o", "final_state", *(f"d{name}" for name in inputs), "dinitial_state"):
+    initial = [f"dinitial_{name}" for name in states if op.state_gradients]
+    for name in ("o", *(f"final_{name}" for name in states), *(f"d{name}" for name in inputs), *initial):
         ours, other = (errors[side].get(name) for side in sides)
         quantity, note = f"relative error of {name}", "; ".join(notes)
         yield Row(op.name, ACCURACY.label, quantity, "", ours, other, max_ratio=1.0, note=note)

@@ -1,6 +1,4 @@
-"""How one figure is taken. Nothing here knows an op; ``fn`` is a call with its inputs bound.
-
-"""
+"""How one figure is taken. Nothing here knows an op; ``fn`` is a call with its inputs bound."""
 
 from __future__ import annotations
 

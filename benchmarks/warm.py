@@ -96,14 +96,17 @@ def calls(op: Op, shapes: Sequence[Shape]) -> None:
     # No tuning key holds the length, past one chunk: short inputs leave memory for every worker.
     for short in dict.fromkeys(shape._replace(T=256) for shape in shapes):
         inputs = op.draw(short, torch.bfloat16, "cuda", grad=True)
-        do = torch.randn_like(inputs["v"])
+        do = op.draw_do(short, torch.bfloat16, "cuda")
         peer.first_call(measure.step(chunk, inputs, do))
-        state = op.draw_state(short, "cuda").requires_grad_()
-        results = chunk(**inputs, initial_state=state, output_final_state=True)
-        torch.autograd.grad(results, [*inputs.values(), state], [torch.randn_like(x) for x in results])
+        states = [x.requires_grad_(op.state_gradients) for x in op.draw_states(short, "cuda").values()]
+        o, final = chunk(**inputs, initial_state=op.packed(states), output_final_state=True)
+        results = [x for x in (o, *op.unpacked(final)) if x.requires_grad]
+        leaves = [*inputs.values(), *(x for x in states if x.requires_grad)]
+        torch.autograd.grad(results, leaves, [torch.randn_like(x) for x in results])
     with torch.no_grad():
         inputs = op.for_recurrent(op.draw(DECODE_HOST, torch.bfloat16, "cuda"))
-        recurrent(**inputs, initial_state=op.draw_state(DECODE_HOST, "cuda"), output_final_state=True)
+        state = op.packed([*op.draw_states(DECODE_HOST, "cuda").values()])
+        recurrent(**inputs, initial_state=state, output_final_state=True)
 
 
 def main() -> None:

@@ -128,12 +128,17 @@ def test_inputs(name: str):
     op, shape = OPS[name], Shape.parse("2x3x4x5x6x3" if OPS[name].grouped else "2x3x4x5x6")
     assert Shape.parse(str(shape)) == shape
     inputs = op.draw(shape, torch.bfloat16, "cpu", grad=True)
-    assert inputs["q"].shape == (2, 3, 4, 5)
-    assert inputs["v"].shape == (2, 3, 12 if op.grouped else 4, 6)
-    op.chunk_of(flacompose.ops)(**inputs)
+    if "v" in inputs:
+        assert inputs["v"].shape == (2, 3, 12 if op.grouped else 4, 6)
+    states = op.draw_states(shape, "cpu").values()
+    o, final = op.chunk_of(flacompose.ops)(
+        **inputs, initial_state=op.packed([*states]), output_final_state=True
+    )
+    assert o.shape == op.draw_do(shape, torch.bfloat16, "cpu").shape
+    for final_state, state in zip(op.unpacked(final), states, strict=True):
+        assert final_state.shape == state.shape and state.dtype == torch.float32
     for x in inputs.values():
         assert x.is_leaf and x.requires_grad and x.dtype == torch.bfloat16 and x.count_nonzero() > 0
-    assert op.draw_state(shape, "cpu").dtype == torch.float32
     if "g" in inputs:
         assert inputs["g"].max() <= 0
 
