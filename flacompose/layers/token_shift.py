@@ -1,0 +1,40 @@
+"""The token shift of RWKV: every token beside the one before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._varlen import bounds
+
+
+def token_shift(
+    x: Tensor,  # [B, T, D]
+    last: Tensor | None = None,  # [N, D], the token before the first of each sequence; None: zeros
+    lengths: Tensor | None = None,  # [B], how many tokens of each row count
+    cu_seqlens: Tensor | None = None,  # [N + 1]
+) -> tuple[Tensor, Tensor]:
+    """``x_{t-1}`` for every ``x_t``, ``[B, T, D]``, and the last token of each sequence, ``[N, D]``, a new tensor."""
+    if cu_seqlens is not None:
+        return _packed(x, last, cu_seqlens)
+    B, T, D = x.shape
+    first = x.new_zeros(B, 1, D) if last is None else last.to(x.dtype).unsqueeze(1)
+    history = torch.cat([first, x], dim=1)
+    if lengths is None:
+        last = history[:, T]
+    else:
+        last = history.gather(1, lengths[:, None, None].expand(-1, 1, D)).squeeze(1)
+    return history[:, :T], last.clone(memory_format=torch.contiguous_format)
+
+
+def _packed(x: Tensor, last: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    _, T, D = x.shape
+    N = cu_seqlens.shape[0] - 1
+    last = x.new_zeros(N, D) if last is None else last.to(x.dtype)
+    cu = bounds(cu_seqlens, T)
+    begin, end = cu[:-1], cu[1:]
+    t = torch.arange(T, device=x.device)
+    sequence = (torch.searchsorted(cu, t, right=True) - 1).clamp(0, N - 1)
+    is_first = (t == begin[sequence])[:, None]
+    shifted = torch.where(is_first, last[sequence], x[0, (t - 1).clamp(min=0)])
+    return shifted[None], torch.where((begin < end)[:, None], x[0, (end - 1).clamp(min=0)], last)
