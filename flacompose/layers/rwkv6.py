@@ -87,11 +87,13 @@ class RWKV6Attention(AttentionLayer):
         self.x_bias = nn.Parameter(torch.empty(5, hidden_size))
         self.r_proj = _DDLerpLinear(_Linear(hidden_size, self.key_dim, bias=False))
         self.w_proj = _DDLerpLinear(_LoRA(hidden_size, self.key_dim, gate_low_rank_dim))
-        self.k_proj = _DDLerpLinear(_Linear(hidden_size, self.key_dim, bias=False))
-        self.v_proj = _DDLerpLinear(_Linear(hidden_size, self.value_dim, bias=False))
-        self.g_proj = _DDLerpLinear(_Linear(hidden_size, self.value_dim, bias=False))
+        k, v, g = (
+            _DDLerpLinear(_Linear(hidden_size, dim, bias=False))
+            for dim in (self.key_dim, self.value_dim, self.value_dim)
+        )
+        self.k_proj, self.v_proj, self.g_proj = k, v, g  # type: ignore[assignment]
         self.bonus = nn.Parameter(torch.empty(num_heads, self.head_k_dim))
-        self.g_norm = GroupNorm(num_heads, self.value_dim, elementwise_affine, norm_eps)
+        self.g_norm = GroupNorm(num_heads, self.value_dim, elementwise_affine, norm_eps)  # type: ignore[assignment]
         self.o_proj = _Linear(self.value_dim, hidden_size, bias=False)
         self.state_shapes = self.state_shapes._replace(shift=hidden_size)
         self.reset_parameters()
@@ -122,9 +124,7 @@ class RWKV6Attention(AttentionLayer):
         dtype = autocast_dtype(x.device)
         if dtype is not None and x.dtype != torch.float64:
             x = x.to(dtype)
-        shifted, shift = token_shift(
-            x, None if state is None else state.shift, lengths=tokens.lengths, cu_seqlens=cu_seqlens
-        )
+        shifted, shift = token_shift(x, () if state is None else state.shift, tokens.lengths, cu_seqlens)
         delta = shifted - x
         mu_r, mu_w, mu_k, mu_v, mu_g = self._mix(x, delta)
         r, k, v = self.r_proj(x, delta, mu_r), self.k_proj(x, delta, mu_k), self.v_proj(x, delta, mu_v)
@@ -145,10 +145,12 @@ class RWKV6Attention(AttentionLayer):
 
     def _mix(self, x: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
         """How much of the token before goes into each of r, w, k, v and g, five of ``[B, T, hidden_size]``."""
-        lerp, tanh, up = self.x_proj
-        low = tanh(lerp(x, delta)).unflatten(-1, (5, -1)).flatten(0, 1).transpose(0, 1)  # [5, B * T, R]
-        weight = up.weight.unflatten(-1, (5, -1)).permute(1, 2, 0)  # [5, R, hidden_size]
-        return ((low @ weight).unflatten(1, x.shape[:2]) + self.x_bias[:, None, None]).unbind(0)
+        low = (
+            self.x_proj[0](x, delta).tanh().unflatten(-1, (5, -1)).flatten(0, 1).transpose(0, 1)
+        )  # [5, B * T, R]
+        up: Tensor = self.x_proj[2].weight  # type: ignore[assignment]
+        up = up.unflatten(-1, (5, -1)).permute(1, 2, 0)  # [5, R, hidden_size]
+        return ((low @ up).unflatten(1, x.shape[:2]) + self.x_bias[:, None, None]).unbind(0)
 
 
 class _Linear(nn.Linear):

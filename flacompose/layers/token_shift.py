@@ -10,16 +10,17 @@ from flacompose.ops._varlen import bounds
 
 def token_shift(
     x: Tensor,  # [B, T, D]
-    last: Tensor | None = None,  # [N, D], the token before the first of each sequence; None: zeros
+    last: Tensor | tuple[()] = (),  # [N, D], the token before the first of each sequence; (): zeros
     lengths: Tensor | None = None,  # [B], how many tokens of each row count
     cu_seqlens: Tensor | None = None,  # [N + 1]
 ) -> tuple[Tensor, Tensor]:
     """``x_{t-1}`` for every ``x_t``, ``[B, T, D]``, and the last token of each sequence, ``[N, D]``, a new tensor."""
+    B, T, D = x.shape
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    last = last.to(x.dtype) if isinstance(last, Tensor) else x.new_zeros(N, D)
     if cu_seqlens is not None:
         return _packed(x, last, cu_seqlens)
-    B, T, D = x.shape
-    first = x.new_zeros(B, 1, D) if last is None else last.to(x.dtype).unsqueeze(1)
-    history = torch.cat([first, x], dim=1)
+    history = torch.cat([last.unsqueeze(1), x], dim=1)
     if lengths is None:
         last = history[:, T]
     else:
@@ -27,10 +28,8 @@ def token_shift(
     return history[:, :T], last.clone(memory_format=torch.contiguous_format)
 
 
-def _packed(x: Tensor, last: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    _, T, D = x.shape
-    N = cu_seqlens.shape[0] - 1
-    last = x.new_zeros(N, D) if last is None else last.to(x.dtype)
+def _packed(x: Tensor, last: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    T, N = x.shape[1], last.shape[0]
     cu = bounds(cu_seqlens, T)
     begin, end = cu[:-1], cu[1:]
     t = torch.arange(T, device=x.device)

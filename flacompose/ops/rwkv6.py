@@ -108,6 +108,6 @@ def _run(
     o, final_state = form(r, k, v, w, None, initial_state, cu_seqlens, scale, True)
     # The bonus, in as few passes over memory as unfused PyTorch takes: a product, a matrix product a head, a sum.
     u = (wide(u, r) * scale).to(r.dtype)
-    weight = (r * k).flatten(0, 1).transpose(0, 1) @ u.unsqueeze(-1)  # [H, B * T, 1]
-    o = torch.addcmul(o, weight.transpose(0, 1).reshape(*r.shape[:3], 1), v)
+    weight = torch.bmm((r * k).flatten(0, 1).transpose(0, 1), u.unsqueeze(-1))  # [H, B * T, 1]
+    o = torch.addcmul(o, weight.transpose(0, 1).unflatten(0, r.shape[:2]), v)
     return o, final_state if output_final_state else None

@@ -53,6 +53,7 @@ class OpCase:
     positive: tuple[str, ...] = ()  # arguments that have to be
     nodes: int = 1  # calls of the registered op
     around: tuple[str, ...] = ()  # PyTorch's ops between inputs, those and results, in a graph
+    decomposes: bool = False  # those round otherwise once decomposed
     term: Callable[..., tuple[Tensor, Tensor]] | None = (
         None  # a reference whose gradients are one of two that cancel
     )
@@ -182,7 +183,8 @@ gla, simple, simple_token = fused_recurrent_gla, chunk_simple_gla, fused_recurre
 rwkv6_chunk, rwkv6_token = (partial(rwkv6, form=form) for form in (chunk_rwkv6, fused_recurrent_rwkv6))
 bonus = {
     "inputs": QKV | {"u": ("H", "K")},
-    "around": ("mul", "view", "transpose", "mul", "unsqueeze", "bmm", "transpose", "view", "addcmul"),
+    "around": ("mul", "mul", "view", "permute", "unsqueeze", "bmm", "permute", "view", "mul", "mul", "add"),
+    "decomposes": True,  # addcmul, which rounds its product with its sum alone
     "public": False,  # it knows `q` as `r`
 }
 lightning = partial(fused_recurrent_lightning_attn, layer_idx=1, num_layers=4)
