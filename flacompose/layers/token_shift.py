@@ -22,7 +22,7 @@ def token_shift(
         return _packed(x, last, cu_seqlens)
     history = torch.cat([last.unsqueeze(1), x], dim=1)
     if lengths is None:
-        last = history[:, T]
+        last = history[:, -1]
     else:
         last = history.gather(1, lengths[:, None, None].expand(-1, 1, D)).squeeze(1)
     return history[:, :T], last.clone(memory_format=torch.contiguous_format)
