@@ -101,13 +101,16 @@ def _run(
     dtype = autocast_dtype(r.device)
     if dtype is not None and r.dtype != torch.float64:
         r, k, v = r.to(dtype), k.to(dtype), v.to(dtype)
-    if cu_seqlens is not None:
+    token = None if cu_seqlens is None else inside(cu_seqlens, r.shape[1])[:, None, None]
+    if token is not None:
         # The op sees to its own tokens in no sequence, whatever they hold.
-        token = inside(cu_seqlens, r.shape[1])[:, None, None]
         r, k, v = (torch.where(token, x, 0) for x in (r, k, v))
     o, final_state = form(r, k, v, w, None, initial_state, cu_seqlens, scale, True)
     # The bonus, in as few passes over memory as unfused PyTorch takes: a product, a matrix product a head, a sum.
     u = (wide(u, r) * scale).to(r.dtype)
     weight = torch.bmm((r * k).flatten(0, 1).transpose(0, 1), u.unsqueeze(-1))  # [H, B * T, 1]
-    o = torch.addcmul(o, weight.transpose(0, 1).unflatten(0, r.shape[:2]), v)
+    weight = weight.transpose(0, 1).unflatten(0, r.shape[:2])
+    if token is not None:
+        weight = torch.where(token, weight, 0)  # for its gradient, whatever arrives there
+    o = torch.addcmul(o, weight, v)
     return o, final_state if output_final_state else None
