@@ -82,6 +82,15 @@ def test_bonus_of_another_dtype(form, dtype: torch.dtype, device: torch.device) 
 
 
 @each_form
+def test_bonus_is_scaled_before_it_is_rounded(form, device: torch.device) -> None:
+    tensors = inputs(device, T=1, state=False, dtype=torch.bfloat16)
+    tensors["u"] = tensors["u"].float() * 1.001
+    o, _ = form(**tensors, scale=0.3)
+    expected, _ = form(**tensors | {"u": tensors["u"] * 0.3}, scale=1.0)
+    assert torch.equal(o, expected)
+
+
+@each_form
 def test_no_bonus_is_read_before_the_write(form, device: torch.device) -> None:
     """So that a sequence reads at its end what the one before it wrote."""
     tensors = inputs(device, T=70, dtype=torch.float64)

@@ -14,6 +14,7 @@ from flacompose.layers import RecurrentState, RWKV6Attention
 from flacompose.layers.token_shift import token_shift
 
 from . import laws
+from .test_compile import arguments, exported
 from .truth import ACTIVATIONS, assert_close, assert_states_close, random_state, tensors
 
 BASE = {"hidden_size": 24, "num_heads": 3, "proj_low_rank_dim": 4, "gate_low_rank_dim": 5}
@@ -195,6 +196,66 @@ def test_export(device, tmp_path):
     laws.check_exported(built(BASE, device), "vector_decay_chunk", tmp_path / "layer.pt2")
 
 
+@pytest.mark.parametrize("layout", ["mask", "packed"])
+def test_export_padded_and_packed(layout, device):
+    """One node, any number of sequences, exact at lengths that were not traced."""
+    layer = built(BASE | {"hidden_size": 16, "num_heads": 2}, device, torch.float32)
+    program = exported(layer, layout, device)
+    ops = [n.target for n in program.graph.nodes if "flacompose" in str(n.target)]
+    assert ops == [torch.ops.flacompose.vector_decay_chunk.default]
+    for i, T in enumerate(laws.LENGTHS[1:]):
+        N, given = arguments(layout, T, device, N=1 + i)
+        given = {"attention_mask": None, "cu_seqlens": None} | given
+        x, state = laws.tokens_of(layer, 1, T), random_state(layer, N)
+        with torch.no_grad():
+            y, new = program.module()(x, state, **given)
+            expected, last = layer(x, state, **given)
+        assert_close(y, expected, 1e-6)
+        assert_states_close(new, last, 1e-6)
+
+
+@pytest.mark.parametrize("layout", ["rows", "mask", "packed"])
+@pytest.mark.parametrize("T", [1, 6])
+def test_never_written_to_and_nothing_read(T, layout, device, monkeypatch):
+    """Inputs stay as they are, what comes out is new memory, and no value is read on the host."""
+    layer = built(BASE, device, torch.float32)
+    x, state = laws.tokens_of(layer, 1, T), random_state(layer, 1)
+    layouts = {
+        "rows": {},
+        "mask": {"attention_mask": torch.ones(1, T, dtype=torch.long, device=device)},
+        "packed": {"cu_seqlens": torch.tensor([0, T], device=device)},
+    }
+    where = layouts[layout]
+    given = [x, *tensors(state), *where.values()]
+    before = [t.clone() for t in given]
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a tensor's value is read on the host")
+
+    with torch.no_grad(), monkeypatch.context() as patch:
+        for name in ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+            patch.setattr(torch.Tensor, name, refuse)
+        y, new = layer(x, state, **where)
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+    results = [y, *tensors(new)]
+    storages = [t.untyped_storage().data_ptr() for t in (*given, *results)]
+    assert len(set(storages)) == len(storages)
+    assert all(t.is_contiguous() for t in results)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"), [([0, 5, 3, 9], [0, 5, 5, 9]), ([-2, 7, 4], [0, 7, 7]), ([0, 99, 1], [0, 9, 9])]
+)
+def test_bounds_that_do_not_ascend(given, taken, device):
+    """As in the ops: each at least the one before, within the tokens."""
+    layer = built(BASE, device, torch.float32)
+    x, state = laws.tokens_of(layer, 1, 9), random_state(layer, len(given) - 1)
+    y, new = layer(x, state, cu_seqlens=torch.tensor(given, device=device))
+    expected, after = layer(x, state, cu_seqlens=torch.tensor(taken, device=device))
+    assert_close(y, expected, 1e-6)
+    assert_states_close(new, after, 1e-6)
+
+
 def test_state_is_a_pytree(device):
     laws.check_state(built(BASE, device))
 
@@ -270,9 +331,9 @@ def test_checkpoint(affine):
 
 def test_arguments():
     """Names, order and defaults: those of the peer."""
-    arguments = inspect.signature(RWKV6Attention).parameters
+    parameters = inspect.signature(RWKV6Attention).parameters
     # As a list, for its order.
-    assert [(name, a.default) for name, a in arguments.items()] == [
+    assert [(name, a.default) for name, a in parameters.items()] == [
         ("mode", "chunk"),
         ("hidden_size", 1024),
         ("expand_k", 0.5),
