@@ -10,6 +10,7 @@ from flacompose.layers.linear_attn import LinearAttention
 from flacompose.layers.mamba2 import Mamba2
 from flacompose.layers.multiscale_retention import MultiScaleRetention
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.rwkv6 import RWKV6Attention
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.simple_gla import SimpleGatedLinearAttention
 from flacompose.layers.state import RecurrentState
@@ -22,6 +23,7 @@ __all__ = [
     "Mamba2",
     "MultiScaleRetention",
     "RMSNorm",
+    "RWKV6Attention",
     "RecurrentState",
     "ShortConvolution",
     "SimpleGatedLinearAttention",

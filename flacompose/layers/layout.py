@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flacompose.layers import _check
-from flacompose.ops._varlen import bounds
+from flacompose.ops._varlen import inside
 
 
 class Layout(NamedTuple):
@@ -99,10 +99,7 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
 
 def _packed(hidden_states: Tensor, cu_seqlens: Tensor) -> Layout:
     _check.packed("hidden_states", hidden_states, cu_seqlens)
-    T = hidden_states.shape[1]
-    cu = bounds(cu_seqlens, T)
-    t = torch.arange(T, device=cu.device)
-    return Layout(((t >= cu[0]) & (t < cu[-1]))[None])
+    return Layout(inside(cu_seqlens, hidden_states.shape[1])[None])
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Root-mean-square norms."""
+"""Norms of the last axis."""
 
 from __future__ import annotations
 
@@ -59,6 +59,43 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, g: Tensor) -> Tensor:  # type: ignore[override]
         return (_rms_norm(x, self.weight, self.eps) * F.silu(wide(g))).to(x.dtype)
+
+
+class GroupNorm(nn.Module):
+    """A layer norm of each of `groups` equal parts of `hidden_size`, with a weight and a bias of all of them.
+
+    In float32 (float64 for float64), rounded to the dtype of its input ``[..., groups, hidden_size / groups]``.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(self, groups: int, hidden_size: int, elementwise_affine: bool | None, eps: float) -> None:
+        super().__init__()
+        self.groups = groups
+        self.hidden_size = hidden_size
+        self.eps = eps
+        for name in ("weight", "bias"):
+            parameter = nn.Parameter(torch.empty(hidden_size)) if elementwise_affine else None
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None and self.bias is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = wide(x)
+        y = y - y.mean(-1, keepdim=True)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        if self.weight is not None and self.bias is not None:
+            y = y * self.weight.unflatten(0, (self.groups, -1)) + self.bias.unflatten(0, (self.groups, -1))
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        affine = self.weight is not None
+        return f"{self.groups}, {self.hidden_size}, elementwise_affine={affine}, eps={self.eps}"
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -22,6 +22,8 @@ class RecurrentState(NamedTuple):
         normalizer: The sum of all keys, ``[N, H, K]``, in the dtype of `recurrent`. ``()`` in a layer that does not
             normalise by it.
         position: How many tokens each sequence has had, ``[N]``, int64. ``()`` in a layer without positions.
+        shift: The last token of each sequence, ``[N, hidden_size]``, in the dtype of the layer's projections. ``()``
+            in a layer without a token shift.
     """
 
     recurrent: Tensor
@@ -29,6 +31,7 @@ class RecurrentState(NamedTuple):
     # Not None, which would be a leaf, and no tensor.
     normalizer: Tensor | tuple[()] = ()
     position: Tensor | tuple[()] = ()
+    shift: Tensor | tuple[()] = ()
 
     def detach(self) -> RecurrentState:
         """The same values cut off from their history: the boundary of truncated backpropagation through time."""
@@ -48,6 +51,7 @@ class StateShapes(NamedTuple):
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
     position: bool = False
+    shift: int | None = None
 
     def zeros(self, N: int, weight: Tensor) -> RecurrentState:
         """The state before the first token, for projections by `weight`."""
@@ -63,6 +67,7 @@ class StateShapes(NamedTuple):
             tuple(zeros(*shape, dtype=projected) for shape in self.conv),
             () if self.normalizer is None else zeros(*self.normalizer, dtype=summed),
             zeros(dtype=torch.int64) if self.position else (),
+            () if self.shift is None else zeros(self.shift, dtype=projected),
         )
 
     def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
@@ -87,6 +92,10 @@ class StateShapes(NamedTuple):
             _absent("state.position", state.position)
         else:
             _check.integral_state_of(x, "state.position", state.position, (N,))
+        if self.shift is None:
+            _absent("state.shift", state.shift)
+        else:
+            _check.state_of(x, "state.shift", state.shift, (N, self.shift))
 
 
 def _absent(name: str, value: Tensor | tuple[()]) -> None:

@@ -4,6 +4,7 @@ from flacompose.ops.gla import chunk_gla, fused_recurrent_gla
 from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
 from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
+from flacompose.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
 from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops.ssd import mamba_chunk_scan_combined, selective_state_update
 
@@ -12,11 +13,13 @@ __all__ = [
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_retention",
+    "chunk_rwkv6",
     "chunk_simple_gla",
     "fused_recurrent_gla",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",
+    "fused_recurrent_rwkv6",
     "fused_recurrent_simple_gla",
     "mamba_chunk_scan_combined",
     "selective_state_update",

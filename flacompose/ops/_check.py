@@ -25,24 +25,27 @@ def floating(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
 
 
-def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False) -> tuple[int, int, int]:
-    """Check ``q, k [B, T, H, K]`` and ``v [B, T, HV, V]``, return ``HV, K, V``; ``HV = H`` unless `grouped`."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False, of: str = "q") -> tuple[int, int, int]:
+    """Check ``q, k [B, T, H, K]`` and ``v [B, T, HV, V]``, return ``HV, K, V``; ``HV = H`` unless `grouped`.
+
+    The user knows `q` as `of`.
+    """
+    for name, x in ((of, q), ("k", k), ("v", v)):
         floating(name, x)
     if q.dim() != 4:
-        raise ValueError(f"q must have shape [B, T, H, K], got {tuple(q.shape)}")
+        raise ValueError(f"{of} must have shape [B, T, H, K], got {tuple(q.shape)}")
     B, T, H, K = q.shape
-    like(q, "k", k, q.shape)
+    like(q, "k", k, q.shape, of)
     if v.dim() != 4:
         raise ValueError(f"v must have shape [B, T, {'HV' if grouped else 'H'}, V], got {tuple(v.shape)}")
     V = v.shape[3]
     HV = v.shape[2] if grouped else H
-    like(q, "v", v, (B, T, HV, V))
+    like(q, "v", v, (B, T, HV, V), of)
     if grouped and H != 0 and HV % H != 0:
-        raise ValueError(f"v must have a multiple of the {H} heads of q, got {HV}")
-    same_dtype(q, "k", k)
-    same_dtype(q, "v", v)
-    head_size("q", q)
+        raise ValueError(f"v must have a multiple of the {H} heads of {of}, got {HV}")
+    same_dtype(q, "k", k, of)
+    same_dtype(q, "v", v, of)
+    head_size(of, q)
     head_size("v", v)
     return HV, K, V
 

@@ -23,6 +23,13 @@ def bounds(cu_seqlens: Tensor, T: int) -> Tensor:
     return cu_seqlens.long().clamp(0, T).cummax(0).values
 
 
+def inside(cu_seqlens: Tensor, T: int) -> Tensor:
+    """``[T]``, whether a token is in any sequence."""
+    cu = bounds(cu_seqlens, T)
+    t = torch.arange(T, device=cu.device)
+    return (t >= cu[0]) & (t < cu[-1])
+
+
 def chunk_table(cu_seqlens: Tensor, T: int, C: int) -> ChunkTable:
     """Cut sequences ``cu_seqlens[n] : cu_seqlens[n + 1]`` of ``T`` packed tokens into chunks of ``C``.
 

@@ -14,9 +14,11 @@ from flacompose.ops import (
     chunk_gla,
     chunk_linear_attn,
     chunk_retention,
+    chunk_rwkv6,
     chunk_simple_gla,
     fused_recurrent_gla,
     fused_recurrent_lightning_attn,
+    fused_recurrent_rwkv6,
     fused_recurrent_simple_gla,
 )
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
@@ -51,6 +53,7 @@ class OpCase:
     positive: tuple[str, ...] = ()  # arguments that have to be
     nodes: int = 1  # calls of the registered op
     around: tuple[str, ...] = ()  # PyTorch's ops between inputs, those and results, in a graph
+    decomposes: bool = False  # those round otherwise once decomposed
     term: Callable[..., tuple[Tensor, Tensor]] | None = (
         None  # a reference whose gradients are one of two that cancel
     )
@@ -95,6 +98,25 @@ def read_before(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, state = getattr(op, form)(q, k, v, gk, gv, initial_state, cu_seqlens, scale, True)
     return o, state if output_final_state else None
+
+
+def rwkv6(q: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, form: Callable, **options):
+    """Its receptances as queries."""
+    return form(q, k, v, w, u, **options)
+
+
+def rwkv6_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    initial_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T r_t``; ``S_t = diag(exp w_t) S_{t-1} + k_t v_t^T``."""
+    o, S = vector_decay(q, k, v, gk=w, initial_state=initial_state, scale=scale, read_before=True)
+    return o + scale * (q * u * k).sum(-1, keepdim=True) * v, S
 
 
 def gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options) -> tuple[Tensor, Tensor]:
@@ -158,6 +180,13 @@ def scalar(name: str, call: Callable, reference: Callable, form: str, *gates, **
 before = partial(vector_decay, read_before=True)
 chunk, token = "chunk", "recurrent"
 gla, simple, simple_token = fused_recurrent_gla, chunk_simple_gla, fused_recurrent_simple_gla
+rwkv6_chunk, rwkv6_token = (partial(rwkv6, form=form) for form in (chunk_rwkv6, fused_recurrent_rwkv6))
+bonus = {
+    "inputs": QKV | {"u": ("H", "K")},
+    "around": ("mul", "mul", "view", "permute", "unsqueeze", "bmm", "permute", "view", "mul", "mul", "add"),
+    "decomposes": True,  # addcmul, which rounds its product with its sum alone
+    "public": False,  # it knows `q` as `r`
+}
 lightning = partial(fused_recurrent_lightning_attn, layer_idx=1, num_layers=4)
 normalized = {
     "state": ("N", "HV", "K", "V+1"),
@@ -177,6 +206,8 @@ CASES = [
     vector("fused_recurrent_gla", gla, vector_decay, token),
     vector("read_before-chunk", partial(read_before, form=chunk), before, chunk, {"gk": K, "gv": V}, public=False),
     vector("read_before-recurrent", partial(read_before, form=token), before, token, {"gk": K}, public=False),
+    vector("chunk_rwkv6", rwkv6_chunk, rwkv6_reference, chunk, {"w": K}, **bonus),
+    vector("fused_recurrent_rwkv6", rwkv6_token, rwkv6_reference, token, {"w": K}, **bonus),
     scalar("chunk_simple_gla-g", simple, scalar_decay, chunk, {"g": G}, groups=2, inductor=True),
     scalar("chunk_simple_gla-g_gamma", simple, scalar_decay, chunk, {"g_gamma": GAMMA}, around=("expand",)),
     scalar("fused_recurrent_simple_gla-g-g_gamma", simple_token, scalar_decay, token,

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from contract.accuracy import assert_accurate
-from contract.cases import OpCase, each_gated_op, each_op
+from contract.cases import CASES, OpCase, each_gated_op, each_op
 from contract.problems import Problem, call, draw, evaluate
 from torch import Tensor
 
@@ -98,6 +98,15 @@ def test_packed(case: OpCase, lengths: list[int]) -> None:
 @pytest.mark.parametrize("gates", [-1e-6, -8.0, -30.0, float("-inf"), "mixed", "rare"])
 def test_gates(case: OpCase, gates: str | float) -> None:
     check(draw(case, CPU, B=1, H=1, T=66, gates=gates))
+
+
+BOTH_AXES = next(case for case in CASES if case.name == "read_before-chunk")
+
+
+@pytest.mark.parametrize("T", [2, 66])
+def test_strong_gates_on_both_axes_read_before(T: int) -> None:
+    """Neighbours meet undecayed, everything else nearly forgotten: the gates' gradients are all of what is left."""
+    check(draw(BOTH_AXES, CPU, B=1, H=1, T=T, gates=-8.0))
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (40, 70)], ids=str)

@@ -111,7 +111,7 @@ def test_init_state(device):
     assert all(t.device.type == device.type and not t.any() for t in tensors(state))
     assert {c.dtype for c in layer.bfloat16().init_state(1).conv} == {torch.bfloat16}
     assert {t.dtype for t in tensors(layer.double().init_state(1))} == {torch.float64}
-    assert build(GLA).init_state(3)[1:] == ((), (), ())
+    assert build(GLA).init_state(3)[1:] == ((), (), (), ())
 
 
 def test_init_state_of_what_else_is_carried(device):

@@ -1,0 +1,39 @@
+"""The token shift of RWKV: every token beside the one before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._varlen import bounds
+
+
+def token_shift(
+    x: Tensor,  # [B, T, D]
+    last: Tensor | tuple[()] = (),  # [N, D], the token before the first of each sequence; (): zeros
+    lengths: Tensor | None = None,  # [B], how many tokens of each row count
+    cu_seqlens: Tensor | None = None,  # [N + 1]
+) -> tuple[Tensor, Tensor]:
+    """``x_{t-1}`` for every ``x_t``, ``[B, T, D]``, and the last token of each sequence, ``[N, D]``, a new tensor."""
+    B, T, D = x.shape
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    last = last.to(x.dtype) if isinstance(last, Tensor) else x.new_zeros(N, D)
+    if cu_seqlens is not None:
+        return _packed(x, last, cu_seqlens)
+    history = torch.cat([last.unsqueeze(1), x], dim=1)
+    if lengths is None:
+        last = history[:, -1]
+    else:
+        last = history.gather(1, lengths[:, None, None].expand(-1, 1, D)).squeeze(1)
+    return history[:, :T], last.clone(memory_format=torch.contiguous_format)
+
+
+def _packed(x: Tensor, last: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    T, N = x.shape[1], last.shape[0]
+    cu = bounds(cu_seqlens, T)
+    begin, end = cu[:-1], cu[1:]
+    t = torch.arange(T, device=x.device)
+    sequence = (torch.searchsorted(cu, t, right=True) - 1).clamp(0, N - 1)
+    is_first = (t == begin[sequence])[:, None]
+    shifted = torch.where(is_first, last[sequence], x[0, (t - 1).clamp(min=0)])
+    return shifted[None], torch.where((begin < end)[:, None], x[0, (end - 1).clamp(min=0)], last)

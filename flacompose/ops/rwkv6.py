@@ -1,0 +1,116 @@
+"""RWKV6 (Finch), https://arxiv.org/abs/2404.05892, section 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._define import autocast_dtype
+from flacompose.ops._dtype import wide
+from flacompose.ops._varlen import inside
+from flacompose.ops.families.vector_decay import op
+
+
+def chunk_rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The recurrence of RWKV6, computed in chunks: the form for training and for prompts.
+
+    $$o_t = \text{scale} \cdot \bigl(S_{t-1} + \operatorname{diag}(u)\, k_t v_t^\top\bigr)^\top r_t \qquad
+    S_t = \operatorname{diag}(e^{w_t})\, S_{t-1} + k_t v_t^\top$$
+
+    From "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence"
+    (<https://arxiv.org/abs/2404.05892>). The state is read before the token decays it and is written to it; the bonus
+    ``u`` is what the token sees of itself.
+
+    Args:
+        r: Receptances, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `r`.
+        v: Values, ``[B, T, H, V]``, in the dtype of `r`.
+        w: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+        u: Bonus of the current token, ``[H, K]``, any float dtype; multiplied with in the dtype of `r`.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`; `final_state` is ``[N, H, K, V]`` in float32
+            (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return _run(op.chunk, r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def fused_recurrent_rwkv6(
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_rwkv6][flacompose.ops.chunk_rwkv6], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    return _run(op.recurrent, r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def _run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    r: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor,
+    u: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    H, K, V = _check.qkv(r, k, v, of="r")
+    _check.like(r, "w", w, r.shape, of="r")
+    _check.like(r, "u", u, (H, K), of="r")
+    N = _check.sequences(r, cu_seqlens, of="r")
+    if initial_state is not None:
+        _check.like(r, "initial_state", initial_state, (N, H, K, V), of="r")
+    if scale is None:
+        scale = K**-0.5
+    else:
+        _check.number("scale", scale)
+    dtype = autocast_dtype(r.device)
+    if dtype is not None and r.dtype != torch.float64:
+        r, k, v = r.to(dtype), k.to(dtype), v.to(dtype)
+    token = None if cu_seqlens is None else inside(cu_seqlens, r.shape[1])[:, None, None]
+    if token is not None:
+        # The op sees to its own tokens in no sequence, whatever they hold.
+        r, k, v = (torch.where(token, x, 0) for x in (r, k, v))
+    o, final_state = form(r, k, v, w, None, initial_state, cu_seqlens, scale, True)
+    # The bonus, in as few passes over memory as unfused PyTorch takes: a product, a matrix product a head, a sum.
+    u = (wide(u, r) * scale).to(r.dtype)
+    weight = torch.bmm((r * k).flatten(0, 1).transpose(0, 1), u.unsqueeze(-1))  # [H, B * T, 1]
+    weight = weight.transpose(0, 1).unflatten(0, r.shape[:2])
+    if token is not None:
+        weight = torch.where(token, weight, 0)  # for its gradient, whatever arrives there
+    o = torch.addcmul(o, weight, v)
+    return o, final_state if output_final_state else None
