@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from contract.accuracy import assert_accurate
-from contract.cases import OpCase, each_gated_op, each_op
+from contract.cases import OpCase, each_gated_op, each_op, each_scaled_op
 from contract.problems import Problem, call, draw, evaluate
 from torch import Tensor
 
@@ -83,7 +83,7 @@ def test_one_loss(case: OpCase, loss: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7])
-@each_op
+@each_scaled_op
 def test_scale(case: OpCase, scale: float) -> None:
     check(draw(case, CPU, B=1, H=1, T=66, scale=scale))
 
