@@ -80,7 +80,8 @@ class _Scan:
         return self._split(x).unbind(-2)
 
     def join(self, tokens: list[Tensor]) -> Tensor:
-        return self.chunks.join(torch.stack(tokens, -2)).squeeze(2)
+        x = self.chunks.tokens(torch.stack(tokens, -2)).squeeze(1)
+        return x.clone(memory_format=torch.contiguous_format)  # an op returns no view
 
     def states(
         self, x: tuple[Tensor, ...], start: Tensor | None, reverse: bool = False
@@ -98,4 +99,4 @@ class _Scan:
                 h = torch.addcmul(x_t, a, h)
         start = None if start is None else start[:, None, None]
         S, end = self.chunks.sweep(h.unsqueeze(-2), [self.total], start, reverse)
-        return S.squeeze(-2), end.flatten(1)
+        return S.squeeze(-2), end.flatten(1).clone()
