@@ -100,6 +100,12 @@ def test_gates(case: OpCase, gates: str | float) -> None:
     check(draw(case, CPU, B=1, H=1, T=66, gates=gates))
 
 
+@each_gated_op
+def test_strong_gates_of_few_tokens(case: OpCase) -> None:
+    """What is left of the initial state is little, and has to be right."""
+    check(draw(case, CPU, B=1, H=1, T=3, gates=-8.0))
+
+
 @pytest.mark.parametrize("sizes", [(1, 1), (40, 70)], ids=str)
 @each_op
 def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
