@@ -102,8 +102,8 @@ def test_gates(case: OpCase, gates: str | float) -> None:
 
 @each_gated_op
 def test_strong_gates_of_few_tokens(case: OpCase) -> None:
-    """What is left of the initial state is little, and has to be right."""
-    check(draw(case, CPU, B=1, H=1, T=3, gates=-8.0))
+    """The gradient of the initial state is small then, and has to be right."""
+    check(draw(case, CPU, B=1, H=1, T=3, gates=-8.0), "state")
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (40, 70)], ids=str)
