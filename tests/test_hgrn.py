@@ -1,7 +1,5 @@
 """HGRN: that its two forms are one function, of any number of channels, sharded by them, and its graph."""
 
-
-
 from __future__ import annotations
 
 import tempfile
