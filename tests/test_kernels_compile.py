@@ -21,6 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from flacompose.ops.families import _launch  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.scalar_decay.op import FIXED, PER_TOKEN, SUMMED  # noqa: E402
+from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -36,7 +37,7 @@ SHARED_MEMORY = 232448  # bytes a program may have on the chip
 
 
 def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_launch, scalar_decay, vector_decay):
+    for module in (_launch, scalar_decay, scan, vector_decay):
         monkeypatch.setattr(module, "launch", launch)
 
 
@@ -130,6 +131,38 @@ def test_scalar_decay_compiles(
     run(scalar_decay, q, k, v, g, state, cu_seqlens, 1.0, gates or 0)
 
 
+def run_scan(x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    scan.chunk(x, g, state, cu_seqlens)
+    scan.recurrent(x, g, state, cu_seqlens)
+    scan.backward(x, g, state, cu_seqlens, x, state)
+
+
+@pytest.mark.parametrize("T", [130, 64 * 130], ids=["whole", "segments"])
+@pytest.mark.parametrize(
+    "dtype, gate_dtype, D, state_dtype, packed",
+    [
+        (torch.bfloat16, torch.bfloat16, 2048, torch.float32, False),
+        (torch.bfloat16, torch.float32, 40, torch.bfloat16, True),
+        (torch.float16, torch.float16, 1, None, False),
+        (torch.float32, torch.float64, 300, torch.float64, True),
+    ],
+)
+def test_scan_compiles(
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype,
+    D: int,
+    state_dtype: torch.dtype | None,
+    packed: bool,
+    T: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch_with(compile_only, monkeypatch)
+    x, g = torch.zeros(1, T, D, dtype=dtype), torch.zeros(1, T, D, dtype=gate_dtype)
+    cu_seqlens = torch.tensor([0, 70, T]) if packed else None
+    state = None if state_dtype is None else torch.zeros(2 if packed else 1, D, dtype=state_dtype)
+    run_scan(x, g, state, cu_seqlens)
+
+
 class Symbols:
     """Sizes that every question about them would leave a guard on."""
 
@@ -175,8 +208,20 @@ def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.Mon
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
-@pytest.mark.parametrize("family", [scalar_decay, vector_decay], ids=["scalar", "vector"])
-@pytest.mark.parametrize("sequences", [1, 200])
+@pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
+def test_scan_launches_at_every_length(N, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_with(lambda *_, **__: None, monkeypatch)
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        x = torch.empty(1, symbol("T", 65), 40)
+        cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
+        state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 40)
+        run_scan(x, x, state, cu_seqlens)
+    assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("family", [scalar_decay, vector_decay, scan], ids=["scalar", "vector", "scan"])
+@pytest.mark.parametrize("sequences", [1, 600])
 def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long packed row is cut into segments if it is few sequences: else their states would outgrow it."""
     cut = []
@@ -189,6 +234,9 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     T = 200 * 64
     q, k, v = torch.zeros(3, 1, T, 2, 16)
     cu_seqlens = torch.linspace(0, T, sequences + 1).long()
-    gates = (None,) if family is scalar_decay else (None, None)
-    family.chunk(q, k, v, *gates, None, cu_seqlens, 1.0, False)
+    if family is scan:
+        scan.chunk(q[:, :, 0], k[:, :, 0], None, cu_seqlens)
+    else:
+        gates = (None,) if family is scalar_decay else (None, None)
+        family.chunk(q, k, v, *gates, None, cu_seqlens, 1.0, False)
     assert any(cut) == (sequences == 1)

@@ -5,6 +5,7 @@ and returns ``(output, state)``; the state is a `RecurrentState`, new each time.
 """
 
 from flacompose.layers.gla import GatedLinearAttention
+from flacompose.layers.hgrn import HGRNAttention
 from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
 from flacompose.layers.mamba2 import Mamba2
@@ -18,6 +19,7 @@ from flacompose.layers.state import RecurrentState
 __all__ = [
     "GatedLinearAttention",
     "GatedRMSNorm",
+    "HGRNAttention",
     "LightningAttention",
     "LinearAttention",
     "Mamba2",

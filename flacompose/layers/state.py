@@ -16,7 +16,7 @@ class RecurrentState(NamedTuple):
     """The state of one layer after the last token of each of ``N`` sequences: a pytree of tensors.
 
     Attributes:
-        recurrent: ``[N, H, K, V]``, float32 (float64 in a float64 layer).
+        recurrent: ``[N, H, K, V]``, in HGRN ``[N, D]``, float32 (float64 in a float64 layer).
         conv: One ``[N, D, W]`` per short convolution of the layer, in their order (q, k, v): the last ``W`` inputs of
             each sequence, the newest in column ``W - 1``, in the dtype of the layer's projections. Empty without them.
         normalizer: The sum of all keys, ``[N, H, K]``, in the dtype of `recurrent`. ``()`` in a layer that does not
@@ -47,7 +47,7 @@ pytree._register_namedtuple(RecurrentState, serialized_type_name="flacompose.lay
 class StateShapes(NamedTuple):
     """The shapes of a layer's state, each after its ``N``."""
 
-    recurrent: tuple[int, int, int]
+    recurrent: tuple[int, ...]
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
     position: bool = False

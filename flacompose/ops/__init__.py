@@ -1,6 +1,7 @@
 """The recurrences, each one function of its inputs: nothing is changed in place, states come back as new tensors."""
 
 from flacompose.ops.gla import chunk_gla, fused_recurrent_gla
+from flacompose.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
 from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
 from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
@@ -10,12 +11,14 @@ from flacompose.ops.ssd import mamba_chunk_scan_combined, selective_state_update
 
 __all__ = [
     "chunk_gla",
+    "chunk_hgrn",
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_retention",
     "chunk_rwkv6",
     "chunk_simple_gla",
     "fused_recurrent_gla",
+    "fused_recurrent_hgrn",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",

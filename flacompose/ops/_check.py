@@ -59,10 +59,14 @@ def same_dtype(q: Tensor, name: str, x: Tensor, of: str = "q") -> None:
 
 def head_size(name: str, x: Tensor) -> None:
     """Check that ``x [..., D]`` has a size that the ops take."""
-    if 0 in x.shape:
-        raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
+    not_empty(name, x)
     if x.shape[-1] > MAX_HEAD_SIZE:
         raise ValueError(f"{name} must have a head size of at most {MAX_HEAD_SIZE}, got {x.shape[-1]}")
+
+
+def not_empty(name: str, x: Tensor) -> None:
+    if 0 in x.shape:
+        raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
 
 
 def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], of: str = "q") -> None:

@@ -12,21 +12,25 @@ from torch import Tensor
 
 from flacompose.ops import (
     chunk_gla,
+    chunk_hgrn,
     chunk_linear_attn,
     chunk_retention,
     chunk_rwkv6,
     chunk_simple_gla,
     fused_recurrent_gla,
+    fused_recurrent_hgrn,
     fused_recurrent_lightning_attn,
     fused_recurrent_rwkv6,
     fused_recurrent_simple_gla,
 )
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
+from flacompose.ops.families.scan.reference import scan
 from flacompose.ops.families.vector_decay import op
 from flacompose.ops.families.vector_decay.reference import vector_decay
 
 Q = K = ("B", "T", "H", "K")
 V = ("B", "T", "H", "V")
+X = ("B", "T", "D")
 G, GAMMA = ("B", "T", "HV"), ("HV",)
 QKV = {"q": Q, "k": K, "v": V}
 # Heads of values may be `groups` times those of queries and keys.
@@ -37,8 +41,9 @@ QKV_GROUPED = {"q": Q, "k": K, "v": ("B", "T", "HV", "V")}
 class OpCase:
     """What the suite has to know about one op.
 
-    `call` takes the inputs by name, with `scale`, `initial_state`, `output_final_state` and `cu_seqlens`; `reference`
-    takes one batch of whole sequences, the scale as a number, and returns ``(o, final_state)``.
+    `call` takes the inputs by name, with `initial_state`, `output_final_state`, `cu_seqlens` and, if `scaled`, `scale`;
+    `reference` takes one batch of whole sequences, the scale as a number, and returns ``(o, final_state)``. The output
+    is shaped as the last of the inputs.
     """
 
     name: str
@@ -49,6 +54,8 @@ class OpCase:
     gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # axes by argument
     inputs: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(QKV))
     state: tuple[str, ...] = ("N", "H", "K", "V")
+    scaled: bool = True
+    flops: int = 4  # of a token, for each element of the state
     groups: int = 1  # heads of values for each of queries and keys
     positive: tuple[str, ...] = ()  # arguments that have to be
     nodes: int = 1  # calls of the registered op
@@ -68,6 +75,15 @@ class OpCase:
     @property
     def backward(self) -> str:
         return f"{self.family}_backward"
+
+    @property
+    def first(self) -> str:
+        """The input that the others are compared with."""
+        return next(iter(self.inputs))
+
+    @property
+    def last(self) -> str:
+        return list(self.inputs)[-1]
 
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
@@ -177,6 +193,11 @@ def scalar(name: str, call: Callable, reference: Callable, form: str, *gates, **
     return OpCase(name, call, reference, "scalar_decay", form, *gates, **fields)
 
 
+def elementwise(name: str, call: Callable, form: str, **fields) -> OpCase:
+    fields = {"inputs": {"x": X}, "state": ("N", "D"), "scaled": False, "flops": 2, **fields}
+    return OpCase(name, call, scan, "scan", form, {"g": X}, **fields)
+
+
 before = partial(vector_decay, read_before=True)
 chunk, token = "chunk", "recurrent"
 gla, simple, simple_token = fused_recurrent_gla, chunk_simple_gla, fused_recurrent_simple_gla
@@ -218,6 +239,8 @@ CASES = [
     scalar("chunk_linear_attn", chunk_linear_attn, scalar_decay, chunk),
     scalar("chunk_linear_attn-normalize", linear_attn_normalized, linear_attn_normalized_reference, chunk,
            **normalized),
+    elementwise("chunk_hgrn", chunk_hgrn, chunk, inductor=True),
+    elementwise("fused_recurrent_hgrn", fused_recurrent_hgrn, token, inductor=True),
 ]
 # fmt: on
 
@@ -228,5 +251,6 @@ def every(cases: list[OpCase] = CASES) -> pytest.MarkDecorator:
 
 each_op = every()
 each_gated_op = every([case for case in CASES if case.gates])
+each_scaled_op = every([case for case in CASES if case.scaled])
 each_public_op = every([case for case in CASES if case.public])
 one_op_a_form = every([case for case in CASES if case.inductor])

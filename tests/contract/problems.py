@@ -29,7 +29,11 @@ class Problem:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tensors["q"].dtype
+        return self.first.dtype
+
+    @property
+    def first(self) -> Tensor:
+        return self.tensors[self.case.first]
 
     def with_tensors(self, **tensors: Tensor) -> Problem:
         return replace(self, tensors={**self.tensors, **tensors})
@@ -72,7 +76,7 @@ def draw(
     if lengths is not None:
         B, N, T = 1, len(lengths), sum(lengths) + tail
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=cu_dtype, device=device)
-    size = {"B": B, "T": T, "H": H, "HV": case.groups * H, "K": K, "V": V, "V+1": V + 1, "N": N}
+    size = {"B": B, "T": T, "H": H, "HV": case.groups * H, "K": K, "V": V, "V+1": V + 1, "D": V, "N": N}
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(seed)
 
@@ -86,7 +90,12 @@ def draw(
     if state:
         tensors["initial_state"] = normal(case.state, state_dtype or accumulator, "initial_state")
     return Problem(
-        case, tensors, normal(case.inputs["v"], dtype), normal(case.state, accumulator), cu_seqlens, scale
+        case,
+        tensors,
+        normal(case.inputs[case.last], dtype),
+        normal(case.state, accumulator),
+        cu_seqlens,
+        scale,
     )
 
 
@@ -116,9 +125,10 @@ def permuted(x: Tensor) -> Tensor:
 
 def call(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The op on the problem's inputs, or on others of those names."""
+    scale = {"scale": problem.scale} if problem.case.scaled else {}
     o, state = problem.case.call(
         **{**problem.tensors, **tensors},
-        scale=problem.scale,
+        **scale,
         output_final_state=True,
         cu_seqlens=problem.cu_seqlens,
     )
@@ -129,23 +139,25 @@ def call(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
 def call_reference(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The specification: token by token, packed sequences one after the other, zeros after the last."""
     tensors = {**problem.tensors, **tensors}
-    q = tensors["q"]
-    scale = q.shape[-1] ** -0.5 if problem.scale is None else problem.scale
+    first = tensors[problem.case.first]
+    scale = {}
+    if problem.case.scaled:
+        scale["scale"] = first.shape[-1] ** -0.5 if problem.scale is None else problem.scale
     initial = tensors.pop("initial_state", None)
     if problem.cu_seqlens is None:
-        return problem.case.reference(**tensors, initial_state=initial, scale=scale)
+        return problem.case.reference(**tensors, initial_state=initial, **scale)
     cu = problem.cu_seqlens.tolist()
     o, states = [], []
     for n, (start, end) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
-        state = problem.d_final_state.new_zeros((1, *problem.d_final_state.shape[1:]), dtype=q.dtype)
+        state = problem.d_final_state.new_zeros((1, *problem.d_final_state.shape[1:]), dtype=first.dtype)
         if initial is not None:
             state = initial[n : n + 1]
         if start < end:
             sequence = problem.case.at(slice(start, end), tensors, "T")
-            output, state = problem.case.reference(**sequence, initial_state=state, scale=scale)
+            output, state = problem.case.reference(**sequence, initial_state=state, **scale)
             o.append(output)
         states.append(state)
-    o.append(torch.zeros_like(problem.do[:, cu[-1] :], dtype=q.dtype))
+    o.append(torch.zeros_like(problem.do[:, cu[-1] :], dtype=first.dtype))
     return torch.cat(o, dim=1), torch.cat(states)
 
 

@@ -38,9 +38,9 @@ def layered(case: OpCase) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def function(tensors: dict[str, Tensor], cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
         gates = {name: F.logsigmoid(tensors[name] + 2) for name in case.gates}
-        tensors = {**tensors, "q": F.silu(tensors["q"]), **gates}
+        tensors = {**tensors, case.first: F.silu(tensors[case.first]), **gates}
         o, state = case.call(**tensors, output_final_state=True, cu_seqlens=cu_seqlens)
-        tensors = {**tensors, "v": (o.float() * 0.5).tanh().to(o.dtype), "initial_state": state}
+        tensors = {**tensors, case.last: (o.float() * 0.5).tanh().to(o.dtype), "initial_state": state}
         return case.call(**tensors, output_final_state=True, cu_seqlens=cu_seqlens)
 
     return function

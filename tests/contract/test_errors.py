@@ -20,7 +20,7 @@ FLOATS = "float32, bfloat16, float16 or float64"
 def refused(problem: Problem, error: type[Exception], message: str, **arguments: object) -> None:
     arguments = {
         **problem.tensors,
-        "scale": None,
+        **({"scale": None} if problem.case.scaled else {}),
         "output_final_state": True,
         "cu_seqlens": problem.cu_seqlens,
         **arguments,
@@ -38,12 +38,17 @@ each_tensor = pytest.mark.parametrize(
     ("case", "name"), [p for case in PUBLIC for name in case.axes for p in shaped(case, name)]
 )
 # What the other shapes are compared with.
-each_tensor_but_q = pytest.mark.parametrize(
-    ("case", "name"), [p for case in PUBLIC for name in case.axes if name != "q" for p in shaped(case, name)]
+each_tensor_but_the_first = pytest.mark.parametrize(
+    ("case", "name"),
+    [p for case in PUBLIC for name in case.axes if name != case.first for p in shaped(case, name)],
 )
+each_input_but_the_first = pytest.mark.parametrize(
+    ("case", "name"), [p for case in PUBLIC for name in list(case.inputs)[1:] for p in shaped(case, name)]
+)
+each_op_with_heads = every([case for case in PUBLIC if "v" in case.inputs])
 
 
-@each_tensor_but_q
+@each_tensor_but_the_first
 def test_rank(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     x = problem.tensors[name]
@@ -56,14 +61,14 @@ def test_rank(case: OpCase, name: str, device: torch.device) -> None:
 
 
 @each_public_op
-def test_rank_of_q(case: OpCase, device: torch.device) -> None:
+def test_rank_of_the_first(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
-    refused(
-        problem, ValueError, "q must have shape [B, T, H, K], got (2, 5, 2)", q=problem.tensors["q"][..., 0]
-    )
+    name, wrong = case.first, problem.first[..., 0]
+    message = f"{name} must have shape [{', '.join(case.axes[name])}], got {tuple(wrong.shape)}"
+    refused(problem, ValueError, message, **{name: wrong})
 
 
-@each_tensor_but_q
+@each_tensor_but_the_first
 def test_every_axis(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     axes = case.axes[name]
@@ -83,7 +88,7 @@ def test_every_axis(case: OpCase, name: str, device: torch.device) -> None:
             )
 
 
-@every([case for case in PUBLIC if "HV" in case.inputs["v"]])
+@every([case for case in PUBLIC if "HV" in case.inputs[case.last]])
 def test_heads_of_v(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     for heads in (1, 3):
@@ -106,15 +111,14 @@ def test_not_a_tensor(case: OpCase, name: str, device: torch.device) -> None:
     refused(problem, TypeError, f"{name} must be a tensor, got float", **{name: 1.0})
 
 
-@each_public_op
-@pytest.mark.parametrize("name", ["k", "v"])
+@each_input_but_the_first
 def test_mixed_dtypes(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     wrong = problem.tensors[name].bfloat16()
     refused(problem, TypeError, f"{name} must have the dtype of q, float32, got bfloat16", **{name: wrong})
 
 
-@each_public_op
+@each_op_with_heads
 def test_mixed_with_float64_under_autocast(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     wrong = problem.tensors["v"].double()
@@ -122,25 +126,26 @@ def test_mixed_with_float64_under_autocast(case: OpCase, device: torch.device) -
         refused(problem, TypeError, "v must have the dtype of q, float32, got float64", v=wrong)
 
 
-@each_tensor_but_q
+@each_tensor_but_the_first
 def test_another_device(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
-    here = problem.tensors["q"].device
+    here = problem.first.device
     wrong = problem.tensors[name].to("meta")
-    refused(problem, ValueError, f"{name} must be on the device of q, {here}, got meta", **{name: wrong})
+    message = f"{name} must be on the device of {case.first}, {here}, got meta"
+    refused(problem, ValueError, message, **{name: wrong})
 
 
 @each_public_op
-@pytest.mark.parametrize("axes", [("B",), ("T",), ("H", "HV"), ("K",), ("V",)], ids="-".join)
+@pytest.mark.parametrize("axes", [("B",), ("T",), ("H", "HV", "D"), ("K", "D"), ("V", "D")], ids="-".join)
 def test_empty_dimensions(case: OpCase, axes: tuple[str, ...], device: torch.device) -> None:
     problem = draw(case, device, T=5, state=False)
     empty = case.at(slice(0), problem.tensors, *axes)
-    name = "v" if axes == ("V",) else "q"
+    name = case.last if "V" in axes else case.first
     message = f"{name} must have no empty dimension, got {tuple(empty[name].shape)}"
     refused(problem, ValueError, message, **empty)
 
 
-@each_public_op
+@each_op_with_heads
 def test_head_size(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, B=1, T=1, H=1, K=257, V=256)
     refused(problem, ValueError, "q must have a head size of at most 256, got 257")
@@ -159,7 +164,7 @@ CU_SEQLENS: list[tuple[str, Wrong, type[Exception], str]] = [
         "meta",
         lambda cu: cu.to("meta"),
         ValueError,
-        "cu_seqlens must be on the device of q, {device}, got meta",
+        "cu_seqlens must be on the device of {first}, {device}, got meta",
     ),
 ]
 
@@ -172,17 +177,16 @@ def test_cu_seqlens(
     case: OpCase, name: str, wrong: Wrong, error: type[Exception], message: str, device: torch.device
 ) -> None:
     problem = draw(case, device, lengths=[3, 2])
-    here = problem.tensors["q"].device
-    refused(problem, error, message.format(device=here), cu_seqlens=wrong(problem.cu_seqlens))
+    message = message.format(first=case.first, device=problem.first.device)
+    refused(problem, error, message, cu_seqlens=wrong(problem.cu_seqlens))
 
 
 @each_public_op
 def test_cu_seqlens_and_a_batch(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     cu_seqlens = torch.tensor([0, 5], device=device)
-    refused(
-        problem, ValueError, "q must have batch size 1 when cu_seqlens is given, got 2", cu_seqlens=cu_seqlens
-    )
+    message = f"{case.first} must have batch size 1 when cu_seqlens is given, got 2"
+    refused(problem, ValueError, message, cu_seqlens=cu_seqlens)
 
 
 @each_public_op
@@ -197,7 +201,7 @@ def test_states_of_packed_sequences(case: OpCase, device: torch.device) -> None:
     )
 
 
-@each_public_op
+@every([case for case in PUBLIC if case.scaled])
 def test_scale(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     scale = torch.tensor(1.0, device=device)

@@ -42,7 +42,7 @@ def test_layouts(case: OpCase, layout, lengths: list[int] | None, device: torch.
         every_other = torch.stack([problem.cu_seqlens, problem.cu_seqlens + 1000], 1)[:, 0]
         assert not every_other.is_contiguous()
         other = replace(other, cu_seqlens=every_other)
-    assert not other.tensors["q"].is_contiguous()
+    assert not other.first.is_contiguous()
     if {"div", "bmm"} & set(case.around):  # PyTorch sums in the order of the layout
         assert_close(evaluate(other), evaluate(problem), 1e-6)
     else:
@@ -53,10 +53,11 @@ def test_layouts(case: OpCase, layout, lengths: list[int] | None, device: torch.
 def test_expanded(case: OpCase, device: torch.device) -> None:
     """One head, one token, one channel seen many times, and a gradient that is one number."""
     problem = draw(case, device, H=3)
-    for axes in (("T",), ("H", "HV"), ("K", "V", "V+1")):
+    for axes in (("T",), ("H", "HV"), ("K", "V", "V+1", "D")):
         one = case.at(slice(1), problem.tensors, *axes)
         expanded = {name: x.expand_as(problem.tensors[name]) for name, x in one.items()}
-        other = replace(problem.with_tensors(**expanded), do=problem.do[:1, :1, :1, :1].expand_as(problem.do))
+        do = problem.do[(slice(1),) * problem.do.dim()].expand_as(problem.do)
+        other = replace(problem.with_tensors(**expanded), do=do)
         copied = other.with_tensors(**{name: x.contiguous() for name, x in expanded.items()})
         assert_equal(evaluate(other), evaluate(replace(copied, do=other.do.contiguous())))
 
@@ -111,7 +112,7 @@ def test_without_gradients_nothing_is_recorded(case: OpCase, device: torch.devic
     o, state = call(problem)
     assert not o.requires_grad and not state.requires_grad
     with torch.no_grad():
-        o, state = call(problem, q=problem.tensors["q"].clone().requires_grad_())
+        o, state = call(problem, **{case.first: problem.first.clone().requires_grad_()})
     assert not o.requires_grad and not state.requires_grad
 
 
@@ -123,8 +124,8 @@ def test_absent_inputs_have_empty_gradients(case: OpCase, device: torch.device) 
         evaluate(problem)
     op, args, outputs = calls[-1]
     inputs = {argument.name: x for argument, x in zip(op._schema.arguments, args, strict=True)}
-    gates = {"vector_decay": ("gk", "gv"), "scalar_decay": ("g",)}[case.family]
-    for name, dx in zip(("q", "k", "v", *gates, "initial_state"), outputs, strict=True):
+    gates = {"vector_decay": ("gk", "gv"), "scalar_decay": ("g",), "scan": ("g",)}[case.family]
+    for name, dx in zip((*case.inputs, *gates, "initial_state"), outputs, strict=True):
         x = inputs[name]
         assert dx.shape == ((0,) if x is None else x.shape)
 

@@ -103,10 +103,11 @@ def test_transforms_of_transforms(case: OpCase, device: torch.device) -> None:
 
 @each_op
 @PACKED
-@pytest.mark.parametrize("mapped", ["all", "q", "initial_state"])
+@pytest.mark.parametrize("mapped", ["all", "first", "initial_state"])
 def test_vmap(case: OpCase, lengths: list[int] | None, mapped: str, device: torch.device) -> None:
     """Over every float input or one of them, alone and around its gradient."""
     problem = small(case, device, lengths)
+    mapped = case.first if mapped == "first" else mapped
     many = [draw_again(problem, seed) for seed in range(3)]
     inputs = [
         torch.stack([p.tensors[name] for p in many]) if mapped in ("all", name) else x
@@ -134,7 +135,7 @@ def draw_again(problem: Problem, seed: int) -> Problem:
 
 @each_op
 def test_autocast(case: OpCase, device: torch.device) -> None:
-    """q, k and v are cast; gates and states stay as they are, and every gradient is of its input's dtype."""
+    """The inputs are cast; gates and states stay as they are, and every gradient is of its input's dtype."""
     problem = draw(case, device)
     with torch.autocast(device.type, torch.bfloat16):
         results = evaluate_under_autocast(problem)
@@ -175,7 +176,7 @@ def test_selective_checkpointing(case: OpCase, device: torch.device) -> None:
     def checkpointed(problem: Problem, *, contexts: dict, **tensors: Tensor) -> tuple[Tensor, Tensor]:
         def body(*xs: Tensor) -> tuple[Tensor, Tensor]:
             o, state = call(problem, **dict(zip(tensors, xs, strict=True)))
-            return o.sin().asin(), state  # something to recompute, that needs o
+            return o.sinh().asinh(), state  # something to recompute, that needs o
 
         return checkpoint(body, *tensors.values(), use_reentrant=False, **contexts)
 
@@ -188,12 +189,13 @@ def test_selective_checkpointing(case: OpCase, device: torch.device) -> None:
         assert [op for op, _, _ in calls].count(overload) == times * case.nodes
     assert_equal(results["saved"], results["recomputed"])
     plain = evaluate(problem)
-    assert_close(results["saved"]["dk"], plain["dk"], rtol=1e-3, atol=1e-4)
+    for name in case.inputs:
+        assert_close(results["saved"][f"d{name}"], plain[f"d{name}"], rtol=1e-3, atol=1e-4)
 
 
 @each_op
 def test_flops(case: OpCase, device: torch.device) -> None:
-    """Both ops are counted, and in proportion to the tokens; the state's product alone is 4 K V for each."""
+    """Both ops are counted, and in proportion to the tokens; those of the state alone are `case.flops` for each."""
 
     def count(T: int) -> dict[str, int]:
         problem = draw(case, device, T=T)
@@ -205,7 +207,8 @@ def test_flops(case: OpCase, device: torch.device) -> None:
         }
 
     short, long = count(64), count(128)
-    assert short[case.forward] >= 2 * 2 * 64 * 2 * (2 * 16 * 32)
+    state = draw(case, device, T=1).d_final_state
+    assert short[case.forward] >= 64 * case.flops * state.numel()
     assert short[case.backward] >= 2 * short[case.forward]
     assert long == {name: 2 * n for name, n in short.items()}
 

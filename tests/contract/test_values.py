@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from .accuracy import assert_accurate, assert_close, error
-from .cases import OpCase, each_gated_op, each_op, one_op_a_form
+from .cases import OpCase, each_gated_op, each_op, each_scaled_op, one_op_a_form
 from .problems import GATES, Problem, call, call_reference, draw, evaluate
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -58,7 +58,7 @@ def test_head_sizes(case: OpCase, K: int, V: int, device: torch.device) -> None:
     assert_accurate(problem, evaluate(problem))
 
 
-@each_op
+@each_scaled_op
 @pytest.mark.parametrize("scale", [0.3, 1, 0.0, -0.7])
 def test_scale(case: OpCase, scale: float, device: torch.device) -> None:
     problem = draw(case, device, T=5, scale=scale)
@@ -126,7 +126,7 @@ def call_in_parts(problem: Problem, *, points: list[int], **tensors: Tensor) -> 
     """The op on `points` cuts of the sequence, the state carried from each to the next."""
     state = tensors.pop("initial_state", None)
     o = []
-    T = tensors["q"].shape[1]
+    T = tensors[problem.case.first].shape[1]
     for start, end in zip([0, *points], [*points, T], strict=True):
         part = problem.case.at(slice(start, end), tensors, "T")
         output, state = call(problem, **part, initial_state=state)

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 from contract.accuracy import assert_accurate
-from contract.cases import CASES, OpCase, each_gated_op, each_op
+from contract.cases import CASES, OpCase, each_gated_op, each_op, each_scaled_op
 from contract.problems import Problem, call, draw, evaluate
 from torch import Tensor
 
@@ -83,7 +83,7 @@ def test_one_loss(case: OpCase, loss: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7])
-@each_op
+@each_scaled_op
 def test_scale(case: OpCase, scale: float) -> None:
     check(draw(case, CPU, B=1, H=1, T=66, scale=scale))
 
@@ -107,6 +107,12 @@ BOTH_AXES = next(case for case in CASES if case.name == "read_before-chunk")
 def test_strong_gates_on_both_axes_read_before(T: int) -> None:
     """Neighbours meet undecayed, everything else nearly forgotten: the gates' gradients are all of what is left."""
     check(draw(BOTH_AXES, CPU, B=1, H=1, T=T, gates=-8.0))
+
+
+@each_gated_op
+def test_strong_gates_of_few_tokens(case: OpCase) -> None:
+    """The gradient of the initial state is small then, and has to be right."""
+    check(draw(case, CPU, B=1, H=1, T=3, gates=-8.0), "state")
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (40, 70)], ids=str)

@@ -36,13 +36,16 @@ class Chunks:
         return F.pad(x, (0, 0, 0, 1))[:, :, self.token]
 
     def join(self, x: Tensor) -> Tensor:
+        return self.tokens(x).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """``[B, H, T, ...]`` of what lies in chunks; it may be a view."""
         if self.table is None:
-            x = x.flatten(2, 3)[:, :, : self.T]
-        else:  # every token has one real place; padding, and tokens in no sequence, meet at T + 1
-            x = torch.where(self.real[:, :, None], x, 0).flatten(2, 3)
-            x = x.new_zeros(*x.shape[:2], self.T + 1, x.shape[-1]).index_add(2, self.token.flatten(), x)
-            x = x[:, :, : self.T]
-        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+            return x.flatten(2, 3)[:, :, : self.T]
+        # Every token has one real place; padding, and tokens in no sequence, meet at T + 1.
+        x = torch.where(self.real[:, :, None], x, 0).flatten(2, 3)
+        x = x.new_zeros(*x.shape[:2], self.T + 1, x.shape[-1]).index_add(2, self.token.flatten(), x)
+        return x[:, :, : self.T]
 
     def sweep(
         self, writes: Tensor, decays: Sequence[Tensor], start: Tensor | None, reverse: bool = False

@@ -1,0 +1,142 @@
+"""HGRN, https://arxiv.org/abs/2311.04823, sections 3.1 to 3.3."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flacompose.layers import _check
+from flacompose.layers.norm import GatedRMSNorm
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.short_conv import ShortConvolution
+from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.ops import chunk_hgrn, fused_recurrent_hgrn
+from flacompose.ops._dtype import wide
+
+
+class HGRNAttention(RecurrentLayer):
+    r"""A layer of the hierarchically gated recurrent network, of $x$:
+
+    $$i = \operatorname{conv}(x W_i) \qquad
+    f = \beta + (1 - \beta) \odot \operatorname{sigmoid}(\operatorname{conv}(x W_f))$$
+    $$h_t = f_t \odot h_{t-1} + (1 - f_t) \odot \operatorname{silu}(i_t) \qquad
+    y = \bigl(\operatorname{rmsnorm}(h) \odot \operatorname{silu}(x W_g)\bigr) W_o$$
+
+    where $\beta$ is the lower bound of the forget gate $f$. From "Hierarchically Gated Recurrent Neural Network for
+    Sequence Modeling" (<https://arxiv.org/abs/2311.04823>). Arguments, defaults and parameter names are those of
+    flash-linear-attention 0.6, whose checkpoints load.
+
+    Args:
+        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        hidden_size: Size of the input and of the output.
+        expand_ratio: The recurrence has ``D = hidden_size * expand_ratio`` channels.
+        use_short_conv: Whether $x W_i$ and $x W_f$ pass a `ShortConvolution`, without activation.
+        conv_size: Its width ``W``.
+        conv_bias: Whether it has a bias.
+        elementwise_affine: Whether the norm has a weight.
+        norm_eps: Added to the mean square in the norm.
+        layer_idx: Which layer of a model it is. In layer 0 a lower bound is not used.
+
+    Raises:
+        ValueError: If an argument is none of these, or ``D`` is no positive int.
+        TypeError: If an argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        expand_ratio: float = 1,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        elementwise_affine: bool | None = True,
+        norm_eps: float = 1e-5,
+        layer_idx: int | None = None,
+    ) -> None:
+        super().__init__(hidden_size, mode)
+        _check.number("expand_ratio", expand_ratio)
+        input_dim = _check.whole(hidden_size * expand_ratio)
+        if input_dim < 1:
+            raise ValueError(
+                f"hidden_size * expand_ratio must be a positive int, got {hidden_size * expand_ratio}"
+            )
+        _check.not_negative("norm_eps", norm_eps)
+        if layer_idx is not None:
+            _check.integer("layer_idx", layer_idx)
+        self.input_dim = input_dim
+        self.use_short_conv = use_short_conv
+        self.layer_idx = layer_idx
+        self.state_shapes = StateShapes((input_dim,))
+
+        self.i_proj = nn.Linear(hidden_size, input_dim, bias=False)
+        self.f_proj = nn.Linear(hidden_size, input_dim, bias=False)
+        self.g_proj = nn.Linear(hidden_size, input_dim, bias=False)
+        if use_short_conv:
+            _check.count("conv_size", conv_size)
+            self.f_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None)
+            self.i_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None)
+            self.state_shapes = self.state_shapes._replace(conv=((input_dim, conv_size),) * 2)
+        self.g_norm = GatedRMSNorm(input_dim, elementwise_affine, norm_eps)
+        self.o_proj = nn.Linear(input_dim, hidden_size, bias=False)
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.i_proj.weight
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        lower_bound: Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentState]:
+        r"""Go through ``T`` tokens from `state`.
+
+        Other arguments, results and errors are those of
+        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward]; `state.conv` holds the inputs of the
+        convolutions of $i$ and of $f$.
+
+        Args:
+            lower_bound: Least value $\beta$ of the forget gates, ``[D]``, from 0 to 1, in any float dtype. The paper's
+                are a cumulative softmax over the layers of a model, 0 in the first. Default: 0.
+        """
+        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+        if lower_bound is not None:
+            _check.state_of(hidden_states, "lower_bound", lower_bound, (self.input_dim,))
+        i, f = self.i_proj(x), self.f_proj(x)
+        conv: tuple[Tensor, ...] = ()
+        if self.use_short_conv:
+            i_conv, f_conv = (None, None) if state is None else state.conv
+            i, i_conv = self.i_conv1d(i, i_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
+            f, f_conv = self.f_conv1d(f, f_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
+            conv = (i_conv, f_conv)
+        forgotten, g = _gates(wide(f), None if self.layer_idx == 0 else lower_bound)
+        i = (forgotten * F.silu(wide(i))).to(i.dtype)
+        i, g = tokens.silence(i), tokens.silence(g)
+
+        hgrn = fused_recurrent_hgrn if self._recurrent(x) else chunk_hgrn
+        h, recurrent = hgrn(
+            i, g,
+            initial_state=None if state is None else state.recurrent,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        assert recurrent is not None  # asked for
+        return tokens.leave(self.o_proj(self.g_norm(h, self.g_proj(x)))), RecurrentState(recurrent, conv)
+
+    def extra_repr(self) -> str:
+        return f"mode={self.mode}, input_dim={self.input_dim}"
+
+
+def _gates(f: Tensor, lower_bound: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``1 - f``, and the natural logarithm of the forget gate ``f``, of its logits."""
+    forgotten = torch.sigmoid(-f)
+    if lower_bound is None:
+        return forgotten, F.logsigmoid(f)
+    forgotten = forgotten * (1 - lower_bound.to(f.dtype))
+    # Not the logarithm of a sum, which a gate near 1 loses its digits in. 1 itself has no gradient.
+    return forgotten, torch.log1p(-forgotten.clamp(max=1 - torch.finfo(f.dtype).eps))
