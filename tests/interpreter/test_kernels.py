@@ -115,6 +115,13 @@ def test_strong_gates_of_few_tokens(case: OpCase) -> None:
     check(draw(case, CPU, B=1, H=1, T=3, gates=-8.0), "state")
 
 
+@each_gated_op
+def test_strong_gates_in_float16(case: OpCase) -> None:
+    """What they leave of a state is below float16's range, its product with a large gradient is not."""
+    problem = draw(case, CPU, torch.float16, B=1, H=1, T=5, gates=-15.0)
+    check(replace(problem, do=problem.do * 2**10), "o")
+
+
 @pytest.mark.parametrize("sizes", [(1, 1), (40, 70)], ids=str)
 @each_op
 def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:

@@ -143,7 +143,7 @@ class _Scan:
 
 def scan_config(D: int, reverse: bool) -> tuple[int, int, int, int]:
     """Tokens of a tile, its channels, warps and pipeline stages: as many bytes on their way as registers allow."""
-    return (8, block(D, 64), 1, 8) if reverse else (16, block(D, 64), 1, 4)
+    return (8, block(D, 64), 1, 6) if reverse else (16, block(D, 64), 1, 4)
 
 
 def token_config(D: int) -> tuple[int, int, int, int]:

@@ -96,11 +96,8 @@ def scan_kernel(
     for i in tl.range(begin, stop, num_stages=STAGES):
         # Past the end nothing decays, and nothing is added.
         mask = (t < (hi - lo - i * C).to(tl.int32)) & in_d[None, :, :]
-        at = (
-            (hi - 1 - i * C) * D - t * D + d[None, :, :]
-            if REVERSE
-            else (lo + i * C) * D + t * D + d[None, :, :]
-        )
+        start = hi - 1 - i * C if REVERSE else lo + i * C
+        at = start * D + (-t if REVERSE else t) * D + d[None, :, :]
         x_ = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
         g_ = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
         a_ = tl.exp(g_)
