@@ -42,8 +42,7 @@ class OpCase:
     """What the suite has to know about one op.
 
     `call` takes the inputs by name, with `initial_state`, `output_final_state`, `cu_seqlens` and, if `scaled`, `scale`;
-    `reference` takes one batch of whole sequences, the scale as a number, and returns ``(o, final_state)``. The output
-    is shaped as the last of the inputs.
+    `reference` takes one batch of whole sequences, the scale as a number, and returns ``(o, final_state)``.
     """
 
     name: str
@@ -53,6 +52,7 @@ class OpCase:
     form: str  # of the family: "chunk" or "recurrent"
     gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # axes by argument
     inputs: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(QKV))
+    output: str = "v"  # the input that has its shape
     state: tuple[str, ...] = ("N", "H", "K", "V")
     scaled: bool = True
     flops: int = 4  # of a token, for each element of the state
@@ -80,10 +80,6 @@ class OpCase:
     def first(self) -> str:
         """The input that the others are compared with."""
         return next(iter(self.inputs))
-
-    @property
-    def last(self) -> str:
-        return list(self.inputs)[-1]
 
     @property
     def axes(self) -> dict[str, tuple[str, ...]]:
@@ -194,7 +190,7 @@ def scalar(name: str, call: Callable, reference: Callable, form: str, *gates, **
 
 
 def elementwise(name: str, call: Callable, form: str, **fields) -> OpCase:
-    fields = {"inputs": {"x": X}, "state": ("N", "D"), "scaled": False, "flops": 2, **fields}
+    fields = {"inputs": {"x": X}, "output": "x", "state": ("N", "D"), "scaled": False, "flops": 2, **fields}
     return OpCase(name, call, scan, "scan", form, {"g": X}, **fields)
 
 

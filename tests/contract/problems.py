@@ -92,7 +92,7 @@ def draw(
     return Problem(
         case,
         tensors,
-        normal(case.inputs[case.last], dtype),
+        normal(case.inputs[case.output], dtype),
         normal(case.state, accumulator),
         cu_seqlens,
         scale,

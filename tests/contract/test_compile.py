@@ -40,7 +40,7 @@ def layered(case: OpCase) -> Callable[..., tuple[Tensor, Tensor]]:
         gates = {name: F.logsigmoid(tensors[name] + 2) for name in case.gates}
         tensors = {**tensors, case.first: F.silu(tensors[case.first]), **gates}
         o, state = case.call(**tensors, output_final_state=True, cu_seqlens=cu_seqlens)
-        tensors = {**tensors, case.last: (o.float() * 0.5).tanh().to(o.dtype), "initial_state": state}
+        tensors = {**tensors, case.output: (o.float() * 0.5).tanh().to(o.dtype), "initial_state": state}
         return case.call(**tensors, output_final_state=True, cu_seqlens=cu_seqlens)
 
     return function

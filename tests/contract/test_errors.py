@@ -88,7 +88,7 @@ def test_every_axis(case: OpCase, name: str, device: torch.device) -> None:
             )
 
 
-@every([case for case in PUBLIC if "HV" in case.inputs[case.last]])
+@every([case for case in PUBLIC if "HV" in case.inputs[case.output]])
 def test_heads_of_v(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     for heads in (1, 3):
@@ -140,7 +140,7 @@ def test_another_device(case: OpCase, name: str, device: torch.device) -> None:
 def test_empty_dimensions(case: OpCase, axes: tuple[str, ...], device: torch.device) -> None:
     problem = draw(case, device, T=5, state=False)
     empty = case.at(slice(0), problem.tensors, *axes)
-    name = case.last if "V" in axes else case.first
+    name = case.output if "V" in axes else case.first
     message = f"{name} must have no empty dimension, got {tuple(empty[name].shape)}"
     refused(problem, ValueError, message, **empty)
 

@@ -29,12 +29,13 @@ def dot(a, b, DOT: tl.constexpr):
 
 @triton.jit
 def split_dot(a, b, DOT: tl.constexpr, acc=None):
-    """``acc + a @ b`` for float32 `a`, in two parts, and `b` of the inputs' dtype."""
+    """``acc + a @ b`` for float32 `a`, in two parts, and `b`, rounded to the dtype of products."""
     if DOT == tl.float32:
         out = tl.dot(a, b.to(tl.float32), acc=acc, input_precision="tf32x3")
     else:
         high = a.to(DOT)
-        out = tl.dot(high, b, acc=tl.dot((a - high.to(tl.float32)).to(DOT), b, acc=acc))
+        rest = (a - high.to(tl.float32)).to(DOT)
+        out = tl.dot(high, b.to(DOT), acc=tl.dot(rest, b.to(DOT), acc=acc))
     return out
 
 
