@@ -11,6 +11,9 @@ from flacompose.ops.families._launch import block, segment_count, tile_count
 from flacompose.ops.families._op import rows
 from flacompose.ops.families.scan.kernels import scan_kernel
 
+# Tokens of a tile, a divisor of `UNIT`, and pipeline stages: of a scan, of one that finds segments' ends, and by token.
+SCAN_CONFIG, END_CONFIG, TOKEN_CONFIG = (8, 3), (16, 1), (1, 1)
+
 
 @compile_together
 def chunk(
@@ -104,14 +107,15 @@ class _Scan:
 
         `only_left`: with what is left of the state before each token, instead of h.
         """
-        C, BD, warps, stages = token_config(self.D) if self.by_token else scan_config(self.D, reverse)
+        BD = block(self.D, 256 if self.by_token else 64)
         tiles = tile_count(self.D, BD)
         programs = tiles if self.cu_seqlens is None else tiles * self.N
-        segments = 1 if self.by_token else segment_count(tile_count(self.T, 64), programs)
+        # Of fewer tokens than those of other families: a tile is a few instructions.
+        segments = 1 if self.by_token else segment_count(tile_count(self.T, 8), programs)
         split = not (isinstance(segments, int) and segments == 1)
         initial = None if initial is None else initial.contiguous()
 
-        def sweep(*tensors: Tensor | None) -> None:
+        def sweep(C: int, stages: int, *tensors: Tensor | None) -> None:
             launch(
                 scan_kernel,
                 (self.N * tiles * segments,),
@@ -122,14 +126,14 @@ class _Scan:
                 self.T,
                 self.N,
                 segments,
-                self.D,
+                D=self.D,
                 C=C,
                 BD=BD,
                 STAGES=stages,
                 SPLIT=split,
                 LEFT=only_left,
                 REVERSE=reverse,
-                num_warps=warps,
+                num_warps=1,
             )
 
         ends: tuple[Tensor | None, ...] = None, None
@@ -137,15 +141,5 @@ class _Scan:
             # Longer by one than is used: a leading dimension that may be 1 is a guard on a symbolic length.
             shape = (segments + 1, self.N, self.D)
             ends = tuple(torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
-            sweep(None, initial, *ends, None, None, None)
-        sweep(left, initial, *ends, out, dg, final)
-
-
-def scan_config(D: int, reverse: bool) -> tuple[int, int, int, int]:
-    """Tokens of a tile, its channels, warps and pipeline stages: as many bytes on their way as registers allow."""
-    return (8, block(D, 64), 1, 6) if reverse else (16, block(D, 64), 1, 4)
-
-
-def token_config(D: int) -> tuple[int, int, int, int]:
-    """Likewise, token by token."""
-    return 1, block(D, 256), 1, 1
+            sweep(*END_CONFIG, None, initial, *ends, None, None, None)
+        sweep(*(TOKEN_CONFIG if self.by_token else SCAN_CONFIG), left, initial, *ends, out, dg, final)

@@ -11,17 +11,21 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import _expm1
 
-
-@triton.jit
-def _then(decay, left, x, next_decay, next_left, next_x):
-    """Tokens, then others: their decay, what is left of the state before the last token, and what that one adds."""
-    return decay * next_decay, (left + x) * next_decay + next_left, next_x
+UNIT = tl.constexpr(16)  # tokens that segments are multiples of
 
 
 @triton.jit
-def _then_before(decay, dh, a, next_decay, next_dh, next_a):
-    """Backwards in time: the decay up to the last token, the gradient of the state after it, and its own decay."""
-    return decay * a * next_decay, dh * a * next_decay + next_dh, next_a
+def _join(decay, state, a, e, next_decay, next_state, next_a, next_e):
+    """Steps ``h <- a * h + e``, then others: the decay and the state before the last step, and that step."""
+    return decay * a * next_decay, (state * a + e) * next_decay + next_state, next_a, next_e
+
+
+@triton.jit
+def _before(a, e):
+    """The decay and the state before each step of ``h <- a * h + e`` along the second axis, begun at 0."""
+    steps = tl.full(a.shape, 1.0, tl.float32), tl.zeros_like(e), a, e
+    decay, state, _, _ = tl.associative_scan(steps, 1, _join)
+    return decay, state
 
 
 @triton.jit
@@ -45,7 +49,7 @@ def scan_kernel(
     T,
     N,
     SEGMENTS,
-    D,
+    D: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
     STAGES: tl.constexpr,
@@ -67,7 +71,8 @@ def scan_kernel(
     if out is None:
         if segment == SEGMENTS - 1:
             return
-    # Two channels to a thread, and so all tokens of a tile: the scan crosses no threads where BD is 64.
+    # Axes in this order, tokens the second, give a thread two channels and all tokens of a tile: its scan crosses no
+    # threads where BD is 64.
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD // 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
     in_d = d < D
     if cu_seqlens is not None:
@@ -76,10 +81,10 @@ def scan_kernel(
     else:
         lo = n * T
         hi = lo + T
-    rows = tl.cdiv(hi - lo, C)
-    per_segment = tl.cdiv(rows, SEGMENTS)
+    # The same tokens whatever the tile.
+    per_segment = tl.cdiv(tl.cdiv(hi - lo, UNIT), SEGMENTS) * (UNIT // C)
     begin = segment * per_segment
-    stop = tl.minimum(begin + per_segment, rows)
+    stop = tl.minimum(begin + per_segment, tl.cdiv(hi - lo, C))
 
     h = tl.zeros([BD // 2, 2], dtype=tl.float32)
     if initial is not None:
@@ -91,32 +96,32 @@ def scan_kernel(
             h += tl.load(segment_state + at, mask=in_d, other=0.0)
     gates = tl.zeros([BD // 2, 2], dtype=tl.float32)
 
-    t = tl.arange(0, C)[:, None, None]
+    t = tl.arange(0, C)[None, :, None]
+    from_start = (-t if REVERSE else t) * D + d[:, None, :]
     # With its own stages: those of a launch are for loads that feed products.
     for i in tl.range(begin, stop, num_stages=STAGES):
         # Past the end nothing decays, and nothing is added.
-        mask = (t < (hi - lo - i * C).to(tl.int32)) & in_d[None, :, :]
-        start = hi - 1 - i * C if REVERSE else lo + i * C
-        at = start * D + (-t if REVERSE else t) * D + d[None, :, :]
-        x_ = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        g_ = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
+        mask = t < (hi - lo - i * C).to(tl.int32)
+        if D % BD != 0:
+            mask &= in_d[:, None, :]
+        start = (hi - 1 - i * C if REVERSE else lo + i * C) * D
+        x_ = tl.load(x + start + from_start, mask=mask, other=0.0).to(tl.float32)
+        g_ = tl.load(g + start + from_start, mask=mask, other=0.0).to(tl.float32)
         a_ = tl.exp(g_)
-        total = tl.sum(g_, 0)
-        if REVERSE:
-            decay, dh, _ = tl.associative_scan((tl.full(a_.shape, 1.0, tl.float32), x_, a_), 0, _then_before)
-            end = tl.sum(tl.where(t == C - 1, a_ * dh, 0.0), 0)
-            if out is not None:
-                dh += decay * h[None, :, :]
-                left_ = tl.load((dg if left is None else left) + at, mask=mask, other=0.0).to(tl.float32)
-                tl.store(out + at, dh.to(out.dtype.element_ty), mask=mask)
-                tl.store(dg + at, (dh * left_).to(dg.dtype.element_ty), mask=mask)
-        else:
-            decay, left_, _ = tl.associative_scan((a_, tl.zeros_like(x_), x_), 0, _then)
-            end = tl.sum(tl.where(t == C - 1, left_ + x_, 0.0), 0)
-            if out is not None:
-                left_ += decay * h[None, :, :]
-                out_ = left_ if LEFT else left_ + x_
-                tl.store(out + at, out_.to(out.dtype.element_ty), mask=mask)
+        e_ = a_ * x_ if REVERSE else x_
+        decay, before = _before(a_, e_)
+        end = tl.sum(tl.where(t == C - 1, a_ * before + e_, 0.0), 1)
+        if out is not None:
+            before += decay * h[:, None, :]
+            if REVERSE:
+                dh = before + x_
+                left_ = tl.load((dg if left is None else left) + start + from_start, mask=mask, other=0.0)
+                tl.store(out + start + from_start, dh.to(out.dtype.element_ty), mask=mask)
+                tl.store(dg + start + from_start, (dh * left_).to(dg.dtype.element_ty), mask=mask)
+            else:
+                out_ = a_ * before if LEFT else a_ * before + x_
+                tl.store(out + start + from_start, out_.to(out.dtype.element_ty), mask=mask)
+        total = tl.sum(g_, 1)
         h = _decayed(h, total) + end
         gates += total
 
