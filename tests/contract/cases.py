@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import (
+    chunk_abc,
     chunk_gla,
+    chunk_gsa,
     chunk_linear_attn,
     chunk_retention,
     chunk_simple_gla,
     fused_recurrent_gla,
+    fused_recurrent_gsa,
     fused_recurrent_lightning_attn,
     fused_recurrent_simple_gla,
 )
@@ -46,8 +49,9 @@ class OpCase:
     form: str  # of the family: "chunk" or "recurrent"
     gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # axes by argument
     inputs: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(QKV))
+    output: tuple[str, ...] = ()  # the axes of ``o``, unless those of v
     state: tuple[str, ...] = ("N", "H", "K", "V")
-    groups: int = 1  # heads of values for each of queries and keys
+    groups: int = 1  # heads of one kind for each of the other, as `inputs` says
     positive: tuple[str, ...] = ()  # arguments that have to be
     nodes: int = 1  # calls of the registered op
     around: tuple[str, ...] = ()  # PyTorch's ops between inputs, those and results, in a graph
@@ -146,6 +150,74 @@ def linear_attn_normalized_reference(
     return o, torch.cat([S, z[:, -1].unsqueeze(-1)], -1)
 
 
+def slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    call: Callable,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated slot attention, or without g that of ABC, its state as one tensor: for each slot Hk, Hv and z."""
+    state, options = None, {} if g is None else {"g": g}
+    if initial_state is not None:
+        Hk, Hv, z = initial_state.split([q.shape[-1], v.shape[-1], 1 if g is None else 0], -1)
+        state = (Hk.mT, Hv) if g is not None else (Hk.mT, Hv, z.squeeze(-1))
+    o, state = call(
+        q, k, v, s, **options, scale=scale, initial_state=state, output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    if state is None:
+        return o, None
+    Hk, Hv, *z = state
+    return o, torch.cat([Hk.mT, Hv, *(x.unsqueeze(-1) for x in z)], -1)
+
+
+def slots_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """``Hk_t = Hk_{t-1} diag(exp g_t) + k_t s_t^T``; ``p_t = softmax(scale * Hk_t^T q_t)``; ``Hv_t`` likewise.
+
+    Without g, ``z_t = logaddexp(z_{t-1}, s_t)`` makes them: ``exp g_t = exp(z_{t-1} - z_t)``, ``s_t <- exp(s_t - z_t)``.
+    """
+    B, T, H, M = s.shape
+    K, V, groups = q.shape[-1], v.shape[-1], q.shape[2] // H
+    state = s.new_zeros(B, H, M, K + V) if initial_state is None else initial_state[..., : K + V]
+    Hk, Hv = state.split([K, V], -1)  # [B, H, M, K] and [B, H, M, V]
+    z = s.new_full((B, H, M), -torch.inf)
+    if g is None and initial_state is not None:
+        z = initial_state[..., -1]
+    o = []
+    for t in range(T):
+        if g is not None:
+            decay, weight = g[:, t].exp(), s[:, t]
+        else:
+            # Where nothing has come yet, 0 stands for -inf, whose derivatives are NaN.
+            empty, none = z == -torch.inf, s[:, t] == -torch.inf
+            new = torch.logaddexp(torch.where(empty, 0, z), torch.where(none, 0, s[:, t]))
+            new = torch.where(empty, torch.where(none, 0, s[:, t]), torch.where(none, z, new))
+            decay = torch.where(empty, torch.where(none, 1, 0), torch.where(none, 1, (z - new).exp()))
+            weight = torch.where(none, 0, (s[:, t] - new).exp())
+            z = torch.where(empty & none, z, new)
+        Hk = decay.unsqueeze(-1) * Hk + weight.unsqueeze(-1) * k[:, t].unsqueeze(2)
+        Hv = decay.unsqueeze(-1) * Hv + weight.unsqueeze(-1) * v[:, t].unsqueeze(2)
+        p = scale * torch.einsum("bhnk,bhmk->bhnm", q[:, t].unflatten(1, (H, groups)), Hk)
+        o.append(torch.einsum("bhnm,bhmv->bhnv", p.softmax(-1), Hv).flatten(1, 2))
+    z = () if g is not None else (z.unsqueeze(-1),)
+    return torch.stack(o, 1), torch.cat([Hk, Hv, *z], -1)
+
+
 def vector(name: str, call: Callable, reference: Callable, form: str, *gates, **fields) -> OpCase:
     return OpCase(name, call, reference, "vector_decay", form, *gates, **fields)
 
@@ -168,6 +240,20 @@ normalized = {
     "term": partial(linear_attn_normalized_reference, constant_weight=True),
     "public": False,
 }
+S = ("B", "T", "H", "M")
+slotted = {
+    "inputs": {**QKV, "s": S},
+    "state": ("N", "H", "M", "K+V"),
+    "nodes": 2,
+    "around": ("_softmax", "transpose", "cat"),
+    "public": False,
+}
+grouped = {
+    "inputs": {**slotted["inputs"], "q": ("B", "T", "HV", "K")},
+    "output": ("B", "T", "HV", "V"),
+    "groups": 3,
+}
+bounded = {**slotted, "inputs": QKV, "state": ("N", "H", "M", "K+V+1")}
 # fmt: off
 CASES = [
     vector("chunk_gla", chunk_gla, gla_reference, chunk, {"g": K}, inductor=True),
@@ -187,6 +273,10 @@ CASES = [
     scalar("chunk_linear_attn", chunk_linear_attn, scalar_decay, chunk),
     scalar("chunk_linear_attn-normalize", linear_attn_normalized, linear_attn_normalized_reference, chunk,
            **normalized),
+    vector("chunk_gsa", partial(slots, call=chunk_gsa), slots_reference, chunk, {"g": S}, **slotted),
+    vector("fused_recurrent_gsa-grouped", partial(slots, call=fused_recurrent_gsa), slots_reference, token, {"g": S},
+           **{**slotted, **grouped}),
+    vector("chunk_abc", partial(slots, call=chunk_abc), slots_reference, chunk, {"s": S}, **bounded),
 ]
 # fmt: on
 

@@ -73,6 +73,7 @@ def draw(
         B, N, T = 1, len(lengths), sum(lengths) + tail
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=cu_dtype, device=device)
     size = {"B": B, "T": T, "H": H, "HV": case.groups * H, "K": K, "V": V, "V+1": V + 1, "N": N}
+    size |= {"M": 12, "K+V": K + V, "K+V+1": K + V + 1}
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(seed)
 
@@ -86,7 +87,12 @@ def draw(
     if state:
         tensors["initial_state"] = normal(case.state, state_dtype or accumulator, "initial_state")
     return Problem(
-        case, tensors, normal(case.inputs["v"], dtype), normal(case.state, accumulator), cu_seqlens, scale
+        case,
+        tensors,
+        normal(case.output or case.inputs["v"], dtype),
+        normal(case.state, accumulator),
+        cu_seqlens,
+        scale,
     )
 
 
