@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._define import autocast_dtype, autocast_on
+from flacompose.ops._define import autocast_dtype
 from flacompose.ops._dtype import wide
 from flacompose.ops._logsumexp import running_logsumexp
 from flacompose.ops.families.vector_decay import op

@@ -186,10 +186,11 @@ def slots_reference(
     g: Tensor | None = None,
     initial_state: Tensor | None = None,
     scale: float = 1.0,
+    constant_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``Hk_t = Hk_{t-1} diag(exp g_t) + k_t s_t^T``; ``p_t = softmax(scale * Hk_t^T q_t)``; ``Hv_t`` likewise.
 
-    Without g, ``z_t = logaddexp(z_{t-1}, s_t)`` makes them: ``exp g_t = exp(z_{t-1} - z_t)``, ``s_t <- exp(s_t - z_t)``.
+    Without g, by ``z_t = logaddexp(z_{t-1}, s_t)``: ``g_t = z_{t-1} - z_t``, and ``exp(s_t - z_t)`` in place of s.
     """
     B, T, H, M = s.shape
     K, V, groups = q.shape[-1], v.shape[-1], q.shape[2] // H
@@ -212,8 +213,10 @@ def slots_reference(
             z = torch.where(empty & none, z, new)
         Hk = decay.unsqueeze(-1) * Hk + weight.unsqueeze(-1) * k[:, t].unsqueeze(2)
         Hv = decay.unsqueeze(-1) * Hv + weight.unsqueeze(-1) * v[:, t].unsqueeze(2)
-        p = scale * torch.einsum("bhnk,bhmk->bhnm", q[:, t].unflatten(1, (H, groups)), Hk)
-        o.append(torch.einsum("bhnm,bhmv->bhnv", p.softmax(-1), Hv).flatten(1, 2))
+        logits = scale * torch.einsum("bhnk,bhmk->bhnm", q[:, t].unflatten(1, (H, groups)), Hk)
+        total = logits.logsumexp(-1, keepdim=True)
+        p = (logits - (total.detach() if constant_weight else total)).exp()
+        o.append(torch.einsum("bhnm,bhmv->bhnv", p, Hv).flatten(1, 2))
     z = () if g is not None else (z.unsqueeze(-1),)
     return torch.stack(o, 1), torch.cat([Hk, Hv, *z], -1)
 
@@ -253,7 +256,13 @@ grouped = {
     "output": ("B", "T", "HV", "V"),
     "groups": 3,
 }
-bounded = {**slotted, "inputs": QKV, "state": ("N", "H", "M", "K+V+1")}
+bounded = {
+    **slotted,
+    "inputs": QKV,
+    "state": ("N", "H", "M", "K+V+1"),
+    # Slots that hold the same are read as one, however they are weighed.
+    "term": partial(slots_reference, constant_weight=True),
+}
 # fmt: off
 CASES = [
     vector("chunk_gla", chunk_gla, gla_reference, chunk, {"g": K}, inductor=True),
