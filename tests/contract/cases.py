@@ -51,6 +51,7 @@ class OpCase:
     inputs: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(QKV))
     output: tuple[str, ...] = ()  # the axes of ``o``, unless those of v
     state: tuple[str, ...] = ("N", "H", "K", "V")
+    start: Callable[[Tensor], Tensor] = torch.zeros_like  # the state of nothing
     groups: int = 1  # heads of one kind for each of the other, as `inputs` says
     positive: tuple[str, ...] = ()  # arguments that have to be
     nodes: int = 1  # calls of the registered op
@@ -221,6 +222,11 @@ def slots_reference(
     return torch.stack(o, 1), torch.cat([Hk, Hv, *z], -1)
 
 
+def nothing(state: Tensor) -> Tensor:
+    """Whose logsumexp, the last column, is -inf."""
+    return torch.cat([torch.zeros_like(state[..., :-1]), torch.full_like(state[..., -1:], -torch.inf)], -1)
+
+
 def vector(name: str, call: Callable, reference: Callable, form: str, *gates, **fields) -> OpCase:
     return OpCase(name, call, reference, "vector_decay", form, *gates, **fields)
 
@@ -260,6 +266,7 @@ bounded = {
     **slotted,
     "inputs": QKV,
     "state": ("N", "H", "M", "K+V+1"),
+    "start": nothing,
     # Slots that hold the same are read as one, however they are weighed.
     "term": partial(slots_reference, constant_weight=True),
 }

@@ -143,7 +143,7 @@ def call_reference(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]
     cu = problem.cu_seqlens.tolist()
     o, states = [], []
     for n, (start, end) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
-        state = problem.d_final_state.new_zeros((1, *problem.d_final_state.shape[1:]), dtype=q.dtype)
+        state = problem.case.start(problem.d_final_state[:1].to(q.dtype))
         if initial is not None:
             state = initial[n : n + 1]
         if start < end:

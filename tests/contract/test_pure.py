@@ -43,7 +43,8 @@ def test_layouts(case: OpCase, layout, lengths: list[int] | None, device: torch.
         assert not every_other.is_contiguous()
         other = replace(other, cu_seqlens=every_other)
     assert not other.tensors["q"].is_contiguous()
-    if "div" in case.around:  # PyTorch sums the gradient of a divisor in the order of the layout
+    # PyTorch sums the gradient of a divisor, and products of a part of a state, in the order of the layout.
+    if "div" in case.around or "cat" in case.around:
         assert_close(evaluate(other), evaluate(problem), 1e-6)
     else:
         assert_equal(evaluate(other), evaluate(problem))
