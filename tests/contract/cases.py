@@ -55,7 +55,9 @@ class OpCase:
     groups: int = 1  # heads of one kind for each of the other, as `inputs` says
     positive: tuple[str, ...] = ()  # arguments that have to be
     nodes: int = 1  # calls of the registered op
-    around: tuple[str, ...] = ()  # PyTorch's ops between inputs, those and results, in a graph
+    around: (
+        tuple[str, ...] | None
+    ) = ()  # PyTorch's ops between inputs, those and results, in a graph; None: many
     term: Callable[..., tuple[Tensor, Tensor]] | None = (
         None  # a reference whose gradients are one of two that cancel
     )
@@ -254,19 +256,21 @@ slotted = {
     "inputs": {**QKV, "s": S},
     "state": ("N", "H", "M", "K+V"),
     "nodes": 2,
-    "around": ("_softmax", "transpose", "cat"),
+    "around": ("_softmax", "permute", "cat"),
     "public": False,
 }
 grouped = {
     "inputs": {**slotted["inputs"], "q": ("B", "T", "HV", "K")},
     "output": ("B", "T", "HV", "V"),
     "groups": 3,
+    "around": None,  # grouped queries take turns
 }
 bounded = {
     **slotted,
     "inputs": QKV,
     "state": ("N", "H", "M", "K+V+1"),
     "start": nothing,
+    "around": None,  # the running logsumexp
     # Slots that hold the same are read as one, however they are weighed.
     "term": partial(slots_reference, constant_weight=True),
 }
