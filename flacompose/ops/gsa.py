@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._define import autocast_dtype
-from flacompose.ops._dtype import wide
 from flacompose.ops._logsumexp import running_logsumexp
 from flacompose.ops.families.vector_decay import op
 
@@ -125,11 +124,7 @@ def run(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         s = s if g is None else s.to(dtype)
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
-        # All but the output is wide: a softmax makes of what is rounded off a logit a part of its weight, and the
-        # gradient of a logit is a difference.
-        dtype = v.dtype
-        q, k, v = wide(q), wide(k), wide(v)
-        s = s.to(q.dtype)
+        s = s.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
         if g is None:
             g, s, z = running_logsumexp(s, z, cu_seqlens)
         if groups > 1:
@@ -138,11 +133,12 @@ def run(
             q = q.unflatten(2, (H, groups)).transpose(2, 3).flatten(1, 2)
             k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
             cu_seqlens = None if cu_seqlens is None else cu_seqlens.long() * groups
+        # Values that are wide give wide logits: of what is rounded off a logit, the softmax makes a part of its weight.
         logits, Hk = form(q, k, s, None, g, Hk, cu_seqlens, scale, False)
-        o, Hv = form(logits.softmax(-1), s, v, g, None, Hv, cu_seqlens, 1.0, False)
+        p = logits.softmax(-1).to(v.dtype)
+        o, Hv = form(p, s, v, g, None, Hv, cu_seqlens, 1.0, False)
         if groups > 1:
             o = o.unflatten(1, (T, groups)).transpose(2, 3).flatten(2, 3)
-        o = o.to(dtype)
     if not output_final_state:
         return o, None
     return o, (Hk, Hv) if z is None else (Hk, Hv, z)
