@@ -12,8 +12,7 @@ from flacompose.ops._dtype import wide
 from flacompose.ops._varlen import bounds
 
 LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
-BLOCK = 8
-LEVELS = 8  # BLOCK ** LEVELS tokens are more than memory holds
+LEVELS = 20  # of the scan, where it is traced: of up to 2 ** 20 tokens, and another graph for more
 
 
 class Normalized(NamedTuple):
@@ -27,8 +26,9 @@ class Normalized(NamedTuple):
 def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Normalized:
     """Sum ``exp(s)``, ``s [B, T, ...]``, over the tokens so far, from ``z [N, ...]`` on, -inf unless given.
 
-    Plain PyTorch, differentiable to any order in any mode, of as many calls for every ``T``. It is summed in float64:
-    after many tokens a gate is a small difference of two large numbers.
+    Plain PyTorch, and traced of as many calls for every ``T``. The derivatives of `torch.logcumsumexp` are NaN at -inf,
+    and those of second order where a gradient is 0. In float64: after many tokens a gate is a small difference of two
+    large numbers.
     """
     B, T = s.shape[:2]
     dtype = wide(s).dtype
@@ -64,24 +64,18 @@ def _or_minus_inf(x: Tensor) -> Tensor:
     return torch.where(x > LOWEST / 2, x, -torch.inf)
 
 
-def _inclusive(x: Tensor, sequence: Tensor, levels: int = LEVELS) -> Tensor:
+def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     """``log(sum of exp(x_i))`` over the tokens ``i <= t`` of the sequence of ``t``; ``x [B, T, D]``, ``sequence [T]``.
 
-    Within blocks of tokens all pairs meet; the last sums of blocks are the tokens of the next level.
+    Sums of 1, 2, 4, ... tokens meet those before them: the scan of Hillis and Steele.
     """
     T = x.shape[1]
-    # One row more than there are blocks, so that there is never one, which is a special shape to the compiler.
-    rows = (T + BLOCK - 1) // BLOCK + 1
     t = torch.arange(T, device=x.device)
-    token = torch.arange(rows, device=x.device)[:, None] * BLOCK + torch.arange(BLOCK, device=x.device)
-    n = torch.where(token < T, sequence[token.clamp(max=T - 1)], -2)  # [R, BLOCK]
-    seen = (n[:, :, None] == n[:, None]).tril()  # [R, BLOCK, BLOCK]
-    pairs = x[:, token.clamp(max=T - 1)][:, :, None]  # [B, R, 1, BLOCK, D]
-    z = torch.where(seen[..., None], pairs, LOWEST).logsumexp(3)
-    # Traced, every length takes the levels of the longest.
-    if levels > 1 and (torch.compiler.is_compiling() or T > BLOCK):
-        z_before = F.pad(_inclusive(z[:, :, -1], n[:, -1], levels - 1), (0, 0, 1, 0))[:, :-1]
-        n_before = F.pad(n[:, -1], (1, 0), value=-3)[:-1]
-        carried = torch.where((n == n_before[:, None])[..., None], z_before[:, :, None], LOWEST)
-        z = torch.stack([z, carried]).logsumexp(0)
-    return z[:, t // BLOCK, t % BLOCK]
+    levels = LEVELS if torch.compiler.is_compiling() else 0  # traced, every length takes those of a long one
+    while 1 << levels < T:
+        levels += 1
+    for level in range(levels):
+        seen = (t >= 1 << level) & (sequence == sequence.roll(1 << level))
+        before = torch.where(seen[:, None], x.roll(1 << level, 1), LOWEST)
+        x = torch.stack([x, before]).logsumexp(0)
+    return x
