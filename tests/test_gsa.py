@@ -180,10 +180,6 @@ def test_autocast_keeps_what_is_wide(device: torch.device) -> None:
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
 
 
-def wrong(**changes) -> tuple[dict, dict]:
-    return changes
-
-
 X = torch.ones
 STATE = (X(2, 2, 16, 12), X(2, 2, 12, 32))
 FLOATS = "float32, bfloat16, float16 or float64"
