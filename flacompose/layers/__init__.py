@@ -4,8 +4,12 @@ Every layer is called the same way, ``layer(hidden_states, state=None, *, attent
 and returns ``(output, state)``; the state is a `RecurrentState`, new each time.
 """
 
+from flacompose.layers.abc import ABCAttention
 from flacompose.layers.gla import GatedLinearAttention
+from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
+from flacompose.layers.hgrn2 import HGRN2Attention
+from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
 from flacompose.layers.mamba2 import Mamba2
@@ -17,9 +21,13 @@ from flacompose.layers.simple_gla import SimpleGatedLinearAttention
 from flacompose.layers.state import RecurrentState
 
 __all__ = [
+    "ABCAttention",
     "GatedLinearAttention",
     "GatedRMSNorm",
+    "GatedSlotAttention",
+    "HGRN2Attention",
     "HGRNAttention",
+    "LightNetAttention",
     "LightningAttention",
     "LinearAttention",
     "Mamba2",

@@ -21,6 +21,7 @@ __all__ = [
     "not_negative",
     "number",
     "packed",
+    "positive",
     "same_device",
     "same_dtype",
     "state_of",
@@ -61,6 +62,12 @@ def not_negative(name: str, x: float) -> None:
     number(name, x)
     if not x >= 0:  # so that NaN fails
         raise ValueError(f"{name} must be at least 0, got {x}")
+
+
+def positive(name: str, x: float) -> None:
+    number(name, x)
+    if not x > 0:  # so that NaN fails
+        raise ValueError(f"{name} must be positive, got {x}")
 
 
 def integral(name: str, x: Tensor, bools: bool = False, why: str = "") -> None:

@@ -25,6 +25,11 @@ class AttentionLayer(RecurrentLayer):
     """
 
     chunk_modes: ClassVar[tuple[str, ...]] = ("fused_chunk",)
+    projections: ClassVar[tuple[str, str, str]] = ("q", "k", "v")  # what queries, keys and values are called
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    g_proj: nn.Module
     use_short_conv = False
 
     def __init__(
@@ -59,23 +64,22 @@ class AttentionLayer(RecurrentLayer):
 
     def _add_projections(self, output_gate: bool = False) -> None:
         k_dim, v_dim = self.num_kv_heads * self.head_k_dim, self.num_kv_heads * self.head_v_dim
-        self.q_proj = nn.Linear(self.hidden_size, self.key_dim, bias=False)
-        self.k_proj = nn.Linear(self.hidden_size, k_dim, bias=False)
-        self.v_proj = nn.Linear(self.hidden_size, v_dim, bias=False)
+        for name, dim in zip(self.projections, (self.key_dim, k_dim, v_dim), strict=True):
+            setattr(self, f"{name}_proj", nn.Linear(self.hidden_size, dim, bias=False))
         self.use_output_gate = output_gate
         if output_gate:
             self.g_proj = nn.Linear(self.hidden_size, self.value_dim, bias=False)
 
-    def _add_convolutions(self, conv_size: int, conv_bias: bool) -> None:
+    def _add_convolutions(self, conv_size: int, conv_bias: bool, activation: str | None = "silu") -> None:
         _check.count("conv_size", conv_size)
         self.use_short_conv = True
-        self.q_conv1d = ShortConvolution(self.q_proj.out_features, conv_size, bias=conv_bias)
-        self.k_conv1d = ShortConvolution(self.k_proj.out_features, conv_size, bias=conv_bias)
-        self.v_conv1d = ShortConvolution(self.v_proj.out_features, conv_size, bias=conv_bias)
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        self.state_shapes = self.state_shapes._replace(
-            conv=tuple((conv.hidden_size, conv.kernel_size) for conv in convs)
-        )
+        shapes = []
+        for name in self.projections:
+            D = getattr(self, f"{name}_proj").out_features
+            conv = ShortConvolution(D, conv_size, bias=conv_bias, activation=activation)
+            setattr(self, f"{name}_conv1d", conv)
+            shapes.append((D, conv_size))
+        self.state_shapes = self.state_shapes._replace(conv=tuple(shapes))
 
     def _add_output_norm(self, gate_fn: str, fuse_norm: bool, elementwise_affine: bool | None) -> None:
         self.gate_fn = activation("gate_fn", gate_fn)
@@ -96,13 +100,14 @@ class AttentionLayer(RecurrentLayer):
         self, x: Tensor, tokens: Layout, state: RecurrentState | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """``q [B, T, H, K]``, ``k`` and ``v`` in their own heads, and the new states of the convolutions."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (getattr(self, f"{name}_proj")(x) for name in self.projections)
         conv: tuple[Tensor, ...] = ()
         if self.use_short_conv:
-            q_conv, k_conv, v_conv = (None, None, None) if state is None else state.conv
-            q, q_conv = self.q_conv1d(q, q_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
-            k, k_conv = self.k_conv1d(k, k_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
-            v, v_conv = self.v_conv1d(v, v_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
+            before = (None, None, None) if state is None else state.conv
+            (q, q_conv), (k, k_conv), (v, v_conv) = (
+                getattr(self, f"{name}_conv1d")(h, window, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
+                for name, h, window in zip(self.projections, (q, k, v), before, strict=True)
+            )
             conv = (q_conv, k_conv, v_conv)
         q = rearrange(q, "b t (h k) -> b t h k", h=self.num_heads)
         k, v = (rearrange(h, "b t (h d) -> b t h d", h=self.num_kv_heads) for h in (k, v))
@@ -123,6 +128,10 @@ class AttentionLayer(RecurrentLayer):
             self.gate_fn(self.g_proj(x)), "b t (h v) -> b t h v", h=self.num_heads
         )
 
+    def _normed(self, o: Tensor) -> Tensor:
+        """``o [B, T, H, V]`` normed, all heads together."""
+        return self.g_norm(rearrange(o, "b t h v -> b t (h v)")).unflatten(2, o.shape[2:])
+
     def _leave(self, o: Tensor, tokens: Layout) -> Tensor:
         """The output ``[B, T, hidden_size]`` of ``o [B, T, H, V]``."""
         H, V = o.shape[2:]
@@ -136,6 +145,24 @@ class AttentionLayer(RecurrentLayer):
 
     def extra_repr(self) -> str:
         return f"mode={self.mode}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+
+
+def expanded_heads(hidden_size: int, num_heads: int | None, expand_ratio: int | None) -> tuple[int, int]:
+    """How many heads there are, and how many keys each has, one of which follows from the other."""
+    _check.count("hidden_size", hidden_size)
+    if num_heads is None and expand_ratio is None:
+        raise ValueError("num_heads or expand_ratio must be given, got None for both")
+    if expand_ratio is not None:
+        _check.head_size("expand_ratio", expand_ratio)
+        if num_heads is None and expand_ratio > hidden_size:
+            raise ValueError(f"expand_ratio must be at most hidden_size = {hidden_size}, got {expand_ratio}")
+    if num_heads is None:
+        assert expand_ratio is not None
+        num_heads = hidden_size // expand_ratio
+    _check.count("num_heads", num_heads)
+    if hidden_size % num_heads != 0:
+        raise ValueError(f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}")
+    return num_heads, hidden_size // num_heads if expand_ratio is None else expand_ratio
 
 
 def _expanded(argument: str, hidden_size: int, ratio: float, num_heads: int) -> int:

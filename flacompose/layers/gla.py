@@ -79,10 +79,7 @@ class GatedLinearAttention(AttentionLayer):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
-        _check.number("gate_logit_normalizer", gate_logit_normalizer)
-        # Written so that NaN fails.
-        if not gate_logit_normalizer > 0:
-            raise ValueError(f"gate_logit_normalizer must be positive, got {gate_logit_normalizer}")
+        _check.positive("gate_logit_normalizer", gate_logit_normalizer)
         if clamp_min is not None:
             _check.number("clamp_min", clamp_min)
             if not clamp_min <= 0:

@@ -34,14 +34,15 @@ class Layout(NamedTuple):
         x = self.silence(x)
         return x if self.rank is None else _take(x, self.rank)
 
-    def silence(self, x: Tensor) -> Tensor:
-        """``x [B, T, ...]`` with zeros where nothing counts.
+    def silence(self, x: Tensor, value: float = 0) -> Tensor:
+        """``x [B, T, ...]`` with zeros, or `value`, where nothing counts.
 
-        A token whose key and whose gates (natural logarithms) are 0 leaves a state as it is.
+        A token whose key and whose gates (natural logarithms) are 0 leaves a state as it is, and so does one whose
+        logits are -inf.
         """
         if self.valid is None:
             return x
-        return torch.where(self.valid.reshape(*self.valid.shape, *[1] * (x.ndim - 2)), x, 0)
+        return torch.where(self.valid.reshape(*self.valid.shape, *[1] * (x.ndim - 2)), x, value)
 
 
 def layout(

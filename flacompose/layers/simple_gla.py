@@ -73,10 +73,7 @@ class SimpleGatedLinearAttention(AttentionLayer):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
-        _check.number("gate_logit_normalizer", gate_logit_normalizer)
-        # Written so that NaN fails.
-        if not gate_logit_normalizer > 0:
-            raise ValueError(f"gate_logit_normalizer must be positive, got {gate_logit_normalizer}")
+        _check.positive("gate_logit_normalizer", gate_logit_normalizer)
         self.gate_logit_normalizer = gate_logit_normalizer
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +16,21 @@ class RecurrentState(NamedTuple):
     """The state of one layer after the last token of each of ``N`` sequences: a pytree of tensors.
 
     Attributes:
-        recurrent: ``[N, H, K, V]``, in HGRN ``[N, D]``, float32 (float64 in a float64 layer).
+        recurrent: ``[N, H, K, V]``, in HGRN ``[N, D]``, float32 (float64 in a float64 layer); in layers of slots the
+            tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``.
         conv: One ``[N, D, W]`` per short convolution of the layer, in their order (q, k, v): the last ``W`` inputs of
             each sequence, the newest in column ``W - 1``, in the dtype of the layer's projections. Empty without them.
-        normalizer: The sum of all keys, ``[N, H, K]``, in the dtype of `recurrent`. ``()`` in a layer that does not
-            normalise by it.
+        normalizer: The sum of all keys, ``[N, H, K]``, or the logsumexp of all logits, ``[N, H, M]`` or ``[N, H, K]``,
+            in the dtype of `recurrent`. ``()`` in a layer that does not normalise by it.
         position: How many tokens each sequence has had, ``[N]``, int64. ``()`` in a layer without positions.
         shift: The last token of each sequence, ``[N, hidden_size]``, in the dtype of the layer's projections. ``()``
             in a layer without a token shift.
     """
 
-    recurrent: Tensor
+    recurrent: Any  # a tensor, or a tuple of them, as `StateShapes` says
     conv: tuple[Tensor, ...] = ()
     # Not None, which would be a leaf, and no tensor.
-    normalizer: Tensor | tuple[()] = ()
+    normalizer: Any = ()
     position: Tensor | tuple[()] = ()
     shift: Tensor | tuple[()] = ()
 
@@ -47,11 +48,12 @@ pytree._register_namedtuple(RecurrentState, serialized_type_name="flacompose.lay
 class StateShapes(NamedTuple):
     """The shapes of a layer's state, each after its ``N``."""
 
-    recurrent: tuple[int, ...]
+    recurrent: tuple[int, ...] | tuple[tuple[int, ...], ...]
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
     position: bool = False
     shift: int | None = None
+    logarithm: bool = False  # of the normaliser, whose zero is -inf
 
     def zeros(self, N: int, weight: Tensor) -> RecurrentState:
         """The state before the first token, for projections by `weight`."""
@@ -62,13 +64,26 @@ class StateShapes(NamedTuple):
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(N, *shape, device=device, dtype=dtype)
 
+        normalizer: Tensor | tuple[()] = ()
+        if self.normalizer is not None:
+            normalizer = zeros(*self.normalizer, dtype=summed)
+            normalizer = normalizer.log() if self.logarithm else normalizer
+        recurrent = tuple(zeros(*shape, dtype=summed) for shape in self._recurrent)
         return RecurrentState(
-            zeros(*self.recurrent, dtype=summed),
+            recurrent if self._several else recurrent[0],
             tuple(zeros(*shape, dtype=projected) for shape in self.conv),
-            () if self.normalizer is None else zeros(*self.normalizer, dtype=summed),
+            normalizer,
             zeros(dtype=torch.int64) if self.position else (),
             () if self.shift is None else zeros(self.shift, dtype=projected),
         )
+
+    @property
+    def _several(self) -> bool:
+        return isinstance(self.recurrent[0], tuple)
+
+    @property
+    def _recurrent(self) -> tuple[tuple[int, ...], ...]:
+        return self.recurrent if self._several else (self.recurrent,)  # type: ignore[return-value]
 
     def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
         """Check that `state` has these shapes, `N` rows, and the device of `x`."""
@@ -77,13 +92,11 @@ class StateShapes(NamedTuple):
                 f"state must be a RecurrentState, got {type(state).__name__} "
                 "(a mask is the keyword attention_mask)"
             )
-        _check.state_of(x, "state.recurrent", state.recurrent, (N, *self.recurrent))
-        if not isinstance(state.conv, (tuple, list)):
-            raise TypeError(f"state.conv must be a tuple of tensors, got {type(state.conv).__name__}")
-        if len(state.conv) != len(self.conv):
-            raise ValueError(f"state.conv must hold {len(self.conv)} tensors, got {len(state.conv)}")
-        for i, shape in enumerate(self.conv):
-            _check.state_of(x, f"state.conv[{i}]", state.conv[i], (N, *shape))
+        if self._several:
+            _several(x, "state.recurrent", state.recurrent, self._recurrent, N)
+        else:
+            _check.state_of(x, "state.recurrent", state.recurrent, (N, *self._recurrent[0]))
+        _several(x, "state.conv", state.conv, self.conv, N)
         if self.normalizer is None:
             _absent("state.normalizer", state.normalizer)
         else:
@@ -96,6 +109,15 @@ class StateShapes(NamedTuple):
             _absent("state.shift", state.shift)
         else:
             _check.state_of(x, "state.shift", state.shift, (N, self.shift))
+
+
+def _several(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, ...], ...], N: int) -> None:
+    if not isinstance(values, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple of tensors, got {type(values).__name__}")
+    if len(values) != len(shapes):
+        raise ValueError(f"{name} must hold {len(shapes)} tensors, got {len(values)}")
+    for i, (value, shape) in enumerate(zip(values, shapes, strict=True)):
+        _check.state_of(x, f"{name}[{i}]", value, (N, *shape))
 
 
 def _absent(name: str, value: Tensor | tuple[()]) -> None:

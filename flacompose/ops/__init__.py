@@ -1,6 +1,8 @@
 """The recurrences, each one function of its inputs: nothing is changed in place, states come back as new tensors."""
 
+from flacompose.ops.abc import chunk_abc
 from flacompose.ops.gla import chunk_gla, fused_recurrent_gla
+from flacompose.ops.gsa import chunk_gsa, fused_recurrent_gsa
 from flacompose.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
 from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
 from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
@@ -10,7 +12,9 @@ from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_g
 from flacompose.ops.ssd import mamba_chunk_scan_combined, selective_state_update
 
 __all__ = [
+    "chunk_abc",
     "chunk_gla",
+    "chunk_gsa",
     "chunk_hgrn",
     "chunk_lightning_attn",
     "chunk_linear_attn",
@@ -18,6 +22,7 @@ __all__ = [
     "chunk_rwkv6",
     "chunk_simple_gla",
     "fused_recurrent_gla",
+    "fused_recurrent_gsa",
     "fused_recurrent_hgrn",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",

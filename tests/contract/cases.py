@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import (
+    chunk_abc,
     chunk_gla,
+    chunk_gsa,
     chunk_hgrn,
     chunk_linear_attn,
     chunk_retention,
     chunk_rwkv6,
     chunk_simple_gla,
     fused_recurrent_gla,
+    fused_recurrent_gsa,
     fused_recurrent_hgrn,
     fused_recurrent_lightning_attn,
     fused_recurrent_rwkv6,
@@ -52,14 +55,17 @@ class OpCase:
     form: str  # of the family: "chunk" or "recurrent"
     gates: dict[str, tuple[str, ...]] = field(default_factory=dict)  # axes by argument
     inputs: dict[str, tuple[str, ...]] = field(default_factory=lambda: dict(QKV))
-    output: str = "v"  # the input that has its shape
+    output: str = "v"  # the input that has its axes, unless
+    output_axes: tuple[str, ...] = ()
     state: tuple[str, ...] = ("N", "H", "K", "V")
+    start: Callable[[Tensor], Tensor] = torch.zeros_like  # the state of nothing
     scaled: bool = True
     flops: int = 4  # of a token, for each element of the state
-    groups: int = 1  # heads of values for each of queries and keys
+    groups: int = 1  # heads of one kind for each of the other, as `inputs` says
     positive: tuple[str, ...] = ()  # arguments that have to be
     nodes: int = 1  # calls of the registered op
-    around: tuple[str, ...] = ()  # PyTorch's ops between inputs, those and results, in a graph
+    # PyTorch's ops between inputs, those and results, in a graph; None: many
+    around: tuple[str, ...] | None = ()
     decomposes: bool = False  # those round otherwise once decomposed
     term: Callable[..., tuple[Tensor, Tensor]] | None = (
         None  # a reference whose gradients are one of two that cancel
@@ -180,6 +186,82 @@ def linear_attn_normalized_reference(
     return o, torch.cat([S, z[:, -1].unsqueeze(-1)], -1)
 
 
+def slots(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    call: Callable,
+) -> tuple[Tensor, Tensor | None]:
+    """Gated slot attention, or without g that of ABC, its state as one tensor: for each slot Hk, Hv and z."""
+    state, options = None, {} if g is None else {"g": g}
+    if initial_state is not None:
+        Hk, Hv, z = initial_state.split([q.shape[-1], v.shape[-1], 1 if g is None else 0], -1)
+        state = (Hk.mT, Hv) if g is not None else (Hk.mT, Hv, z.squeeze(-1))
+    o, state = call(
+        q, k, v, s, **options, scale=scale, initial_state=state, output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    if state is None:
+        return o, None
+    Hk, Hv, *z = state
+    return o, torch.cat([Hk.mT, Hv, *(x.unsqueeze(-1) for x in z)], -1)
+
+
+def slots_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    scale: float = 1.0,
+    constant_weight: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``Hk_t = Hk_{t-1} diag(exp g_t) + k_t s_t^T``; ``p_t = softmax(scale * Hk_t^T q_t)``; ``Hv_t`` likewise.
+
+    Without g, by ``z_t = logaddexp(z_{t-1}, s_t)``: ``g_t = z_{t-1} - z_t``, and ``exp(s_t - z_t)`` in place of s.
+    """
+    B, T, H, M = s.shape
+    K, V, groups = q.shape[-1], v.shape[-1], q.shape[2] // H
+    state = s.new_zeros(B, H, M, K + V) if initial_state is None else initial_state[..., : K + V]
+    Hk, Hv = state.split([K, V], -1)  # [B, H, M, K] and [B, H, M, V]
+    z = s.new_full((B, H, M), -torch.inf)
+    if g is None and initial_state is not None:
+        z = initial_state[..., -1]
+    o = []
+    for t in range(T):
+        if g is not None:
+            decay, weight = g[:, t].exp(), s[:, t]
+        else:
+            # Where nothing has come yet, 0 stands for -inf, whose derivatives are NaN.
+            empty, none = z == -torch.inf, s[:, t] == -torch.inf
+            new = torch.logaddexp(torch.where(empty, 0, z), torch.where(none, 0, s[:, t]))
+            new = torch.where(empty, torch.where(none, 0, s[:, t]), torch.where(none, z, new))
+            decay = torch.where(empty, torch.where(none, 1, 0), torch.where(none, 1, (z - new).exp()))
+            weight = torch.where(none, 0, (s[:, t] - new).exp())
+            z = torch.where(empty & none, z, new)
+        Hk = decay.unsqueeze(-1) * Hk + weight.unsqueeze(-1) * k[:, t].unsqueeze(2)
+        Hv = decay.unsqueeze(-1) * Hv + weight.unsqueeze(-1) * v[:, t].unsqueeze(2)
+        logits = scale * torch.einsum("bhnk,bhmk->bhnm", q[:, t].unflatten(1, (H, groups)), Hk)
+        total = logits.logsumexp(-1, keepdim=True)
+        p = (logits - (total.detach() if constant_weight else total)).exp()
+        o.append(torch.einsum("bhnm,bhmv->bhnv", p, Hv).flatten(1, 2))
+    z = () if g is not None else (z.unsqueeze(-1),)
+    return torch.stack(o, 1), torch.cat([Hk, Hv, *z], -1)
+
+
+def nothing(state: Tensor) -> Tensor:
+    """Whose logsumexp, the last column, is -inf."""
+    return torch.cat([torch.zeros_like(state[..., :-1]), torch.full_like(state[..., -1:], -torch.inf)], -1)
+
+
 def vector(name: str, call: Callable, reference: Callable, form: str, *gates, **fields) -> OpCase:
     return OpCase(name, call, reference, "vector_decay", form, *gates, **fields)
 
@@ -214,6 +296,29 @@ normalized = {
     "term": partial(linear_attn_normalized_reference, constant_weight=True),
     "public": False,
 }
+S = ("B", "T", "H", "M")
+slotted = {
+    "inputs": {**QKV, "s": S},
+    "state": ("N", "H", "M", "K+V"),
+    "nodes": 2,
+    "around": ("_softmax", "permute", "cat"),
+    "public": False,
+}
+grouped = {
+    "inputs": {**slotted["inputs"], "q": ("B", "T", "HV", "K")},
+    "output_axes": ("B", "T", "HV", "V"),
+    "groups": 3,
+    "around": None,  # grouped queries take turns
+}
+bounded = {
+    **slotted,
+    "inputs": QKV,
+    "state": ("N", "H", "M", "K+V+1"),
+    "start": nothing,
+    "around": None,  # the running logsumexp
+    # Slots that hold the same are read as one, however they are weighed.
+    "term": partial(slots_reference, constant_weight=True),
+}
 # fmt: off
 CASES = [
     vector("chunk_gla", chunk_gla, gla_reference, chunk, {"g": K}, inductor=True),
@@ -237,6 +342,10 @@ CASES = [
            **normalized),
     elementwise("chunk_hgrn", chunk_hgrn, chunk, inductor=True),
     elementwise("fused_recurrent_hgrn", fused_recurrent_hgrn, token, inductor=True),
+    vector("chunk_gsa", partial(slots, call=chunk_gsa), slots_reference, chunk, {"g": S}, **slotted),
+    vector("fused_recurrent_gsa-grouped", partial(slots, call=fused_recurrent_gsa), slots_reference, token, {"g": S},
+           **{**slotted, **grouped}),
+    vector("chunk_abc", partial(slots, call=chunk_abc), slots_reference, chunk, {"s": S}, **bounded),
 ]
 # fmt: on
 

@@ -77,6 +77,7 @@ def draw(
         B, N, T = 1, len(lengths), sum(lengths) + tail
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=cu_dtype, device=device)
     size = {"B": B, "T": T, "H": H, "HV": case.groups * H, "K": K, "V": V, "V+1": V + 1, "D": V, "N": N}
+    size |= {"M": 12, "K+V": K + V, "K+V+1": K + V + 1}
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(seed)
 
@@ -92,7 +93,7 @@ def draw(
     return Problem(
         case,
         tensors,
-        normal(case.inputs[case.output], dtype),
+        normal(case.output_axes or case.inputs[case.output], dtype),
         normal(case.state, accumulator),
         cu_seqlens,
         scale,
@@ -149,7 +150,7 @@ def call_reference(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]
     cu = problem.cu_seqlens.tolist()
     o, states = [], []
     for n, (start, end) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
-        state = problem.d_final_state.new_zeros((1, *problem.d_final_state.shape[1:]), dtype=first.dtype)
+        state = problem.case.start(problem.d_final_state[:1].to(first.dtype))
         if initial is not None:
             state = initial[n : n + 1]
         if start < end:

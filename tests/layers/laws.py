@@ -17,7 +17,16 @@ from torch.utils import _pytree as pytree
 
 from flacompose.layers import RecurrentState
 
-from .truth import assert_close, assert_states_close, precision, random_state, row, tensors, with_floats
+from .truth import (
+    assert_close,
+    assert_states_close,
+    floats,
+    precision,
+    random_state,
+    row,
+    tensors,
+    with_floats,
+)
 
 Truth = Callable[[dict[str, Tensor], Tensor, RecurrentState], tuple[Tensor, RecurrentState]]
 LENGTHS = [70, 2, 3, 64, 65, 165]
@@ -114,7 +123,7 @@ def check_padding_gradients(layer: nn.Module) -> None:
     parameters = list(layer.parameters())
 
     def loss(y: Tensor, new: RecurrentState) -> Tensor:
-        return sum((t**2).sum() for t in (y, *tensors(new)))
+        return sum((t**2).sum() for t in (y, *floats(new)))
 
     dx, *rest = torch.autograd.grad(loss(*layer(x, attention_mask=mask)), [x, *parameters])
     alone = loss(*layer(x[:1])) + loss(*layer(x[1:, 4:]))
@@ -168,14 +177,14 @@ def check_gradients(layer: nn.Module) -> None:
     """In float64 against finite differences: the input, the state that comes in, every parameter."""
     names, values = zip(*layer.named_parameters(), strict=True)
     state = random_state(layer, 1)
-    count = 1 + len(tensors(state))
-    leaves = [t.detach().requires_grad_() for t in (tokens_of(layer, 1, 5), *tensors(state), *values)]
+    count = 1 + len(floats(state))
+    leaves = [t.detach().requires_grad_() for t in (tokens_of(layer, 1, 5), *floats(state), *values)]
 
     def run(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         parameters = dict(zip(names, rest[count - 1 :], strict=True))
         given = with_floats(state, rest[: count - 1])
         y, new = torch.func.functional_call(layer, parameters, (x, given))
-        return y, *tensors(new)
+        return y, *floats(new)
 
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
@@ -185,9 +194,9 @@ def check_compiled_training(layer: nn.Module) -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
 
     def train(call: Callable, x: Tensor, state: RecurrentState) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in (x, *tensors(state))]
+        leaves = [t.detach().requires_grad_() for t in (x, *floats(state))]
         y, new = call(leaves[0], with_floats(state, leaves[1:]))
-        loss = sum((t.float() ** 2).sum() for t in (y, *tensors(new)))
+        loss = sum((t.float() ** 2).sum() for t in (y, *floats(new)))
         return [y, *tensors(new), *torch.autograd.grad(loss, [*leaves, *layer.parameters()])]
 
     for i, T in enumerate(LENGTHS):
@@ -221,11 +230,11 @@ def exported(layer: nn.Module) -> ExportedProgram:
 
 
 @torch.no_grad()
-def check_exported(layer: nn.Module, op: str, path: Path) -> None:
-    """One node, and exact at lengths that were not traced, after saving and loading too."""
+def check_exported(layer: nn.Module, op: str, path: Path, nodes: int = 1) -> None:
+    """One node, or so many, and exact at lengths that were not traced, after saving and loading too."""
     program = exported(layer)
     ops = [n.target for n in program.graph.nodes if "flacompose" in str(n.target)]
-    assert ops == [getattr(torch.ops.flacompose, op).default]
+    assert ops == [getattr(torch.ops.flacompose, op).default] * nodes
     torch.export.save(program, path)
     for module in (program.module(), torch.export.load(path).module()):
         for T in (*LENGTHS[1:], 2048):

@@ -1,0 +1,123 @@
+"""HGRN2, https://arxiv.org/abs/2404.07904."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.layers import _check
+from flacompose.layers.attention import AttentionLayer, expanded_heads
+from flacompose.layers.norm import RMSNorm
+from flacompose.layers.state import RecurrentState
+from flacompose.ops import chunk_gla, fused_recurrent_gla
+from flacompose.ops._dtype import wide
+
+
+class HGRN2Attention(AttentionLayer):
+    r"""A layer of HGRN2, of $x$, per head, with forget gates $f$ above the lower bound $\beta$:
+
+    $$q = \operatorname{silu}(\operatorname{conv}(x W_q)) \qquad
+    f = \beta + (1 - \beta)\, \sigma(\operatorname{conv}(x W_f)) \qquad i = \operatorname{conv}(x W_i)$$
+    $$S_t = \operatorname{diag}(f_t)\, S_{t-1} + (1 - f_t)\, i_t^\top \qquad o_t = K^{-1/2}\, S_t^\top q_t \qquad
+    y = \operatorname{rmsnorm}(o)\, W_o$$
+
+    The norm is over all heads together. From "HGRN2: Gated Linear RNNs with State Expansion"
+    (<https://arxiv.org/abs/2404.07904>). Arguments, defaults and parameter names are those of flash-linear-attention
+    0.6, whose checkpoints load.
+
+    Args:
+        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+            "fused_chunk" is refused: there is no such op, and "chunk" is the same function.
+        hidden_size: Size of the input and of the output.
+        num_heads: Number of heads ``H``. Default: ``hidden_size // expand_ratio``, and it is nothing else unless
+            `expand_ratio` is None.
+        expand_ratio: Forget gates, the keys, of each head, ``K``. None for ``hidden_size // num_heads``.
+        use_short_conv: Whether queries, forget gates and inputs pass a `ShortConvolution`, without activation.
+        conv_size: Its width ``W``.
+        conv_bias: Whether it has a bias.
+        elementwise_affine: Whether the norm has a weight.
+        norm_eps: Added to the mean square in the norm.
+        layer_idx: Which layer this is; the lower bound is not used in layer 0. Needed with a `lower_bound` alone.
+
+    Raises:
+        ValueError: If neither `num_heads` nor `expand_ratio` is given, they contradict each other, the heads do not
+            divide `hidden_size`, or one takes over 256 keys or values.
+        TypeError: If an argument has the wrong type.
+    """
+
+    projections = ("q", "f", "i")
+
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        num_heads: int | None = None,
+        expand_ratio: int | None = 128,
+        use_short_conv: bool = False,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        elementwise_affine: bool | None = True,
+        norm_eps: float = 1e-5,
+        layer_idx: int | None = None,
+    ) -> None:
+        H, K = expanded_heads(hidden_size, num_heads, expand_ratio)
+        if expand_ratio is not None and hidden_size // K != H:
+            raise ValueError(f"num_heads must be hidden_size // expand_ratio = {hidden_size // K}, got {H}")
+        super().__init__(mode, hidden_size, H * K / hidden_size, 1.0, H, None, norm_eps, layer_idx)
+        if layer_idx is not None:
+            _check.integer("layer_idx", layer_idx)
+        self.expand_ratio = K
+
+        self._add_projections()
+        if use_short_conv:
+            self._add_convolutions(conv_size, conv_bias, activation=None)
+        self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, dtype=torch.float32)
+        self._add_output_projection()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        lower_bound: Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentState]:
+        """Go through ``T`` tokens from `state`.
+
+        Arguments, results and errors are those of
+        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward]. And `lower_bound`, which is
+        ``[H * K]`` from 0 to below 1: the least that each forget gate is, in layers but the first, whose `layer_idx` is
+        0. Default: 0.
+        """
+        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+        q, f, i, conv = self._project(x, tokens, state, cu_seqlens)
+        g = F.logsigmoid(wide(f))
+        if lower_bound is not None and self._bounded(lower_bound, x):
+            g = _above(g, lower_bound.unflatten(0, g.shape[2:]))
+        g = tokens.silence(g)
+        k = -g.expm1()  # 0 where g is
+
+        gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
+        o, recurrent = gla(
+            F.silu(q), k.to(i.dtype), i, g,
+            initial_state=None if state is None else state.recurrent,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return self._leave(self._normed(o), tokens), RecurrentState(recurrent, conv)
+
+    def _bounded(self, lower_bound: Tensor, x: Tensor) -> bool:
+        """Check the bound; whether this layer has one."""
+        _check.state_of(x, "lower_bound", lower_bound, (self.key_dim,))
+        if self.layer_idx is None:
+            raise ValueError("layer_idx must be given to a layer that gets a lower_bound, got None")
+        return self.layer_idx > 0
+
+
+def _above(g: Tensor, bound: Tensor) -> Tensor:
+    r"""$\log(\beta + (1 - \beta) e^g)$."""
+    # In float64, where no sum near 1 rounds a gate away; e^g stays above 0, where a bound of 0 has a derivative.
+    f = g.double().clamp(min=-700).exp()
+    return torch.lerp(f, torch.ones_like(f), bound.double()).log().to(g.dtype)

@@ -1,0 +1,81 @@
+"""The running logsumexp, which normalises attention with bounded memory (2110.02488) and LightNet (2405.21022)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.ops._dtype import wide
+from flacompose.ops._varlen import bounds
+
+LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
+LEVELS = 20  # of the scan, where it is traced: of up to 2 ** 20 tokens, and another graph for more
+
+
+class Normalized(NamedTuple):
+    """``z_t = logaddexp(z_{t-1}, s_t)``, and what it makes of ``s``, all of one dtype, that of sums."""
+
+    gates: Tensor  # [B, T, ...]: z_{t-1} - z_t, 0 where nothing but -inf has come
+    weights: Tensor  # [B, T, ...]: exp(s_t - z_t), 0 likewise; exp(gates) + weights is 1 elsewhere
+    z: Tensor  # [N, ...]: after the last token of each sequence
+
+
+def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Normalized:
+    """Sum ``exp(s)``, ``s [B, T, ...]``, over the tokens so far, from ``z [N, ...]`` on, -inf unless given.
+
+    Plain PyTorch, and traced of as many calls for every ``T``. The derivatives of `torch.logcumsumexp` are NaN at -inf,
+    and those of second order where a gradient is 0. In float64: after many tokens a gate is a small difference of two
+    large numbers.
+    """
+    B, T = s.shape[:2]
+    dtype = wide(s).dtype
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shape = s.shape[2:]
+    x = s.double().clamp(min=LOWEST).flatten(2)  # [B, T, D]
+    z = x.new_full((N, x.shape[2]), LOWEST) if z is None else z.double().clamp(min=LOWEST).flatten(1)
+    t = torch.arange(T, device=x.device)
+    if cu_seqlens is None:
+        first, z_0 = t == 0, z[:, None]
+        sequence = torch.zeros_like(t)
+    else:
+        cu = bounds(cu_seqlens, T)
+        sequence = torch.searchsorted(cu, t, right=True) - 1
+        x = torch.where(((sequence >= 0) & (sequence < N))[:, None], x, LOWEST)
+        row = sequence.clamp(0, N - 1)
+        first, z_0 = t == cu[row], z[row][None]
+    total = torch.stack([_inclusive(x, sequence), z_0.expand_as(x)]).logsumexp(0)  # z_t
+
+    before = torch.where(first[:, None], z_0, F.pad(total, (0, 0, 1, 0))[:, :-1])
+    written = total > LOWEST / 2
+    gates = _or_minus_inf(torch.where(written, F.logsigmoid(before - x), 0))
+    weights = torch.where(written, torch.sigmoid(x - before), 0)
+    if cu_seqlens is None:
+        z = total[:, -1]
+    else:
+        z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)
+    gates, weights, z = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights, _or_minus_inf(z)))
+    return Normalized(gates, weights, z)
+
+
+def _or_minus_inf(x: Tensor) -> Tensor:
+    return torch.where(x > LOWEST / 2, x, -torch.inf)
+
+
+def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
+    """``log(sum of exp(x_i))`` over the tokens ``i <= t`` of the sequence of ``t``; ``x [B, T, D]``, ``sequence [T]``.
+
+    Sums of 1, 2, 4, ... tokens meet those before them: the scan of Hillis and Steele.
+    """
+    T = x.shape[1]
+    t = torch.arange(T, device=x.device)
+    levels = LEVELS if torch.compiler.is_compiling() else 0  # traced, every length takes those of a long one
+    while 1 << levels < T:
+        levels += 1
+    for level in range(levels):
+        seen = (t >= 1 << level) & (sequence == sequence.roll(1 << level))
+        before = torch.where(seen[:, None], x.roll(1 << level, 1), LOWEST)
+        x = torch.stack([x, before]).logsumexp(0)
+    return x

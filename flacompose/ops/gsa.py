@@ -1,0 +1,171 @@
+"""Gated slot attention (GSA), https://arxiv.org/abs/2409.07146, and without gates that of ABC, 2110.02488."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._define import autocast_dtype
+from flacompose.ops._logsumexp import running_logsumexp
+from flacompose.ops.families.vector_decay import op
+
+
+def chunk_gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    r"""Gated slot attention, computed in chunks: the form for training and for prompts.
+
+    $$H^k_t = H^k_{t-1} \operatorname{diag}(e^{g_t}) + k_t s_t^\top \qquad
+    p_t = \operatorname{softmax}(\text{scale} \cdot {H^k_t}^\top q_t)$$
+    $$H^v_t = \operatorname{diag}(e^{g_t})\, H^v_{t-1} + s_t v_t^\top \qquad o_t = {H^v_t}^\top p_t$$
+
+    From "Gated Slot Attention for Efficient Linear-Time Sequence Modeling" (<https://arxiv.org/abs/2409.07146>).
+    Without `g` it is [chunk_abc][flacompose.ops.chunk_abc], attention with bounded memory: `s` are logits, and
+
+    $$z_t = \operatorname{logaddexp}(z_{t-1}, s_t) \qquad g_t = z_{t-1} - z_t \qquad s_t \leftarrow e^{s_t - z_t}$$
+
+    Args:
+        q: Queries, ``[B, T, HQ, K]``, in float32, bfloat16, float16 or float64; ``HQ`` is ``H`` or a multiple of it,
+            and head ``h`` of them goes with head ``h // (HQ / H)`` of the others.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, H, V]``, in the dtype of `q`.
+        s: What each of ``M`` slots takes of a token, ``[B, T, H, M]``, in any float dtype. Without `g` as natural
+            logarithms, down to -inf.
+        g: Decay of the slots, ``[B, T, H, M]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+            Default: made of `s`.
+        scale: Factor of the logits. Default: ``K ** -0.5``.
+        initial_state: State before the first token, the tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``, in
+            any float dtype. Without `g` it is ``(Hk, Hv, z)``, ``z`` being ``[N, H, M]``. Default: zeros, and ``z``
+            of -inf.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HQ, V]`` in the dtype of `v`; `final_state` is ``(Hk, Hv)``, or
+            ``(Hk, Hv, z)`` without `g`, new tensors in float32 (float64 for float64 inputs), or None unless
+            `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``K``, ``V`` or ``M`` is above 256.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return run(op.chunk, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def fused_recurrent_gsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """[chunk_gsa][flacompose.ops.chunk_gsa], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    return run(op.recurrent, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    s: Tensor,
+    g: Tensor | None,
+    scale: float | None,
+    initial_state: tuple[Tensor, ...] | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """Check the arguments and call one form of the family's op twice."""
+    names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
+    groups = _check_tokens(q, k, v, s, g)
+    B, T, H, K = k.shape
+    N, M, V = _check.sequences(q, cu_seqlens), s.shape[3], v.shape[3]
+    Hk = Hv = z = None
+    if initial_state is not None:
+        if not isinstance(initial_state, (tuple, list)) or len(initial_state) != len(names):
+            got = type(initial_state).__name__
+            if isinstance(initial_state, (tuple, list)):
+                got += f" of {len(initial_state)}"
+            with_g = "with" if g is not None else "without"
+            raise TypeError(f"initial_state must be a tuple ({', '.join(names)}) {with_g} g, got {got}")
+        shapes = ((N, H, K, M), (N, H, M, V), (N, H, M))
+        for i, (x, shape) in enumerate(zip(initial_state, shapes, strict=False)):
+            _check.like(q, f"initial_state[{i}]", x, shape)
+        Hk, Hv, z = initial_state if g is None else (*initial_state, None)
+    if scale is None:
+        scale = K**-0.5
+    else:
+        _check.number("scale", scale)
+
+    dtype = autocast_dtype(q.device)
+    if dtype is not None and q.dtype != torch.float64:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        s = s if g is None else s.to(dtype)
+    with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
+        s = s.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        if g is None:
+            g, s, z = running_logsumexp(s, z, cu_seqlens)
+        if groups > 1:
+            # The heads of a group are read one after the other from the state they share: the first as its token is
+            # written, the others between tokens that write nothing and forget nothing.
+            q = q.unflatten(2, (H, groups)).transpose(2, 3).flatten(1, 2)
+            k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
+            cu_seqlens = None if cu_seqlens is None else cu_seqlens.long() * groups
+        # Values that are wide give wide logits: of what is rounded off a logit, the softmax makes a part of its weight.
+        logits, Hk = form(q, k, s, None, g, Hk, cu_seqlens, scale, False)
+        p = logits.softmax(-1).to(v.dtype)
+        o, Hv = form(p, s, v, g, None, Hv, cu_seqlens, 1.0, False)
+        if groups > 1:
+            o = o.unflatten(1, (T, groups)).transpose(2, 3).flatten(2, 3)
+    if not output_final_state:
+        return o, None
+    return o, (Hk, Hv) if z is None else (Hk, Hv, z)
+
+
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> int:
+    """Check what comes with every token, return how many heads of queries share one of keys."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("s", s)):
+        _check.floating(name, x)
+        axes = {"q": "HQ, K", "k": "H, K", "v": "H, V", "s": "H, M"}[name]
+        if x.dim() != 4:
+            raise ValueError(f"{name} must have shape [B, T, {axes}], got {tuple(x.shape)}")
+    B, T, HQ, K = q.shape
+    H, M = k.shape[2], s.shape[3]
+    for name, x, D in (("k", k, K), ("v", v, v.shape[3]), ("s", s, M)):
+        _check.like(q, name, x, (B, T, H, D))
+    if H != 0 and HQ % H != 0:
+        raise ValueError(f"q must have a multiple of the {H} heads of k, got {HQ}")
+    if g is not None:
+        _check.like(q, "g", g, s.shape)
+    _check.same_dtype(q, "k", k)
+    _check.same_dtype(q, "v", v)
+    for name, x in (("q", q), ("k", k), ("v", v), ("s", s)):
+        _check.head_size(name, x)
+    return HQ // H
+
+
+def _spread(x: Tensor, groups: int) -> Tensor:
+    """``[B, T, ...]`` as the first of every `groups` tokens of ``[B, T * groups, ...]``, the others zeros."""
+    return F.pad(x.unsqueeze(2), (0, 0, 0, 0, 0, groups - 1)).flatten(1, 2)

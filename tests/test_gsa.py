@@ -1,0 +1,251 @@
+"""Gated slot attention: one function in two forms, its two-part state, groups of queries, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from contract.accuracy import FIXED, VALUES, assert_accurate, assert_close, error
+from contract.cases import CASES, slots
+from contract.graphs import op_nodes, recorded
+from contract.problems import draw, evaluate
+from torch import Tensor
+from torch.export import Dim, export
+
+from flacompose.ops import chunk_gsa, fused_recurrent_gsa
+
+FORMS = [chunk_gsa, fused_recurrent_gsa]
+each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+PLAIN = next(c for c in CASES if c.name == "chunk_gsa")
+GROUPED = next(c for c in CASES if c.name == "fused_recurrent_gsa-grouped")
+
+
+def inputs(device: torch.device, case=PLAIN, **options) -> dict[str, Tensor]:
+    return draw(case, device, state=False, **options).tensors
+
+
+@pytest.mark.parametrize("case", [PLAIN, GROUPED], ids=["heads", "groups"])
+@pytest.mark.parametrize("lengths", [None, [70, 0, 1, 59]], ids=["dense", "packed"])
+@pytest.mark.parametrize("gates", ["mild", "rare"])
+def test_both_forms_are_one_function(case, lengths, gates: str, device: torch.device) -> None:
+    problem = draw(case, device, T=130, lengths=lengths, gates=gates)
+
+    def results(form) -> dict[str, Tensor]:
+        options = {"output_final_state": True, "cu_seqlens": problem.cu_seqlens}
+        return evaluate(problem, function=lambda _, **tensors: slots(**tensors, **options, call=form))
+
+    chunk, recurrent = map(results, FORMS)
+    for name, x in chunk.items():
+        assert error(x, recurrent[name]) <= 2 * FIXED[torch.float32][name not in VALUES], name
+
+
+@each_form
+def test_the_state_is_new_and_returned_when_asked_for(form, device: torch.device) -> None:
+    tensors = inputs(device, T=5)
+    assert form(**tensors)[1] is None
+    _, (Hk, Hv) = form(**tensors, output_final_state=True)
+    assert (Hk.shape, Hv.shape) == ((2, 2, 16, 12), (2, 2, 12, 32))
+    before = Hk.clone(), Hv.clone()
+    _, after = form(**tensors, initial_state=(Hk, Hv), output_final_state=True)
+    assert torch.equal(Hk, before[0]) and torch.equal(Hv, before[1])
+    assert len({x.untyped_storage().data_ptr() for x in (Hk, Hv, *after)}) == 4
+    assert all(x.is_contiguous() for x in after)
+
+
+@pytest.mark.parametrize("first", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("second", FORMS, ids=lambda form: form.__name__)
+@pytest.mark.parametrize("cut", [1, 64, 69])
+def test_a_split_sequence_is_the_whole(first, second, cut: int, device: torch.device) -> None:
+    tensors = inputs(device, GROUPED, T=70)
+    whole, final = chunk_gsa(**tensors, output_final_state=True)
+    o1, state = first(**GROUPED.at(slice(cut), tensors, "T"), output_final_state=True)
+    o2, state = second(
+        **GROUPED.at(slice(cut, None), tensors, "T"), initial_state=list(state), output_final_state=True
+    )
+    assert error(torch.cat([o1, o2], 1), whole) <= 2e-5
+    for x, y in zip(state, final, strict=True):
+        assert error(x, y) <= 2e-5
+
+
+@each_form
+@pytest.mark.parametrize("lengths", [None, [20, 0, 1, 40]], ids=["dense", "packed"])
+def test_groups_share_keys_and_states(form, lengths, device: torch.device) -> None:
+    """As if keys, values and slots were repeated for neighbouring heads of queries, gradients of states included."""
+    problem = draw(GROUPED, device, torch.float64, lengths=lengths)
+    options = {"output_final_state": True, "cu_seqlens": problem.cu_seqlens}
+
+    def repeated(_, q: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        state = tensors.pop("initial_state").repeat_interleave(3, 1)
+        tensors = {name: x.repeat_interleave(3, 2) for name, x in tensors.items()}
+        o, state = slots(q, **tensors, initial_state=state, **options, call=form)
+        return o, state[:, ::3]
+
+    shared = evaluate(problem, function=lambda _, **tensors: slots(**tensors, **options, call=form))
+    assert_close(shared, evaluate(problem, function=repeated), 1e-10)
+
+
+@each_form
+@pytest.mark.parametrize("case", [PLAIN, GROUPED], ids=["heads", "groups"])
+def test_states_are_not_repeated(form, case, device: torch.device) -> None:
+    with recorded() as calls:
+        form(**inputs(device, case, T=5))
+    assert [tuple(out[1].shape) for _, _, out in calls] == [(2, 2, 16, 12), (2, 2, 12, 32)]
+
+
+@each_form
+@pytest.mark.parametrize("strength", [1.0, 10.0])
+def test_large_logits_in_low_precision(form, strength: float, device: torch.device) -> None:
+    """The softmax makes of what is rounded off a logit a part of its weight."""
+    problem = draw(PLAIN, device, torch.bfloat16, gates=0.0)
+    problem = problem.with_tensors(q=problem.tensors["q"] * strength)
+    assert_accurate(problem, evaluate(problem, function=partial(called, form=form)))
+
+
+def called(problem, *, form, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    return slots(**tensors, output_final_state=True, call=form)
+
+
+@each_form
+def test_slots_of_any_dtype(form, device: torch.device) -> None:
+    """They are computed with in the dtype of sums, and get their gradient in their own."""
+    tensors = inputs(device, T=9, dtype=torch.bfloat16)
+    s = tensors.pop("s").float().requires_grad_()
+    o, _ = form(**tensors, s=s)
+    rounded, _ = form(**tensors, s=s.bfloat16())
+    assert o.dtype == torch.bfloat16 and torch.equal(o, rounded)
+    (ds,) = torch.autograd.grad(o.float().sum(), s)
+    assert ds.dtype == torch.float32 and not torch.equal(ds, ds.bfloat16().float())
+    double, _ = form(**tensors, s=s.double())
+    assert torch.equal(double, o)
+
+
+@each_form
+def test_decay_leaves_one_token(form, device: torch.device) -> None:
+    """After a reset of all slots, outputs are of what came since."""
+    tensors = inputs(device, T=20)
+    tensors["g"][:, 12] = -torch.inf
+    o, _ = form(**tensors)
+    alone, _ = form(**PLAIN.at(slice(12, None), tensors, "T"))
+    assert error(o[:, 12:], alone) <= 1e-6
+
+
+@each_form
+def test_one_slot_is_linear_attention(form, device: torch.device) -> None:
+    """Its probability is 1, whatever the query."""
+    tensors = {name: x[..., :1] if name in "sg" else x for name, x in inputs(device, T=20).items()}
+    q = tensors["q"].requires_grad_()
+    o, _ = form(**tensors)
+    assert torch.equal(o, form(**{**tensors, "q": -q})[0])
+    assert not torch.autograd.grad(o.sum(), q)[0].any()
+
+
+class Model(torch.nn.Module):
+    def __init__(self, form) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, tensors: dict[str, Tensor], state: tuple[Tensor, ...]):
+        return self.form(**tensors, initial_state=state, output_final_state=True)
+
+
+@pytest.mark.parametrize("case", [PLAIN, GROUPED], ids=["heads", "groups"])
+@each_form
+def test_two_nodes(form, case, device: torch.device) -> None:
+    T, B = Dim("T", min=2, max=2**20), Dim("B", min=1, max=64)
+    tensors = inputs(device, case, T=37)
+    state = form(**tensors, output_final_state=True)[1]
+    shapes = ({name: {0: B, 1: T} for name in tensors}, tuple({0: B} for _ in state))
+    program = export(Model(form), (tensors, state), dynamic_shapes=shapes)
+    name = {chunk_gsa: "flacompose::vector_decay_chunk"}.get(form, "flacompose::vector_decay_recurrent")
+    assert op_nodes(program.run_decompositions().graph_module) == [name] * 2
+    for length in (2, 64, 165):
+        tensors = inputs(device, case, T=length, B=1)
+        state = tuple(x[:1] for x in state)
+        expected, after = form(**tensors, initial_state=state, output_final_state=True)
+        o, new = program.module()(tensors, state)
+        assert torch.equal(o, expected)
+        assert all(torch.equal(a, b) for a, b in zip(new, after, strict=True))
+
+
+def test_autocast_keeps_what_is_wide(device: torch.device) -> None:
+    """The softmax between two calls is not rounded to 16 bits."""
+    tensors = inputs(device, T=9)
+    low = {name: x.bfloat16() if name in "qkvs" else x for name, x in tensors.items()}
+    with torch.autocast(device.type, torch.bfloat16):
+        o, state = chunk_gsa(**tensors, output_final_state=True)
+    expected, after = chunk_gsa(**low, output_final_state=True)
+    assert torch.equal(o, expected)
+    assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+
+
+X = torch.ones
+STATE = (X(2, 2, 16, 12), X(2, 2, 12, 32))
+FLOATS = "float32, bfloat16, float16 or float64"
+ERRORS = [
+    ({"q": 1.0}, TypeError, "q must be a tensor, got float"),
+    ({"s": None}, TypeError, "s must be a tensor, got NoneType"),
+    ({"g": 1.0}, TypeError, "g must be a tensor, got float"),
+    ({"s": X(2, 5, 2, 12).int()}, TypeError, f"s must be {FLOATS}, got int32"),
+    ({"q": X(2, 5, 16)}, ValueError, "q must have shape [B, T, HQ, K], got (2, 5, 16)"),
+    ({"k": X(2, 5, 16)}, ValueError, "k must have shape [B, T, H, K], got (2, 5, 16)"),
+    ({"v": X(2, 5, 16)}, ValueError, "v must have shape [B, T, H, V], got (2, 5, 16)"),
+    ({"s": X(2, 5, 12)}, ValueError, "s must have shape [B, T, H, M], got (2, 5, 12)"),
+    ({"k": X(2, 5, 2, 8)}, ValueError, "k must have shape (2, 5, 2, 16), got (2, 5, 2, 8)"),
+    ({"k": X(2, 4, 2, 16)}, ValueError, "k must have shape (2, 5, 2, 16), got (2, 4, 2, 16)"),
+    ({"v": X(2, 5, 1, 32)}, ValueError, "v must have shape (2, 5, 2, 32), got (2, 5, 1, 32)"),
+    ({"s": X(2, 5, 1, 12)}, ValueError, "s must have shape (2, 5, 2, 12), got (2, 5, 1, 12)"),
+    ({"g": X(2, 5, 2, 16)}, ValueError, "g must have shape (2, 5, 2, 12), got (2, 5, 2, 16)"),
+    ({"q": X(2, 5, 3, 16)}, ValueError, "q must have a multiple of the 2 heads of k, got 3"),
+    ({"q": X(2, 5, 1, 16)}, ValueError, "q must have a multiple of the 2 heads of k, got 1"),
+    ({"k": X(2, 5, 2, 16).double()}, TypeError, "k must have the dtype of q, float32, got float64"),
+    ({"v": X(2, 5, 2, 32).half()}, TypeError, "v must have the dtype of q, float32, got float16"),
+    (
+        {"s": X(2, 5, 2, 257), "g": X(2, 5, 2, 257)},
+        ValueError,
+        "s must have a head size of at most 256, got 257",
+    ),
+    ({"v": X(2, 5, 2, 257)}, ValueError, "v must have a head size of at most 256, got 257"),
+    ({"v": X(2, 5, 2, 0)}, ValueError, "v must have no empty dimension, got (2, 5, 2, 0)"),
+    ({"s": X(2, 5, 2, 12, device="meta")}, ValueError, "s must be on the device of q, cpu, got meta"),
+    ({"scale": "1"}, TypeError, "scale must be a number, got str"),
+    ({"cu_seqlens": X(2).int()}, ValueError, "q must have batch size 1 when cu_seqlens is given, got 2"),
+    ({"initial_state": STATE[0]}, TypeError, "initial_state must be a tuple (Hk, Hv) with g, got Tensor"),
+    (
+        {"initial_state": STATE[:1]},
+        TypeError,
+        "initial_state must be a tuple (Hk, Hv) with g, got tuple of 1",
+    ),
+    (
+        {"initial_state": STATE, "g": None},
+        TypeError,
+        "initial_state must be a tuple (Hk, Hv, z) without g, got tuple of 2",
+    ),
+    (
+        {"initial_state": STATE[::-1]},
+        ValueError,
+        "initial_state[0] must have shape (2, 2, 16, 12), got (2, 2, 12, 32)",
+    ),
+    (
+        {"initial_state": (STATE[0], STATE[1][:1])},
+        ValueError,
+        "initial_state[1] must have shape (2, 2, 12, 32), got (1, 2, 12, 32)",
+    ),
+    (
+        {"initial_state": (*STATE, X(2, 2, 16)), "g": None},
+        ValueError,
+        "initial_state[2] must have shape (2, 2, 12), got (2, 2, 16)",
+    ),
+    ({"initial_state": (STATE[0], None)}, TypeError, "initial_state[1] must be a tensor, got NoneType"),
+    ({"checkpoint_level": 2}, TypeError, "unexpected keyword argument 'checkpoint_level'"),
+]
+
+
+@each_form
+@pytest.mark.parametrize(("changes", "kind", "message"), ERRORS, ids=[message for _, _, message in ERRORS])
+def test_refused(form, changes: dict, kind: type[Exception], message: str) -> None:
+    arguments = {**inputs(torch.device("cpu"), T=5), **changes}
+    with recorded() as calls, pytest.raises(kind, match=re.escape(message)):
+        form(**arguments)
+    assert not calls
