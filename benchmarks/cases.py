@@ -173,6 +173,27 @@ def _retention_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     return _scalar_decay_reference(q, k, v, g_gamma=g_gamma)
 
 
+def _rwkv6_reference(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    from flacompose.ops.families.vector_decay.reference import vector_decay
+
+    scale = r.shape[-1] ** -0.5
+    o, state = vector_decay(r, k, v, w, scale=scale, read_before=True)
+    return o + scale * (r * u * k).sum(-1, keepdim=True) * v, state
+
+
+def _gsa_reference(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    from flacompose.ops.families.vector_decay.reference import vector_decay
+
+    logits, _ = vector_decay(q, k, s, None, g, scale=q.shape[-1] ** -0.5)
+    return vector_decay(logits.softmax(-1), s, v, g)
+
+
+def _hgrn_reference(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    from flacompose.ops.families.scan.reference import scan
+
+    return scan(x, g)
+
+
 QKV = {"q": Draw("B T H K"), "k": Draw("B T H K"), "v": Draw("B T HV V")}
 
 OPS = {
@@ -214,6 +235,40 @@ OPS = {
             options={"normalize": False},  # the peer's chunk form would
             grouped=True,
             targets=Targets(forward=0.6, decode_gpu_us=70.0),
+        ),
+        Op(
+            name="gsa",
+            chunk="chunk_gsa",
+            recurrent="fused_recurrent_gsa",
+            inputs={**QKV, "s": Draw("B T H M"), "g": Draw("B T H M", F.logsigmoid)},
+            reference=_gsa_reference,
+            states={"Hk": Draw("B H K M"), "Hv": Draw("B H M V")},
+            targets=Targets(forward=0.6, decode_gpu_us=70.0),
+        ),
+        Op(
+            name="rwkv6",
+            chunk="chunk_rwkv6",
+            recurrent="fused_recurrent_rwkv6",
+            inputs={
+                "r": Draw("B T H K"),
+                "k": Draw("B T H K"),
+                "v": Draw("B T H V"),
+                "w": Draw("B T H K", F.logsigmoid),
+                "u": Draw("H K"),
+            },
+            reference=_rwkv6_reference,
+            targets=Targets(forward=0.6, decode_gpu_us=70.0),
+        ),
+        Op(
+            name="hgrn",
+            chunk="chunk_hgrn",
+            recurrent="fused_recurrent_hgrn",
+            inputs={"x": Draw("B T D"), "g": Draw("B T D", F.logsigmoid)},
+            reference=_hgrn_reference,
+            output="x",
+            states={"state": Draw("B D")},
+            state_gradients=False,
+            targets=Targets(forward=0.6),
         ),
     )
 }
