@@ -157,7 +157,7 @@ class Op:
 def _gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     from flacompose.ops.families.vector_decay.reference import vector_decay
 
-    return vector_decay(q, k, v, g, None, None, q.shape[-1] ** -0.5, False)
+    return vector_decay(q, k, v, g, scale=q.shape[-1] ** -0.5)
 
 
 def _scalar_decay_reference(

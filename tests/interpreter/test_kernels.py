@@ -100,11 +100,11 @@ def test_gates(case: OpCase, gates: str | float) -> None:
     check(draw(case, CPU, B=1, H=1, T=66, gates=gates))
 
 
-BOTH_AXES = next(case for case in CASES if case.name == "read_before-chunk")
+BOTH_AXES = next(case for case in CASES if case.name == "bonus-chunk-gk-gv")
 
 
 @pytest.mark.parametrize("T", [2, 66])
-def test_strong_gates_on_both_axes_read_before(T: int) -> None:
+def test_strong_gates_on_both_axes_beside_a_bonus(T: int) -> None:
     """Neighbours meet undecayed, everything else nearly forgotten: the gates' gradients are all of what is left."""
     check(draw(BOTH_AXES, CPU, B=1, H=1, T=T, gates=-8.0))
 
