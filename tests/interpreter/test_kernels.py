@@ -109,6 +109,14 @@ def test_strong_gates_on_both_axes_beside_a_bonus(T: int) -> None:
     check(draw(BOTH_AXES, CPU, B=1, H=1, T=T, gates=-8.0))
 
 
+@pytest.mark.parametrize("gates", ["mild", "mixed"])
+@pytest.mark.parametrize("axes", [(), ("gk",), ("gv",)], ids="-".join)
+@pytest.mark.parametrize("lengths", [None, [3, 0, 70, 65]], ids=["dense", "packed"])
+def test_bonus_beside_any_gates(lengths: list[int] | None, axes: tuple[str, ...], gates: str) -> None:
+    case = replace(BOTH_AXES, gates={name: BOTH_AXES.gates[name] for name in axes})
+    check(draw(case, CPU, H=2, T=66, K=33, V=18, lengths=lengths, tail=2, gates=gates))
+
+
 @each_gated_op
 def test_strong_gates_of_few_tokens(case: OpCase) -> None:
     """The gradient of the initial state is small then, and has to be right."""
