@@ -157,7 +157,7 @@ class Op:
 def _gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     from flacompose.ops.families.vector_decay.reference import vector_decay
 
-    return vector_decay(q, k, v, g, None, None, q.shape[-1] ** -0.5, False)
+    return vector_decay(q, k, v, g, scale=q.shape[-1] ** -0.5)
 
 
 def _scalar_decay_reference(
@@ -176,9 +176,7 @@ def _retention_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 def _rwkv6_reference(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     from flacompose.ops.families.vector_decay.reference import vector_decay
 
-    scale = r.shape[-1] ** -0.5
-    o, state = vector_decay(r, k, v, w, scale=scale, read_before=True)
-    return o + scale * (r * u * k).sum(-1, keepdim=True) * v, state
+    return vector_decay(r, k, v, w, u=u, scale=r.shape[-1] ** -0.5)
 
 
 def _gsa_reference(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

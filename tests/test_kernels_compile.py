@@ -62,11 +62,11 @@ def compile_only(kernel, grid, *args, **kwargs) -> None:
     assert triton.compile(source, target=HOPPER, options=options).metadata.shared <= SHARED_MEMORY
 
 
-def run(family: ModuleType, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> None:
-    """Everything that a family launches; after the gates come the state, cu_seqlens, the scale and a flag."""
-    family.chunk(q, k, v, *args)
-    family.recurrent(q, k, v, *args)
-    family.backward(q, k, v, *args, v, args[-4])
+def run(family: ModuleType, do: Tensor, d_final_state: Tensor | None, *args: Any) -> None:
+    """Everything that a family launches."""
+    family.chunk(*args)
+    family.recurrent(*args)
+    family.backward(*args, do, d_final_state)
 
 
 GATES = [(), ("gk",), ("gv",), ("gk", "gv")]
@@ -74,17 +74,16 @@ GATES = [(), ("gk",), ("gv",), ("gk", "gv")]
 
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize(
-    "dtype, gate_dtype, K, V, read_before, packed",
+    "dtype, gate_dtype, K, V, bonus, packed",
     [
-        (torch.bfloat16, torch.bfloat16, 128, 128, False, False),
-        (torch.bfloat16, torch.float32, 40, 200, True, True),
-        (torch.float16, torch.float16, 64, 64, False, True),
-        (torch.float32, torch.float64, 256, 16, True, False),
+        (torch.bfloat16, torch.bfloat16, 128, 128, None, False),
+        (torch.bfloat16, torch.float32, 128, 128, torch.float32, False),
+        (torch.bfloat16, torch.float32, 40, 200, torch.bfloat16, True),
+        (torch.float16, torch.float16, 64, 64, None, True),
+        (torch.float32, torch.float64, 256, 16, torch.float64, False),
     ],
 )
-def test_compiles(
-    gates, dtype, gate_dtype, K, V, read_before, packed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiles(gates, dtype, gate_dtype, K, V, bonus, packed, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_with(compile_only, monkeypatch)
     B, T, H, N = 1, 130, 3, 2
     q, k = torch.zeros(2, B, T, H, K, dtype=dtype)
@@ -93,8 +92,8 @@ def test_compiles(
     gv = torch.zeros(B, T, H, V, dtype=gate_dtype) if "gv" in gates else None
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H, K, V)
-    args = (q, k, v, gk, gv, state, cu_seqlens, 1.0, read_before)
-    run(vector_decay, *args)
+    u = None if bonus is None else torch.zeros(H, K, dtype=bonus)
+    run(vector_decay, v, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +127,7 @@ def test_scalar_decay_compiles(
     g = None if gates is None else torch.zeros(B, T, H * groups, dtype=gate_dtype)
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H * groups, K, V)
-    run(scalar_decay, q, k, v, g, state, cu_seqlens, 1.0, gates or 0)
-
-
-def run_scan(x: Tensor, g: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> None:
-    scan.chunk(x, g, state, cu_seqlens)
-    scan.recurrent(x, g, state, cu_seqlens)
-    scan.backward(x, g, state, cu_seqlens, x, state)
+    run(scalar_decay, v, state, q, k, v, g, state, cu_seqlens, 1.0, gates or 0)
 
 
 @pytest.mark.parametrize("T", [130, 64 * 130], ids=["whole", "segments"])
@@ -160,7 +153,7 @@ def test_scan_compiles(
     x, g = torch.zeros(1, T, D, dtype=dtype), torch.zeros(1, T, D, dtype=gate_dtype)
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = None if state_dtype is None else torch.zeros(2 if packed else 1, D, dtype=state_dtype)
-    run_scan(x, g, state, cu_seqlens)
+    run(scan, x, state, x, g, state, cu_seqlens)
 
 
 class Symbols:
@@ -175,9 +168,10 @@ class Symbols:
         return self.env.create_symintnode(created, hint=hint, source=source)
 
 
+@pytest.mark.parametrize("bonus", [False, True], ids=["plain", "bonus"])
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
-def test_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_at_every_length(gates, N, bonus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced at a symbolic length and number of sequences, the launches ask nothing about them."""
     launch_with(lambda *_, **__: None, monkeypatch)
     symbol = Symbols()
@@ -187,7 +181,8 @@ def test_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> 
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 2, 16, 16)
         gk, gv = (g if name in gates else None for name in ("gk", "gv"))
-        run(vector_decay, q, k, v, gk, gv, state, cu_seqlens, 1.0, False)
+        u = torch.empty(2, 16) if bonus else None
+        run(vector_decay, v, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0)
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
@@ -204,7 +199,7 @@ def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.Mon
         g = None if gates is None else torch.empty(1, T, 6)
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 6, 16, 16)
-        run(scalar_decay, q, k, v, g, state, cu_seqlens, 1.0, gates or 0)
+        run(scalar_decay, v, state, q, k, v, g, state, cu_seqlens, 1.0, gates or 0)
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
@@ -216,7 +211,7 @@ def test_scan_launches_at_every_length(N, monkeypatch: pytest.MonkeyPatch) -> No
         x = torch.empty(1, symbol("T", 65), 40)
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 40)
-        run_scan(x, x, state, cu_seqlens)
+        run(scan, x, state, x, x, state, cu_seqlens)
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
@@ -237,6 +232,6 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     if family is scan:
         scan.chunk(q[:, :, 0], k[:, :, 0], None, cu_seqlens)
     else:
-        gates = (None,) if family is scalar_decay else (None, None)
-        family.chunk(q, k, v, *gates, None, cu_seqlens, 1.0, False)
+        absent, flag = ((None,), (False,)) if family is scalar_decay else ((None,) * 3, ())
+        family.chunk(q, k, v, *absent, None, cu_seqlens, 1.0, *flag)
     assert any(cut) == (sequences == 1)

@@ -67,27 +67,33 @@ def test_the_first_token_sees_itself_alone(form, device: torch.device) -> None:
 
 
 @each_form
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_bonus_of_another_dtype(form, dtype: torch.dtype, device: torch.device) -> None:
-    """It is multiplied with in the dtype of `r`, and gets its gradient in its own."""
+    """It is computed with in float32, and gets its gradient in its own."""
     tensors = inputs(device, dtype=torch.bfloat16)
     u = tensors.pop("u")
-    leaves = [u.to(dtype).requires_grad_(), u.clone().requires_grad_()]
-    (o, _), (expected, _) = (form(**tensors, u=x, scale=1.0) for x in leaves)
+    leaves = [u.to(x, copy=True).requires_grad_() for x in (dtype, torch.float32)]
+    (o, _), (expected, _) = (form(**tensors, u=x) for x in leaves)
     assert o.dtype == torch.bfloat16 and torch.equal(o, expected)
     o.float().sin().sum().backward()
     expected.float().sin().sum().backward()
     assert leaves[0].grad.dtype == dtype
-    assert torch.equal(leaves[0].grad.bfloat16(), leaves[1].grad)
+    assert torch.equal(leaves[0].grad, leaves[1].grad.to(dtype))
 
 
 @each_form
-def test_bonus_is_scaled_before_it_is_rounded(form, device: torch.device) -> None:
-    tensors = inputs(device, T=1, state=False, dtype=torch.bfloat16)
-    tensors["u"] = tensors["u"].float() * 1.001
-    o, _ = form(**tensors, scale=0.3)
-    expected, _ = form(**tensors | {"u": tensors["u"] * 0.3}, scale=1.0)
-    assert torch.equal(o, expected)
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_bonus_is_not_rounded(form, autocast: bool, device: torch.device) -> None:
+    """To the dtype of what it is multiplied with, in which 1 and -1 - 2^-9 cancel."""
+    tensors = inputs(device, T=1, K=2, state=False, dtype=torch.bfloat16)
+    tensors = {name: torch.ones_like(x) for name, x in tensors.items()}
+    if autocast:
+        tensors = {name: x.float() for name, x in tensors.items()}
+    tensors["u"] = torch.tensor([[1.0, -1 - 2**-9]] * 2, device=device)
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        o, _ = form(**tensors, scale=1.0)
+    assert o.dtype == torch.bfloat16
+    assert torch.equal(o, torch.full_like(o, -(2**-9)))
 
 
 @each_form
@@ -267,23 +273,10 @@ def test_graph_of_chunk_rwkv6() -> None:
 %3 = placeholder : float32[2, s0, 2, 4]
 %4 = placeholder : float32[2, 4]
 %5 = placeholder : float32[2, 2, 4, 8]
-%6 = aten.sym_size.int(%3, 1) : s0
-%7 = aten.exp.default(%3) : float32[2, s0, 2, 4]
-%8 = aten.neg.default(%7) : float32[2, s0, 2, 4]
-%9 = flacompose.vector_decay_chunk.default(%0, %1, %2, %8, None, %5, None, 0.5, True) : (float32[2, s0, 2, 8], float32[2, 2, 4, 8])
-%10 = getitem(%9, 0) : float32[2, s0, 2, 8]
-%11 = getitem(%9, 1) : float32[2, 2, 4, 8]
-%12 = aten.mul.Tensor(%4, 0.5) : float32[2, 4]
-%13 = aten.mul.Tensor(%0, %1) : float32[2, s0, 2, 4]
-%14 = mul(2, %6) : s1
-%15 = aten.view.default(%13, [%14, 2, 4]) : float32[s1, 2, 4]
-%16 = aten.permute.default(%15, [1, 0, 2]) : float32[2, s1, 4]
-%17 = aten.unsqueeze.default(%12, -1) : float32[2, 4, 1]
-%18 = aten.bmm.default(%16, %17) : float32[2, s1, 1]
-%19 = aten.permute.default(%18, [1, 0, 2]) : float32[s1, 2, 1]
-%20 = aten.view.default(%19, [2, %6, 2, 1]) : float32[2, s0, 2, 1]
-%21 = aten.mul.Tensor(%20, 1) : float32[2, s0, 2, 1]
-%22 = aten.mul.Tensor(%21, %2) : float32[2, s0, 2, 8]
-%23 = aten.add.Tensor(%10, %22) : float32[2, s0, 2, 8]
-return %23, %11""",
+%6 = aten.exp.default(%3) : float32[2, s0, 2, 4]
+%7 = aten.neg.default(%6) : float32[2, s0, 2, 4]
+%8 = flacompose.vector_decay_chunk.default(%0, %1, %2, %7, None, %4, %5, None, 0.5) : (float32[2, s0, 2, 8], float32[2, 2, 4, 8])
+%9 = getitem(%8, 0) : float32[2, s0, 2, 8]
+%10 = getitem(%8, 1) : float32[2, 2, 4, 8]
+return %9, %10""",
     )

@@ -158,7 +158,7 @@ def define_op(
     triton: Callable[..., tuple[Tensor, ...]] | None = None,
     backward: OpOverload | None = None,
     heads: Mapping[str, int],
-    batch: Mapping[str, int],
+    batch: Mapping[str, int | None],
     autocast: Sequence[str] = (),
     flops: Callable[..., int] | None = None,
 ) -> OpOverload:
@@ -178,8 +178,9 @@ def define_op(
             ``x`` is absent. Without it, the gradient is that of ``eager``.
         heads: for each tensor, by name, the dimension along which the operator is independent and along which
             ``vmap`` is laid and ``DTensor`` may be sharded. The gradient ``dx`` or ``d_x`` lies as ``x`` does.
-        batch: likewise, the batch dimension, for ``DTensor``. Absent for a tensor that joins rows (``cu_seqlens``):
-            when it is given, the batch is not sharded.
+        batch: likewise, the batch dimension, for ``DTensor``. None for a tensor that all rows share, whose gradient is
+            a sum over them. Absent for a tensor that joins rows (``cu_seqlens``): when it is given, the batch is not
+            sharded.
         autocast: the arguments, never absent, that autocast casts. The others are computed with as they come.
         flops: formula for ``FlopCounterMode``, from the arguments with shapes for tensors, and ``out_shape``.
 
@@ -411,22 +412,29 @@ def _vmap_rule(op: OpOverload, heads: Mapping[str, int]) -> Callable[..., Any]:
 # DTensor
 
 
-def _shardings(op: OpOverload, heads: Mapping[str, int], batch: Mapping[str, int]) -> Callable[..., Any]:
+def _shardings(
+    op: OpOverload, heads: Mapping[str, int], batch: Mapping[str, int | None]
+) -> Callable[..., Any]:
     """Placements that need no communication: all replicated, sharded by heads, sharded by batch."""
     arguments, returns = _names(op._schema.arguments), _names(op._schema.returns)
     tensors = {arguments[i] for i in _tensors(op)}
 
     def rule(*args: Any) -> list[tuple[list[Any], list[Any]]]:
-        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import Partial, Replicate, Shard
 
         given = {name for name, x in zip(arguments, args) if name in tensors and x is not None}
         absent = tensors - given
 
-        def placement(name: str, dims: Mapping[str, int]) -> Any:
-            dim = None if _primal(name, arguments) in absent else dims.get(_primal(name, dims))
-            return Replicate() if dim is None else Shard(dim)
+        def placement(name: str, dims: Mapping[str, int | None]) -> Any:
+            primal = _primal(name, dims)
+            if primal in absent or primal not in dims:
+                return Replicate()
+            dim = dims[primal]
+            if dim is not None:
+                return Shard(dim)
+            return Replicate() if name == primal else Partial()
 
-        choices: list[Mapping[str, int]] = [{}]
+        choices: list[Mapping[str, int | None]] = [{}]
         headed = [
             (x, name) for name, x in zip(arguments, args) if name in given and _primal(name, heads) in heads
         ]

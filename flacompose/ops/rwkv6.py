@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._define import autocast_dtype
-from flacompose.ops._dtype import wide
-from flacompose.ops._varlen import inside
 from flacompose.ops.families.vector_decay import op
 
 
@@ -39,7 +35,7 @@ def chunk_rwkv6(
         k: Keys, ``[B, T, H, K]``, in the dtype of `r`.
         v: Values, ``[B, T, H, V]``, in the dtype of `r`.
         w: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
-        u: Bonus of the current token, ``[H, K]``, any float dtype; multiplied with in the dtype of `r`.
+        u: Bonus of the current token, ``[H, K]``; any float dtype.
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
@@ -98,19 +94,5 @@ def _run(
         scale = K**-0.5
     else:
         _check.number("scale", scale)
-    dtype = autocast_dtype(r.device)
-    if dtype is not None and r.dtype != torch.float64:
-        r, k, v = r.to(dtype), k.to(dtype), v.to(dtype)
-    token = None if cu_seqlens is None else inside(cu_seqlens, r.shape[1])[:, None, None]
-    if token is not None:
-        # The op sees to its own tokens in no sequence, whatever they hold.
-        r, k, v = (torch.where(token, x, 0) for x in (r, k, v))
-    o, final_state = form(r, k, v, w, None, initial_state, cu_seqlens, scale, True)
-    # The bonus, in as few passes over memory as unfused PyTorch takes: a product, a matrix product a head, a sum.
-    u = (wide(u, r) * scale).to(r.dtype)
-    weight = torch.bmm((r * k).flatten(0, 1).transpose(0, 1), u.unsqueeze(-1))  # [H, B * T, 1]
-    weight = weight.transpose(0, 1).unflatten(0, r.shape[:2])
-    if token is not None:
-        weight = torch.where(token, weight, 0)  # for its gradient, whatever arrives there
-    o = torch.addcmul(o, weight, v)
+    o, final_state = form(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
     return o, final_state if output_final_state else None

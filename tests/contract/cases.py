@@ -66,7 +66,6 @@ class OpCase:
     nodes: int = 1  # calls of the registered op
     # PyTorch's ops between inputs, those and results, in a graph; None: many
     around: tuple[str, ...] | None = ()
-    decomposes: bool = False  # those round otherwise once decomposed
     term: Callable[..., tuple[Tensor, Tensor]] | None = (
         None  # a reference whose gradients are one of two that cancel
     )
@@ -99,11 +98,12 @@ class OpCase:
         }
 
 
-def read_before(
+def bonus(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gk: Tensor,
+    u: Tensor,
+    gk: Tensor | None = None,
     gv: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
@@ -112,9 +112,9 @@ def read_before(
     *,
     form: str,
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV6 without its bonus, straight on the family's op, which takes a gate on the value axis too."""
+    """RWKV6, straight on the family's op, which takes a gate on the value axis too, or none."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    o, state = getattr(op, form)(q, k, v, gk, gv, initial_state, cu_seqlens, scale, True)
+    o, state = getattr(op, form)(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale)
     return o, state if output_final_state else None
 
 
@@ -123,18 +123,8 @@ def rwkv6(q: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, form: Callab
     return form(q, k, v, w, u, **options)
 
 
-def rwkv6_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    initial_state: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T r_t``; ``S_t = diag(exp w_t) S_{t-1} + k_t v_t^T``."""
-    o, S = vector_decay(q, k, v, gk=w, initial_state=initial_state, scale=scale, read_before=True)
-    return o + scale * (q * u * k).sum(-1, keepdim=True) * v, S
+def rwkv6_reference(q: Tensor, k: Tensor, v: Tensor, w: Tensor, **options) -> tuple[Tensor, Tensor]:
+    return vector_decay(q, k, v, gk=w, **options)
 
 
 def gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options) -> tuple[Tensor, Tensor]:
@@ -276,16 +266,10 @@ def elementwise(name: str, call: Callable, form: str, **fields) -> OpCase:
     return OpCase(name, call, scan, "scan", form, {"g": X}, **fields)
 
 
-before = partial(vector_decay, read_before=True)
 chunk, token = "chunk", "recurrent"
 gla, simple, simple_token = fused_recurrent_gla, chunk_simple_gla, fused_recurrent_simple_gla
 rwkv6_chunk, rwkv6_token = (partial(rwkv6, form=form) for form in (chunk_rwkv6, fused_recurrent_rwkv6))
-bonus = {
-    "inputs": QKV | {"u": ("H", "K")},
-    "around": ("mul", "mul", "view", "permute", "unsqueeze", "bmm", "permute", "view", "mul", "mul", "add"),
-    "decomposes": True,  # addcmul, which rounds its product with its sum alone
-    "public": False,  # it knows `q` as `r`
-}
+with_u = {"inputs": QKV | {"u": ("H", "K")}, "public": False}  # rwkv6 knows `q` as `r`
 lightning = partial(fused_recurrent_lightning_attn, layer_idx=1, num_layers=4)
 normalized = {
     "state": ("N", "HV", "K", "V+1"),
@@ -326,10 +310,10 @@ CASES = [
     vector("fused_recurrent_gla-gk", gla, vector_decay, token, {"gk": K}),
     vector("fused_recurrent_gla-gv", gla, vector_decay, token, {"gv": V}),
     vector("fused_recurrent_gla", gla, vector_decay, token),
-    vector("read_before-chunk", partial(read_before, form=chunk), before, chunk, {"gk": K, "gv": V}, public=False),
-    vector("read_before-recurrent", partial(read_before, form=token), before, token, {"gk": K}, public=False),
-    vector("chunk_rwkv6", rwkv6_chunk, rwkv6_reference, chunk, {"w": K}, **bonus),
-    vector("fused_recurrent_rwkv6", rwkv6_token, rwkv6_reference, token, {"w": K}, **bonus),
+    vector("bonus-chunk-gk-gv", partial(bonus, form=chunk), vector_decay, chunk, {"gk": K, "gv": V}, **with_u),
+    vector("bonus-recurrent", partial(bonus, form=token), vector_decay, token, **with_u),
+    vector("chunk_rwkv6", rwkv6_chunk, rwkv6_reference, chunk, {"w": K}, **with_u),
+    vector("fused_recurrent_rwkv6", rwkv6_token, rwkv6_reference, token, {"w": K}, **with_u),
     scalar("chunk_simple_gla-g", simple, scalar_decay, chunk, {"g": G}, groups=2, inductor=True),
     scalar("chunk_simple_gla-g_gamma", simple, scalar_decay, chunk, {"g_gamma": GAMMA}, around=("expand",)),
     scalar("fused_recurrent_simple_gla-g-g_gamma", simple_token, scalar_decay, token,

@@ -100,13 +100,21 @@ def test_gates(case: OpCase, gates: str | float) -> None:
     check(draw(case, CPU, B=1, H=1, T=66, gates=gates))
 
 
-BOTH_AXES = next(case for case in CASES if case.name == "read_before-chunk")
+BOTH_AXES = next(case for case in CASES if case.name == "bonus-chunk-gk-gv")
 
 
 @pytest.mark.parametrize("T", [2, 66])
-def test_strong_gates_on_both_axes_read_before(T: int) -> None:
+def test_strong_gates_on_both_axes_beside_a_bonus(T: int) -> None:
     """Neighbours meet undecayed, everything else nearly forgotten: the gates' gradients are all of what is left."""
     check(draw(BOTH_AXES, CPU, B=1, H=1, T=T, gates=-8.0))
+
+
+@pytest.mark.parametrize("gates", ["mild", "mixed"])
+@pytest.mark.parametrize("axes", [(), ("gk",), ("gv",)], ids="-".join)
+@pytest.mark.parametrize("lengths", [None, [3, 0, 70, 65]], ids=["dense", "packed"])
+def test_bonus_beside_any_gates(lengths: list[int] | None, axes: tuple[str, ...], gates: str) -> None:
+    case = replace(BOTH_AXES, gates={name: BOTH_AXES.gates[name] for name in axes})
+    check(draw(case, CPU, H=2, T=66, K=33, V=18, lengths=lengths, tail=2, gates=gates))
 
 
 @each_gated_op

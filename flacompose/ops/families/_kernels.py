@@ -66,6 +66,7 @@ def recurrent_kernel(
     g,
     gk,
     gv,
+    u,
     initial,
     o,
     final,
@@ -79,7 +80,6 @@ def recurrent_kernel(
     stride_g,  # from token to token, 0 where all have the same
     BK: tl.constexpr,
     BV: tl.constexpr,
-    READ_BEFORE: tl.constexpr,
 ):
     """The recurrence as it is written, one program per sequence, head and block of the value axis."""
     blocks = tl.cdiv(V, BV)
@@ -105,14 +105,16 @@ def recurrent_kernel(
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if initial is not None:
         S = tl.load(initial + at_state, mask=in_state, other=0.0).to(tl.float32)
+    if u is not None:
+        u_ = tl.load(u + h * K + dk, mask=in_k, other=0.0).to(tl.float32)
     for token in range(lo, hi):
         at_k = (token * H + h) * K + dk
         at_v = (token * HV + hv) * V + dv
         q_ = tl.load(q + at_k, mask=in_k, other=0.0).to(tl.float32) * scale
         k_ = tl.load(k + at_k, mask=in_k, other=0.0).to(tl.float32)
         v_ = tl.load(v + at_v, mask=in_v, other=0.0).to(tl.float32)
-        if READ_BEFORE:
-            o_ = tl.sum(S * q_[:, None], 0)
+        if u is not None:
+            o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_
         if g is not None:
             S += S * _expm1(tl.load(g + token * stride_g + hv))
         if gk is not None:
@@ -120,7 +122,7 @@ def recurrent_kernel(
         if gv is not None:
             S += S * _expm1(tl.load(gv + at_v, mask=in_v, other=0.0))[None, :]
         S += k_[:, None] * v_[None, :]
-        if not READ_BEFORE:
+        if u is None:
             o_ = tl.sum(S * q_[:, None], 0)
         tl.store(o + at_v, o_.to(o.dtype.element_ty), mask=in_v)
     tl.store(final + at_state, S, mask=in_state)

@@ -47,16 +47,17 @@ def recurrent(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    read_before: bool = False,
+    u: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
-    The gates are ``g [B, T, HV]``, or ``[HV]`` for every token, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``.
+    The gates are ``g [B, T, HV]``, or ``[HV]`` for every token, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``; the
+    bonus ``u [H, K]``.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    g, gk, gv, initial_state = given(g), given(gk), given(gv), given(initial_state)
+    g, gk, gv, u, initial_state = given(g), given(gk), given(gv), given(u), given(initial_state)
     if cu_seqlens is None:
         N = B
     else:
@@ -75,6 +76,7 @@ def recurrent(
         g,
         gk,
         gv,
+        u,
         initial_state,
         o,
         final_state,
@@ -88,6 +90,5 @@ def recurrent(
         0 if g is None or g.dim() == 1 else HV,
         BK,
         BV,
-        read_before,
     )
     return o, final_state

@@ -21,28 +21,32 @@ def define_forms(
     fake: Callable[..., tuple[Tensor, ...]],
     autocast: Sequence[str],
     flops: Callable[..., int],
+    shared: Sequence[str] = (),
 ) -> tuple[OpOverload, OpOverload]:
     """Register ``<family>_chunk``, ``<family>_recurrent`` and ``<family>_backward``, return the first two.
 
     Args:
         family: its name, and that of its folder.
         eager: its `forward` and `backward`, the latter of the gradients of the outputs too.
-        inputs: their arguments, as a schema has them: first `tokens` and ``initial_state``, among others
+        inputs: their arguments, as a schema has them: first `tokens`, `shared` and ``initial_state``, among others
             ``cu_seqlens``.
         tokens: the names of those with gradients that are ``[B, T, ...]``, independent along the dimension after.
         fake: of ``(o, final_state)``.
         autocast: the arguments that autocast casts.
         flops: of the forward.
+        shared: the names of those with gradients that are ``[H, ...]``, the same for all tokens.
     """
-    gradients = ", ".join(f"Tensor d{x}" for x in (*tokens, "_initial_state"))
-    heads = dict.fromkeys((*tokens, "o"), 2) | {"initial_state": 1, "final_state": 1}
-    batch = dict.fromkeys(heads, 0)
+    gradients = ", ".join(f"Tensor d{x}" for x in (*tokens, *shared, "_initial_state"))
+    by_row = dict.fromkeys((*tokens, "o"), 2) | {"initial_state": 1, "final_state": 1}
+    heads = by_row | dict.fromkeys(shared, 0)
+    batch = dict.fromkeys(by_row, 0) | dict.fromkeys(shared, None)
 
     def backward_fake(*args: Tensor | None) -> tuple[Tensor, ...]:
         first = args[0]
         assert first is not None
         return tuple(
-            first.new_empty(0) if x is None else x.new_empty(x.shape) for x in args[: len(tokens) + 1]
+            first.new_empty(0) if x is None else x.new_empty(x.shape)
+            for x in args[: len(tokens) + len(shared) + 1]
         )
 
     def triton(name: str) -> Callable[..., tuple[Tensor, ...]]:
@@ -80,23 +84,25 @@ def define_forms(
 
 
 def define_family(
-    family: str, eager: ModuleType, gates: Sequence[str], option: str
+    family: str, eager: ModuleType, gates: Sequence[str], shared: Sequence[str] = (), option: str = ""
 ) -> tuple[OpOverload, OpOverload]:
-    """`define_forms` of a family of matrices, of ``q, k, v, *gates, initial_state, cu_seqlens, scale`` and `option`.
+    """`define_forms` of a family of matrices.
+
+    Its arguments are ``q, k, v``, `gates`, `shared`, ``initial_state, cu_seqlens, scale`` and `option`.
 
     Args:
         family: its name, and that of its folder.
         eager: its `forward` and `backward`.
         gates: the names of its gates, each of which may be absent.
-        option: its own last argument, with its type in a schema.
+        shared: likewise, of what all tokens share.
+        option: its own last argument, if any, with its type in a schema.
     """
-    absent = (*gates, "initial_state", "cu_seqlens")
-    inputs = ", ".join(
-        [*(f"Tensor {x}" for x in "qkv"), *(f"Tensor? {x}" for x in absent), "float scale", option]
-    )
+    optional = (*gates, *shared, "initial_state", "cu_seqlens")
+    tensors = [*(f"Tensor {x}" for x in "qkv"), *(f"Tensor? {x}" for x in optional)]
+    inputs = ", ".join([*tensors, "float scale", *([option] if option else [])])
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        N = rows(q, others[len(gates) + 1])
+        N = rows(q, others[len(optional) - 1])
         return v.new_empty(v.shape), q.new_empty(
             N, v.shape[2], q.shape[3], v.shape[3], dtype=state_dtype(q.dtype)
         )
@@ -106,7 +112,7 @@ def define_family(
         B, T, H, V = v
         return 4 * B * T * H * q[-1] * V
 
-    return define_forms(family, eager, inputs, ("q", "k", "v", *gates), fake, ("q", "k", "v"), flops)
+    return define_forms(family, eager, inputs, ("q", "k", "v", *gates), fake, ("q", "k", "v"), flops, shared)
 
 
 def rows(x: Tensor, cu_seqlens: Tensor | None) -> int:

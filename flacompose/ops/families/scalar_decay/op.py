@@ -12,4 +12,4 @@ from flacompose.ops.families.scalar_decay.eager import FIXED, PER_TOKEN, SUMMED
 
 __all__ = ["FIXED", "PER_TOKEN", "SUMMED", "chunk", "recurrent"]
 
-chunk, recurrent = define_family("scalar_decay", eager, ("g",), "int gate_gradient")
+chunk, recurrent = define_family("scalar_decay", eager, ("g",), option="int gate_gradient")

@@ -28,21 +28,21 @@ def chunk(
     v: Tensor,
     gk: Tensor | None,
     gv: Tensor | None,
+    u: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    work = _Work(q, v, cu_seqlens, scale, read_before)
+    work = _Work(q, v, u, cu_seqlens, scale)
     o = work.per_token(v)
     q, k, v = operand(q), operand(k), operand(v)
-    gk, gv, initial_state = given(gk), given(gv), given(initial_state)
+    gk, gv, u, initial_state = given(gk), given(gv), given(u), given(initial_state)
     S, final_state = work.sweep(k, v, gk, gv, initial_state)
     if gv is None:
-        work.plain(q, k, v, gk, S, o)
+        work.plain(q, k, v, gk, u, S, o)
     else:
-        work.gated(q, k, v, None, gk, gv, S, None, o)
+        work.gated(q, k, v, None, gk, gv, u, S, None, o)
     return o, final_state
 
 
@@ -53,34 +53,47 @@ def backward(
     v: Tensor,
     gk: Tensor | None,
     gv: Tensor | None,
+    u: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    read_before: bool,
     do: Tensor | None,
     d_final_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dgk, dgv, d_initial_state)``, empty for inputs that are absent."""
-    work = _Work(q, v, cu_seqlens, scale, read_before)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty for inputs that are absent."""
+    work = _Work(q, v, u, cu_seqlens, scale)
     dq, dk, dv, dgk, dgv = (q.new_empty(0) if x is None else work.per_token(x) for x in (q, k, v, gk, gv))
-    state_dtype = None if initial_state is None else initial_state.dtype
+    u_dtype, state_dtype = (None if x is None else x.dtype for x in (u, initial_state))
     do = torch.zeros_like(v) if do is None else do
     q, k, v, do = operand(q), operand(k), operand(v), operand(do)
-    gk, gv = given(gk), given(gv)
+    gk, gv, u = given(gk), given(gv), given(u)
     initial_state, d_final_state = given(initial_state), given(d_final_state)
 
     S, _ = work.sweep(k, v, gk, gv, initial_state)
     dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
     if gv is None:
-        work.plain(k, q, do, gk, dS, dv, reverse=True)
+        work.plain(k, q, do, gk, u, dS, dv, reverse=True)
     else:
-        work.gated(q, k, v, do, gk, gv, S, dS, None, dv, dgv)
-    if gk is None:
-        work.plain(do, v, k, gv, S, dq, transpose=True)
-        work.plain(v, do, q, gv, dS, dk, reverse=True, transpose=True)
+        work.gated(q, k, v, do, gk, gv, u, S, dS, None, dv, dgv)
+    du = None
+    if gk is None and u is None:
+        work.plain(do, v, k, gv, None, S, dq, transpose=True)
+        work.plain(v, do, q, gv, None, dS, dk, reverse=True, transpose=True)
     else:
-        work.gated(do, v, k, q, gv, gk, S, dS, dq, dk, dgk, transpose=True)
-    return dq, dk, dv, dgk, dgv, q.new_empty(0) if state_dtype is None else d_initial_state.to(state_dtype)
+        # A bonus is weighed in where a gate is.
+        gate, d_gate = (torch.zeros_like(k), torch.empty_like(k)) if gk is None else (gk, dgk)
+        if u is not None:  # by chunk, and zeros where there is none
+            du = q.new_zeros(work.padded_rows, *u.shape, dtype=torch.float32)
+        work.gated(do, v, k, q, gv, gate, u, S, dS, dq, dk, d_gate, du, transpose=True)
+    return (
+        dq,
+        dk,
+        dv,
+        dgk,
+        dgv,
+        q.new_empty(0) if du is None else du.sum(0).to(u_dtype),
+        q.new_empty(0) if state_dtype is None else d_initial_state.to(state_dtype),
+    )
 
 
 def recurrent(
@@ -89,20 +102,20 @@ def recurrent(
     v: Tensor,
     gk: Tensor | None,
     gv: Tensor | None,
+    u: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, read_before)
+    return _launch.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, u)
 
 
 class _Work:
     """How the chunks of one call are laid out, and the launches over them."""
 
     def __init__(
-        self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, read_before: bool
+        self, q: Tensor, v: Tensor, u: Tensor | None, cu_seqlens: Tensor | None, scale: float
     ) -> None:
         B, self.T, self.H, self.K = q.shape
         self.V = v.shape[-1]
@@ -120,7 +133,7 @@ class _Work:
         self.bfloat16 = q.dtype == torch.bfloat16
         self.state_dtype = torch.bfloat16 if self.bfloat16 else torch.float32
         self.flags = {
-            "READ_BEFORE": read_before,
+            "READ_BEFORE": u is not None,
             "PACKED": self.table is not None,
             "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
             "C": CHUNK,
@@ -198,8 +211,8 @@ class _Work:
         run(whole=True)
         return states, final
 
-    def score(self, a: Tensor, b: Tensor, g: Tensor | None) -> Tensor:
-        """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`."""
+    def score(self, a: Tensor, b: Tensor, g: Tensor | None, u: Tensor | None) -> Tensor:
+        """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`, or for ``s = t`` weighted by `u`."""
         D = a.shape[-1]
         BD, warps, stages = score_config(self.bfloat16, D)
         P = a.new_empty(self.padded_rows, self.H, CHUNK, CHUNK, dtype=torch.float32)
@@ -209,6 +222,7 @@ class _Work:
             a,
             b,
             g,
+            u,
             P,
             *self._table("start", "end"),
             self.scale,
@@ -231,12 +245,13 @@ class _Work:
         b: Tensor,
         x: Tensor,
         g: Tensor | None,
+        u: Tensor | None,
         S: Tensor,
         out: Tensor,
         reverse: bool = False,
         transpose: bool = False,
     ) -> None:
-        """Fill `out` along the value axis or, with `transpose`, along the key axis; `g` decays the other."""
+        """Fill `out` along the value axis or, with `transpose`, along the key axis; `g` and `u` are of the other."""
         D1, D2, strides = self._axes(transpose)
         BD1, BD2, warps, stages = plain_config(self.bfloat16, D1, D2)
         mild = None if g is None else x.new_empty(self.padded_rows, self.H, dtype=torch.int8)
@@ -249,6 +264,7 @@ class _Work:
                 b,
                 x,
                 g,
+                u,
                 S,
                 out,
                 mild,
@@ -279,18 +295,23 @@ class _Work:
         y: Tensor | None,
         g1: Tensor | None,
         g2: Tensor,
+        u: Tensor | None,
         S: Tensor,
         dS: Tensor | None,
         read: Tensor | None,
         write: Tensor | None = None,
         gate: Tensor | None = None,
+        du: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill `read`, `write` and `gate` along the value axis or, with `transpose`, along the key axis."""
+        """Fill what is given of `read`, `write`, `gate` and `du`.
+
+        Along the value axis or, with `transpose`, along the key axis, that of `u`.
+        """
         D1, D2, strides = self._axes(transpose)
         BD1, BD2, warps, stages = gated_config(self.bfloat16, D1, D2)
         tiles = tile_count(D2, BD2)
-        P = self.score(a, b, g1)
+        P = self.score(a, b, g1, None if transpose else u)
         mild = x.new_empty(self.padded_rows, self.H, tiles, dtype=torch.int8)
         for only_mild in (True, False):
             launch(
@@ -303,11 +324,13 @@ class _Work:
                 y,
                 g1,
                 g2,
+                u if transpose else None,
                 S,
                 dS,
                 read,
                 write,
                 gate,
+                du,
                 mild,
                 *self._table("start", "end"),
                 self.scale,

@@ -6,7 +6,8 @@ Between chunks the state is swept (`_sweep`). Within a chunk every pair of token
 ``exp(g_{s+1} + ... + g_t)`` (`_pair`), split in two factors at a boundary between ``s`` and ``t``: both exponents are
 sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and a gate of -inf is a weight
 of 0. The boundary is the one at which ``s`` and ``t`` part when the chunk is halved, and halved again: at level ``b``
-the odd blocks of ``b`` tokens read what the even blocks before them wrote.
+the odd blocks of ``b`` tokens read what the even blocks before them wrote. A token meets itself undecayed, with the
+bonus `u` where there is one: then a read stops before its own gate.
 
 Everything is functional, differentiable PyTorch, so derivatives of any order exist.
 """
@@ -27,19 +28,20 @@ def forward(
     v: Tensor,
     gk: Tensor | None,
     gv: Tensor | None,
+    u: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    read_before: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
-    gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), read_before) for g in (gk, gv))
+    gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
 
     S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
     o = _read(_read(q_, gate_k) @ S, gate_v)
-    o = o + _pair(q_, k_, v_, None, gate_k, gate_v, read_before).read
+    own = _dot(q_, _times(k_, _bonus(u, k_)))
+    o = o + _pair(q_, k_, own, v_, None, gate_k, gate_v).read
     return chunks.join(o).to(v.dtype), final_state
 
 
@@ -49,18 +51,18 @@ def backward(
     v: Tensor,
     gk: Tensor | None,
     gv: Tensor | None,
+    u: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    read_before: bool,
     do: Tensor | None,
     d_final_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dgk, dgv, d_initial_state)``, empty for inputs that are absent."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty for inputs that are absent."""
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
     q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
-    gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), read_before) for g in (gk, gv))
+    gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it.
     S, _ = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
@@ -71,8 +73,9 @@ def backward(
     through = _decay(S, gate_k, gate_v) * dS
 
     # From this chunk, by exchange of roles: dq, dk and dgk along the key axis, dv and dgv along the value axis.
-    along_k = _pair(do_, v_, k_, q_, gate_v, gate_k, read_before)
-    along_v = _pair(q_, k_, v_, do_, gate_k, gate_v, read_before)
+    bonus, own = _bonus(u, k_), _dot(do_, v_)
+    along_k = _pair(do_, v_, _times(own, bonus), k_, q_, gate_v, gate_k)
+    along_v = _pair(q_, k_, _dot(q_, _times(k_, bonus)), v_, do_, gate_k, gate_v)
     dgk = dgv = None
     if gate_k is not None:
         dgk = gate_k.gradient(along_k.exponents, q_ * dq, k_ * dk, through.sum(-1)[..., None, :])
@@ -89,6 +92,7 @@ def backward(
         grad(v, dv + along_v.write),
         grad(gk, dgk),
         grad(gv, dgv),
+        q.new_empty(0) if u is None else (own * q_ * k_).sum((0, 2, 3)).to(u.dtype),
         q.new_empty(0) if initial_state is None else d_initial_state.to(initial_state.dtype),
     )
 
@@ -140,6 +144,15 @@ def _times(x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else x * weight
 
 
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1, keepdim=True)
+
+
+def _bonus(u: Tensor | None, x: Tensor) -> Tensor | None:
+    """``u [H, K]`` as a factor of ``x [B, H, R, C, K]``."""
+    return None if u is None else u.to(x.dtype)[:, None, None]
+
+
 def _read(x: Tensor, gate: _Gate | None) -> Tensor:
     return x if gate is None else x * gate.read
 
@@ -178,20 +191,22 @@ class _Pairs(NamedTuple):
 def _pair(
     a: Tensor,
     b: Tensor,
+    own: Tensor,
     x: Tensor,
     y: Tensor | None,
     inner: _Gate | None,
     outer: _Gate | None,
-    read_before: bool,
 ) -> _Pairs:
-    """All pairs of one chunk: ``P[t, s] = a_t . b_s``, decayed by `inner`, joins x_s to y_t, decayed by `outer`."""
-    a, b, x = (z.unsqueeze(-2) for z in (a, b, x))  # [..., C / b, b, D] with b = 1
-    diagonal = torch.zeros_like(a[..., :1]) if read_before else (a * b).sum(-1, keepdim=True)
-    read, write = diagonal * x, a.new_empty(1, 1, 0)
+    """All pairs of one chunk: ``P[t, s] = a_t . b_s``, decayed by `inner`, joins x_s to y_t, decayed by `outer`.
+
+    ``P[t, t]`` is `own`, which may differ from one element of x and y to the next.
+    """
+    a, b, own, x = (z.unsqueeze(-2) for z in (a, b, own, x))  # [..., C / b, b, D] with b = 1
+    read, write = own * x, a.new_empty(1, 1, 0)
     exponents: list[tuple[Tensor, Tensor]] = []
     if y is not None:
         y = y.unsqueeze(-2)
-        write = diagonal * y
+        write = own * y
     level = 0
     while a.shape[-3] > 1:
         (_, a_1), (b_0, _), (x_0, x_1) = map(_halves, (a, b, x))

@@ -263,11 +263,21 @@ def _pairs(a, b, g, t, s, LEVELS: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: 
     return out
 
 
+@triton.jit
+def _own_pair(a, b, u, h, d, D):
+    """``a_t . b_t``, weighted by any bonus ``u [H, D]``."""
+    product = a.to(tl.float32) * b.to(tl.float32)
+    if u is not None:
+        product *= tl.load(u + h * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+    return tl.sum(product, 1)
+
+
 @triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
 def score_kernel(
     a,  # [tokens, H, D]
     b,
     g,
+    u,  # [H, D]
     P,  # [rows, H, C, C]
     row_start,
     row_end,
@@ -284,7 +294,7 @@ def score_kernel(
     PACKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t`` (``s < t``)."""
+    """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t``, with `u` for ``s = t``."""
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     pid = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0) // H
@@ -298,6 +308,7 @@ def score_kernel(
     s = i[None, :]
     token = lo + i
     lower = tl.zeros([C, C], dtype=tl.float32)
+    own = tl.zeros([C], dtype=tl.float32)
     for d0 in range(0, D, BD):
         d = d0 + tl.arange(0, BD)
         a_ = load_tile(a, token, hi, h, d, H, D)
@@ -311,7 +322,11 @@ def score_kernel(
                 lower += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             else:
                 lower += _pairs(a_, b_, g_, t, s, LEVELS, READ_BEFORE, DOT)
+        if READ_BEFORE:
+            own += _own_pair(a_, b_, u, h, d, D)
     lower = tl.where(_reads(t, s, READ_BEFORE), lower, 0.0)
+    if READ_BEFORE:
+        lower = tl.where(t == s, own[:, None], lower)
     at = P + (row * H + h) * C * C + t * C + s
     tl.store(at, lower * scale)
 
@@ -322,6 +337,7 @@ def plain_kernel(
     b,
     x,  # [tokens, H, D2]
     g,  # of the axis D1
+    u,  # [H, D1]
     S,  # [rows, H, K, V]
     out,  # [tokens, H, D2]
     mild,  # [rows, H]
@@ -349,8 +365,8 @@ def plain_kernel(
     """``out_t = sum over s of (scale * a_t . b_s) x_s + scale * S^T a_t``, along an axis that no gate decays.
 
     `g` decays the products `a_t . b_s` and what is read from `S`, the state before the chunk, with strides for (D1,
-    D2). `REVERSE`, backwards in time: later tokens `s`, and `S` the gradient of the state after the chunk, which holds
-    `scale` already.
+    D2); `u` weighs in ``a_t . b_t``. `REVERSE`, backwards in time: later tokens `s`, and `S` the gradient of the state
+    after the chunk, which holds `scale` already.
 
     With `g` it runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one
     kernel for both would need twice the registers.
@@ -376,6 +392,7 @@ def plain_kernel(
 
     acc = tl.zeros([C, BD2], dtype=tl.float32)
     pairs = tl.zeros([C, C], dtype=tl.float32)
+    own = tl.zeros([C], dtype=tl.float32)
     is_mild = True
     for d in range(0, D1, BD1):
         d1 = d + tl.arange(0, BD1)
@@ -396,6 +413,8 @@ def plain_kernel(
                 pairs += _pairs(b_, a_, g_, t, s, LEVELS, READ_BEFORE, DOT)
             else:
                 pairs += _pairs(a_, b_, g_, t, s, LEVELS, READ_BEFORE, DOT)
+        if u is not None:
+            own += _own_pair(a_, b_, u, h, d1, D1)
         if HAS_G:
             a_ = a_ * tl.exp(_select(s > t if REVERSE else _reads(t, s, READ_BEFORE), g_, DOT))
         at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
@@ -408,6 +427,8 @@ def plain_kernel(
         if not is_mild:
             return
     pairs = tl.where(_reads(s, t, READ_BEFORE) if REVERSE else _reads(t, s, READ_BEFORE), pairs * scale, 0.0)
+    if u is not None:
+        pairs = tl.where(t == s, own[:, None] * scale, pairs)
     acc += split_dot(pairs, load_tile(x, token, hi, h, d2, H, D2), DOT)
     store_tile(out, acc, token, hi, h, d2, H, D2)
 
@@ -421,11 +442,13 @@ def gated_kernel(
     y,
     g1,
     g2,
+    u,  # [H, D2]
     S,  # [rows, H, K, V]
     dS,
     read,  # [tokens, H, D2]
     write,
     dg2,
+    du,  # [rows, H, D2], the sums over chunks
     mild,  # [rows, H, D2 / BD2]
     row_start,
     row_end,
@@ -451,7 +474,8 @@ def gated_kernel(
     """``read_t = sum over s of P[t, s] x_s + scale * S^T a_t``, along an axis that the gate `g2` decays.
 
     `S` is the state before the chunk, with strides for (D1, D2). `WRITE`: ``write_s = sum over t of P[t, s] y_t + dS^T
-    b_s`` and the gradient of `g2` too, `dS` the gradient of the state after the chunk.
+    b_s`` and the gradient of `g2` too, `dS` the gradient of the state after the chunk. `u` weighs in ``P[t, t]``, and
+    gets its gradient.
 
     It runs twice, for the tiles whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
     both would need twice the registers.
@@ -477,8 +501,10 @@ def gated_kernel(
         write_sum, read_sum = _middle_sums(g, t, s, C, READ_BEFORE, DOT)
         is_mild = _mild(write_sum, read_sum)
         if READ_BEFORE:
-            # Neighbours meet undecayed too, and must not drown the rest in the gate's gradient.
-            is_mild = is_mild & (tl.min(g.to(tl.float32)) > -4.0)
+            # Neighbours meet undecayed too, and must not drown the rest in the gate's gradient: nowhere is most of it
+            # decayed to nothing. Of a whole chunk that follows.
+            gates = tl.sum(g.to(tl.float32), 0)
+            is_mild = is_mild & (tl.min(gates) > -4.0 * tl.minimum(hi - lo, C).to(tl.float32))
         tl.store(at_mild, is_mild.to(tl.int8))
         if not is_mild:
             return
@@ -565,8 +591,14 @@ def gated_kernel(
                 dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
         if WRITE:
             store_tile(dg2, dg, token, hi, h, d2, H, D2)
-    diagonal = tl.load(P + i * C + i)[:, None]
+    own = tl.load(P + i * C + i)[:, None]
+    diagonal = own
+    if u is not None:
+        diagonal = own * tl.load(u + h * D2 + d2, mask=d2 < D2, other=0.0).to(tl.float32)[None, :]
     if read is not None:
         store_tile(read, before + diagonal * load_tile(x, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)
     if WRITE:
         store_tile(write, after + diagonal * load_tile(y, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)
+    if u is not None:
+        met = own * load_tile(x, token, hi, h, d2, H, D2) * load_tile(y, token, hi, h, d2, H, D2)
+        tl.store(du + (row * H + h) * D2 + d2, tl.sum(met, 0), mask=d2 < D2)

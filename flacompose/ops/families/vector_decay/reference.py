@@ -1,7 +1,7 @@
 """The recurrence as the paper writes it, token by token: the specification of this family.
 
 Gated linear attention, https://arxiv.org/abs/2312.06635, section 3 and equation 3; with a gate on the value
-axis as gated slot attention has it (2409.07146), and read before the decay as RWKV6 does (2404.05892).
+axis as gated slot attention has it (2409.07146), and the read before the decay and bonus of RWKV6 (2404.05892).
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ def vector_decay(
     v: Tensor,  # [B, T, H, V]
     gk: Tensor | None = None,  # [B, T, H, K], natural-log decay of the key axis
     gv: Tensor | None = None,  # [B, T, H, V], natural-log decay of the value axis
+    u: Tensor | None = None,  # [H, K], the bonus of the current token
     initial_state: Tensor | None = None,  # [B, H, K, V]
     scale: float = 1.0,
-    read_before: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T``; ``o_t = scale * S_t^T q_t`` or ``S_{t-1}^T q_t``."""
+    """``S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T``; ``o_t = scale * S_t^T q_t``.
+
+    With `u`, ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
+    """
     B, T, H, K = q.shape
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
     o = []
@@ -30,7 +33,8 @@ def vector_decay(
             S = gk[:, t, :, :, None].exp() * S
         if gv is not None:
             S = gv[:, t, :, None, :].exp() * S
-        S = S + k[:, t, :, :, None] * v[:, t, :, None, :]
-        read = before if read_before else S
+        written = k[:, t, :, :, None] * v[:, t, :, None, :]
+        S = S + written
+        read = S if u is None else before + u[:, :, None] * written
         o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], read))
     return torch.stack(o, dim=1), S
