@@ -8,9 +8,12 @@ from types import ModuleType
 
 
 def load() -> ModuleType:
-    """``fla.ops`` with all of its kernels; exits with what to install where it is missing."""
+    """``fla.ops`` with all of its kernels, HGRN's too; exits with what to install where it is missing."""
     try:
-        return importlib.import_module("fla.ops")
+        module = importlib.import_module("fla.ops")
+        hgrn = importlib.import_module("fla.ops.hgrn")  # which `fla.ops` does not pass on
+        vars(module).update({name: getattr(hgrn, name) for name in ("chunk_hgrn", "fused_recurrent_hgrn")})
+        return module
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == "fla":
             raise SystemExit("--against fla needs the package: pip install flash-linear-attention") from error
