@@ -151,7 +151,7 @@ def test_vmap_over_one_argument(form, mapped: str, device: torch.device) -> None
     torch.testing.assert_close(vmap(function)(many), expected)
 
 
-def sharded(rank: int, store: str) -> None:
+def sharded(rank: int, store: str, compiled: bool) -> None:
     """By heads and by rows on two ranks: the results and gradients of one, sharded as the inputs."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -160,6 +160,7 @@ def sharded(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     tensors = inputs(torch.device("cpu"), T=5)
+    run = torch.compile(chunk_rwkv6, fullgraph=True, backend="aot_eager") if compiled else chunk_rwkv6
     for dim, of_state, of_bonus in ((2, Shard(1), Shard(0)), (0, Shard(0), Replicate())):
         placements = {"initial_state": of_state, "u": of_bonus}
         shards = {
@@ -167,7 +168,7 @@ def sharded(rank: int, store: str) -> None:
             for name, x in tensors.items()
         }
         leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-        o, _ = chunk_rwkv6(**shards)
+        o, _ = run(**shards)
         expected, _ = chunk_rwkv6(**leaves)
         assert o.placements == (Shard(dim),)
         torch.testing.assert_close(o.full_tensor(), expected)
@@ -178,8 +179,9 @@ def sharded(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def test_dtensor() -> None:
-    torch.multiprocessing.start_processes(sharded, (tempfile.mktemp(),), 2, start_method="spawn")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_dtensor(compiled: bool) -> None:
+    torch.multiprocessing.start_processes(sharded, (tempfile.mktemp(), compiled), 2, start_method="spawn")
 
 
 X = torch.zeros(2, 5, 3, 4)
