@@ -74,16 +74,19 @@ GATES = [(), ("gk",), ("gv",), ("gk", "gv")]
 
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize(
-    "dtype, gate_dtype, K, V, bonus, packed",
+    "dtype, gate_dtype, K, V, bonus, packed, wide",
     [
-        (torch.bfloat16, torch.bfloat16, 128, 128, None, False),
-        (torch.bfloat16, torch.float32, 128, 128, torch.float32, False),
-        (torch.bfloat16, torch.float32, 40, 200, torch.bfloat16, True),
-        (torch.float16, torch.float16, 64, 64, None, True),
-        (torch.float32, torch.float64, 256, 16, torch.float64, False),
+        (torch.bfloat16, torch.bfloat16, 128, 128, None, False, False),
+        (torch.bfloat16, torch.bfloat16, 128, 64, None, False, True),
+        (torch.bfloat16, torch.float32, 128, 128, torch.float32, False, False),
+        (torch.bfloat16, torch.float32, 40, 200, torch.bfloat16, True, False),
+        (torch.float16, torch.float16, 64, 64, None, True, False),
+        (torch.float32, torch.float64, 256, 16, torch.float64, False, False),
     ],
 )
-def test_compiles(gates, dtype, gate_dtype, K, V, bonus, packed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles(
+    gates, dtype, gate_dtype, K, V, bonus, packed, wide, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launch_with(compile_only, monkeypatch)
     B, T, H, N = 1, 130, 3, 2
     q, k = torch.zeros(2, B, T, H, K, dtype=dtype)
@@ -93,7 +96,8 @@ def test_compiles(gates, dtype, gate_dtype, K, V, bonus, packed, monkeypatch: py
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H, K, V)
     u = None if bonus is None else torch.zeros(H, K, dtype=bonus)
-    run(vector_decay, v, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0)
+    do = v.float() if wide else v
+    run(vector_decay, do, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0, wide)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def test_launches_at_every_length(gates, N, bonus, monkeypatch: pytest.MonkeyPat
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 2, 16, 16)
         gk, gv = (g if name in gates else None for name in ("gk", "gv"))
         u = torch.empty(2, 16) if bonus else None
-        run(vector_decay, v, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0)
+        run(vector_decay, v, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0, False)
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
@@ -232,6 +236,6 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     if family is scan:
         scan.chunk(q[:, :, 0], k[:, :, 0], None, cu_seqlens)
     else:
-        absent, flag = ((None,), (False,)) if family is scalar_decay else ((None,) * 3, ())
-        family.chunk(q, k, v, *absent, None, cu_seqlens, 1.0, *flag)
+        absent = (None,) * (1 if family is scalar_decay else 3)
+        family.chunk(q, k, v, *absent, None, cu_seqlens, 1.0, False)
     assert any(cut) == (sequences == 1)

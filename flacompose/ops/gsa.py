@@ -124,7 +124,8 @@ def run(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         s = s if g is None else s.to(dtype)
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
-        s = s.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+        if s.dtype != q.dtype:
+            s = s.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
         if g is None:
             g, s, z = running_logsumexp(s, z, cu_seqlens)
         if groups > 1:
@@ -133,10 +134,10 @@ def run(
             q = q.unflatten(2, (H, groups)).transpose(2, 3).flatten(1, 2)
             k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
             cu_seqlens = None if cu_seqlens is None else cu_seqlens.long() * groups
-        # Values that are wide give wide logits: of what is rounded off a logit, the softmax makes a part of its weight.
-        logits, Hk = form(q, k, s, None, g, None, Hk, cu_seqlens, scale)
+        # Wide logits: of what is rounded off one, the softmax makes a part of its weight.
+        logits, Hk = form(q, k, s, None, g, None, Hk, cu_seqlens, scale, True)
         p = logits.softmax(-1).to(v.dtype)
-        o, Hv = form(p, s, v, g, None, None, Hv, cu_seqlens, 1.0)
+        o, Hv = form(p, s, v, g, None, None, Hv, cu_seqlens, 1.0, False)
         if groups > 1:
             o = o.unflatten(1, (T, groups)).transpose(2, 3).flatten(2, 3)
     if not output_final_state:

@@ -48,6 +48,7 @@ def recurrent(
     cu_seqlens: Tensor | None,
     scale: float,
     u: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
@@ -63,7 +64,7 @@ def recurrent(
     else:
         cu_seqlens = bounds(cu_seqlens, T)
         N = cu_seqlens.shape[0] - 1
-    o = torch.empty_like(v)
+    o = torch.empty_like(v, dtype=torch.float32 if wide else None)
     final_state = q.new_empty(N, HV, K, V, dtype=torch.float32)
     BK = block(K, 256)
     BV = block(V, 4096 // BK)

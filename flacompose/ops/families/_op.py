@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ def define_forms(
 
 
 def define_family(
-    family: str, eager: ModuleType, gates: Sequence[str], shared: Sequence[str] = (), option: str = ""
+    family: str, eager: ModuleType, gates: Sequence[str], shared: Sequence[str] = (), *, option: str
 ) -> tuple[OpOverload, OpOverload]:
     """`define_forms` of a family of matrices.
 
@@ -95,17 +96,20 @@ def define_family(
         eager: its `forward` and `backward`.
         gates: the names of its gates, each of which may be absent.
         shared: likewise, of what all tokens share.
-        option: its own last argument, if any, with its type in a schema.
+        option: its own last argument, with its type in a schema. With ``bool wide`` the output may be had in the dtype
+            of states.
     """
     optional = (*gates, *shared, "initial_state", "cu_seqlens")
     tensors = [*(f"Tensor {x}" for x in "qkv"), *(f"Tensor? {x}" for x in optional)]
-    inputs = ", ".join([*tensors, "float scale", *([option] if option else [])])
+    inputs = ", ".join([*tensors, "float scale", option])
 
-    def fake(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
-        N = rows(q, others[len(optional) - 1])
-        return v.new_empty(v.shape), q.new_empty(
-            N, v.shape[2], q.shape[3], v.shape[3], dtype=state_dtype(q.dtype)
-        )
+    names = [argument.split()[-1] for argument in inputs.split(", ")]
+
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        given = dict(zip(names, args))
+        q, v, dtype = given["q"], given["v"], state_dtype(given["q"].dtype)
+        o = v.new_empty(v.shape, dtype=dtype if given.get("wide") else v.dtype)
+        return o, q.new_empty(rows(q, given["cu_seqlens"]), v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
 
     def flops(q, k, v, *_, **__) -> int:
         """The recurrence's own products: one write and one read of the state a token."""

@@ -12,7 +12,7 @@ from flacompose.ops.families._op import rows
 from flacompose.ops.families.scan.kernels import scan_kernel
 
 # Tokens of a tile, a divisor of `UNIT`, and pipeline stages: of a scan, of one that finds segments' ends, and by token.
-SCAN_CONFIG, END_CONFIG, TOKEN_CONFIG = (8, 3), (16, 1), (1, 1)
+SCAN_CONFIG, END_CONFIG, TOKEN_CONFIG = (8, 4), (16, 1), (1, 1)
 
 
 @compile_together
@@ -111,7 +111,7 @@ class _Scan:
         tiles = tile_count(self.D, BD)
         programs = tiles if self.cu_seqlens is None else tiles * self.N
         # Of fewer tokens than those of other families: a tile is a few instructions.
-        segments = 1 if self.by_token else segment_count(tile_count(self.T, 8), programs)
+        segments = 1 if self.by_token else segment_count(tile_count(self.T, 32), programs)
         split = not (isinstance(segments, int) and segments == 1)
         initial = None if initial is None else initial.contiguous()
 

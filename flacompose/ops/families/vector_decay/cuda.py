@@ -32,10 +32,11 @@ def chunk(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     work = _Work(q, v, u, cu_seqlens, scale)
-    o = work.per_token(v)
+    o = work.per_token(v, torch.float32 if wide else None)
     q, k, v = operand(q), operand(k), operand(v)
     gk, gv, u, initial_state = given(gk), given(gv), given(u), given(initial_state)
     S, final_state = work.sweep(k, v, gk, gv, initial_state)
@@ -57,6 +58,7 @@ def backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wide: bool,
     do: Tensor | None,
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -106,9 +108,10 @@ def recurrent(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, u)
+    return _launch.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, u, wide)
 
 
 class _Work:
@@ -139,9 +142,10 @@ class _Work:
             "C": CHUNK,
         }
 
-    def per_token(self, x: Tensor) -> Tensor:
+    def per_token(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """An output like `x`; tokens in no sequence are written by nobody."""
-        return x.new_empty(x.shape) if self.table is None else x.new_zeros(x.shape)
+        new = x.new_empty if self.table is None else x.new_zeros
+        return new(x.shape, dtype=dtype)
 
     def sweep(
         self,

@@ -32,6 +32,7 @@ def forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     chunks = Chunks(q, cu_seqlens)
@@ -42,7 +43,8 @@ def forward(
     o = _read(_read(q_, gate_k) @ S, gate_v)
     own = _dot(q_, _times(k_, _bonus(u, k_)))
     o = o + _pair(q_, k_, own, v_, None, gate_k, gate_v).read
-    return chunks.join(o).to(v.dtype), final_state
+    o = chunks.join(o)
+    return o if wide else o.to(v.dtype), final_state
 
 
 def backward(
@@ -55,6 +57,7 @@ def backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    wide: bool,
     do: Tensor | None,
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -90,11 +90,11 @@ def _meet(t, s, level):
 
 
 @triton.jit
-def _from_middle(t, j, C: tl.constexpr, READ_BEFORE: tl.constexpr):
-    """The sign of gate `j` in the sum from the chunk's middle to the read of token `t`; the other sums lack it."""
+def _from_middle(t, j, C: tl.constexpr):
+    """The sign of gate `j` in the sum from the chunk's middle to the write of token `t`; the other sums lack it."""
     late = t >= C // 2
     inside = late == (j >= C // 2)
-    return tl.where(inside & (late == _reads(t, j, READ_BEFORE)), tl.where(late, 1.0, -1.0), 0.0)
+    return tl.where(inside & (late == (t >= j)), tl.where(late, 1.0, -1.0), 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "N", "H", "SEGMENTS", "scale"])
@@ -227,10 +227,10 @@ def state_kernel(
 @triton.jit
 def _middle_sums(g, t, s, C: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
     """The sums of gates from the chunk's middle to each write and to each read."""
-    write = _select(_from_middle(t, s, C, False), g, DOT)
+    write = _select(_from_middle(t, s, C), g, DOT)
     read = write
-    if READ_BEFORE:
-        read = _select(_from_middle(t, s, C, True), g, DOT)
+    if READ_BEFORE:  # a read lacks the token's own
+        read = write - g.to(tl.float32)
     return write, read
 
 
@@ -557,11 +557,9 @@ def gated_kernel(
             after += _round_dot(tl.load(P + s * C + t, mask=t != s, other=0.0), reader, DOT)
             # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels.
             dg = tl.where(late, late_sum[None, :], early_sum[None, :])
+            dg += _select(_from_middle(s, t, C), reader * before - writer * after, DOT)
             if READ_BEFORE:
-                dg += _select(_from_middle(s, t, C, True), reader * before, DOT)
-                dg -= _select(_from_middle(s, t, C, False), writer * after, DOT)
-            else:
-                dg += _select(_from_middle(s, t, C, False), reader * before - writer * after, DOT)
+                dg -= reader * before
             after *= tl.exp(-write_sum)
             store_tile(dg2, dg, token, hi, h, d2, H, D2)
         if read is not None and DOT != tl.float32:
