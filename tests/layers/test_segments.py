@@ -26,6 +26,8 @@ each_layer = pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
 PIECES = [35, 3, 1, 66, 2, 1]  # unequal, of one token, of more than a chunk
 # Sequences of 38, 3, 2 and 72 tokens, segment by segment: one is over before the last, one begins there.
 PACKED = [[5, 2, 0, 2], [0, 0, 0, 67], [32, 1, 0, 1], [1, 0, 2, 2]]
+# Dynamo looks for a gradient in every input, with any nn.Linear too.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 SOME = ["gla", "rwkv6", "abc"]
 # In norm. The whole sums the tokens of a gradient in another order than its segments do.
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -185,6 +187,7 @@ class Compiled:
 GRAPHS = {PIECES.index(35), PIECES.index(1)}
 
 
+@compiles
 @pytest.mark.parametrize(
     ("name", "backend"), [*((name, "aot_eager") for name in EVERY), ("hgrn", "inductor"), ("gsa", "inductor")]
 )
@@ -196,6 +199,7 @@ def test_exact_compiled(name, backend, device):
     assert compiled.calls == len(PIECES)
 
 
+@compiles
 @pytest.mark.parametrize("name", SOME)
 def test_exact_packed_compiled(name, device):
     layer = build(EVERY[name], device=device)
@@ -205,6 +209,7 @@ def test_exact_packed_compiled(name, device):
     check_exact(layer, Compiled(layer, {0}), x, whole, segments, whole_again, state)
 
 
+@compiles
 @pytest.mark.parametrize("name", SOME)
 def test_truncated_compiled(name, device):
     layer = build(EVERY[name], device=device)
