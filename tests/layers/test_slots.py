@@ -312,7 +312,7 @@ def test_init_state(device):
     state = build(LIGHTNET, device).init_state(3)
     assert state.recurrent.shape == (3, 3, 8, 8)
     assert state.normalizer.shape == (3, 3, 8) and (state.normalizer == -torch.inf).all()
-    assert build(HGRN2, device).init_state(3)[1:] == ((), (), ())
+    assert build(HGRN2, device).init_state(3)[1:] == ((), (), (), ())
 
 
 @pytest.mark.parametrize("bound", [0.0, 1e-30, 0.3, 0.999])
