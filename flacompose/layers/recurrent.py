@@ -37,8 +37,9 @@ class RecurrentLayer(nn.Module):
     def init_state(self, batch_size: int) -> RecurrentState:
         """The state before the first token of `batch_size` sequences: zeros, on the device of the parameters.
 
-        The recurrent state is float32 (float64 in a float64 layer). Those of convolutions have the dtype that
-        projections have, that of autocast where it is on, so that a compiled layer meets one dtype in every call.
+        A running logsumexp starts at -inf. The recurrent state is float32 (float64 in a float64 layer). Those of
+        convolutions and token shifts have the dtype that projections have, that of autocast where it is on, so that a
+        compiled layer meets one dtype in every call.
 
         Raises:
             ValueError: If `batch_size` is below 0.

@@ -76,26 +76,6 @@ def test_split(config, device):
     laws.check_split(built(config, device))
 
 
-def test_gradients_cross_a_split(device):
-    """Through a carried state as through the whole, its token shift too; through a detached one not at all."""
-    layer = built(BASE, device)
-    x = laws.tokens_of(layer, 2, 9).requires_grad_()
-
-    def loss(y, state):
-        return sum((t**2).sum() for t in (y, *tensors(state)))
-
-    leaves = [x, *layer.parameters()]
-    whole = torch.autograd.grad(loss(*layer(x)), leaves)
-    y1, between = layer(x[:, :4])
-    y2, state = layer(x[:, 4:], between)
-    split = torch.autograd.grad(loss(torch.cat([y1, y2], 1), state), leaves)
-    for a, b in zip(split, whole, strict=True):
-        assert_close(a, b, 1e-4 if x.dtype == torch.float32 else 1e-10)
-    _, between = layer(x[:, :4])
-    (dx,) = torch.autograd.grad(loss(*layer(x[:, 4:], between.detach())), x)
-    assert not dx[:, :4].any() and dx[:, 4:].all()
-
-
 def test_padding(device):
     layer = built(BASE, device)
     laws.check_padding(layer, truth_of(layer, BASE))

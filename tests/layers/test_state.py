@@ -52,33 +52,6 @@ def test_split(config, pieces, device):
         assert_states_close(row(last, b), after, 1e-11)
 
 
-@each_layer
-def test_gradients_cross_a_split(config, device):
-    """Through a carried state as through the whole; and through a detached one not at all."""
-    layer = build(config, device=device, dtype=torch.float64)
-    x = torch.randn(2, 9, 24, device=device, dtype=torch.float64, requires_grad=True)
-
-    def loss(y, state):
-        return sum((t**2).sum() for t in (y, *floats(state)))
-
-    parameters = [x, *layer.parameters()]
-    y, state = layer(x)
-    whole = torch.autograd.grad(loss(y, state), parameters)
-    y1, between = layer(x[:, :4])
-    y2, state = layer(x[:, 4:], between)
-    split = torch.autograd.grad(loss(torch.cat([y1, y2], 1), state), parameters)
-    for a, b in zip(split, whole, strict=True):
-        assert_close(a, b, 1e-10)
-
-    y1, between = layer(x[:, :4])
-    cut = between.detach()
-    assert not any(t.requires_grad for t in tensors(cut))
-    assert all(torch.equal(a, b) for a, b in zip(tensors(cut), tensors(between), strict=True))
-    (dx,) = torch.autograd.grad(loss(*layer(x[:, 4:], cut)), x)
-    assert not dx[:, :4].any()
-    assert dx[:, 4:].all()
-
-
 @pytest.mark.parametrize("T", [1, 6])
 @pytest.mark.parametrize("layout", ["rows", "mask", "packed"])
 @each_layer

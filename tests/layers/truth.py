@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flacompose.layers import (
+    ABCAttention,
     GatedLinearAttention,
+    GatedSlotAttention,
+    HGRN2Attention,
+    HGRNAttention,
+    LightNetAttention,
+    LightningAttention,
     LinearAttention,
+    Mamba2,
     MultiScaleRetention,
     RecurrentState,
+    RWKV6Attention,
     SimpleGatedLinearAttention,
 )
 
@@ -33,6 +41,19 @@ LAYERS = {
     "simple_gla": SIMPLE_GLA | CONV,
     "linear_attn": LINEAR | NORMALIZED,
     "retention": RETENTION | CONV,
+}
+# Every layer of the library, so that what holds for all is tested of each.
+HEADS = {"hidden_size": 24, "num_heads": 4}
+SHORT = {"hidden_size": 24, "use_short_conv": True, "conv_bias": True, "conv_size": 3}
+EVERY = LAYERS | {
+    "lightning_attn": {"layer": LightningAttention, "layer_idx": 1, "num_layers": 3} | HEADS,
+    "mamba2": {"layer": Mamba2, "hidden_size": 24, "head_dim": 8, "state_size": 5, "n_groups": 3},
+    "rwkv6": {"layer": RWKV6Attention, "proj_low_rank_dim": 4, "gate_low_rank_dim": 5} | HEADS,
+    "hgrn": {"layer": HGRNAttention} | SHORT,
+    "hgrn2": {"layer": HGRN2Attention, "expand_ratio": 8} | SHORT,
+    "lightnet": {"layer": LightNetAttention, "expand_ratio": 8} | SHORT,
+    "gsa": {"layer": GatedSlotAttention, "num_slots": 5, "num_kv_heads": 2} | HEADS | SHORT,
+    "abc": {"layer": ABCAttention, "num_heads": 2, "num_slots": 5} | SHORT,
 }
 
 ACTIVATIONS = {

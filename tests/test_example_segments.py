@@ -1,0 +1,74 @@
+"""examples/train_segments.py as a user runs it, small: exact gradients learn what truncated ones cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tqdm")
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "train_segments.py"
+SMALL = ["--segments", "2", "--length", "4", "--steps", "100"]
+
+
+def run(*options: str) -> str:
+    """On one thread, so that sums have one order, and with this checkout rather than one that is installed."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), *SMALL, *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "100/100" in result.stderr  # progress
+    return re.sub(r" in \d+ s", "", result.stdout)
+
+
+def test_what_each_learns() -> None:
+    said = run()
+    recalled = dict(re.findall(r"(\w+): ([\d.]+)% of held-out cues", said))
+    assert float(recalled["truncated"]) < 25 < 90 < float(recalled["exact"])
+    reached = re.findall(r"(\w+): gradient at each segment (\S+) (\S+)", said)
+    (truncated, first, last), (exact, *norms) = reached
+    assert (truncated, exact) == ("truncated", "exact")
+    assert float(first) == 0 < float(last)
+    assert all(float(norm) > 0 for norm in norms)
+
+
+def test_one_way_and_the_same_numbers_again() -> None:
+    said = run("--gradients", "truncated")
+    assert "exact" not in said
+    assert run("--gradients", "truncated") == said
+
+
+@pytest.fixture(scope="module")
+def main() -> Callable[[list[str]], None]:
+    return runpy.run_path(str(SCRIPT))["main"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gradients", "none"], "argument --gradients: invalid choice: 'none'"),
+        (["--segments", "1"], "argument --segments: expected an integer, at least 2, got '1'"),
+        (["--steps", "x"], "argument --steps: expected an integer, at least 1, got 'x'"),
+    ],
+)
+def test_bad_option(
+    main: Callable, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(options)
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
