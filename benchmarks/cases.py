@@ -7,12 +7,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Functions = ModuleType | SimpleNamespace
+"""The functions of a library, by name."""
 
 ROOT = Path(__file__).parents[1]
 """Where ``python -m benchmarks...`` finds this package."""
@@ -53,7 +56,7 @@ class Shape(NamedTuple):
 
     @property
     def M(self) -> int:
-        """Slots of a recurrence that has them."""
+        """Slots of a recurrence that has them, at every shape."""
         return 64
 
     @property
@@ -116,6 +119,7 @@ class Op:
     output: str = "v"
     """The input that has the output's shape."""
     states: Mapping[str, Draw] = field(default_factory=lambda: {"state": Draw("B HV K V")})
+    label: Callable[[Shape], str] = lambda shape: shape.label
     state_gradients: bool = True
     """Whether the peer has them."""
     recurrent_names: Mapping[str, str] = field(default_factory=dict)
@@ -123,11 +127,11 @@ class Op:
     grouped: bool = False
     targets: Targets = Targets()
 
-    def chunk_of(self, module: ModuleType) -> Callable[..., tuple]:
+    def chunk_of(self, module: Functions) -> Callable[..., tuple]:
         """One side's chunk function, the op's options bound."""
         return functools.partial(getattr(module, self.chunk), **self.options)
 
-    def recurrent_of(self, module: ModuleType) -> Callable[..., tuple]:
+    def recurrent_of(self, module: Functions) -> Callable[..., tuple]:
         """Its recurrent function, likewise."""
         return functools.partial(getattr(module, self.recurrent), **self.options)
 
@@ -241,6 +245,7 @@ OPS = {
             inputs={**QKV, "s": Draw("B T H M"), "g": Draw("B T H M", F.logsigmoid)},
             reference=_gsa_reference,
             states={"Hk": Draw("B H K M"), "Hv": Draw("B H M V")},
+            label=lambda shape: f"{shape.label} M={shape.M}",
             targets=Targets(forward=0.6, decode_gpu_us=70.0),
         ),
         Op(
@@ -265,6 +270,7 @@ OPS = {
             reference=_hgrn_reference,
             output="x",
             states={"state": Draw("B D")},
+            label=lambda shape: f"B{shape.B} T{shape.T} D={shape.D}",
             state_gradients=False,
             targets=Targets(forward=0.6),
         ),

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
 from . import measure
-from .cases import Op, Shape
+from .cases import Functions, Op, Shape
 from .report import Row
 
 STEP = "forward + backward, float32"
 
 
-def training(op: Op, module: ModuleType, shape: Shape) -> Iterator[Row]:
+def training(op: Op, module: Functions, shape: Shape) -> Iterator[Row]:
     """An op beside the token-by-token reference under autograd."""
     inputs = op.draw(shape, torch.float32, "cpu", grad=True)
     do = op.draw_do(shape, torch.float32, "cpu")
     ours = measure.cpu_ms(measure.step(op.chunk_of(module), inputs, do), runs=5)
     other = measure.cpu_ms(measure.step(op.reference, inputs, do), runs=3)
-    yield Row(op.name, shape.label, STEP, "ms", ours, other, max_ratio=op.targets.cpu)
+    yield Row(op.name, op.label(shape), STEP, "ms", ours, other, max_ratio=op.targets.cpu)
 
 
-def mamba2(module: ModuleType, shape: Shape) -> Iterator[Row]:
+def mamba2(module: Functions, shape: Shape) -> Iterator[Row]:
     """Mamba-2's scan, 256 tokens a chunk, beside the one of transformers for machines without its kernels."""
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from . import measure, peer
-from .cases import ACCURACY, DECODE_GPU, DECODE_HOST, HOST_BOUND, Op, Shape
+from .cases import ACCURACY, DECODE_GPU, DECODE_HOST, HOST_BOUND, Functions, Op, Shape
 from .cold import first_step_s
 from .report import Row
 
-Sides = Mapping[str, ModuleType]
-"""``{"flacompose": flacompose.ops, "fla": fla.ops}``, flacompose first."""
+Sides = Mapping[str, Functions]
+"""``{"flacompose": flacompose.ops, "fla": peer.load()}``, flacompose first."""
 
 DEVICE = "cuda"
 
@@ -29,7 +28,7 @@ def failure(side: str, error: Exception) -> str:
 
 
 def both(
-    sides: Sides, function: Callable[[ModuleType], Callable], take: Callable[[Callable], float]
+    sides: Sides, function: Callable[[Functions], Callable], take: Callable[[Callable], float]
 ) -> tuple[float | None, float | None, str]:
     """``take`` each side's function; one that fails leaves ``None`` and its message, and the run goes on."""
     values: list[float | None] = []
@@ -68,7 +67,7 @@ def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[R
     def row(quantity: str, unit: str, values: Mapping[str, float], limit: float | None) -> Row:
         ours, other = values.get("flacompose"), values.get("fla")
         max_ratio = limit if "fla" in sides else None
-        return Row(op.name, shape.label, quantity, unit, ours, other, max_ratio=max_ratio, note=reason)
+        return Row(op.name, op.label(shape), quantity, unit, ours, other, max_ratio=max_ratio, note=reason)
 
     def times(fns: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         return dict(zip(fns, measure.gpu_ms(list(fns.values())), strict=True))
@@ -92,7 +91,7 @@ def host_bound(op: Op, sides: Sides) -> Iterator[Row]:
 
     for quantity, take in (("forward", forward_us), ("forward + backward", step_us)):
         ours, other, note = both(sides, op.chunk_of, take)
-        yield Row(op.name, HOST_BOUND.label, f"{quantity}, wall clock", "us", ours, other, note=note)
+        yield Row(op.name, op.label(HOST_BOUND), f"{quantity}, wall clock", "us", ours, other, note=note)
 
 
 def decode(op: Op, sides: Sides) -> Iterator[Row]:
@@ -121,7 +120,7 @@ def decode(op: Op, sides: Sides) -> Iterator[Row]:
         shape: Shape, quantity: str, figures: tuple[float | None, float | None, str], limit: float | None
     ) -> Row:
         ours, other, note = figures
-        return Row(op.name, shape.label, quantity, "us", ours, other, max_value=limit, note=note)
+        return Row(op.name, op.label(shape), quantity, "us", ours, other, max_value=limit, note=note)
 
     limits = op.targets
     yield row(DECODE_GPU, "decode, GPU", both(sides, op.recurrent_of, gpu_us), limits.decode_gpu_us)
@@ -139,7 +138,7 @@ def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
     if op.state_gradients:
         upstream += op.draw_states(ACCURACY, DEVICE).values()
 
-    def results(module: ModuleType, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def results(module: Functions, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         given, initial = (
             {name: x.to(dtype or x.dtype, copy=True) for name, x in xs.items()} for xs in (inputs, states)
         )
@@ -150,7 +149,9 @@ def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
             **given, initial_state=op.packed([*initial.values()]), output_final_state=True
         )
         final = op.unpacked(final)
-        outputs, arriving = zip(*((y, dy.to(y.dtype)) for y, dy in zip((o, *final), upstream)))
+        outputs, arriving = zip(
+            *((y, dy.to(y.dtype)) for y, dy in zip((o, *final), upstream, strict=op.state_gradients))
+        )
         gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving)
         named = {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
         named |= {f"final_{name}": x.detach() for name, x in zip(states, final, strict=True)}
@@ -173,7 +174,7 @@ def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
     for name in ("o", *(f"final_{name}" for name in states), *(f"d{name}" for name in inputs), *initial):
         ours, other = (errors[side].get(name) for side in sides)
         quantity, note = f"relative error of {name}", "; ".join(notes)
-        yield Row(op.name, ACCURACY.label, quantity, "", ours, other, max_ratio=1.0, note=note)
+        yield Row(op.name, op.label(ACCURACY), quantity, "", ours, other, max_ratio=1.0, note=note)
 
 
 def cold(op: Op, shape: Shape, timeouts: Mapping[str, float | None]) -> Iterator[Row]:
@@ -188,4 +189,6 @@ def cold(op: Op, shape: Shape, timeouts: Mapping[str, float | None]) -> Iterator
             notes.append(failure(side, error))
     ours, other = values.values()
     limit, note = op.targets.cold_s, "; ".join(notes)
-    yield Row(op.name, shape.label, "first step, cold caches", "s", ours, other, max_value=limit, note=note)
+    yield Row(
+        op.name, op.label(shape), "first step, cold caches", "s", ours, other, max_value=limit, note=note
+    )

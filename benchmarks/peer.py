@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from types import ModuleType
+from types import SimpleNamespace
 
 
-def load() -> ModuleType:
-    """``fla.ops`` with all of its kernels, HGRN's too; exits with what to install where it is missing."""
+def load() -> SimpleNamespace:
+    """All functions of ``fla.ops``; exits with what to install where it is missing."""
     try:
-        module = importlib.import_module("fla.ops")
-        hgrn = importlib.import_module("fla.ops.hgrn")  # which `fla.ops` does not pass on
-        vars(module).update({name: getattr(hgrn, name) for name in ("chunk_hgrn", "fused_recurrent_hgrn")})
-        return module
+        # `fla.ops` does not pass on all of HGRN.
+        modules = [importlib.import_module(name) for name in ("fla.ops", "fla.ops.hgrn")]
+        return SimpleNamespace(**{name: x for module in modules for name, x in vars(module).items()})
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == "fla":
             raise SystemExit("--against fla needs the package: pip install flash-linear-attention") from error

@@ -109,7 +109,7 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
     shapes = arguments.shapes or cases.TRAINING
     parts = arguments.parts
     configs = tuned_file(arguments.peer_configs)
-    sides = {"flacompose": importlib.import_module("flacompose.ops"), "fla": peer.load()}
+    sides: cuda.Sides = {"flacompose": importlib.import_module("flacompose.ops"), "fla": peer.load()}
     run.results.environment["fla"] = peer.version()
     installed: set = set()
     if configs is not None:
@@ -129,7 +129,7 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
                 run.take(cuda.training(op, sides, shape, run.results.notes))
                 save()
         if "more" in parts:
-            alone = {"flacompose": sides["flacompose"]}
+            alone: cuda.Sides = {"flacompose": sides["flacompose"]}
             for shape in (*cases.MORE, *([cases.GROUPED] if op.grouped else [])):
                 run.take(cuda.training(op, alone, shape, run.results.notes))
         if "decode" in parts:

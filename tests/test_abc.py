@@ -64,7 +64,7 @@ def test_running_logsumexp_keeps_what_float32_would_lose(device: torch.device) -
     torch.testing.assert_close(z.double(), exact[:, -1], rtol=1e-7, atol=0)
 
 
-BOUNDS = [[0, 4, 4, 9], [0, 0, 1, 11], [0, 0, 0], [0, 11]]
+BOUNDS = [[0, 4, 4, 9], [0, 0, 1, 11], [0, 0, 0], [0, 11], [2, 5, 9]]
 
 
 @pytest.mark.parametrize("bounds", BOUNDS, ids=str)
@@ -148,6 +148,25 @@ def test_one_graph_for_every_length_through_inductor(device: torch.device) -> No
                 gradients = torch.autograd.grad(loss, list(leaves.values()))
                 results.append({str(j): x for j, x in enumerate((o.detach(), *gradients))})
         assert_close(*results, 1e-4)
+
+
+@pytest.mark.parametrize(("T", "levels"), [(1, 0), (2, 20), (64, 20)])
+def test_levels_of_a_static_length(T: int, levels: int, device: torch.device) -> None:
+    """Those of any length, but one token takes none, so that a step of decoding is a small graph."""
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, _) -> torch.fx.GraphModule:
+        graphs.append(module.graph)
+        return module
+
+    tensors = inputs(device, B=1, T=T)
+    torch._dynamo.reset()
+    o, _ = torch.compile(fused_recurrent_gsa, fullgraph=True, dynamic=False, backend=backend)(**tensors)
+    assert torch.equal(o, fused_recurrent_gsa(**tensors)[0])
+    (graph,) = graphs
+    nodes = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
+    assert sum("logsumexp" in str(node.target) for node in nodes) == 1 + levels
+    assert len(nodes) <= 50 + 10 * levels
 
 
 @pytest.mark.usefixtures("aoti_packages_load")

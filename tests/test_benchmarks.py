@@ -279,7 +279,7 @@ def test_cpu_run(tmp_path: Path, capsys):
     assert [row.op for row in saved.rows] == list(OPS)
     for row in saved.rows:
         assert row.ours is not None and row.other is not None and row.ours > 0 and row.other > 0
-        assert row.max_ratio == 0.2 and row.case == "B1 T40 H2 K=V=8"
+        assert row.max_ratio == 0.2 and row.case == OPS[row.op].label(Shape(1, 40, 2, 8, 8))
     assert saved.environment["command"].startswith("python -m benchmarks.run --ops")
     assert report.table(saved) in page.read_text()
     assert report.table(saved) in capsys.readouterr().out

@@ -100,9 +100,7 @@ def test_compiles(
     run(vector_decay, do, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0, wide)
 
 
-@pytest.mark.parametrize(
-    "gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "constant", "token", "summed"]
-)
+@pytest.mark.parametrize("gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "fixed", "token", "summed"])
 @pytest.mark.parametrize(
     "dtype, gate_dtype, K, V, groups, packed",
     [
@@ -131,7 +129,7 @@ def test_scalar_decay_compiles(
     g = None if gates is None else torch.zeros(B, T, H * groups, dtype=gate_dtype)
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H * groups, K, V)
-    run(scalar_decay, v, state, q, k, v, g, state, cu_seqlens, 1.0, gates or 0)
+    run(scalar_decay, v, state, q, k, v, g, state, cu_seqlens, 1.0, FIXED if gates is None else gates)
 
 
 @pytest.mark.parametrize("T", [130, 64 * 130], ids=["whole", "segments"])
@@ -190,9 +188,7 @@ def test_launches_at_every_length(gates, N, bonus, monkeypatch: pytest.MonkeyPat
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
-@pytest.mark.parametrize(
-    "gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "constant", "token", "summed"]
-)
+@pytest.mark.parametrize("gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "fixed", "token", "summed"])
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
 def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_with(lambda *_, **__: None, monkeypatch)
@@ -203,7 +199,7 @@ def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.Mon
         g = None if gates is None else torch.empty(1, T, 6)
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 6, 16, 16)
-        run(scalar_decay, v, state, q, k, v, g, state, cu_seqlens, 1.0, gates or 0)
+        run(scalar_decay, v, state, q, k, v, g, state, cu_seqlens, 1.0, FIXED if gates is None else gates)
     assert [guard.expr for guard in symbol.env.guards] == []
 
 

@@ -103,7 +103,7 @@ class ABCAttention(AttentionLayer):
         self.state_shapes = self.state_shapes._replace(
             recurrent=((num_heads, K, num_slots), (num_heads, num_slots, V)),
             normalizer=(num_heads, num_slots),
-            logarithm=True,
+            log_normalizer=True,
             position=use_rope,
         )
 

@@ -60,7 +60,7 @@ class AttentionLayer(RecurrentLayer):
         self.head_v_dim = self.value_dim // num_heads
         self.norm_eps = norm_eps
         self.layer_idx = layer_idx
-        self.state_shapes = StateShapes((num_heads, self.head_k_dim, self.head_v_dim))
+        self.state_shapes = StateShapes(((num_heads, self.head_k_dim, self.head_v_dim),))
 
     def _add_projections(self, output_gate: bool = False) -> None:
         k_dim, v_dim = self.num_kv_heads * self.head_k_dim, self.num_kv_heads * self.head_v_dim

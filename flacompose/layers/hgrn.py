@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
+from flacompose.layers.forget_gate import forget_gate
 from flacompose.layers.norm import GatedRMSNorm
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution
@@ -68,7 +68,7 @@ class HGRNAttention(RecurrentLayer):
         self.input_dim = input_dim
         self.use_short_conv = use_short_conv
         self.layer_idx = layer_idx
-        self.state_shapes = StateShapes((input_dim,))
+        self.state_shapes = StateShapes(((input_dim,),))
 
         self.i_proj = nn.Linear(hidden_size, input_dim, bias=False)
         self.f_proj = nn.Linear(hidden_size, input_dim, bias=False)
@@ -102,7 +102,8 @@ class HGRNAttention(RecurrentLayer):
 
         Args:
             lower_bound: Least value $\beta$ of the forget gates, ``[D]``, from 0 to 1, in any float dtype. The paper's
-                are a cumulative softmax over the layers of a model, 0 in the first. Default: 0.
+                are a cumulative softmax over the layers of a model, 0 in the first. Not used if `layer_idx` is 0.
+                Default: 0.
         """
         tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
         if lower_bound is not None:
@@ -114,7 +115,7 @@ class HGRNAttention(RecurrentLayer):
             i, i_conv = self.i_conv1d(i, i_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
             f, f_conv = self.f_conv1d(f, f_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
             conv = (i_conv, f_conv)
-        forgotten, g = _gates(wide(f), None if self.layer_idx == 0 else lower_bound)
+        forgotten, g = forget_gate(f, None if self.layer_idx == 0 else lower_bound)
         i = (forgotten * F.silu(wide(i))).to(i.dtype)
         i, g = tokens.silence(i), tokens.silence(g)
 
@@ -130,13 +131,3 @@ class HGRNAttention(RecurrentLayer):
 
     def extra_repr(self) -> str:
         return f"mode={self.mode}, input_dim={self.input_dim}"
-
-
-def _gates(f: Tensor, lower_bound: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``1 - f``, and the natural logarithm of the forget gate ``f``, of its logits."""
-    forgotten = torch.sigmoid(-f)
-    if lower_bound is None:
-        return forgotten, F.logsigmoid(f)
-    forgotten = forgotten * (1 - lower_bound.to(f.dtype))
-    # Not the logarithm of a sum, which a gate near 1 loses its digits in. 1 itself has no gradient.
-    return forgotten, torch.log1p(-forgotten.clamp(max=1 - torch.finfo(f.dtype).eps))

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from flacompose.layers import _check
 from flacompose.layers.attention import AttentionLayer, expanded_heads
+from flacompose.layers.forget_gate import forget_gate
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops._dtype import wide
 
 
 class HGRN2Attention(AttentionLayer):
@@ -38,7 +38,7 @@ class HGRN2Attention(AttentionLayer):
         conv_bias: Whether it has a bias.
         elementwise_affine: Whether the norm has a weight.
         norm_eps: Added to the mean square in the norm.
-        layer_idx: Which layer this is; the lower bound is not used in layer 0. Needed with a `lower_bound` alone.
+        layer_idx: Which layer of a model it is. In layer 0 a lower bound is not used.
 
     Raises:
         ValueError: If neither `num_heads` nor `expand_ratio` is given, they contradict each other, the heads do not
@@ -84,20 +84,22 @@ class HGRN2Attention(AttentionLayer):
         cu_seqlens: Tensor | None = None,
         lower_bound: Tensor | None = None,
     ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`.
+        r"""Go through ``T`` tokens from `state`.
 
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward]. And `lower_bound`, which is
-        ``[H * K]`` from 0 to below 1: the least that each forget gate is, in layers but the first, whose `layer_idx` is
-        0. Default: 0.
+        Other arguments, results and errors are those of
+        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward]; `state.conv` holds the inputs of the
+        convolutions of $q$, $f$ and $i$.
+
+        Args:
+            lower_bound: Least value $\beta$ of the forget gates, ``[H * K]``, from 0 to 1, in any float dtype. Not used
+                if `layer_idx` is 0. Default: 0.
         """
         tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+        if lower_bound is not None:
+            _check.state_of(hidden_states, "lower_bound", lower_bound, (self.key_dim,))
         q, f, i, conv = self._project(x, tokens, state, cu_seqlens)
-        g = F.logsigmoid(wide(f))
-        if lower_bound is not None and self._bounded(lower_bound, x):
-            g = _above(g, lower_bound.unflatten(0, g.shape[2:]))
-        g = tokens.silence(g)
-        k = -g.expm1()  # 0 where g is
+        k, g = forget_gate(f, None if self.layer_idx == 0 else lower_bound)
+        k, g = tokens.silence(k), tokens.silence(g)
 
         gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
         o, recurrent = gla(
@@ -107,17 +109,3 @@ class HGRN2Attention(AttentionLayer):
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
         return self._leave(self._normed(o), tokens), RecurrentState(recurrent, conv)
-
-    def _bounded(self, lower_bound: Tensor, x: Tensor) -> bool:
-        """Check the bound; whether this layer has one."""
-        _check.state_of(x, "lower_bound", lower_bound, (self.key_dim,))
-        if self.layer_idx is None:
-            raise ValueError("layer_idx must be given to a layer that gets a lower_bound, got None")
-        return self.layer_idx > 0
-
-
-def _above(g: Tensor, bound: Tensor) -> Tensor:
-    r"""$\log(\beta + (1 - \beta) e^g)$."""
-    # In float64, where no sum near 1 rounds a gate away; e^g stays above 0, where a bound of 0 has a derivative.
-    f = g.double().clamp(min=-700).exp()
-    return torch.lerp(f, torch.ones_like(f), bound.double()).log().to(g.dtype)

@@ -69,7 +69,7 @@ class LightNetAttention(AttentionLayer):
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
         self.expand_ratio = K
         self.gate_low_rank_dim = gate_low_rank_dim
-        self.state_shapes = self.state_shapes._replace(normalizer=(H, K), logarithm=True)
+        self.state_shapes = self.state_shapes._replace(normalizer=(H, K), log_normalizer=True)
 
         self._add_projections()
         if use_short_conv:

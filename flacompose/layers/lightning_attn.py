@@ -84,7 +84,7 @@ class LightningAttention(RecurrentLayer):
         self.qkv_proj = nn.Linear(hidden_size, 3 * dim, bias=False)
         self.out_proj = nn.Linear(dim, hidden_size, bias=False)
         self.output_gate = nn.Linear(hidden_size, dim, bias=False)
-        self.state_shapes = StateShapes((num_heads, head_dim, head_dim))
+        self.state_shapes = StateShapes(((num_heads, head_dim, head_dim),))
 
     @property
     def _weight(self) -> Tensor:

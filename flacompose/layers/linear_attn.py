@@ -86,7 +86,7 @@ class LinearAttention(AttentionLayer):
         self.norm_k = norm_k
         self.do_feature_map_norm = do_feature_map_norm
         self.state_shapes = self.state_shapes._replace(
-            recurrent=(H, K, self.head_v_dim), normalizer=(H, K) if do_feature_map_norm else None
+            recurrent=((H, K, self.head_v_dim),), normalizer=(H, K) if do_feature_map_norm else None
         )
 
         self.feature_map_q = make_map(self.head_k_dim)

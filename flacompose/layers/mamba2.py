@@ -143,7 +143,7 @@ class Mamba2(RecurrentLayer):
         self.norm = _GatedRMSNorm(inner, n_groups, norm_before_gate, norm_eps) if rmsnorm else None
         self.D = nn.Parameter(torch.empty(inner if D_has_hdim else num_heads))
         self.out_proj = nn.Linear(inner, hidden_size, bias=use_bias)
-        self.state_shapes = StateShapes((num_heads, state_size, head_dim), ((conv_dim, conv_kernel),))
+        self.state_shapes = StateShapes(((num_heads, state_size, head_dim),), ((conv_dim, conv_kernel),))
         self.reset_parameters()
 
     @torch.no_grad()

@@ -31,15 +31,16 @@ class RecurrentLayer(nn.Module):
 
     @property
     def _weight(self) -> Tensor:
-        """That of the first projection, whose dtype and device the layer has."""
+        """That of a projection, whose dtype and device the layer has."""
         raise NotImplementedError
 
     def init_state(self, batch_size: int) -> RecurrentState:
-        """The state before the first token of `batch_size` sequences: zeros, on the device of the parameters.
+        """The state before the first token of `batch_size` sequences, on the device of the parameters.
 
-        A running logsumexp starts at -inf. The recurrent state is float32 (float64 in a float64 layer). Those of
-        convolutions and token shifts have the dtype that projections have, that of autocast where it is on, so that a
-        compiled layer meets one dtype in every call.
+        It is zeros, but a running logsumexp, the normaliser of ABC and of LightNet, is -inf. The recurrent state and
+        the normaliser are float32 (float64 in a float64 layer). The states of convolutions and token shifts have the
+        dtype that projections have, that of autocast where it is on, so that a compiled layer meets one dtype in every
+        call.
 
         Raises:
             ValueError: If `batch_size` is below 0.

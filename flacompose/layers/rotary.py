@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import wide
-from flacompose.ops._varlen import bounds
+from flacompose.ops._varlen import bounds, sequence_of
 
 
 def rotary(x: Tensor, position: Tensor) -> Tensor:
@@ -44,5 +44,5 @@ def positions(
     if cu_seqlens is None:
         return start[:, None] + t, start + (T if lengths is None else lengths)
     cu = bounds(cu_seqlens, T)
-    sequence = (torch.searchsorted(cu, t, right=True) - 1).clamp(0, N - 1)
+    sequence = sequence_of(t, cu)
     return (t + (start - cu[:-1])[sequence])[None], start + cu.diff()

@@ -128,7 +128,8 @@ class RWKV6Attention(AttentionLayer):
         delta = shifted - x
         mu_r, mu_w, mu_k, mu_v, mu_g = self._mix(x, delta)
         r, k, v = self.r_proj(x, delta, mu_r), self.k_proj(x, delta, mu_k), self.v_proj(x, delta, mu_v)
-        w = -wide(self.w_proj(x, delta, mu_w)).exp()
+        # The op takes -inf, but its gradient times that is NaN. e^80 forgets all too, and sums of it are finite.
+        w = -wide(self.w_proj(x, delta, mu_w)).clamp(max=80).exp()
         gate = self.gate_fn(self.g_proj(x, delta, mu_g))
         r, w, k, v, gate = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, gate))
 
@@ -145,8 +146,9 @@ class RWKV6Attention(AttentionLayer):
 
     def _mix(self, x: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
         """How much of the token before goes into each of r, w, k, v and g, five of ``[B, T, hidden_size]``."""
+        lerp = self.x_proj[0]
         low = (
-            self.x_proj[0](x, delta).tanh().unflatten(-1, (5, -1)).flatten(0, 1).transpose(0, 1)
+            lerp(x, delta, lerp.mu).tanh().unflatten(-1, (5, -1)).flatten(0, 1).transpose(0, 1)
         )  # [5, B * T, R]
         up: Tensor = self.x_proj[2].weight  # type: ignore[assignment]
         up = up.unflatten(-1, (5, -1)).permute(1, 2, 0)  # [5, R, hidden_size]
@@ -158,22 +160,6 @@ class _Linear(nn.Linear):
         nn.init.xavier_uniform_(self.weight, gain=2**-2.5)
 
 
-class _LerpLinear(nn.Module):
-    """A projection of tokens mixed with those before them, `mu` of each channel."""
-
-    def __init__(self, input_dim: int, output_dim: int) -> None:
-        super().__init__()
-        self.linear = _Linear(input_dim, output_dim, bias=False)
-        self.mu = nn.Parameter(torch.empty(input_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.mu)
-
-    def forward(self, x: Tensor, delta: Tensor) -> Tensor:
-        return self.linear(x + delta * self.mu)
-
-
 class _DDLerpLinear(nn.Module):
     """A projection of tokens mixed with those before them, each by a `mu` of its own."""
 
@@ -183,6 +169,18 @@ class _DDLerpLinear(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor, mu: Tensor) -> Tensor:
         return self.linear(x + delta * mu)
+
+
+class _LerpLinear(_DDLerpLinear):
+    """Likewise, all by one `mu`."""
+
+    def __init__(self, input_dim: int, output_dim: int) -> None:
+        super().__init__(_Linear(input_dim, output_dim, bias=False))
+        self.mu = nn.Parameter(torch.empty(input_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.mu)
 
 
 class _LoRA(nn.Module):

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flacompose.layers import _check
 from flacompose.ops._dtype import wide
-from flacompose.ops._varlen import bounds
+from flacompose.ops._varlen import bounds, sequence_of
 
 
 class ShortConvolution(nn.Module):
@@ -139,8 +139,7 @@ class ShortConvolution(nn.Module):
         cu = bounds(cu_seqlens, T)
         begin, end = cu[:-1], cu[1:]
         t = torch.arange(T, device=x.device)
-        sequence = torch.searchsorted(cu, t, right=True) - 1
-        age = (t - cu[sequence.clamp(min=0)])[:, None]  # the tokens before this one in its sequence
+        age = (t - cu[sequence_of(t, cu)])[:, None]  # the tokens before this one in its sequence
         h = wide(F.pad(x, (0, 0, W, 0)))
         y = h[:, W:] * self.weight[:, 0, W - 1]
         for w in range(W - 1):

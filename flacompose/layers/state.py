@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from flacompose.layers import _check
 from flacompose.ops._define import autocast_dtype
+from flacompose.ops._dtype import state_dtype
 
 
 class RecurrentState(NamedTuple):
@@ -18,8 +19,9 @@ class RecurrentState(NamedTuple):
     Attributes:
         recurrent: ``[N, H, K, V]``, in HGRN ``[N, D]``, float32 (float64 in a float64 layer); in layers of slots the
             tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``.
-        conv: One ``[N, D, W]`` per short convolution of the layer, in their order (q, k, v): the last ``W`` inputs of
-            each sequence, the newest in column ``W - 1``, in the dtype of the layer's projections. Empty without them.
+        conv: One ``[N, D, W]`` per short convolution of the layer, in the order (q, k, v), in HGRN (i, f), in HGRN2
+            (q, f, i), in Mamba2 only one: the last ``W`` inputs of each sequence, the newest in column ``W - 1``, in
+            the dtype of the layer's projections. Empty without them.
         normalizer: The sum of all keys, ``[N, H, K]``, or the logsumexp of all logits, ``[N, H, M]`` or ``[N, H, K]``,
             in the dtype of `recurrent`. ``()`` in a layer that does not normalise by it.
         position: How many tokens each sequence has had, ``[N]``, int64. ``()`` in a layer without positions.
@@ -48,18 +50,17 @@ pytree._register_namedtuple(RecurrentState, serialized_type_name="flacompose.lay
 class StateShapes(NamedTuple):
     """The shapes of a layer's state, each after its ``N``."""
 
-    recurrent: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    recurrent: tuple[tuple[int, ...], ...]  # of one, the state is a tensor; of more, a tuple of them
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
     position: bool = False
     shift: int | None = None
-    logarithm: bool = False  # of the normaliser, whose zero is -inf
+    log_normalizer: bool = False  # it is a logarithm: that of nothing is -inf
 
     def zeros(self, N: int, weight: Tensor) -> RecurrentState:
         """The state before the first token, for projections by `weight`."""
         device, dtype = weight.device, weight.dtype
-        summed = torch.float64 if dtype == torch.float64 else torch.float32
-        projected = autocast_dtype(device) or dtype
+        summed, projected = state_dtype(dtype), autocast_dtype(device) or dtype
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(N, *shape, device=device, dtype=dtype)
@@ -67,23 +68,15 @@ class StateShapes(NamedTuple):
         normalizer: Tensor | tuple[()] = ()
         if self.normalizer is not None:
             normalizer = zeros(*self.normalizer, dtype=summed)
-            normalizer = normalizer.log() if self.logarithm else normalizer
-        recurrent = tuple(zeros(*shape, dtype=summed) for shape in self._recurrent)
+            normalizer = normalizer.log() if self.log_normalizer else normalizer
+        recurrent = tuple(zeros(*shape, dtype=summed) for shape in self.recurrent)
         return RecurrentState(
-            recurrent if self._several else recurrent[0],
+            recurrent if len(recurrent) > 1 else recurrent[0],
             tuple(zeros(*shape, dtype=projected) for shape in self.conv),
             normalizer,
             zeros(dtype=torch.int64) if self.position else (),
             () if self.shift is None else zeros(self.shift, dtype=projected),
         )
-
-    @property
-    def _several(self) -> bool:
-        return isinstance(self.recurrent[0], tuple)
-
-    @property
-    def _recurrent(self) -> tuple[tuple[int, ...], ...]:
-        return self.recurrent if self._several else (self.recurrent,)  # type: ignore[return-value]
 
     def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
         """Check that `state` has these shapes, `N` rows, and the device of `x`."""
@@ -92,11 +85,11 @@ class StateShapes(NamedTuple):
                 f"state must be a RecurrentState, got {type(state).__name__} "
                 "(a mask is the keyword attention_mask)"
             )
-        if self._several:
-            _several(x, "state.recurrent", state.recurrent, self._recurrent, N)
+        if len(self.recurrent) > 1:
+            _check_tensors(x, "state.recurrent", state.recurrent, self.recurrent, N)
         else:
-            _check.state_of(x, "state.recurrent", state.recurrent, (N, *self._recurrent[0]))
-        _several(x, "state.conv", state.conv, self.conv, N)
+            _check.state_of(x, "state.recurrent", state.recurrent, (N, *self.recurrent[0]))
+        _check_tensors(x, "state.conv", state.conv, self.conv, N)
         if self.normalizer is None:
             _absent("state.normalizer", state.normalizer)
         else:
@@ -111,7 +104,7 @@ class StateShapes(NamedTuple):
             _check.state_of(x, "state.shift", state.shift, (N, self.shift))
 
 
-def _several(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, ...], ...], N: int) -> None:
+def _check_tensors(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, ...], ...], N: int) -> None:
     if not isinstance(values, (tuple, list)):
         raise TypeError(f"{name} must be a tuple of tensors, got {type(values).__name__}")
     if len(values) != len(shapes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops._varlen import bounds
+from flacompose.ops._varlen import bounds, sequence_of
 
 
 def token_shift(
@@ -29,11 +29,11 @@ def token_shift(
 
 
 def _packed(x: Tensor, last: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    T, N = x.shape[1], last.shape[0]
+    T = x.shape[1]
     cu = bounds(cu_seqlens, T)
     begin, end = cu[:-1], cu[1:]
     t = torch.arange(T, device=x.device)
-    sequence = (torch.searchsorted(cu, t, right=True) - 1).clamp(0, N - 1)
+    sequence = sequence_of(t, cu)
     is_first = (t == begin[sequence])[:, None]
     shifted = torch.where(is_first, last[sequence], x[0, (t - 1).clamp(min=0)])
     return shifted[None], torch.where((begin < end)[:, None], x[0, (end - 1).clamp(min=0)], last)

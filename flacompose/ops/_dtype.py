@@ -6,6 +6,12 @@ import torch
 from torch import Tensor
 
 
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of sums and of states of inputs of this one: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def wide(x: Tensor, *others: Tensor) -> Tensor:
     """``x`` in float32, or in float64 if it or one of the others is."""
-    return x.to(torch.float64 if torch.float64 in (x.dtype, *(y.dtype for y in others)) else torch.float32)
+    widest = torch.float64 if any(y.dtype == torch.float64 for y in others) else x.dtype
+    return x.to(state_dtype(widest))

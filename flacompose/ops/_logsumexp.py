@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flacompose.ops._dtype import wide
-from flacompose.ops._varlen import bounds
+from flacompose.ops._varlen import bounds, inside, sequence_of
 
 LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
 LEVELS = 20  # of the scan, where it is traced: of up to 2 ** 20 tokens, and another graph for more
@@ -26,9 +27,9 @@ class Normalized(NamedTuple):
 def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Normalized:
     """Sum ``exp(s)``, ``s [B, T, ...]``, over the tokens so far, from ``z [N, ...]`` on, -inf unless given.
 
-    Plain PyTorch, and traced of as many calls for every ``T``. The derivatives of `torch.logcumsumexp` are NaN at -inf,
-    and those of second order where a gradient is 0. In float64: after many tokens a gate is a small difference of two
-    large numbers.
+    Plain PyTorch, and traced of as many calls for every ``T`` but 1. The derivatives of `torch.logcumsumexp` are NaN at
+    -inf, and those of second order where a gradient is 0. In float64: after many tokens a gate is a small difference of
+    two large numbers.
     """
     B, T = s.shape[:2]
     dtype = wide(s).dtype
@@ -42,10 +43,9 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
         sequence = torch.zeros_like(t)
     else:
         cu = bounds(cu_seqlens, T)
-        sequence = torch.searchsorted(cu, t, right=True) - 1
-        x = torch.where(((sequence >= 0) & (sequence < N))[:, None], x, LOWEST)
-        row = sequence.clamp(0, N - 1)
-        first, z_0 = t == cu[row], z[row][None]
+        x = torch.where(inside(cu, T)[:, None], x, LOWEST)
+        sequence = sequence_of(t, cu)
+        first, z_0 = t == cu[sequence], z[sequence][None]
     total = torch.stack([_inclusive(x, sequence), z_0.expand_as(x)]).logsumexp(0)  # z_t
 
     before = torch.where(first[:, None], z_0, F.pad(total, (0, 0, 1, 0))[:, :-1])
@@ -71,7 +71,8 @@ def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     """
     T = x.shape[1]
     t = torch.arange(T, device=x.device)
-    levels = LEVELS if torch.compiler.is_compiling() else 0  # traced, every length takes those of a long one
+    # Traced, every length takes those of a long one, but for the single token of decoding.
+    levels = LEVELS if torch.compiler.is_compiling() and not statically_known_true(T == 1) else 0
     while 1 << levels < T:
         levels += 1
     for level in range(levels):

@@ -30,6 +30,11 @@ def inside(cu_seqlens: Tensor, T: int) -> Tensor:
     return (t >= cu[0]) & (t < cu[-1])
 
 
+def sequence_of(t: Tensor, cu: Tensor) -> Tensor:
+    """Which of the sequences within `bounds` ``cu`` token ``t`` is in; the first or the last, if in none."""
+    return (torch.searchsorted(cu, t, right=True) - 1).clamp(0, cu.shape[0] - 2)
+
+
 def chunk_table(cu_seqlens: Tensor, T: int, C: int) -> ChunkTable:
     """Cut sequences ``cu_seqlens[n] : cu_seqlens[n + 1]`` of ``T`` packed tokens into chunks of ``C``.
 
@@ -44,8 +49,8 @@ def chunk_table(cu_seqlens: Tensor, T: int, C: int) -> ChunkTable:
     ends = ((cu - previous + C - 1) // C).cumsum(0)
     row = torch.arange(rows, device=cu.device)
     sequence = torch.searchsorted(ends, row, right=True) - 1
-    inside = sequence.clamp(max=N - 1)
-    start = cu[inside] + (row - ends[inside]) * C
+    used = sequence.clamp(max=N - 1)
+    start = cu[used] + (row - ends[used]) * C
     return ChunkTable(
-        sequence, torch.where(sequence < N, start, cu[inside + 1]), cu[inside + 1], ends[:-1], ends[1:]
+        sequence, torch.where(sequence < N, start, cu[used + 1]), cu[used + 1], ends[:-1], ends[1:]
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._define import autocast_dtype
+from flacompose.ops._dtype import state_dtype
 from flacompose.ops._logsumexp import running_logsumexp
 from flacompose.ops.families.vector_decay import op
 
@@ -125,7 +126,7 @@ def run(
         s = s if g is None else s.to(dtype)
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         if s.dtype != q.dtype:
-            s = s.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+            s = s.to(state_dtype(q.dtype))
         if g is None:
             g, s, z = running_logsumexp(s, z, cu_seqlens)
         if groups > 1:

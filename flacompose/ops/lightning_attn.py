@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtensor import replicated
+from flacompose.ops._dtype import state_dtype
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
 
@@ -90,7 +91,7 @@ def fused_recurrent_lightning_attn(
 def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:
     """``-r_h``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
     check_decay(layer_idx, num_layers, decay)
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = state_dtype(q.dtype)
     if decay == "tnl":
         rate = 8 / HV * (1 - layer_idx / num_layers)
         g_gamma = torch.linspace(0, -rate * (HV - 1), HV, dtype=dtype, device=q.device)

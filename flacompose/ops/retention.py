@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtensor import replicated
+from flacompose.ops._dtype import state_dtype
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
 
@@ -75,7 +76,7 @@ def fused_recurrent_retention(
 
 def log_decay(HV: int, q: Tensor) -> Tensor:
     """``log(1 - 2 ** (-5 - h))``, ``[HV]``, in float32 (float64 for float64 queries `q`)."""
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = state_dtype(q.dtype)
     power = torch.logspace(-5, -4 - HV, HV, base=2.0, dtype=dtype, device=q.device)
     # log1p keeps what `1 - power` would round away.
     return replicated(power.neg_().log1p_(), q)

@@ -102,12 +102,12 @@ def run(
         scale = K**-0.5
     else:
         _check.number("scale", scale)
-    gate_gradient = op.PER_TOKEN
+    gate_kind = op.PER_TOKEN
     if decay is not None:
-        g, gate_gradient = decay(HV).expand(B, T, HV), op.FIXED
+        g, gate_kind = decay(HV).expand(B, T, HV), op.FIXED
     elif g_gamma is not None:
         # Wide, as the gradient of `g_gamma` is a sum over all tokens.
         g = wide(g_gamma, q).expand(B, T, HV) if g is None else wide(g, q) + wide(g_gamma, q)
-        gate_gradient = op.SUMMED
-    o, final_state = form(q, k, v, g, initial_state, cu_seqlens, scale, gate_gradient)
+        gate_kind = op.SUMMED
+    o, final_state = form(q, k, v, g, initial_state, cu_seqlens, scale, gate_kind)
     return o, final_state if output_final_state else None

@@ -124,6 +124,14 @@ def test_strong_gates_of_few_tokens(case: OpCase) -> None:
 
 
 @each_gated_op
+@pytest.mark.parametrize("value", [-8.0, -20.0])
+def test_what_strong_gates_leave(case: OpCase, value: float) -> None:
+    """Nothing is written, so that the final state is what is left of the first."""
+    problem = draw(case, CPU, B=1, H=1, T=1, gates=value)
+    check(problem.with_tensors(**{case.output: torch.zeros_like(problem.tensors[case.output])}), "state")
+
+
+@each_gated_op
 def test_strong_gates_in_float16(case: OpCase) -> None:
     """What they leave of a state is below float16's range, its product with a large gradient is not."""
     problem = draw(case, CPU, torch.float16, B=1, H=1, T=5, gates=-15.0)

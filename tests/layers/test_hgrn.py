@@ -9,8 +9,11 @@ import re
 import pytest
 import torch
 from contract.graphs import recorded
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flacompose.layers import HGRNAttention, RecurrentState
+from flacompose.layers import HGRN2Attention, HGRNAttention, RecurrentState
+from flacompose.layers.forget_gate import forget_gate
 
 from . import laws
 from .truth import assert_close, assert_states_close, tensors
@@ -136,6 +139,86 @@ def test_gates_of_any_strength(logits, bound, device):
         for t in (y, state.recurrent, x.grad, *(p.grad for p in layer.parameters())):
             assert t.isfinite().all()
     assert given.grad.isfinite().all()
+
+
+STRONG = [-1e4, -200.0, -100.0, -60.0, -20.0, -10.0, -1.0, -1e-3, 0.0, 1e-3, 1.0, 10.0, 20.0, 80.0, 1e4]
+
+
+def strong(device, dtype=torch.float32):
+    return torch.tensor(STRONG, device=device, dtype=dtype)[None, None]
+
+
+def gates_of(logits, bound):
+    """``1 - f`` and ``log f``, and by name the gradients of both and of ``f``."""
+    logits = logits.requires_grad_()
+    leaves = {"logits": logits}
+    if bound is not None:
+        bound = leaves["bound"] = torch.full_like(logits[0, 0], bound, requires_grad=True)
+    forgotten, g = forget_gate(logits, bound)
+    results = {"1 - f": forgotten.detach(), "log f": g.detach()}
+    for of, y in {"1 - f": forgotten, "log f": g, "f": g.exp()}.items():
+        gradients = torch.autograd.grad(y.sum(), leaves.values(), retain_graph=True)
+        results |= {f"d({of}) / d{name}": d for name, d in zip(leaves, gradients, strict=True)}
+    return results
+
+
+@pytest.mark.parametrize("bound", [None, 0.0, 1e-30, 1e-6, 0.3, 0.5, 0.999, 1 - 2**-24, 1.0])
+def test_forget_gates_against_float64(bound, device):
+    """Every digit of gates near 0 and near 1, and of their gradients, with and without a bound."""
+    bound = None if bound is None else float(torch.tensor(bound))  # rounded alike
+    exact = gates_of(strong("cpu", torch.float64), bound)
+    for name, x in gates_of(strong(device), bound).items():
+        assert x.dtype == torch.float32 and x.isfinite().all(), name
+        x, y = x.flatten().cpu().double(), exact[name].flatten()
+        if name.startswith("d(") and bound is not None and bound < 1e-20:
+            x, y = x[3:], y[3:]  # neither e^-100 nor its reciprocal is a float32
+        torch.testing.assert_close(x, y, rtol=2e-6, atol=1e-37, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_lower_bound_of_zeros_is_none(dtype, device):
+    zeros = torch.zeros(len(STRONG), device=device)
+    for x, y in zip(
+        forget_gate(strong(device, dtype), zeros), forget_gate(strong(device, dtype), None), strict=True
+    ):
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-37)
+
+
+class Dtypes(TorchDispatchMode):
+    """Those of all tensors that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {t.dtype for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)}
+        return out
+
+
+def test_forget_gates_need_no_float64(device):
+    """Not every device has it."""
+    logits = strong(device)
+    with Dtypes() as dtypes:
+        gates_of(logits, 0.5)
+    assert torch.float32 in dtypes.seen and torch.float64 not in dtypes.seen
+
+
+@pytest.mark.parametrize("layer_idx", [None, 0, 1])
+@pytest.mark.parametrize("kind", [HGRNAttention, HGRN2Attention])
+def test_where_a_lower_bound_is_used(kind, layer_idx, device):
+    """Everywhere but in layer 0."""
+    config = {"expand_ratio": 8} if kind is HGRN2Attention else {}
+    layer = kind(hidden_size=24, layer_idx=layer_idx, **config).to(device)
+    x = torch.randn(1, 9, 24, device=device)
+    expected = layer(x)[0]
+    bound = torch.zeros(24, device=device)
+    assert_close(layer(x, lower_bound=bound)[0], expected, 1e-6)
+    assert torch.equal(layer(x, lower_bound=bound + 0.5)[0], expected) == (layer_idx == 0)
+    with pytest.raises(ValueError, match=r"lower_bound must have shape \(24,\), got \(8,\)"):
+        layer(x, lower_bound=bound[:8])
 
 
 def test_weak_decays_keep_their_digits(device):

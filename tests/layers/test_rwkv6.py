@@ -125,6 +125,25 @@ def test_gradients(config):
     laws.check_gradients(built(config, torch.device("cpu")))
 
 
+@pytest.mark.parametrize("T", [1, 5, 70])
+@pytest.mark.parametrize("logits", [-1e4, -100.0, 30.0, 80.0, 88.0, 89.0, 1e4])
+def test_gates_of_any_strength(logits, T, device):
+    """Decays that forget all, or nothing: no NaN, nor in any gradient."""
+    layer = built(BASE, device, torch.float32)
+    with torch.no_grad():
+        layer.w_proj.linear.lora[2].bias.fill_(logits)
+    x = laws.tokens_of(layer, 1, T).requires_grad_()
+    state = random_state(layer, 1)
+    leaves = [t.requires_grad_() for t in tensors(state)]
+    y, new = layer(x, state)
+    results = [y, *tensors(new)]
+    gradients = torch.autograd.grad(sum(t.sum() for t in results), [x, *leaves, *layer.parameters()])
+    assert all(t.isfinite().all() for t in (*results, *gradients))
+    if logits > 0 and T > 1:
+        _, alone = layer(x[:, -1:], RecurrentState(torch.zeros_like(new.recurrent), shift=x[:, -2]))
+        assert_close(new.recurrent, alone.recurrent, 1e-6)
+
+
 @pytest.mark.parametrize("autocast", [False, True], ids=["module", "autocast"])
 @pytest.mark.parametrize("layout", ["rows", "packed"])
 def test_bfloat16(layout, autocast, device):

@@ -332,6 +332,23 @@ def test_lower_bound(bound, device):
     assert torch.equal(layer(x, state, lower_bound=lower_bound)[0], layer(x, state)[0])
 
 
+@pytest.mark.parametrize("bound", [None, 0.0, 0.5, 1.0])
+@pytest.mark.parametrize("logits", [-1e4, -100.0, 30.0, 1e4])
+def test_forget_gates_of_any_strength(logits, bound, device):
+    """One that forgets all, or nothing, and one that rounding takes for such: no NaN, nor in any gradient."""
+    layer = HGRN2Attention(hidden_size=24, expand_ratio=8).to(device)
+    with torch.no_grad():
+        layer.f_proj.weight.fill_(logits)
+    x = torch.ones(1, 5, 24, device=device, requires_grad=True)
+    leaves = [x, *layer.parameters()]
+    if bound is not None:
+        bound = torch.full([24], bound, device=device, requires_grad=True)
+        leaves.append(bound)
+    y, state = layer(x, lower_bound=bound)
+    gradients = torch.autograd.grad(y.sum() + state.recurrent.sum(), leaves)
+    assert all(t.isfinite().all() for t in (y, state.recurrent, *gradients))
+
+
 def test_lower_bounds_differ_by_channel(device):
     layer = build(HGRN2 | {"layer_idx": 1}, device)
     bound = torch.rand(24, device=device, dtype=layer.q_proj.weight.dtype)
@@ -343,10 +360,6 @@ def test_lower_bounds_differ_by_channel(device):
 
 def test_refused_lower_bounds():
     layer, x = HGRN2Attention(hidden_size=24, expand_ratio=8), torch.ones(1, 3, 24)
-    with pytest.raises(
-        ValueError, match="layer_idx must be given to a layer that gets a lower_bound, got None"
-    ):
-        layer(x, lower_bound=torch.zeros(24))
     with pytest.raises(ValueError, match=r"lower_bound must have shape \(24,\), got \(8,\)"):
         layer(x, lower_bound=torch.zeros(8))
     with pytest.raises(TypeError, match="lower_bound must be a tensor, got float"):

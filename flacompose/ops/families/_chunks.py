@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flacompose.ops._dtype import state_dtype
 from flacompose.ops._varlen import ChunkTable, chunk_table
 
 CHUNK = 64  # at most; a power of two
@@ -18,7 +19,7 @@ class Chunks:
 
     def __init__(self, q: Tensor, cu_seqlens: Tensor | None) -> None:
         self.B, self.T = q.shape[:2]
-        self.dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.dtype = state_dtype(q.dtype)
         self.size = CHUNK if cu_seqlens is not None else min(CHUNK, 1 << (self.T - 1).bit_length())
         self.table: ChunkTable | None = None
         self.N = self.B

@@ -51,11 +51,11 @@ def dot_split(a, b, DOT: tl.constexpr, acc=None):
 
 
 @triton.jit
-def _expm1(g):
-    """``exp(g) - 1``; ``exp(g)`` near 1 is rounded, at every token the same way where gates are constant."""
+def decayed(h, g):
+    """``exp(g) * h``. ``exp(g)`` near 1 is rounded, at every token the same way where gates are constant."""
     g = g.to(tl.float32)
-    series = g * (1 + g * (1 / 2 + g * (1 / 6 + g * (1 / 24 + g * (1 / 120)))))
-    return tl.where(g > -0.1, series, tl.exp(g) - 1)
+    expm1 = g * (1 + g * (1 / 2 + g * (1 / 6 + g * (1 / 24 + g * (1 / 120)))))
+    return tl.where(g > -0.1, h + h * expm1, h * tl.exp(g))
 
 
 @triton.jit(do_not_specialize=["T", "H", "HV", "scale", "stride_g"])
@@ -116,11 +116,11 @@ def recurrent_kernel(
         if u is not None:
             o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_
         if g is not None:
-            S += S * _expm1(tl.load(g + token * stride_g + hv))
+            S = decayed(S, tl.load(g + token * stride_g + hv))
         if gk is not None:
-            S += S * _expm1(tl.load(gk + at_k, mask=in_k, other=0.0))[:, None]
+            S = decayed(S, tl.load(gk + at_k, mask=in_k, other=0.0)[:, None])
         if gv is not None:
-            S += S * _expm1(tl.load(gv + at_v, mask=in_v, other=0.0))[None, :]
+            S = decayed(S, tl.load(gv + at_v, mask=in_v, other=0.0)[None, :])
         S += k_[:, None] * v_[None, :]
         if u is None:
             o_ = tl.sum(S * q_[:, None], 0)

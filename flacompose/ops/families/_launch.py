@@ -28,6 +28,20 @@ def given(x: Tensor | None) -> Tensor | None:
     return None if x is None else operand(x)
 
 
+def per_token(x: Tensor, *shape: int, packed: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for an output of `shape` per token of ``x [B, T, ...]``, without the batch axis (`batched` adds it).
+
+    Tokens in no packed sequence are written by nobody.
+    """
+    new = x.new_zeros if packed else x.new_empty
+    # A batch axis of 1 stops Inductor in PyTorch 2.11, where it clones such memory.
+    return new(x.shape[0] * x.shape[1], *shape, dtype=dtype)
+
+
+def batched(x: Tensor, T: int) -> Tensor:
+    return x.unflatten(0, (-1, T))
+
+
 def segment_count(NT: int, programs: int) -> int:
     """Parts in which to sweep a sequence of `NT` chunks, `programs` to a part: enough to fill a large chip.
 

@@ -7,11 +7,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from flacompose.ops._define import define_op
+from flacompose.ops._dtype import state_dtype
 
 
 def define_forms(
@@ -85,31 +85,33 @@ def define_forms(
 
 
 def define_family(
-    family: str, eager: ModuleType, gates: Sequence[str], shared: Sequence[str] = (), *, option: str
+    family: str,
+    eager: ModuleType,
+    gates: Sequence[str],
+    shared: Sequence[str] = (),
+    options: str = "",
+    wide: bool = False,
 ) -> tuple[OpOverload, OpOverload]:
     """`define_forms` of a family of matrices.
 
-    Its arguments are ``q, k, v``, `gates`, `shared`, ``initial_state, cu_seqlens, scale`` and `option`.
+    Its arguments are ``q, k, v``, `gates`, `shared`, ``initial_state, cu_seqlens, scale`` and `options`.
 
     Args:
         family: its name, and that of its folder.
         eager: its `forward` and `backward`.
         gates: the names of its gates, each of which may be absent.
         shared: likewise, of what all tokens share.
-        option: its own last argument, with its type in a schema. With ``bool wide`` the output may be had in the dtype
-            of states.
+        options: its own last arguments, with their types in a schema.
+        wide: whether its very last is ``bool wide``, which gives the output in the dtype of states.
     """
     optional = (*gates, *shared, "initial_state", "cu_seqlens")
     tensors = [*(f"Tensor {x}" for x in "qkv"), *(f"Tensor? {x}" for x in optional)]
-    inputs = ", ".join([*tensors, "float scale", option])
+    inputs = ", ".join([*tensors, "float scale", *filter(None, [options, "bool wide" if wide else ""])])
 
-    names = [argument.split()[-1] for argument in inputs.split(", ")]
-
-    def fake(*args: Any) -> tuple[Tensor, ...]:
-        given = dict(zip(names, args))
-        q, v, dtype = given["q"], given["v"], state_dtype(given["q"].dtype)
-        o = v.new_empty(v.shape, dtype=dtype if given.get("wide") else v.dtype)
-        return o, q.new_empty(rows(q, given["cu_seqlens"]), v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
+    def fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        N, dtype = rows(q, others[len(optional) - 1]), state_dtype(q.dtype)
+        o = v.new_empty(v.shape, dtype=dtype if wide and others[-1] else v.dtype)
+        return o, q.new_empty(N, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
 
     def flops(q, k, v, *_, **__) -> int:
         """The recurrence's own products: one write and one read of the state a token."""
@@ -122,8 +124,3 @@ def define_family(
 def rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """The number of sequences in ``x [B, T, ...]``."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That of the final state of inputs of this one."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -11,7 +11,15 @@ from torch import Tensor
 from flacompose.ops._define import compile_together, launch
 from flacompose.ops._varlen import bounds
 from flacompose.ops.families import _launch
-from flacompose.ops.families._launch import block, given, operand, segment_count, tile_count
+from flacompose.ops.families._launch import (
+    batched,
+    block,
+    given,
+    operand,
+    per_token,
+    segment_count,
+    tile_count,
+)
 from flacompose.ops.families.scalar_decay.eager import FIXED, SUMMED
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
 
@@ -25,17 +33,16 @@ def chunk(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_gradient: int,
+    gate_kind: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    fixed = gate_gradient == FIXED
-    sweep = _Sweep(q, v, g is not None, FIXED, cu_seqlens, scale)
-    o, final_state = sweep.per_token(v), sweep.state()
+    sweep = _Sweep(q, v, g is not None, None, cu_seqlens, scale)
+    o, final_state = sweep.per_token(v, *v.shape[2:]), sweep.state()
     q, k, v = operand(q), operand(k), operand(v)
-    gates, initial_state = sweep.gates(g, fixed), given(initial_state)
+    gates, initial_state = sweep.gates(g, gate_kind == FIXED), given(initial_state)
     ends = sweep.segment_ends(k, v, gates, initial_state)
     sweep(q, k, v, gates, initial_state, ends, o, final=final_state)
-    return sweep.batched(o), final_state
+    return batched(o, sweep.T), final_state
 
 
 @compile_together
@@ -47,24 +54,24 @@ def backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_gradient: int,
+    gate_kind: int,
     do: Tensor | None,
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 for `FIXED` gates."""
-    gate_gradient = FIXED if g is None else gate_gradient
-    sweep = _Sweep(q, v, g is not None, gate_gradient, cu_seqlens, scale)
+    gradient_of = None if g is None or gate_kind == FIXED else gate_kind
+    sweep = _Sweep(q, v, g is not None, gradient_of, cu_seqlens, scale)
     q_dtype, state_dtype = q.dtype, None if initial_state is None else initial_state.dtype
     # One gradient for each head of values; those that share one of queries and keys are summed at the end.
     shared = v.shape[2] // q.shape[2]
     dtype = q_dtype if shared == 1 else torch.float32
-    dq, dk = (sweep.per_token(q, v.shape[2], dtype) for _ in range(2))
-    dv, d_initial_state = sweep.per_token(v), sweep.state()
+    dq, dk = (sweep.per_token(q, sweep.HV, sweep.K, dtype=dtype) for _ in range(2))
+    dv, d_initial_state = sweep.per_token(v, *v.shape[2:]), sweep.state()
     do = torch.zeros_like(v) if do is None else do
     q, k, v, do = operand(q), operand(k), operand(v), operand(do)
     initial_state, d_final_state = given(initial_state), given(d_final_state)
 
-    gates = sweep.gates(g, gate_gradient == FIXED)
+    gates = sweep.gates(g, gate_kind == FIXED)
     gradient = sweep.gradient_parts() if sweep.with_gate_gradient else None
     ends = sweep.segment_ends(k, v, gates, initial_state)
     sweep(do, v, k, gates, initial_state, ends, dq, gradient=gradient, y=q, transpose=True)
@@ -77,10 +84,10 @@ def backward(
     elif gradient is None:
         dg = g.new_zeros(g.shape)
     else:
-        dg = sweep.per_token(g)
+        dg = sweep.per_token(g, sweep.HV)
         sweep.gate_gradient(gradient, gates, dg)
-        dg = sweep.batched(dg)
-    dq, dk, dv = (sweep.batched(x) for x in (dq, dk, dv))
+        dg = batched(dg, sweep.T)
+    dq, dk, dv = (batched(x, sweep.T) for x in (dq, dk, dv))
     if shared > 1:
         dq, dk = (x.unflatten(2, (-1, shared)).sum(3).to(q_dtype) for x in (dq, dk))
     if state_dtype is None:
@@ -96,10 +103,10 @@ def recurrent(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_gradient: int,
+    gate_kind: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    if g is not None and gate_gradient == FIXED:
+    if g is not None and gate_kind == FIXED:
         g = g[0, 0]
     return _launch.recurrent(q, k, v, g, None, None, initial_state, cu_seqlens, scale)
 
@@ -131,7 +138,7 @@ class _Sweep:
         q: Tensor,
         v: Tensor,
         gated: bool,
-        gate_gradient: int,
+        gradient_of: int | None,
         cu_seqlens: Tensor | None,
         scale: float,
     ) -> None:
@@ -139,8 +146,8 @@ class _Sweep:
         self.HV, self.V = v.shape[2:]
         self.scale = scale
         self.bfloat16 = q.dtype == torch.bfloat16
-        self.gated, self.with_gate_gradient = gated, gate_gradient != FIXED
-        self.fine = gate_gradient == SUMMED and self.bfloat16
+        self.gated, self.with_gate_gradient = gated, gradient_of is not None
+        self.fine = gradient_of == SUMMED and self.bfloat16
         self.C = chunk_size(self.bfloat16, max(self.K, self.V), gated, self.with_gate_gradient)
         self.BH = block(self.HV, 16)
         self.device = q.device
@@ -160,14 +167,8 @@ class _Sweep:
     def tiles(self, transpose: bool) -> int:
         return tile_count(self.K if transpose else self.V, self.config(transpose)[1])
 
-    def per_token(self, x: Tensor, heads: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for an output like `x`, without the batch axis; tokens in no sequence are written by nobody."""
-        new = x.new_empty if self.cu_seqlens is None else x.new_zeros
-        # A batch axis of 1 stops Inductor in PyTorch 2.11, where it clones such memory.
-        return new(x.shape[0] * x.shape[1], heads or x.shape[2], *x.shape[3:], dtype=dtype)
-
-    def batched(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, self.T))
+    def per_token(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return per_token(x, *shape, packed=self.cu_seqlens is not None, dtype=dtype)
 
     def state(self) -> Tensor:
         return torch.empty(self.N, self.HV, self.K, self.V, dtype=torch.float32, device=self.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flacompose.ops.families._chunks import Chunks
 
-# What `gate_gradient` may be: all tokens have the same constant gates, of gradient 0; they have one gradient per token;
+# What `gate_kind` may be: all tokens have the same constant gates, of gradient 0; they have one gradient per token;
 # or these are going to be summed over tokens, where they cancel, so that they have to be finer.
 FIXED, PER_TOKEN, SUMMED = range(3)
 
@@ -30,7 +30,7 @@ def forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_gradient: int,
+    gate_kind: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     chunks = Chunks(q, cu_seqlens)
@@ -50,7 +50,7 @@ def backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_gradient: int,
+    gate_kind: int,
     do: Tensor | None,
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -72,7 +72,7 @@ def backward(
     dg = None
     if g is not None:
         dg = g.new_zeros(g.shape)
-        if gate_gradient != FIXED:
+        if gate_kind != FIXED:
             through = (S * dS).sum((-2, -1), keepdim=True) * decay.total
             dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), through)
             dg = chunks.join(dg.flatten(1, 2)).squeeze(-1)

@@ -2,8 +2,8 @@
 
     S_t = exp(g_t) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
 
-`v`, `g` and states may have a multiple of the heads of `q` and `k`. `gate_gradient` says what the gradient of `g` is
-for, as `eager` explains.
+`v`, `g` and states may have a multiple of the heads of `q` and `k`. `gate_kind` says what `g` and its gradient are, as
+`eager` explains; with `FIXED` every token must have the gates of the first, which may be all that is read.
 """
 
 from flacompose.ops.families._op import define_family
@@ -12,4 +12,4 @@ from flacompose.ops.families.scalar_decay.eager import FIXED, PER_TOKEN, SUMMED
 
 __all__ = ["FIXED", "PER_TOKEN", "SUMMED", "chunk", "recurrent"]
 
-chunk, recurrent = define_family("scalar_decay", eager, ("g",), option="int gate_gradient")
+chunk, recurrent = define_family("scalar_decay", eager, ("g",), options="int gate_kind")

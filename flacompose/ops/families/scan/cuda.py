@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flacompose.ops._define import compile_together, launch
 from flacompose.ops._varlen import bounds
-from flacompose.ops.families._launch import block, segment_count, tile_count
+from flacompose.ops.families._launch import batched, block, per_token, segment_count, tile_count
 from flacompose.ops.families._op import rows
 from flacompose.ops.families.scan.kernels import scan_kernel
 
@@ -60,13 +60,13 @@ def backward(
         reverse=True,
     )
     d_initial_state = x.new_empty(0) if d_initial_state is None else d_initial_state
-    return scan.batched(dx), scan.batched(dg), d_initial_state
+    return batched(dx, scan.T), batched(dg, scan.T), d_initial_state
 
 
 def _forward(scan: _Scan, x: Tensor, g: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     o, final_state = scan.per_token(x), scan.state(torch.float32)
     scan(x.contiguous(), g.contiguous(), initial_state, out=o, final=final_state)
-    return scan.batched(o), final_state
+    return batched(o, scan.T), final_state
 
 
 class _Scan:
@@ -80,13 +80,7 @@ class _Scan:
         self.N = rows(x, cu_seqlens)
 
     def per_token(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory for an output like `x`, without the batch axis; tokens in no sequence are written by nobody."""
-        new = x.new_empty if self.cu_seqlens is None else x.new_zeros
-        # A batch axis of 1 stops Inductor in PyTorch 2.11, where it clones such memory.
-        return new(x.shape[0] * x.shape[1], self.D, dtype=dtype)
-
-    def batched(self, x: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, self.T))
+        return per_token(x, self.D, packed=self.cu_seqlens is not None, dtype=dtype)
 
     def state(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.N, self.D, dtype=dtype, device=self.device)
@@ -110,18 +104,35 @@ class _Scan:
         BD = block(self.D, 256 if self.by_token else 64)
         tiles = tile_count(self.D, BD)
         programs = tiles if self.cu_seqlens is None else tiles * self.N
-        # Of fewer tokens than those of other families: a tile is a few instructions.
-        segments = 1 if self.by_token else segment_count(tile_count(self.T, 32), programs)
+        # A segment has 2,048 tokens at least, and so 64 times 32.
+        segments = 1 if self.by_token else segment_count(self.T // 32, programs)
         split = not (isinstance(segments, int) and segments == 1)
         initial = None if initial is None else initial.contiguous()
+        ends: tuple[Tensor | None, Tensor | None] = None, None
+        if split:
+            # Longer by one than is used: a leading dimension that may be 1 is a guard on a symbolic length.
+            state = torch.empty(segments + 1, self.N, self.D, dtype=torch.float32, device=self.device)
+            ends = state, torch.empty_like(state)
 
-        def sweep(C: int, stages: int, *tensors: Tensor | None) -> None:
+        def sweep(
+            config: tuple[int, int],
+            left: Tensor | None,
+            out: Tensor | None,
+            dg: Tensor | None,
+            final: Tensor | None,
+        ) -> None:
+            C, stages = config
             launch(
                 scan_kernel,
                 (self.N * tiles * segments,),
                 x,
                 g,
-                *tensors,
+                left,
+                initial,
+                *ends,
+                out,
+                dg,
+                final,
                 self.cu_seqlens,
                 self.T,
                 self.N,
@@ -131,15 +142,11 @@ class _Scan:
                 BD=BD,
                 STAGES=stages,
                 SPLIT=split,
-                LEFT=only_left,
+                LEFT=only_left and out is not None,
                 REVERSE=reverse,
                 num_warps=1,
             )
 
-        ends: tuple[Tensor | None, ...] = None, None
         if split:
-            # Longer by one than is used: a leading dimension that may be 1 is a guard on a symbolic length.
-            shape = (segments + 1, self.N, self.D)
-            ends = tuple(torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
-            sweep(*END_CONFIG, None, initial, *ends, None, None, None)
-        sweep(*(TOKEN_CONFIG if self.by_token else SCAN_CONFIG), left, initial, *ends, out, dg, final)
+            sweep(END_CONFIG, left=None, out=None, dg=None, final=None)
+        sweep(TOKEN_CONFIG if self.by_token else SCAN_CONFIG, left, out, dg, final)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._kernels import _expm1
+from flacompose.ops.families._kernels import decayed
 
 UNIT = tl.constexpr(16)  # tokens that segments are multiples of
 
@@ -26,12 +26,6 @@ def _before(a, e):
     steps = tl.full(a.shape, 1.0, tl.float32), tl.zeros_like(e), a, e
     decay, state, _, _ = tl.associative_scan(steps, 1, _join)
     return decay, state
-
-
-@triton.jit
-def _decayed(h, g):
-    """``exp(g) * h``; ``exp(g)`` near 1 is rounded, at every token the same way where gates are constant."""
-    return tl.where(g > -0.1, h + h * _expm1(g), h * tl.exp(g))
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
@@ -92,7 +86,7 @@ def scan_kernel(
     if SPLIT and out is not None:
         for i in range(segment):
             at = (i * N + n) * D + d
-            h = _decayed(h, tl.load(segment_gate + at, mask=in_d, other=0.0))
+            h = decayed(h, tl.load(segment_gate + at, mask=in_d, other=0.0))
             h += tl.load(segment_state + at, mask=in_d, other=0.0)
     gates = tl.zeros([BD // 2, 2], dtype=tl.float32)
 
@@ -122,7 +116,7 @@ def scan_kernel(
                 out_ = a_ * before if LEFT else a_ * before + x_
                 tl.store(out + start + from_start, out_.to(out.dtype.element_ty), mask=mask)
         total = tl.sum(g_, 1)
-        h = _decayed(h, total) + end
+        h = decayed(h, total) + end
         gates += total
 
     if out is None:

@@ -9,7 +9,8 @@ from math import prod
 
 from torch import Tensor
 
-from flacompose.ops.families._op import define_forms, rows, state_dtype
+from flacompose.ops._dtype import state_dtype
+from flacompose.ops.families._op import define_forms, rows
 from flacompose.ops.families.scan import eager
 
 

@@ -229,7 +229,8 @@ def _middle_sums(g, t, s, C: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.co
     """The sums of gates from the chunk's middle to each write and to each read."""
     write = _select(_from_middle(t, s, C), g, DOT)
     read = write
-    if READ_BEFORE:  # a read lacks the token's own
+    if READ_BEFORE:
+        # A read lacks the token's own. A difference of sums, but of sums below `_MILD` where it is used.
         read = write - g.to(tl.float32)
     return write, read
 

@@ -10,4 +10,4 @@ states, whatever that of the inputs.
 from flacompose.ops.families._op import define_family
 from flacompose.ops.families.vector_decay import eager
 
-chunk, recurrent = define_family("vector_decay", eager, ("gk", "gv"), shared=("u",), option="bool wide")
+chunk, recurrent = define_family("vector_decay", eager, ("gk", "gv"), shared=("u",), wide=True)
