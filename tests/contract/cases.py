@@ -299,6 +299,7 @@ bounded = {
     "inputs": QKV,
     "state": ("N", "H", "M", "K+V+1"),
     "start": nothing,
+    "flops": 3,  # 4 for each element but those of z
     "around": None,  # the running logsumexp
     # Slots that hold the same are read as one, however they are weighed.
     "term": partial(slots_reference, constant_weight=True),
