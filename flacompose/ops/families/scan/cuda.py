@@ -111,8 +111,9 @@ class _Scan:
         ends: tuple[Tensor | None, Tensor | None] = None, None
         if split:
             # Longer by one than is used: a leading dimension that may be 1 is a guard on a symbolic length.
-            state = torch.empty(segments + 1, self.N, self.D, dtype=torch.float32, device=self.device)
-            ends = state, torch.empty_like(state)
+            shape = segments + 1, self.N, self.D
+            state, gate = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
+            ends = state, gate
 
         def sweep(
             config: tuple[int, int],
