@@ -6,10 +6,12 @@ the state of one row, gives ``(y [T, D], state)``.
 
 from __future__ import annotations
 
+import inspect
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
@@ -244,3 +246,44 @@ def check_exported(layer: nn.Module, op: str, path: Path, nodes: int = 1) -> Non
             expected, last = layer(x, state)
             assert_close(y, expected, 1e-6)
             assert_states_close(new, last, 1e-6)
+
+
+def check_bfloat16(
+    layer: nn.Module, autocast: bool, bound: float, cu_seqlens: Tensor | None = None
+) -> RecurrentState:
+    """As a module in bfloat16, or a float32 one under autocast: near float64, its recurrent state in float32."""
+    if not autocast:
+        layer = layer.to(torch.bfloat16)
+    B = 2 if cu_seqlens is None else 1
+    given = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+    x = tokens_of(layer, B, 40)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+        zeros = layer.init_state(B if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+        y, state = layer(x, zeros, **given)
+    assert y.dtype == torch.bfloat16
+    assert [t.dtype for t in tensors(state)] == [t.dtype for t in tensors(zeros)]
+    assert {t.dtype for t in tensors((state.recurrent, state.normalizer))} == {torch.float32}
+    y.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in layer.parameters())
+    expected, after = layer.double()(x.double(), **given)
+    assert_close(y, expected, bound)
+    assert_states_close(state, after, bound)
+    return state
+
+
+def check_arguments(layer_type: type[nn.Module], expected: Mapping[str, object]) -> None:
+    """Names, order and defaults of the constructor's arguments, and no others."""
+    arguments = inspect.signature(layer_type).parameters
+    # As lists, for their order.
+    assert [(name, a.default) for name, a in arguments.items()] == list(expected.items())
+    with torch.device("meta"):
+        layer_type()
+    with pytest.raises(TypeError, match="use_cache"):
+        layer_type(hidden_size=64, use_cache=True)
+
+
+def check_names_and_shapes(layer: nn.Module, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Of a layer made on the device "meta": what a checkpoint holds, in its order."""
+    parameters = layer.state_dict()
+    assert [(name, tuple(x.shape)) for name, x in parameters.items()] == list(expected.items())
+    assert all(x.is_meta for x in parameters.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 
@@ -238,22 +237,8 @@ def test_weak_decays_keep_their_digits(device):
 @pytest.mark.parametrize("autocast", [False, True], ids=["module", "autocast"])
 @either
 def test_bfloat16(name, autocast, device):
-    layer = build(name, device, torch.float32)
-    if not autocast:
-        layer = layer.to(torch.bfloat16)
-    x = laws.tokens_of(layer, 2, 40)
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        zeros = layer.init_state(2)
-        y, state = layer(x, zeros)
-        assert [t.dtype for t in tensors(state)] == [t.dtype for t in tensors(zeros)]
-    assert y.dtype == torch.bfloat16
-    assert state.recurrent.dtype == torch.float32
-    y.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in layer.parameters())
-    expected, after = layer.double()(x.double())
     # Projections, an activation, a norm and a gate on the way, each rounded to 8 bits.
-    assert_close(y, expected, 2e-2)
-    assert_states_close(state, after, 2e-2)
+    laws.check_bfloat16(build(name, device, torch.float32), autocast, 2e-2)
 
 
 @either
@@ -320,11 +305,11 @@ OUTPUT = {"g_norm.weight": (64,), "o_proj.weight": (64, 64)}
 def test_names_and_shapes(config, expected):
     with torch.device("meta"):
         layer = HGRNAttention(hidden_size=64, **config)
-    assert [(name, tuple(x.shape)) for name, x in layer.state_dict().items()] == list(expected.items())
+    laws.check_names_and_shapes(layer, expected)
 
 
 def test_arguments():
-    """Names, order and defaults: those of the peer."""
+    """Those of the peer."""
     expected = {
         "mode": "chunk",
         "hidden_size": 1024,
@@ -336,8 +321,7 @@ def test_arguments():
         "norm_eps": 1e-5,
         "layer_idx": None,
     }
-    arguments = inspect.signature(HGRNAttention).parameters
-    assert [(name, a.default) for name, a in arguments.items()] == list(expected.items())
+    laws.check_arguments(HGRNAttention, expected)
 
 
 @pytest.mark.parametrize(

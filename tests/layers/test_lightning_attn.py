@@ -11,7 +11,7 @@ import torch
 from flacompose.layers import LightningAttention, RecurrentState
 
 from . import laws
-from .truth import ACTIVATIONS, assert_close, assert_states_close, random_state, tensors
+from .truth import ACTIVATIONS, assert_close, random_state, tensors
 
 BASE = {"hidden_size": 24, "num_heads": 4, "layer_idx": 1, "num_layers": 3}
 TNL = BASE | {"decay": "tnl", "head_dim": 5, "hidden_act": "gelu", "norm_eps": 0.1}
@@ -81,20 +81,8 @@ def test_gradients():
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["module", "autocast"])
 def test_bfloat16(autocast, device):
-    layer = laws.perturbed(LightningAttention(**BASE), device, torch.float32)
-    if not autocast:
-        layer = layer.to(torch.bfloat16)
-    x = laws.tokens_of(layer, 2, 40)
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        y, state = layer(x, layer.init_state(2))
-    assert y.dtype == torch.bfloat16
-    assert state.recurrent.dtype == torch.float32
-    y.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in layer.parameters())
-    expected, after = layer.double()(x.double())
     # Projections, an activation, a norm and a gate on the way, each rounded to 8 bits.
-    assert_close(y, expected, 2e-2)
-    assert_states_close(state, after, 2e-2)
+    laws.check_bfloat16(laws.perturbed(LightningAttention(**BASE), device, torch.float32), autocast, 2e-2)
 
 
 def test_compile(device):

@@ -12,7 +12,7 @@ import torch
 from flacompose.layers import Mamba2, RecurrentState
 
 from . import laws
-from .truth import ACTIVATIONS, assert_close, assert_states_close, random_state, tensors
+from .truth import ACTIVATIONS, random_state, tensors
 
 BASE = {"hidden_size": 24, "head_dim": 8, "state_size": 5}
 GROUPED = BASE | {"n_groups": 3, "conv_kernel": 3, "use_bias": True}
@@ -101,21 +101,8 @@ def test_gradients(config):
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["module", "autocast"])
 def test_bfloat16(autocast, device):
-    layer = laws.perturbed(Mamba2(**BASE), device, torch.float32)
-    if not autocast:
-        layer = layer.to(torch.bfloat16)
-    x = laws.tokens_of(layer, 2, 40)
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        zeros = layer.init_state(2)
-        y, state = layer(x, zeros)
-    assert [t.dtype for t in tensors(state)] == [t.dtype for t in tensors(zeros)]
-    assert y.dtype == torch.bfloat16
-    y.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in layer.parameters())
-    expected, after = layer.double()(x.double())
     # Two projections, a convolution and an activation on the way, each rounded to 8 bits.
-    assert_close(y, expected, 2e-2)
-    assert_states_close(state, after, 2e-2)
+    laws.check_bfloat16(laws.perturbed(Mamba2(**BASE), device, torch.float32), autocast, 2e-2)
 
 
 def test_compile(device):
@@ -167,7 +154,7 @@ def test_checkpoint(config, expected):
     """Names, order and shapes: as Mamba2(**BASE, **config).state_dict() of flash-linear-attention 0.6.0 has them."""
     with torch.device("meta"):
         layer = Mamba2(**BASE, **config)
-    assert [(name, tuple(x.shape)) for name, x in layer.state_dict().items()] == list(expected.items())
+    laws.check_names_and_shapes(layer, expected)
     checkpoint = {name: torch.randn(shape) for name, shape in expected.items()}
     layer = Mamba2(**BASE, **config)
     layer.load_state_dict(checkpoint)

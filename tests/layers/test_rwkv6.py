@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 
@@ -147,23 +146,10 @@ def test_gates_of_any_strength(logits, T, device):
 @pytest.mark.parametrize("autocast", [False, True], ids=["module", "autocast"])
 @pytest.mark.parametrize("layout", ["rows", "packed"])
 def test_bfloat16(layout, autocast, device):
-    layer = built(BASE, device, torch.float32)
-    if not autocast:
-        layer = layer.to(torch.bfloat16)
-    x = laws.tokens_of(layer, 1, 40)
-    given = {"cu_seqlens": torch.tensor([0, 15, 40], device=device)} if layout == "packed" else {}
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        zeros = layer.init_state(2 if given else 1)
-        y, state = layer(x, zeros, **given)
-    assert [t.dtype for t in tensors(zeros)] == [torch.float32, torch.bfloat16]
-    assert [t.dtype for t in tensors(state)] == [t.dtype for t in tensors(zeros)]
-    assert y.dtype == torch.bfloat16
-    y.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in layer.parameters())
-    expected, after = layer.double()(x.double(), **given)
+    cu_seqlens = torch.tensor([0, 15, 40], device=device) if layout == "packed" else None
     # Mixed tokens, two projections for each of five, and a norm on the way, each rounded to 8 bits.
-    assert_close(y, expected, 3e-2)
-    assert_states_close(state, after, 3e-2)
+    state = laws.check_bfloat16(built(BASE, device, torch.float32), autocast, 3e-2, cu_seqlens)
+    assert [t.dtype for t in tensors(state)] == [torch.float32, torch.bfloat16]
 
 
 def test_compile(device):
@@ -321,7 +307,7 @@ def test_checkpoint(affine):
     expected = {name: shape for name, shape in PARAMETERS.items() if affine or "g_norm" not in name}
     with torch.device("meta"):
         layer = RWKV6Attention(**BASE, elementwise_affine=affine)
-    assert [(name, tuple(x.shape)) for name, x in layer.state_dict().items()] == list(expected.items())
+    laws.check_names_and_shapes(layer, expected)
     checkpoint = {name: torch.randn(shape) for name, shape in expected.items()}
     layer = RWKV6Attention(**BASE, elementwise_affine=affine)
     layer.load_state_dict(checkpoint)
@@ -329,23 +315,22 @@ def test_checkpoint(affine):
 
 
 def test_arguments():
-    """Names, order and defaults: those of the peer."""
-    parameters = inspect.signature(RWKV6Attention).parameters
-    # As a list, for its order.
-    assert [(name, a.default) for name, a in parameters.items()] == [
-        ("mode", "chunk"),
-        ("hidden_size", 1024),
-        ("expand_k", 0.5),
-        ("expand_v", 1.0),
-        ("num_heads", 4),
-        ("gate_fn", "swish"),
-        ("proj_low_rank_dim", 32),
-        ("gate_low_rank_dim", 64),
-        ("fuse_norm", True),
-        ("elementwise_affine", True),
-        ("norm_eps", 1e-5),
-        ("layer_idx", None),
-    ]
+    """Those of the peer."""
+    expected = {
+        "mode": "chunk",
+        "hidden_size": 1024,
+        "expand_k": 0.5,
+        "expand_v": 1.0,
+        "num_heads": 4,
+        "gate_fn": "swish",
+        "proj_low_rank_dim": 32,
+        "gate_low_rank_dim": 64,
+        "fuse_norm": True,
+        "elementwise_affine": True,
+        "norm_eps": 1e-5,
+        "layer_idx": None,
+    }
+    laws.check_arguments(RWKV6Attention, expected)
 
 
 def assert_first_values(layer):

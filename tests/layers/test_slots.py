@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 
@@ -230,22 +229,8 @@ def test_gradients(config):
 @pytest.mark.parametrize("autocast", [False, True], ids=["module", "autocast"])
 @each_layer
 def test_bfloat16(config, autocast, device):
-    layer = build(config, device, torch.float32)
-    if not autocast:
-        layer = layer.to(torch.bfloat16)
-    x = laws.tokens_of(layer, 2, 40)
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        zeros = layer.init_state(2)
-        y, state = layer(x, zeros)
-    assert y.dtype == torch.bfloat16
-    assert [t.dtype for t in tensors(state)] == [t.dtype for t in tensors(zeros)]
-    assert {t.dtype for t in tensors((state.recurrent, state.normalizer))} == {torch.float32}
-    y.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in layer.parameters())
-    expected, after = layer.double()(x.double())
     # Projections, activations, a softmax, a norm and a gate on the way, each rounded to 8 bits.
-    assert_close(y, expected, 3e-2)
-    assert_states_close(state, after, 3e-2)
+    laws.check_bfloat16(build(config, device, torch.float32), autocast, 3e-2)
 
 
 @each_layer
@@ -451,9 +436,7 @@ CHECKPOINTS = [
 def test_names_and_shapes(layer_type, config, expected):
     with torch.device("meta"):
         layer = layer_type(hidden_size=64, **config)
-    parameters = layer.state_dict()
-    assert [(name, tuple(x.shape)) for name, x in parameters.items()] == list(expected.items())
-    assert all(x.is_meta for x in parameters.values())
+    laws.check_names_and_shapes(layer, expected)
     layer.to_empty(device="cpu")
     layer.load_state_dict({name: torch.randn(shape) for name, shape in expected.items()})
     assert layer(torch.randn(1, 3, 64))[0].shape == (1, 3, 64)
@@ -531,14 +514,8 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("layer_type", ARGUMENTS)
 def test_arguments(layer_type):
-    """Names, order and defaults: those of the peer."""
-    arguments = inspect.signature(layer_type).parameters
-    # As lists, for their order.
-    assert [(name, a.default) for name, a in arguments.items()] == list(ARGUMENTS[layer_type].items())
-    with torch.device("meta"):
-        layer_type()
-    with pytest.raises(TypeError, match="use_cache"):
-        layer_type(hidden_size=64, use_cache=True)
+    """Those of the peer."""
+    laws.check_arguments(layer_type, ARGUMENTS[layer_type])
 
 
 @pytest.mark.parametrize(
