@@ -558,16 +558,14 @@ def test_dtensor_and_fsdp(compiled):
     if compiled and OLD_TORCH:
         pytest.skip("compiled FSDP2 over gloo fails in PyTorch 2.11")
     code = """
-        import sys, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+        import sys, torch
+        from ranks import on_two_ranks
         from test_define import HEADS, call, grads, inputs, loss, toy, toy_backward
 
-        def worker(rank, store, compiled):
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-            from torch.distributed.device_mesh import init_device_mesh
+        def worker(mesh, compiled):
             from torch.distributed.fsdp import fully_shard
             from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-            mesh = init_device_mesh("cpu", (2,))
             args = inputs(B=4, H=4)
             run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
             for dims, placed in (((0, 0, 0), 0), ((2, 2, 1), 2), ((None,) * 3, None), ((2, None, 1), 2)):
@@ -609,9 +607,8 @@ def test_dtensor_and_fsdp(compiled):
                 m(u).square().sum().backward()
             for p, q in zip(plain.parameters(), model.parameters()):
                 torch.testing.assert_close(q.grad.full_tensor(), p.grad)
-            dist.destroy_process_group()
 
-        mp.start_processes(worker, (tempfile.mktemp(), sys.argv[1] == "True"), 2, start_method="fork")
+        on_two_ranks(worker, sys.argv[1] == "True", start_method="fork")
     """
     run(code, compiled)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
+from ranks import on_two_ranks
+from torch.distributed.device_mesh import DeviceMesh
 
 from flacompose.ops import (
     chunk_lightning_attn,
@@ -22,14 +22,10 @@ OPS = [
 ]
 
 
-def sharded(rank: int, store: str, compiled: bool) -> None:
+def sharded(mesh: DeviceMesh, compiled: bool) -> None:
     """By rows and by heads on two ranks: the results and gradients of one, sharded as the inputs."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     inputs = [*torch.randn(2, 2, 5, 2, 4), torch.randn(2, 5, 4, 3)]  # grouped
     for op, layer in OPS:
@@ -45,9 +41,8 @@ def sharded(rank: int, store: str, compiled: bool) -> None:
                 y.sin().sum().backward()
             for x, leaf in zip(shards, leaves, strict=True):
                 torch.testing.assert_close(x.grad.full_tensor(), leaf.grad)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_decays_are_those_of_all_heads(compiled: bool) -> None:
-    torch.multiprocessing.start_processes(sharded, (tempfile.mktemp(), compiled), 2, start_method="spawn")
+    on_two_ranks(sharded, compiled)

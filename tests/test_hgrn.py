@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
 from contract.accuracy import FIXED, VALUES, error
 from contract.cases import CASES
 from contract.graphs import listing
 from contract.problems import draw, evaluate
+from ranks import on_two_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 
 from flacompose.ops import chunk_hgrn, fused_recurrent_hgrn
@@ -70,14 +70,10 @@ def test_weak_decays_add_up(form, device: torch.device) -> None:
     assert error(1 - state, 1 - (g.double().sum(1)).exp()) <= 1e-3
 
 
-def sharded(rank: int, store: str) -> None:
+def sharded(mesh: DeviceMesh) -> None:
     """By rows and by channels on two ranks: the results and gradients of one, sharded as the inputs."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     inputs = [torch.randn(2, 5, 6), -torch.rand(2, 5, 6), torch.randn(2, 6)]
     for form in FORMS:
@@ -96,11 +92,10 @@ def sharded(rank: int, store: str) -> None:
                 (o.sin().sum() + state.cos().sum()).backward()
             for x, leaf in zip(shards, leaves, strict=True):
                 torch.testing.assert_close(x.grad.full_tensor(), leaf.grad)
-    dist.destroy_process_group()
 
 
 def test_dtensor() -> None:
-    torch.multiprocessing.start_processes(sharded, (tempfile.mktemp(),), 2, start_method="spawn")
+    on_two_ranks(sharded)
 
 
 class Layer(nn.Module):

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,9 @@ from contract.accuracy import FIXED, VALUES, assert_accurate, error
 from contract.cases import CASES
 from contract.graphs import listing, recorded
 from contract.problems import draw, evaluate
+from ranks import on_two_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 from torch.func import vmap
 
@@ -151,14 +152,10 @@ def test_vmap_over_one_argument(form, mapped: str, device: torch.device) -> None
     torch.testing.assert_close(vmap(function)(many), expected)
 
 
-def sharded(rank: int, store: str, compiled: bool) -> None:
+def sharded(mesh: DeviceMesh, compiled: bool) -> None:
     """By heads and by rows on two ranks: the results and gradients of one, sharded as the inputs."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
     tensors = inputs(torch.device("cpu"), T=5)
     run = torch.compile(chunk_rwkv6, fullgraph=True, backend="aot_eager") if compiled else chunk_rwkv6
     for dim, of_state, of_bonus in ((2, Shard(1), Shard(0)), (0, Shard(0), Replicate())):
@@ -176,12 +173,11 @@ def sharded(rank: int, store: str, compiled: bool) -> None:
             y.sin().sum().backward()
         for name, x in shards.items():
             torch.testing.assert_close(x.grad.full_tensor(), leaves[name].grad)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_dtensor(compiled: bool) -> None:
-    torch.multiprocessing.start_processes(sharded, (tempfile.mktemp(), compiled), 2, start_method="spawn")
+    on_two_ranks(sharded, compiled)
 
 
 X = torch.zeros(2, 5, 3, 4)

@@ -4,15 +4,15 @@
 
 from __future__ import annotations
 
-import tempfile
-
 import pytest
 import torch
 from contract.accuracy import FIXED, VALUES, error
 from contract.cases import CASES
 from contract.graphs import listing
 from contract.problems import draw, evaluate
+from ranks import on_two_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 from torch.func import vmap
 
@@ -111,14 +111,10 @@ def test_prompt_then_tokens(device: torch.device) -> None:
     assert error(state, final) <= 2e-5
 
 
-def sharded(rank: int, store: str) -> None:
+def sharded(mesh: DeviceMesh) -> None:
     """All inputs sharded by heads on two ranks: the results of one, and still sharded where groups stay whole."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
     for H, HV, placement in ((2, 4, Shard(2)), (3, 3, Shard(2)), (3, 6, Replicate()), (1, 4, Replicate())):
         size = {"B": 2, "T": 5, "H": H, "HV": HV, "K": 4, "V": 3}
         tensors = {
@@ -136,11 +132,10 @@ def sharded(rank: int, store: str) -> None:
             y.sin().sum().backward()
         for name, x in shards.items():
             torch.testing.assert_close(x.grad.full_tensor(), leaves[name].grad)
-    dist.destroy_process_group()
 
 
 def test_dtensor_never_parts_a_group() -> None:
-    torch.multiprocessing.start_processes(sharded, (tempfile.mktemp(),), 2, start_method="spawn")
+    on_two_ranks(sharded)
 
 
 class Layer(nn.Module):
