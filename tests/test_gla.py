@@ -95,7 +95,7 @@ def test_graph_of_chunk_gla() -> None:
 %4 = placeholder : float32[2, 2, 4, 8]
 %5 = aten.exp.default(%3) : float32[2, s0, 2, 4]
 %6 = aten.neg.default(%5) : float32[2, s0, 2, 4]
-%7 = flacompose.vector_decay_chunk.default(%0, %1, %2, %6, None, None, %4, None, 0.5, False) : (float32[2, s0, 2, 8], float32[2, 2, 4, 8])
+%7 = flacompose.vector_decay_chunk.default(%0, %1, %2, %6, None, None, %4, None, 0.5, False, False) : (float32[2, s0, 2, 8], float32[2, 2, 4, 8])
 %8 = getitem(%7, 0) : float32[2, s0, 2, 8]
 %9 = getitem(%7, 1) : float32[2, 2, 4, 8]
 return %8, %9""",
@@ -114,7 +114,7 @@ def test_graph_of_fused_recurrent_gla_packed() -> None:
 %2 = placeholder : float32[1, s0, 2, 8]
 %3 = placeholder : float32[1, s0, 2, 8]
 %4 = placeholder : int32[4]
-%5 = flacompose.vector_decay_recurrent.default(%0, %1, %2, None, %3, None, None, %4, 1.0, False) : (float32[1, s0, 2, 8], float32[3, 2, 8, 8])
+%5 = flacompose.vector_decay_recurrent.default(%0, %1, %2, None, %3, None, None, %4, 1.0, False, False) : (float32[1, s0, 2, 8], float32[3, 2, 8, 8])
 %6 = getitem(%5, 0) : float32[1, s0, 2, 8]
 return %6""",
     )
@@ -143,7 +143,7 @@ def test_graphs_of_training() -> None:
 %1 = placeholder : float32[2, 70, 2, 4]
 %2 = placeholder : float32[2, 70, 2, 8]
 %3 = placeholder : float32[2, 70, 2, 4]
-%4 = flacompose.vector_decay_chunk.default(%0, %1, %2, %3, None, None, None, None, 0.5, False) : (float32[2, 70, 2, 8], float32[2, 2, 4, 8])
+%4 = flacompose.vector_decay_chunk.default(%0, %1, %2, %3, None, None, None, None, 0.5, False, False) : (float32[2, 70, 2, 8], float32[2, 2, 4, 8])
 %5 = getitem(%4, 0) : float32[2, 70, 2, 8]
 return %5, %0, %1, %2, %3
 
@@ -152,7 +152,7 @@ return %5, %0, %1, %2, %3
 %2 = placeholder : float32[2, 70, 2, 8]
 %3 = placeholder : float32[2, 70, 2, 4]
 %4 = placeholder : float32[2, 70, 2, 8]
-%5 = flacompose.vector_decay_backward.default(%0, %1, %2, %3, None, None, None, None, 0.5, False, %4, None) : (float32[2, 70, 2, 4], float32[2, 70, 2, 4], float32[2, 70, 2, 8], float32[2, 70, 2, 4], float32[0], float32[0], float32[0])
+%5 = flacompose.vector_decay_backward.default(%0, %1, %2, %3, None, None, None, None, 0.5, False, False, %4, None) : (float32[2, 70, 2, 4], float32[2, 70, 2, 4], float32[2, 70, 2, 8], float32[2, 70, 2, 4], float32[0], float32[0], float32[0])
 %6 = getitem(%5, 0) : float32[2, 70, 2, 4]
 %7 = getitem(%5, 1) : float32[2, 70, 2, 4]
 %8 = getitem(%5, 2) : float32[2, 70, 2, 8]

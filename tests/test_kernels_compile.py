@@ -23,6 +23,7 @@ from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E
 from flacompose.ops.families.scalar_decay.op import FIXED, PER_TOKEN, SUMMED  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
+from flacompose.ops.families.vector_decay import slots  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -37,7 +38,7 @@ SHARED_MEMORY = 232448  # bytes a program may have on the chip
 
 
 def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_launch, scalar_decay, scan, vector_decay):
+    for module in (_launch, scalar_decay, scan, slots, vector_decay):
         monkeypatch.setattr(module, "launch", launch)
 
 
@@ -74,19 +75,21 @@ GATES = [(), ("gk",), ("gv",), ("gk", "gv")]
 
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize(
-    "dtype, gate_dtype, K, V, bonus, packed, wide",
+    "dtype, gate_dtype, K, V, bonus, packed, part",
     [
-        (torch.bfloat16, torch.bfloat16, 128, 128, None, False, False),
-        (torch.bfloat16, torch.bfloat16, 128, 64, None, False, True),
-        (torch.bfloat16, torch.float32, 128, 128, torch.float32, False, False),
-        (torch.bfloat16, torch.float32, 40, 200, torch.bfloat16, True, False),
-        (torch.float16, torch.float16, 64, 64, None, True, False),
-        (torch.float32, torch.float64, 256, 16, torch.float64, False, False),
+        (torch.bfloat16, torch.bfloat16, 128, 128, None, False, None),
+        (torch.bfloat16, torch.bfloat16, 128, 64, None, False, "logits"),
+        (torch.bfloat16, torch.bfloat16, 40, 128, None, False, "slots"),
+        (torch.bfloat16, torch.float32, 128, 128, torch.float32, False, None),
+        (torch.bfloat16, torch.float32, 40, 200, torch.bfloat16, True, None),
+        (torch.float16, torch.float16, 64, 64, None, True, "slots"),
+        (torch.float32, torch.float64, 256, 16, torch.float64, False, None),
     ],
 )
 def test_compiles(
-    gates, dtype, gate_dtype, K, V, bonus, packed, wide, monkeypatch: pytest.MonkeyPatch
+    gates, dtype, gate_dtype, K, V, bonus, packed, part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`part`: of gated slot attention, the logits, which are wide, or the slots that are read with their softmax."""
     launch_with(compile_only, monkeypatch)
     B, T, H, N = 1, 130, 3, 2
     q, k = torch.zeros(2, B, T, H, K, dtype=dtype)
@@ -96,8 +99,10 @@ def test_compiles(
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H, K, V)
     u = None if bonus is None else torch.zeros(H, K, dtype=bonus)
-    do = v.float() if wide else v
-    run(vector_decay, do, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0, wide)
+    do = v.float() if part == "logits" else v
+    q = q.float() if part == "slots" else q
+    options = part == "slots", part == "logits"
+    run(vector_decay, do, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0, *options)
 
 
 @pytest.mark.parametrize("gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "fixed", "token", "summed"])
@@ -170,10 +175,11 @@ class Symbols:
         return self.env.create_symintnode(created, hint=hint, source=source)
 
 
+@pytest.mark.parametrize("softmax", [False, True], ids=["queries", "softmax"])
 @pytest.mark.parametrize("bonus", [False, True], ids=["plain", "bonus"])
 @pytest.mark.parametrize("gates", GATES, ids="-".join)
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
-def test_launches_at_every_length(gates, N, bonus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_at_every_length(gates, N, bonus, softmax, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced at a symbolic length and number of sequences, the launches ask nothing about them."""
     launch_with(lambda *_, **__: None, monkeypatch)
     symbol = Symbols()
@@ -184,7 +190,7 @@ def test_launches_at_every_length(gates, N, bonus, monkeypatch: pytest.MonkeyPat
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 2, 16, 16)
         gk, gv = (g if name in gates else None for name in ("gk", "gv"))
         u = torch.empty(2, 16) if bonus else None
-        run(vector_decay, v, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0, False)
+        run(vector_decay, v, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0, softmax, False)
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
@@ -232,6 +238,6 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     if family is scan:
         scan.chunk(q[:, :, 0], k[:, :, 0], None, cu_seqlens)
     else:
-        absent = (None,) * (1 if family is scalar_decay else 3)
-        family.chunk(q, k, v, *absent, None, cu_seqlens, 1.0, False)
+        gates, options = ((None,), (PER_TOKEN,)) if family is scalar_decay else ((None,) * 3, (False, False))
+        family.chunk(q, k, v, *gates, None, cu_seqlens, 1.0, *options)
     assert any(cut) == (sequences == 1)

@@ -273,7 +273,7 @@ def test_graph_of_chunk_rwkv6() -> None:
 %5 = placeholder : float32[2, 2, 4, 8]
 %6 = aten.exp.default(%3) : float32[2, s0, 2, 4]
 %7 = aten.neg.default(%6) : float32[2, s0, 2, 4]
-%8 = flacompose.vector_decay_chunk.default(%0, %1, %2, %7, None, %4, %5, None, 0.5, False) : (float32[2, s0, 2, 8], float32[2, 2, 4, 8])
+%8 = flacompose.vector_decay_chunk.default(%0, %1, %2, %7, None, %4, %5, None, 0.5, False, False) : (float32[2, s0, 2, 8], float32[2, 2, 4, 8])
 %9 = getitem(%8, 0) : float32[2, s0, 2, 8]
 %10 = getitem(%8, 1) : float32[2, 2, 4, 8]
 return %9, %10""",

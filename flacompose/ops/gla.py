@@ -107,5 +107,5 @@ def _run(form, shape, q, k, v, gk, gv, scale, initial_state, output_final_state,
         scale = K**-0.5
     else:
         _check.number("scale", scale)
-    o, final_state = form(q, k, v, gk, gv, None, initial_state, cu_seqlens, scale, False)
+    o, final_state = form(q, k, v, gk, gv, None, initial_state, cu_seqlens, scale, False, False)
     return o, final_state if output_final_state else None

@@ -136,9 +136,8 @@ def run(
             k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
             cu_seqlens = None if cu_seqlens is None else cu_seqlens.long() * groups
         # Wide logits: of what is rounded off one, the softmax makes a part of its weight.
-        logits, Hk = form(q, k, s, None, g, None, Hk, cu_seqlens, scale, True)
-        p = logits.softmax(-1).to(v.dtype)
-        o, Hv = form(p, s, v, g, None, None, Hv, cu_seqlens, 1.0, False)
+        logits, Hk = form(q, k, s, None, g, None, Hk, cu_seqlens, scale, False, True)
+        o, Hv = form(logits, s, v, g, None, None, Hv, cu_seqlens, 1.0, True, False)
         if groups > 1:
             o = o.unflatten(1, (T, groups)).transpose(2, 3).flatten(2, 3)
     if not output_final_state:

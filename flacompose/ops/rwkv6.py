@@ -94,5 +94,5 @@ def _run(
         scale = K**-0.5
     else:
         _check.number("scale", scale)
-    o, final_state = form(r, k, v, w, None, u, initial_state, cu_seqlens, scale, False)
+    o, final_state = form(r, k, v, w, None, u, initial_state, cu_seqlens, scale, False, False)
     return o, final_state if output_final_state else None

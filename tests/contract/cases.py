@@ -114,7 +114,7 @@ def bonus(
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV6, straight on the family's op, which takes a gate on the value axis too, or none."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    o, state = getattr(op, form)(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, False)
+    o, state = getattr(op, form)(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, False, False)
     return o, state if output_final_state else None
 
 

@@ -80,6 +80,7 @@ def recurrent_kernel(
     stride_g,  # from token to token, 0 where all have the same
     BK: tl.constexpr,
     BV: tl.constexpr,
+    SOFTMAX: tl.constexpr,
 ):
     """The recurrence as it is written, one program per sequence, head and block of the value axis."""
     blocks = tl.cdiv(V, BV)
@@ -110,7 +111,12 @@ def recurrent_kernel(
     for token in range(lo, hi):
         at_k = (token * H + h) * K + dk
         at_v = (token * HV + hv) * V + dv
-        q_ = tl.load(q + at_k, mask=in_k, other=0.0).to(tl.float32) * scale
+        q_ = tl.load(q + at_k, mask=in_k, other=0.0).to(tl.float32)
+        if SOFTMAX:
+            q_ = tl.where(in_k, q_, float("-inf"))
+            q_ = tl.exp(q_ - tl.max(q_, 0))
+            q_ /= tl.sum(q_, 0)
+        q_ *= scale
         k_ = tl.load(k + at_k, mask=in_k, other=0.0).to(tl.float32)
         v_ = tl.load(v + at_v, mask=in_v, other=0.0).to(tl.float32)
         if u is not None:

@@ -62,12 +62,13 @@ def recurrent(
     cu_seqlens: Tensor | None,
     scale: float,
     u: Tensor | None = None,
+    softmax: bool = False,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
     The gates are ``g [B, T, HV]``, or ``[HV]`` for every token, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``; the
-    bonus ``u [H, K]``.
+    bonus ``u [H, K]``. `softmax` reads with that of `q`.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
@@ -105,5 +106,6 @@ def recurrent(
         0 if g is None or g.dim() == 1 else HV,
         BK,
         BV,
+        softmax,
     )
     return o, final_state

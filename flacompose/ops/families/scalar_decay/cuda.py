@@ -312,5 +312,7 @@ def sweep_config(
     BD1 = block(D1, 256)
     if not bfloat16:
         return BD1, block(D2, 4096 // BD1), 4, 2
+    if BD1 == 256 and D2 > 32 and gated and not gate_gradient:
+        return BD1, 64, 8, 2
     narrow = BD1 == 256 or (BD1 == 128 and gate_gradient)
     return BD1, block(D2, 32 if narrow else 64), 4, 2 if BD1 >= 128 and gated and C == 64 else 3

@@ -10,6 +10,7 @@ from flacompose.ops._define import compile_together, launch
 from flacompose.ops._varlen import ChunkTable, chunk_table
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import block, given, operand, segment_count, tile_count
+from flacompose.ops.families.vector_decay import slots
 from flacompose.ops.families.vector_decay.kernels import (
     gated_kernel,
     plain_kernel,
@@ -32,9 +33,12 @@ def chunk(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    softmax: bool,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    if softmax:
+        q = slots.softmax(q, v.dtype)
     work = _Work(q, v, u, cu_seqlens, scale)
     o = work.per_token(v, torch.float32 if wide else None)
     q, k, v = operand(q), operand(k), operand(v)
@@ -58,11 +62,15 @@ def backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    softmax: bool,
     wide: bool,
     do: Tensor | None,
     d_final_state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty for inputs that are absent."""
+    logits = q
+    if softmax:
+        q = slots.softmax(q, v.dtype)
     work = _Work(q, v, u, cu_seqlens, scale)
     dq, dk, dv, dgk, dgv = (q.new_empty(0) if x is None else work.per_token(x) for x in (q, k, v, gk, gv))
     u_dtype, state_dtype = (None if x is None else x.dtype for x in (u, initial_state))
@@ -73,22 +81,22 @@ def backward(
 
     S, _ = work.sweep(k, v, gk, gv, initial_state)
     dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
+    mild = du = None
     if gv is None:
-        work.plain(k, q, do, gk, u, dS, dv, reverse=True)
-    else:
-        work.gated(q, k, v, do, gk, gv, u, S, dS, None, dv, dgv)
-    du = None
+        mild = work.plain(k, q, do, gk, u, dS, dv, reverse=True)
     if gk is None and u is None:
-        work.plain(do, v, k, gv, None, S, dq, transpose=True)
+        mild = work.plain(do, v, k, gv, None, S, dq, transpose=True)
         work.plain(v, do, q, gv, None, dS, dk, reverse=True, transpose=True)
-    else:
+    if gv is not None:
+        work.gated(q, k, v, do, gk, gv, u, S, dS, None, dv, dgv, mild=mild)
+    if gk is not None or u is not None:
         # A bonus is weighed in where a gate is.
         gate, d_gate = (torch.zeros_like(k), torch.empty_like(k)) if gk is None else (gk, dgk)
         if u is not None:  # by chunk, and zeros where there is none
             du = q.new_zeros(work.padded_rows, *u.shape, dtype=torch.float32)
-        work.gated(do, v, k, q, gv, gate, u, S, dS, dq, dk, d_gate, du, transpose=True)
+        work.gated(do, v, k, q, gv, gate, u, S, dS, dq, dk, d_gate, du, mild, transpose=True)
     return (
-        dq,
+        slots.softmax_gradient(logits, dq) if softmax else dq,
         dk,
         dv,
         dgk,
@@ -108,10 +116,11 @@ def recurrent(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    softmax: bool,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, u, wide)
+    return _launch.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, u, softmax, wide)
 
 
 class _Work:
@@ -215,8 +224,13 @@ class _Work:
         run(whole=True)
         return states, final
 
-    def score(self, a: Tensor, b: Tensor, g: Tensor | None, u: Tensor | None) -> Tensor:
-        """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`, or for ``s = t`` weighted by `u`."""
+    def score(
+        self, a: Tensor, b: Tensor, g: Tensor | None, u: Tensor | None, mild: Tensor | None = None
+    ) -> Tensor:
+        """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`, or for ``s = t`` weighted by `u`.
+
+        Nothing for the chunks that are `mild`.
+        """
         D = a.shape[-1]
         BD, warps, stages = score_config(self.bfloat16, D)
         P = a.new_empty(self.padded_rows, self.H, CHUNK, CHUNK, dtype=torch.float32)
@@ -228,6 +242,7 @@ class _Work:
             g,
             u,
             P,
+            mild,
             *self._table("start", "end"),
             self.scale,
             self.T,
@@ -254,8 +269,11 @@ class _Work:
         out: Tensor,
         reverse: bool = False,
         transpose: bool = False,
-    ) -> None:
-        """Fill `out` along the value axis or, with `transpose`, along the key axis; `g` and `u` are of the other."""
+    ) -> Tensor | None:
+        """Fill `out` along the value axis or, with `transpose`, along the key axis; `g` and `u` are of the other.
+
+        Returns which chunks of `g` are mild.
+        """
         D1, D2, strides = self._axes(transpose)
         BD1, BD2, warps, stages = plain_config(self.bfloat16, D1, D2)
         mild = None if g is None else x.new_empty(self.padded_rows, self.H, dtype=torch.int8)
@@ -290,6 +308,7 @@ class _Work:
                 num_warps=warps,
                 num_stages=stages,
             )
+        return mild
 
     def gated(
         self,
@@ -306,18 +325,25 @@ class _Work:
         write: Tensor | None = None,
         gate: Tensor | None = None,
         du: Tensor | None = None,
+        mild: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill what is given of `read`, `write`, `gate` and `du`.
+        """Fill what is given of `read`, `write`, `gate` and `du`; `mild` is what `plain` says of `g2`.
 
         Along the value axis or, with `transpose`, along the key axis, that of `u`.
         """
         D1, D2, strides = self._axes(transpose)
         BD1, BD2, warps, stages = gated_config(self.bfloat16, D1, D2)
         tiles = tile_count(D2, BD2)
-        P = self.score(a, b, g1, None if transpose else u)
-        mild = x.new_empty(self.padded_rows, self.H, tiles, dtype=torch.int8)
+        # One tile makes its own where its gates are mild.
+        fused = write is None and g1 is None and u is None and isinstance(tiles, int) and tiles == 1
+        P = None if fused else self.score(a, b, g1, None if transpose else u)
+        known = mild is not None
+        if not known:
+            mild = x.new_empty(self.padded_rows, self.H, tiles, dtype=torch.int8)
         for only_mild in (True, False):
+            if fused and not only_mild:
+                P = self.score(a, b, None, None, mild)
             launch(
                 gated_kernel,
                 (self.rows * self.H * tiles,),
@@ -349,6 +375,7 @@ class _Work:
                 BD2=BD2,
                 HAS_G1=g1 is not None,
                 MILD=only_mild,
+                KNOWN=known,
                 WRITE=write is not None,
                 **self.flags,
                 num_warps=warps,

@@ -32,10 +32,13 @@ def forward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    softmax: bool,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     chunks = Chunks(q, cu_seqlens)
+    if softmax:
+        q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
     gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
 
@@ -57,6 +60,7 @@ def backward(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    softmax: bool,
     wide: bool,
     do: Tensor | None,
     d_final_state: Tensor | None,
@@ -64,6 +68,9 @@ def backward(
     """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty for inputs that are absent."""
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
+    logits = q
+    if softmax:
+        q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
     gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
 
@@ -89,8 +96,11 @@ def backward(
     def grad(x: Tensor | None, dx: Tensor | None) -> Tensor:
         return q.new_empty(0) if x is None or dx is None else chunks.join(dx).to(x.dtype)
 
+    dq = grad(q, (dq + along_k.read) * scale)
+    if softmax:
+        dq = (q * (dq - (q * dq).sum(-1, keepdim=True))).to(logits.dtype)
     return (
-        grad(q, (dq + along_k.read) * scale),
+        dq,
         grad(k, dk + along_k.write),
         grad(v, dv + along_v.write),
         grad(gk, dgk),

@@ -236,8 +236,14 @@ def _middle_sums(g, t, s, C: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.co
 
 
 @triton.jit
-def _mild(write, read):
-    return tl.maximum(tl.max(tl.abs(write)), tl.max(tl.abs(read))) < _MILD
+def _size(write, read):
+    return tl.maximum(tl.abs(write), tl.abs(read))
+
+
+@triton.jit
+def _mild(sizes, tokens):
+    # In a short chunk too most of what its gates pass is not decayed to nothing: in their gradient it would drown.
+    return tl.max(sizes) < tl.minimum(_MILD, 4.0 * tokens.to(tl.float32))
 
 
 @triton.jit
@@ -266,11 +272,11 @@ def _pairs(a, b, g, t, s, LEVELS: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: 
 
 @triton.jit
 def _own_pair(a, b, u, h, d, D):
-    """``a_t . b_t``, weighted by any bonus ``u [H, D]``."""
+    """The terms of ``a_t . b_t``, weighted by any bonus ``u [H, D]``."""
     product = a.to(tl.float32) * b.to(tl.float32)
     if u is not None:
         product *= tl.load(u + h * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    return tl.sum(product, 1)
+    return product
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
@@ -280,6 +286,7 @@ def score_kernel(
     g,
     u,  # [H, D]
     P,  # [rows, H, C, C]
+    mild,  # [rows, H], those to leave out
     row_start,
     row_end,
     scale,
@@ -304,6 +311,9 @@ def score_kernel(
     lo, hi = _chunk(row, T, NT, row_start, row_end, C, PACKED)
     if lo >= hi:
         return
+    if mild is not None:
+        if tl.load(mild + row * H + h) != 0:
+            return
     i = tl.arange(0, C)
     t = i[:, None]
     s = i[None, :]
@@ -319,12 +329,12 @@ def score_kernel(
         else:
             g_ = _gates(g, token, hi, h, d, H, D)
             write, read = _middle_sums(g_, t, s, C, READ_BEFORE, DOT)
-            if _mild(write, read):
+            if _mild(_size(write, read), hi - lo):
                 lower += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             else:
                 lower += _pairs(a_, b_, g_, t, s, LEVELS, READ_BEFORE, DOT)
         if READ_BEFORE:
-            own += _own_pair(a_, b_, u, h, d, D)
+            own += tl.sum(_own_pair(a_, b_, u, h, d, D), 1)
     lower = tl.where(_reads(t, s, READ_BEFORE), lower, 0.0)
     if READ_BEFORE:
         lower = tl.where(t == s, own[:, None], lower)
@@ -393,8 +403,8 @@ def plain_kernel(
 
     acc = tl.zeros([C, BD2], dtype=tl.float32)
     pairs = tl.zeros([C, C], dtype=tl.float32)
-    own = tl.zeros([C], dtype=tl.float32)
-    is_mild = True
+    own = tl.zeros([C, BD1], dtype=tl.float32)
+    sizes = tl.zeros([C, BD1], dtype=tl.float32)
     for d in range(0, D1, BD1):
         d1 = d + tl.arange(0, BD1)
         a_ = load_tile(a, token, hi, h, d1, H, D1)
@@ -405,7 +415,7 @@ def plain_kernel(
             g_ = _gates(g, token, hi, h, d1, H, D1)
             if MILD:
                 write, read = _middle_sums(g_, t, s, C, READ_BEFORE, DOT)
-                is_mild = is_mild & _mild(write, read)
+                sizes = tl.maximum(sizes, _size(write, read))
                 if REVERSE:
                     pairs += _fine_dot(a_ * tl.exp(-write), tl.trans(b_ * tl.exp(read)), DOT)
                 else:
@@ -424,19 +434,20 @@ def plain_kernel(
         acc *= scale
 
     if MILD and HAS_G:
+        is_mild = _mild(sizes, hi - lo)
         tl.store(mild + row * H + h, is_mild.to(tl.int8))
         if not is_mild:
             return
     pairs = tl.where(_reads(s, t, READ_BEFORE) if REVERSE else _reads(t, s, READ_BEFORE), pairs * scale, 0.0)
     if u is not None:
-        pairs = tl.where(t == s, own[:, None] * scale, pairs)
+        pairs = tl.where(t == s, tl.sum(own, 1)[:, None] * scale, pairs)
     acc += split_dot(pairs, load_tile(x, token, hi, h, d2, H, D2), DOT)
     store_tile(out, acc, token, hi, h, d2, H, D2)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
 def gated_kernel(
-    P,  # [rows, H, C, C]
+    P,  # [rows, H, C, C], from `a` and `b` here if there is none
     a,  # [tokens, H, D1]
     b,
     x,  # [tokens, H, D2]
@@ -450,7 +461,7 @@ def gated_kernel(
     write,
     dg2,
     du,  # [rows, H, D2], the sums over chunks
-    mild,  # [rows, H, D2 / BD2]
+    mild,  # [rows, H] if `KNOWN`, otherwise [rows, H, D2 / BD2]
     row_start,
     row_end,
     scale,
@@ -467,6 +478,7 @@ def gated_kernel(
     BD2: tl.constexpr,
     HAS_G1: tl.constexpr,
     MILD: tl.constexpr,
+    KNOWN: tl.constexpr,
     WRITE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     PACKED: tl.constexpr,
@@ -478,8 +490,8 @@ def gated_kernel(
     b_s`` and the gradient of `g2` too, `dS` the gradient of the state after the chunk. `u` weighs in ``P[t, t]``, and
     gets its gradient.
 
-    It runs twice, for the tiles whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
-    both would need twice the registers.
+    It runs twice, for the tiles whose gates are mild (`MILD`), which it notes unless that is `KNOWN`, and then for the
+    others: one kernel for both would need twice the registers.
     """
     tiles = tl.cdiv(D2, BD2)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
@@ -496,31 +508,30 @@ def gated_kernel(
     s = i[None, :]
     token = lo + i
     d2 = tile * BD2 + tl.arange(0, BD2)
-    at_mild = mild + (row * H + h) * tiles + tile
-    if MILD:
+    at_mild = mild + (row * H + h if KNOWN else (row * H + h) * tiles + tile)
+    if KNOWN or not MILD:
+        if (tl.load(at_mild) != 0) != MILD:
+            return
+    else:
         g = _gates(g2, token, hi, h, d2, H, D2)
         write_sum, read_sum = _middle_sums(g, t, s, C, READ_BEFORE, DOT)
-        is_mild = _mild(write_sum, read_sum)
-        if READ_BEFORE:
-            # Neighbours meet undecayed too, and must not drown the rest in the gate's gradient: nowhere is most of it
-            # decayed to nothing. Of a whole chunk that follows.
-            gates = tl.sum(g.to(tl.float32), 0)
-            is_mild = is_mild & (tl.min(gates) > -4.0 * tl.minimum(hi - lo, C).to(tl.float32))
+        is_mild = _mild(_size(write_sum, read_sum), hi - lo)
         tl.store(at_mild, is_mild.to(tl.int8))
         if not is_mild:
             return
-    elif tl.load(at_mild) != 0:
-        return
 
     # From other chunks.
     before = tl.zeros([C, BD2], dtype=tl.float32)
     after = tl.zeros([C, BD2], dtype=tl.float32)
     through = tl.zeros([BD2], dtype=tl.float32)
+    pairs = tl.zeros([C, C], dtype=tl.float32)
     for d in range(0, D1, BD1):
         d1 = d + tl.arange(0, BD1)
         at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
         in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
         a_ = load_tile(a, token, hi, h, d1, H, D1)
+        if P is None:
+            pairs += dot(a_, tl.trans(load_tile(b, token, hi, h, d1, H, D1)), DOT)
         if HAS_G1:
             gate = _gates(g1, token, hi, h, d1, H, D1)
             a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), gate, DOT))
@@ -540,7 +551,10 @@ def gated_kernel(
 
     # From this chunk. The pair of a token with itself, which no gate decays, joins last: it would drown the others in
     # the gate's gradient. What is cheap to load again is: registers are short.
-    P += (row * H + h) * C * C
+    if P is None:
+        pairs = tl.where(_reads(t, s, READ_BEFORE), pairs * scale, 0.0)
+    else:
+        P += (row * H + h) * C * C
     g = _gates(g2, token, hi, h, d2, H, D2)
     if MILD:
         late = t >= C // 2
@@ -553,7 +567,9 @@ def gated_kernel(
             through *= tl.exp(tl.sum(g.to(tl.float32), 0))
             late_sum = through + tl.sum(writer * after, 0)
             early_sum = through + tl.sum(reader * before, 0)
-        before += _round_dot(tl.load(P + t * C + s, mask=t != s, other=0.0), writer, DOT)
+        if P is not None:
+            pairs = tl.load(P + t * C + s)
+        before += _round_dot(tl.where(t == s, 0.0, pairs), writer, DOT)
         if WRITE:
             after += _round_dot(tl.load(P + s * C + t, mask=t != s, other=0.0), reader, DOT)
             # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels.
@@ -565,8 +581,10 @@ def gated_kernel(
             store_tile(dg2, dg, token, hi, h, d2, H, D2)
         if read is not None and DOT != tl.float32:
             # What `_round` took from P; not before, as `dg` needs both products of the same factors.
-            rest = tl.load(P + t * C + s, mask=t != s, other=0.0)
-            before += dot(rest - _round(rest, DOT), writer, DOT)
+            if P is not None:
+                pairs = tl.load(P + t * C + s)
+            rest = tl.where(t == s, 0.0, pairs - _round(pairs, DOT))
+            before += dot(rest, writer, DOT)
         before *= tl.exp(read_sum)
     else:
         x_ = load_tile(x, token, hi, h, d2, H, D2)
@@ -590,14 +608,16 @@ def gated_kernel(
                 dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
         if WRITE:
             store_tile(dg2, dg, token, hi, h, d2, H, D2)
-    own = tl.load(P + i * C + i)[:, None]
+    own = tl.sum(tl.where(t == s, pairs, 0.0), 1)[:, None] if P is None else tl.load(P + i * C + i)[:, None]
     diagonal = own
     if u is not None:
         diagonal = own * tl.load(u + h * D2 + d2, mask=d2 < D2, other=0.0).to(tl.float32)[None, :]
+    x_ = load_tile(x, token, hi, h, d2, H, D2)
     if read is not None:
-        store_tile(read, before + diagonal * load_tile(x, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)
+        store_tile(read, before + diagonal * x_, token, hi, h, d2, H, D2)
     if WRITE:
-        store_tile(write, after + diagonal * load_tile(y, token, hi, h, d2, H, D2), token, hi, h, d2, H, D2)
+        y_ = load_tile(y, token, hi, h, d2, H, D2)
+        store_tile(write, after + diagonal * y_, token, hi, h, d2, H, D2)
     if u is not None:
-        met = own * load_tile(x, token, hi, h, d2, H, D2) * load_tile(y, token, hi, h, d2, H, D2)
+        met = own * x_ * y_
         tl.store(du + (row * H + h) * D2 + d2, tl.sum(met, 0), mask=d2 < D2)
