@@ -272,11 +272,11 @@ def _pairs(a, b, g, t, s, LEVELS: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: 
 
 @triton.jit
 def _own_pair(a, b, u, h, d, D):
-    """The terms of ``a_t . b_t``, weighted by any bonus ``u [H, D]``."""
+    """``a_t . b_t``, weighted by any bonus ``u [H, D]``."""
     product = a.to(tl.float32) * b.to(tl.float32)
     if u is not None:
         product *= tl.load(u + h * D + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-    return product
+    return tl.sum(product, 1)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
@@ -333,10 +333,11 @@ def score_kernel(
                 lower += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             else:
                 lower += _pairs(a_, b_, g_, t, s, LEVELS, READ_BEFORE, DOT)
-        if READ_BEFORE:
-            own += tl.sum(_own_pair(a_, b_, u, h, d, D), 1)
-    lower = tl.where(_reads(t, s, READ_BEFORE), lower, 0.0)
-    if READ_BEFORE:
+        if READ_BEFORE and (HAS_G or u is not None):
+            own += _own_pair(a_, b_, u, h, d, D)
+    lower = tl.where(s <= t, lower, 0.0)
+    if READ_BEFORE and (HAS_G or u is not None):
+        # The gates of a read before the decay are not those of the write in the same token.
         lower = tl.where(t == s, own[:, None], lower)
     at = P + (row * H + h) * C * C + t * C + s
     tl.store(at, lower * scale)
@@ -403,7 +404,7 @@ def plain_kernel(
 
     acc = tl.zeros([C, BD2], dtype=tl.float32)
     pairs = tl.zeros([C, C], dtype=tl.float32)
-    own = tl.zeros([C, BD1], dtype=tl.float32)
+    own = tl.zeros([C], dtype=tl.float32)
     sizes = tl.zeros([C, BD1], dtype=tl.float32)
     for d in range(0, D1, BD1):
         d1 = d + tl.arange(0, BD1)
@@ -440,7 +441,7 @@ def plain_kernel(
             return
     pairs = tl.where(_reads(s, t, READ_BEFORE) if REVERSE else _reads(t, s, READ_BEFORE), pairs * scale, 0.0)
     if u is not None:
-        pairs = tl.where(t == s, tl.sum(own, 1)[:, None] * scale, pairs)
+        pairs = tl.where(t == s, own[:, None] * scale, pairs)
     acc += split_dot(pairs, load_tile(x, token, hi, h, d2, H, D2), DOT)
     store_tile(out, acc, token, hi, h, d2, H, D2)
 
