@@ -285,7 +285,7 @@ slotted = {
     "inputs": {**QKV, "s": S},
     "state": ("N", "H", "M", "K+V"),
     "nodes": 2,
-    "around": ("_softmax", "permute", "cat"),
+    "around": ("permute", "cat"),
     "public": False,
 }
 grouped = {
