@@ -10,8 +10,10 @@ import torch._dynamo
 from contract.accuracy import assert_close, error
 from contract.cases import CASES, slots_reference
 from contract.problems import draw, evaluate
+from ranks import on_two_ranks
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 from torch.func import grad, jvp, vmap
 
@@ -282,3 +284,36 @@ def test_groups_of_queries(device: torch.device) -> None:
     assert error(o, repeated) <= 1e-6
     for x, y in zip(state, after, strict=True):
         assert error(x, y[:, ::2]) <= 1e-6
+
+
+def sharded(mesh: DeviceMesh, with_z: bool) -> None:
+    """By rows and by heads on two ranks: the results and gradients of one, sharded as the inputs."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    H, K, V, M = 2, 6, 5, 4
+    tokens = [torch.randn(2, 9, heads, D) for heads, D in ((2 * H, K), (H, K), (H, V), (H, M))]
+    states = [torch.randn(2, H, *shape) for shape in ((K, M), (M, V), (M,))] if with_z else []
+    for form in FORMS:
+        for dim, of_state in ((0, 0), (2, 1)):
+            dims = [dim] * len(tokens) + [of_state] * len(states)
+            leaves = [x.clone().requires_grad_() for x in (*tokens, *states)]
+            shards = [
+                distribute_tensor(x, mesh, [Shard(d)]).requires_grad_()
+                for x, d in zip((*tokens, *states), dims, strict=True)
+            ]
+            outputs = []
+            for x in (shards, leaves):
+                o, state = form(*x[:4], initial_state=tuple(x[4:]) or None, output_final_state=True)
+                outputs.append((o, *state))
+                sum(y.sin().sum() for y in outputs[-1]).backward()
+            for y, expected, d in zip(*outputs, (dim, *[of_state] * 3), strict=True):
+                assert y.placements == (Shard(d),)
+                torch.testing.assert_close(y.full_tensor(), expected)
+            for x, leaf in zip(shards, leaves, strict=True):
+                torch.testing.assert_close(x.grad.full_tensor(), leaf.grad)
+
+
+@pytest.mark.parametrize("with_z", [False, True], ids=["from nothing", "from z"])
+def test_dtensor(with_z: bool) -> None:
+    on_two_ranks(sharded, with_z)

@@ -160,6 +160,7 @@ def define_op(
     heads: Mapping[str, int],
     batch: Mapping[str, int | None],
     autocast: Sequence[str] = (),
+    exempt: Mapping[str, str] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> OpOverload:
     """Register ``flacompose::name`` and return its overload, the fastest way to call it.
@@ -182,6 +183,7 @@ def define_op(
             a sum over them. Absent for a tensor that joins rows (``cu_seqlens``): when it is given, the batch is not
             sharded.
         autocast: the arguments, never absent, that autocast casts. The others are computed with as they come.
+        exempt: those of them that it leaves where another argument is true, with the name of that.
         flops: formula for ``FlopCounterMode``, from the arguments with shapes for tensors, and ``out_shape``.
 
     Returns:
@@ -198,7 +200,9 @@ def define_op(
     torch.library.register_fake(op, fake, lib=LIBRARY)
     if triton is not None and find_spec("triton") is not None and torch.version.hip is None:
         _implement_cuda(op, eager, triton)
-    _differentiate(op, eager, fake, backward, _vmap_rule(op, heads), autocast, _shardings(op, heads, batch))
+    _differentiate(
+        op, eager, fake, backward, _vmap_rule(op, heads), autocast, exempt or {}, _shardings(op, heads, batch)
+    )
     if flops is not None:
         register_flop_formula(packet)(flops)
     return op
@@ -256,6 +260,7 @@ def _differentiate(
     backward_op: OpOverload | None,
     vmap_rule: Callable[..., Any],
     autocast: Sequence[str],
+    exempt: Mapping[str, str],
     shardings: Callable[..., Any],
 ) -> None:
     """Kernels at the Autograd, functorch and autocast keys.
@@ -266,7 +271,7 @@ def _differentiate(
     arguments = _names(op._schema.arguments)
     tensors = _tensors(op)
     pick = itemgetter(*tensors) if len(tensors) > 1 else lambda args: (args[tensors[0]],)
-    cast = tuple(arguments.index(x) for x in autocast)
+    cast = tuple((arguments.index(x), arguments.index(exempt[x]) if x in exempt else None) for x in autocast)
     if backward_op is not None:
         gradients = [arguments.index(_primal(x, arguments)) for x in _names(backward_op._schema.returns)]
 
@@ -358,8 +363,8 @@ def _differentiate(
     def cast_for(device: str, args: Any) -> list[Any]:
         dtype = torch.get_autocast_dtype(device)
         args = list(args)
-        for i in cast:
-            if args[i].dtype is not torch.float64:
+        for i, left in cast:
+            if args[i].dtype is not torch.float64 and (left is None or not args[left]):
                 args[i] = args[i].to(dtype)
         return args
 

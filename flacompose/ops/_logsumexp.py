@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import wide
 from flacompose.ops._varlen import bounds, inside, sequence_of
 
@@ -37,7 +38,7 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
     shape = s.shape[2:]
     x = s.double().clamp(min=LOWEST).flatten(2)  # [B, T, D]
     z = x.new_full((N, x.shape[2]), LOWEST) if z is None else z.double().clamp(min=LOWEST).flatten(1)
-    t = torch.arange(T, device=x.device)
+    t = replicated(torch.arange(T, device=x.device), x)
     if cu_seqlens is None:
         first, z_0 = t == 0, z[:, None]
         sequence = torch.zeros_like(t)
@@ -50,7 +51,7 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
 
     before = torch.where(first[:, None], z_0, F.pad(total, (0, 0, 1, 0))[:, :-1])
     written = total > LOWEST / 2
-    gates = _or_minus_inf(torch.where(written, F.logsigmoid(before - x), 0))
+    gates = _or_minus_inf(torch.where(written, -F.softplus(x - before, threshold=40), 0))
     weights = torch.where(written, torch.sigmoid(x - before), 0)
     if cu_seqlens is None:
         z = total[:, -1]
@@ -70,7 +71,7 @@ def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     Sums of 1, 2, 4, ... tokens meet those before them: the scan of Hillis and Steele.
     """
     T = x.shape[1]
-    t = torch.arange(T, device=x.device)
+    t = replicated(torch.arange(T, device=x.device), x)
     # Traced, every length takes those of a long one, but for the single token of decoding.
     levels = LEVELS if torch.compiler.is_compiling() and not statically_known_true(T == 1) else 0
     while 1 << levels < T:

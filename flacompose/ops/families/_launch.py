@@ -19,9 +19,13 @@ def tile_count(D: int, B: int) -> int:
     return (D + B - 1) // B
 
 
-def operand(x: Tensor) -> Tensor:
+def operand_dtype(x: Tensor) -> torch.dtype:
     """float16 overflows where a state or a sum of products is large; it is computed with in float32."""
-    return x.to(torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32).contiguous()
+    return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+
+
+def operand(x: Tensor) -> Tensor:
+    return x.to(operand_dtype(x)).contiguous()
 
 
 def given(x: Tensor | None) -> Tensor | None:
@@ -68,7 +72,7 @@ def recurrent(
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
     The gates are ``g [B, T, HV]``, or ``[HV]`` for every token, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``; the
-    bonus ``u [H, K]``. `softmax` reads with that of `q`.
+    bonus ``u [H, K]``. `softmax` reads with the softmax of `q`.
     """
     B, T, H, K = q.shape
     HV, V = v.shape[2:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ def define_forms(
     autocast: Sequence[str],
     flops: Callable[..., int],
     shared: Sequence[str] = (),
+    exempt: Mapping[str, str] | None = None,
 ) -> tuple[OpOverload, OpOverload]:
     """Register ``<family>_chunk``, ``<family>_recurrent`` and ``<family>_backward``, return the first two.
 
@@ -36,6 +37,7 @@ def define_forms(
         autocast: the arguments that autocast casts.
         flops: of the forward.
         shared: the names of those with gradients that are ``[H, ...]``, the same for all tokens.
+        exempt: as `define_op` takes it.
     """
     gradients = ", ".join(f"Tensor d{x}" for x in (*tokens, *shared, "_initial_state"))
     by_row = dict.fromkeys((*tokens, "o"), 2) | {"initial_state": 1, "final_state": 1}
@@ -77,6 +79,7 @@ def define_forms(
             heads=heads,
             batch=batch,
             autocast=autocast,
+            exempt=exempt,
             flops=flops,
         )
         for form in ("chunk", "recurrent")
@@ -91,6 +94,7 @@ def define_family(
     shared: Sequence[str] = (),
     options: str = "",
     wide: bool = False,
+    exempt: Mapping[str, str] | None = None,
 ) -> tuple[OpOverload, OpOverload]:
     """`define_forms` of a family of matrices.
 
@@ -103,6 +107,7 @@ def define_family(
         shared: likewise, of what all tokens share.
         options: its own last arguments, with their types in a schema.
         wide: whether its very last is ``bool wide``, which gives the output in the dtype of states.
+        exempt: as `define_op` takes it.
     """
     optional = (*gates, *shared, "initial_state", "cu_seqlens")
     tensors = [*(f"Tensor {x}" for x in "qkv"), *(f"Tensor? {x}" for x in optional)]
@@ -118,7 +123,8 @@ def define_family(
         B, T, H, V = v
         return 4 * B * T * H * q[-1] * V
 
-    return define_forms(family, eager, inputs, ("q", "k", "v", *gates), fake, ("q", "k", "v"), flops, shared)
+    tokens, cast = ("q", "k", "v", *gates), ("q", "k", "v")
+    return define_forms(family, eager, inputs, tokens, fake, cast, flops, shared, exempt)
 
 
 def rows(x: Tensor, cu_seqlens: Tensor | None) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from flacompose.ops._define import compile_together, launch
 from flacompose.ops._varlen import ChunkTable, chunk_table
 from flacompose.ops.families import _launch
-from flacompose.ops.families._launch import block, given, operand, segment_count, tile_count
+from flacompose.ops.families._launch import block, given, operand, operand_dtype, segment_count, tile_count
 from flacompose.ops.families.vector_decay import slots
 from flacompose.ops.families.vector_decay.kernels import (
     gated_kernel,
@@ -38,7 +38,7 @@ def chunk(
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     if softmax:
-        q = slots.softmax(q, v.dtype)
+        q = slots.softmax(q, operand_dtype(v))
     work = _Work(q, v, u, cu_seqlens, scale)
     o = work.per_token(v, torch.float32 if wide else None)
     q, k, v = operand(q), operand(k), operand(v)
@@ -70,9 +70,10 @@ def backward(
     """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty for inputs that are absent."""
     logits = q
     if softmax:
-        q = slots.softmax(q, v.dtype)
+        q = slots.softmax(q, operand_dtype(v))
     work = _Work(q, v, u, cu_seqlens, scale)
-    dq, dk, dv, dgk, dgv = (q.new_empty(0) if x is None else work.per_token(x) for x in (q, k, v, gk, gv))
+    absent = logits.new_empty(0)
+    dq, dk, dv, dgk, dgv = (absent if x is None else work.per_token(x) for x in (logits, k, v, gk, gv))
     u_dtype, state_dtype = (None if x is None else x.dtype for x in (u, initial_state))
     do = torch.zeros_like(v) if do is None else do
     q, k, v, do = operand(q), operand(k), operand(v), operand(do)
@@ -81,28 +82,28 @@ def backward(
 
     S, _ = work.sweep(k, v, gk, gv, initial_state)
     dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
-    mild = du = None
+    mild_k = mild_v = du = None
     if gv is None:
-        mild = work.plain(k, q, do, gk, u, dS, dv, reverse=True)
+        mild_k = work.plain(k, q, do, gk, u, dS, dv, reverse=True)
     if gk is None and u is None:
-        mild = work.plain(do, v, k, gv, None, S, dq, transpose=True)
+        mild_v = work.plain(do, v, k, gv, None, S, dq, transpose=True)
         work.plain(v, do, q, gv, None, dS, dk, reverse=True, transpose=True)
     if gv is not None:
-        work.gated(q, k, v, do, gk, gv, u, S, dS, None, dv, dgv, mild=mild)
+        work.gated(q, k, v, do, gk, gv, u, S, dS, None, dv, dgv, mild=mild_v)
     if gk is not None or u is not None:
         # A bonus is weighed in where a gate is.
         gate, d_gate = (torch.zeros_like(k), torch.empty_like(k)) if gk is None else (gk, dgk)
         if u is not None:  # by chunk, and zeros where there is none
             du = q.new_zeros(work.padded_rows, *u.shape, dtype=torch.float32)
-        work.gated(do, v, k, q, gv, gate, u, S, dS, dq, dk, d_gate, du, mild, transpose=True)
+        work.gated(do, v, k, q, gv, gate, u, S, dS, dq, dk, d_gate, du, mild_k, transpose=True)
     return (
         slots.softmax_gradient(logits, dq) if softmax else dq,
         dk,
         dv,
         dgk,
         dgv,
-        q.new_empty(0) if du is None else du.sum(0).to(u_dtype),
-        q.new_empty(0) if state_dtype is None else d_initial_state.to(state_dtype),
+        absent if du is None else du.sum(0).to(u_dtype),
+        absent if state_dtype is None else d_initial_state.to(state_dtype),
     )
 
 
@@ -229,7 +230,7 @@ class _Work:
     ) -> Tensor:
         """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`, or for ``s = t`` weighted by `u`.
 
-        Nothing for the chunks that are `mild`.
+        Nothing for the chunks that are ``mild [rows, H]``.
         """
         D = a.shape[-1]
         BD, warps, stages = score_config(self.bfloat16, D)
@@ -328,14 +329,16 @@ class _Work:
         mild: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill what is given of `read`, `write`, `gate` and `du`; `mild` is what `plain` says of `g2`.
+        """Fill what is given of `read`, `write`, `gate` and `du`.
 
-        Along the value axis or, with `transpose`, along the key axis, that of `u`.
+        Along the value axis or, with `transpose`, along the key axis, that of `u`. `mild` is what `plain` has found of
+        `g2`; without it, each tile finds out for itself.
         """
         D1, D2, strides = self._axes(transpose)
         BD1, BD2, warps, stages = gated_config(self.bfloat16, D1, D2)
         tiles = tile_count(D2, BD2)
-        # One tile makes its own where its gates are mild.
+        # Where its gates are mild, the one tile of an axis that is only read along makes P for itself. What it finds
+        # mild is then of whole chunks, as `score` takes it.
         fused = write is None and g1 is None and u is None and isinstance(tiles, int) and tiles == 1
         P = None if fused else self.score(a, b, g1, None if transpose else u)
         known = mild is not None

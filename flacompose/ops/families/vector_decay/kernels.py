@@ -4,8 +4,8 @@ The chunked algorithm is that of `eager`, where it is explained. Here a chunk is
 at each level every token plays one role, reader in an odd block or writer in an even one, with one weight and one row
 of one matrix product. Local sums of gates are products with a 0/1 matrix, their gradient with its transpose.
 
-Where the gates of a chunk are mild, the levels are not needed: a single product
-referred to the chunk's middle holds all pairs, and half of its exponents may be positive (`_MILD` bounds them).
+Where the gates of a chunk are mild, the levels are not needed: a single product referred to the chunk's middle holds all
+pairs, and half of its exponents may be positive (`_MILD` bounds them).
 """
 
 from __future__ import annotations
@@ -242,7 +242,8 @@ def _size(write, read):
 
 @triton.jit
 def _mild(sizes, tokens):
-    # In a short chunk too most of what its gates pass is not decayed to nothing: in their gradient it would drown.
+    # In a short chunk the bound is lower: the rounding of pairs that a gate does not touch would drown the gradient of
+    # one that passes less than some exp(-4) on.
     return tl.max(sizes) < tl.minimum(_MILD, 4.0 * tokens.to(tl.float32))
 
 
@@ -302,7 +303,10 @@ def score_kernel(
     PACKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t``, with `u` for ``s = t``."""
+    """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t``, with `u` for ``s = t``.
+
+    Only of chunks that are not `mild`, if that is given.
+    """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     pid = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0) // H
@@ -553,7 +557,7 @@ def gated_kernel(
     # From this chunk. The pair of a token with itself, which no gate decays, joins last: it would drown the others in
     # the gate's gradient. What is cheap to load again is: registers are short.
     if P is None:
-        pairs = tl.where(_reads(t, s, READ_BEFORE), pairs * scale, 0.0)
+        pairs = tl.where(s <= t, pairs * scale, 0.0)
     else:
         P += (row * H + h) * C * C
     g = _gates(g2, token, hi, h, d2, H, D2)
@@ -619,6 +623,5 @@ def gated_kernel(
     if WRITE:
         y_ = load_tile(y, token, hi, h, d2, H, D2)
         store_tile(write, after + diagonal * y_, token, hi, h, d2, H, D2)
-    if u is not None:
-        met = own * x_ * y_
-        tl.store(du + (row * H + h) * D2 + d2, tl.sum(met, 0), mask=d2 < D2)
+        if u is not None:
+            tl.store(du + (row * H + h) * D2 + d2, tl.sum(own * x_ * y_, 0), mask=d2 < D2)

@@ -11,5 +11,11 @@ from flacompose.ops.families._op import define_family
 from flacompose.ops.families.vector_decay import eager
 
 chunk, recurrent = define_family(
-    "vector_decay", eager, ("gk", "gv"), shared=("u",), options="bool softmax", wide=True
+    "vector_decay",
+    eager,
+    ("gk", "gv"),
+    shared=("u",),
+    options="bool softmax",
+    wide=True,
+    exempt={"q": "softmax"},
 )

@@ -29,7 +29,7 @@ def _launch(logits: Tensor, dp: Tensor | None, out: Tensor) -> None:
     B, T, H, M = logits.shape
     BM = block(M, 256)
     rows = 4096 // BM
-    launch(softmax_kernel, (tile_count(B * T * H, rows),), logits, dp, out, B * T * H, M=M, ROWS=rows, BM=BM)
+    launch(softmax_kernel, (tile_count(B * T * H, rows),), logits, dp, out, B * T * H, M, ROWS=rows, BM=BM)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -38,7 +38,7 @@ def softmax_kernel(
     dp,
     out,
     N,
-    M: tl.constexpr,
+    M,
     ROWS: tl.constexpr,
     BM: tl.constexpr,
 ):
