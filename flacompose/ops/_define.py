@@ -200,9 +200,8 @@ def define_op(
     torch.library.register_fake(op, fake, lib=LIBRARY)
     if triton is not None and find_spec("triton") is not None and torch.version.hip is None:
         _implement_cuda(op, eager, triton)
-    _differentiate(
-        op, eager, fake, backward, _vmap_rule(op, heads), autocast, exempt or {}, _shardings(op, heads, batch)
-    )
+    rules = _vmap_rule(op, heads), _shardings(op, heads, batch)
+    _differentiate(op, eager, fake, backward, autocast, exempt or {}, *rules)
     if flops is not None:
         register_flop_formula(packet)(flops)
     return op
@@ -258,9 +257,9 @@ def _differentiate(
     eager: Callable[..., Any],
     fake: Callable[..., Any],
     backward_op: OpOverload | None,
-    vmap_rule: Callable[..., Any],
     autocast: Sequence[str],
     exempt: Mapping[str, str],
+    vmap_rule: Callable[..., Any],
     shardings: Callable[..., Any],
 ) -> None:
     """Kernels at the Autograd, functorch and autocast keys.

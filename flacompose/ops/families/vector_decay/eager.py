@@ -7,7 +7,7 @@ Between chunks the state is swept (`_sweep`). Within a chunk every pair of token
 sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and a gate of -inf is a weight
 of 0. The boundary is the one at which ``s`` and ``t`` part when the chunk is halved, and halved again: at level ``b``
 the odd blocks of ``b`` tokens read what the even blocks before them wrote. A token meets itself undecayed, with the
-bonus `u` where there is one: then a read stops before its own gate.
+bonus `u` where there is one: then a read stops before its own gate. With `softmax`, `q` are logits of what reads.
 
 Everything is functional, differentiable PyTorch, so derivatives of any order exist.
 """

@@ -4,8 +4,8 @@ The chunked algorithm is that of `eager`, where it is explained. Here a chunk is
 at each level every token plays one role, reader in an odd block or writer in an even one, with one weight and one row
 of one matrix product. Local sums of gates are products with a 0/1 matrix, their gradient with its transpose.
 
-Where the gates of a chunk are mild, the levels are not needed: a single product referred to the chunk's middle holds all
-pairs, and half of its exponents may be positive (`_MILD` bounds them).
+Where the gates of a chunk are mild, the levels are not needed: a single product referred to the chunk's middle holds
+all pairs, and half of its exponents may be positive (`_MILD` bounds them).
 """
 
 from __future__ import annotations
