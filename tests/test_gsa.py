@@ -7,11 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from contract.accuracy import FIXED, VALUES, assert_accurate, assert_close, error
-from contract.cases import CASES, slots
+from contract.accuracy import FIXED, VALUES, assert_accurate, assert_close, assert_equal, error
+from contract.cases import CASES, each_softmax, slots
 from contract.graphs import op_nodes, recorded
 from contract.problems import draw, evaluate
+from ranks import on_two_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
@@ -189,6 +191,71 @@ def test_logits_are_wide(form, autocast: bool, device: torch.device) -> None:
     expected, after = form(**low, output_final_state=True)
     assert torch.equal(o, expected)
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+
+
+@each_softmax
+@pytest.mark.parametrize("scale", [1.0, -0.7])
+def test_softmax_inside_the_op(case, scale: float, device: torch.device) -> None:
+    """It is what reads, times the scale."""
+    problem = draw(case, device, scale=scale)
+    assert_accurate(problem, evaluate(problem))
+
+
+@each_softmax
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_logits(case, dtype: torch.dtype) -> None:
+    """Read, in eager PyTorch, as the same numbers in float32 are; their gradient is of their own dtype."""
+    problem = draw(case, torch.device("cpu"), dtype)
+    wide = problem.with_tensors(q=problem.tensors["q"].float())
+    with recorded() as calls:
+        results, expected = evaluate(problem), evaluate(wide)
+    _, _, (dq, *_) = calls[1]
+    assert dq.dtype == dtype
+    expected["dq"] = expected["dq"].to(dtype)
+    assert_equal(results, expected)
+
+
+def test_exported_under_autocast(device: torch.device) -> None:
+    """Logits stay wide where the graph, too, leaves to the op what autocast casts."""
+    tensors = inputs(device, T=37)
+    tensors["q"] = tensors["q"] * 8
+    state = chunk_gsa(**tensors, output_final_state=True)[1]
+    program = export(Model(chunk_gsa), (tensors, state))
+    with torch.autocast(device.type, torch.bfloat16):
+        o, _ = program.module()(tensors, state)
+        expected, _ = chunk_gsa(**tensors, initial_state=state)
+    assert torch.equal(o, expected)
+
+
+def sharded(mesh: DeviceMesh) -> None:
+    """By rows and by heads on two ranks: the results and gradients of one, sharded as the inputs."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    tensors = inputs(torch.device("cpu"), GROUPED, T=5)
+    states = chunk_gsa(**tensors, output_final_state=True)[1]
+    given = [*tensors.values(), *states]
+    for form in FORMS:
+        for dim, of_state in ((0, 0), (2, 1)):
+            dims = [dim] * len(tensors) + [of_state] * len(states)
+            leaves = [x.clone().requires_grad_() for x in given]
+            shards = [
+                distribute_tensor(x, mesh, [Shard(d)]).requires_grad_()
+                for x, d in zip(given, dims, strict=True)
+            ]
+            outputs = []
+            for x in (shards, leaves):
+                o, state = form(*x[:5], initial_state=x[5:], output_final_state=True)
+                outputs.append((o, *state))
+                sum(y.sin().sum() for y in outputs[-1]).backward()
+            for y, expected, d in zip(*outputs, (dim, of_state, of_state), strict=True):
+                assert y.placements == (Shard(d),)
+                torch.testing.assert_close(y.full_tensor(), expected)
+            for x, leaf in zip(shards, leaves, strict=True):
+                torch.testing.assert_close(x.grad.full_tensor(), leaf.grad)
+
+
+def test_dtensor() -> None:
+    on_two_ranks(sharded)
 
 
 X = torch.ones

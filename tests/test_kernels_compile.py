@@ -24,6 +24,11 @@ from flacompose.ops.families.scalar_decay.op import FIXED, PER_TOKEN, SUMMED  # 
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import slots  # noqa: E402
+from flacompose.ops.families.vector_decay.kernels import (  # noqa: E402
+    gated_kernel,
+    plain_kernel,
+    score_kernel,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -40,6 +45,17 @@ SHARED_MEMORY = 232448  # bytes a program may have on the chip
 def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (_launch, scalar_decay, scan, slots, vector_decay):
         monkeypatch.setattr(module, "launch", launch)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]]:
+    """The kernels that are launched from now on, with their arguments by name, and none is run."""
+    launches = []
+
+    def record(kernel, grid, *args, **kwargs) -> None:
+        launches.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs))
+
+    launch_with(record, monkeypatch)
+    return launches
 
 
 def compile_only(kernel, grid, *args, **kwargs) -> None:
@@ -194,6 +210,52 @@ def test_launches_at_every_length(gates, N, bonus, softmax, monkeypatch: pytest.
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
+@pytest.mark.parametrize(
+    "dtype, q_dtype, softmax",
+    [
+        (torch.float16, torch.float16, False),
+        (torch.float16, torch.float16, True),
+        (torch.float16, torch.float32, True),
+        (torch.bfloat16, torch.float32, True),
+    ],
+)
+def test_gradients_are_as_a_trace_has_them(dtype, q_dtype, softmax, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of absent inputs too, in whatever dtypes the kernels compute."""
+    launch_with(lambda *_, **__: None, monkeypatch)
+    k, v = torch.zeros(2, 1, 5, 2, 16, dtype=dtype)
+    args = k.to(q_dtype), k, v, None, None, None, None, None, 1.0, softmax, False, v, None
+    launched = vector_decay.backward(*args)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        traced = torch.ops.flacompose.vector_decay_backward(*args)
+    assert [(x.shape, x.dtype) for x in launched] == [(x.shape, x.dtype) for x in traced]
+
+
+@pytest.mark.parametrize("gates", GATES[1:], ids="-".join)
+def test_what_is_mild_is_found_once(gates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of one gate is told by the plain kernel; beside another gate there is none to tell."""
+    launches = recorded(monkeypatch)
+    q, k, v, g, do = torch.zeros(5, 1, 5, 2, 16)
+    gk, gv = (g if name in gates else None for name in ("gk", "gv"))
+    vector_decay.backward(q, k, v, gk, gv, None, None, None, 1.0, False, False, do, None)
+    alone = len(gates) == 1
+    found = [arguments["mild"] for kernel, arguments in launches if kernel is plain_kernel]
+    told = [arguments for kernel, arguments in launches if kernel is gated_kernel]
+    assert {arguments["KNOWN"] for arguments in told} == {alone}
+    assert {any(x is arguments["mild"] for x in found) for arguments in told} == {alone}
+
+
+def test_no_scores_of_mild_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of one gate on the value axis makes those of the others alone."""
+    launches = recorded(monkeypatch)
+    q, k, v, gv = torch.zeros(4, 1, 5, 2, 16)
+    vector_decay.chunk(q, k, v, None, gv, None, None, None, 1.0, False, False)
+    mild, scored, strong = (
+        arguments for kernel, arguments in launches if kernel in (gated_kernel, score_kernel)
+    )
+    assert mild["P"] is None and scored["P"] is strong["P"]
+    assert scored["mild"] is mild["mild"] is strong["mild"] is not None
+
+
 @pytest.mark.parametrize("gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "fixed", "token", "summed"])
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
 def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,13 +287,7 @@ def test_scan_launches_at_every_length(N, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("sequences", [1, 600])
 def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long packed row is cut into segments if it is few sequences: else their states would outgrow it."""
-    cut = []
-
-    def record(kernel, grid, *args, **kwargs) -> None:
-        arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        cut.append(arguments.get("segment_state") is not None)
-
-    launch_with(record, monkeypatch)
+    launches = recorded(monkeypatch)
     T = 200 * 64
     q, k, v = torch.zeros(3, 1, T, 2, 16)
     cu_seqlens = torch.linspace(0, T, sequences + 1).long()
@@ -240,4 +296,5 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     else:
         gates, options = ((None,), (PER_TOKEN,)) if family is scalar_decay else ((None,) * 3, (False, False))
         family.chunk(q, k, v, *gates, None, cu_seqlens, 1.0, *options)
-    assert any(cut) == (sequences == 1)
+    cut = any(arguments.get("segment_state") is not None for _, arguments in launches)
+    assert cut == (sequences == 1)

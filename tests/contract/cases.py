@@ -98,23 +98,24 @@ class OpCase:
         }
 
 
-def bonus(
+def direct(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    u: Tensor,
     gk: Tensor | None = None,
     gv: Tensor | None = None,
+    u: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     *,
     form: str,
+    softmax: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV6, straight on the family's op, which takes a gate on the value axis too, or none."""
+    """Straight on the family's op, which takes gates on both axes, a bonus beside any of them, and logits as `q`."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    o, state = getattr(op, form)(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, False, False)
+    o, state = getattr(op, form)(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, False)
     return o, state if output_final_state else None
 
 
@@ -125,6 +126,10 @@ def rwkv6(q: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, *, form: Callab
 
 def rwkv6_reference(q: Tensor, k: Tensor, v: Tensor, w: Tensor, **options) -> tuple[Tensor, Tensor]:
     return vector_decay(q, k, v, gk=w, **options)
+
+
+def softmax_reference(q: Tensor, *args: Tensor, **options) -> tuple[Tensor, Tensor]:
+    return vector_decay(q.softmax(-1), *args, **options)
 
 
 def gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options) -> tuple[Tensor, Tensor]:
@@ -311,8 +316,8 @@ CASES = [
     vector("fused_recurrent_gla-gk", gla, vector_decay, token, {"gk": K}),
     vector("fused_recurrent_gla-gv", gla, vector_decay, token, {"gv": V}),
     vector("fused_recurrent_gla", gla, vector_decay, token),
-    vector("bonus-chunk-gk-gv", partial(bonus, form=chunk), vector_decay, chunk, {"gk": K, "gv": V}, **with_u),
-    vector("bonus-recurrent", partial(bonus, form=token), vector_decay, token, **with_u),
+    vector("bonus-chunk-gk-gv", partial(direct, form=chunk), vector_decay, chunk, {"gk": K, "gv": V}, **with_u),
+    vector("bonus-recurrent", partial(direct, form=token), vector_decay, token, **with_u),
     vector("chunk_rwkv6", rwkv6_chunk, rwkv6_reference, chunk, {"w": K}, **with_u),
     vector("fused_recurrent_rwkv6", rwkv6_token, rwkv6_reference, token, {"w": K}, **with_u),
     scalar("chunk_simple_gla-g", simple, scalar_decay, chunk, {"g": G}, groups=2, inductor=True),
@@ -332,6 +337,12 @@ CASES = [
            **{**slotted, **grouped}),
     vector("chunk_abc", partial(slots, call=chunk_abc), slots_reference, chunk, {"s": S}, **bounded),
 ]
+# Not under contract: what the op does that no public function asks of it alone.
+GATES_ON_BOTH_AXES = vector("chunk-gk-gv", partial(direct, form=chunk), vector_decay, chunk, {"gk": K, "gv": V})
+SOFTMAX = [
+    vector("softmax-chunk", partial(direct, form=chunk, softmax=True), softmax_reference, chunk, {"gk": K}),
+    vector("softmax-recurrent", partial(direct, form=token, softmax=True), softmax_reference, token, {"gk": K}),
+]
 # fmt: on
 
 
@@ -343,4 +354,5 @@ each_op = every()
 each_gated_op = every([case for case in CASES if case.gates])
 each_scaled_op = every([case for case in CASES if case.scaled])
 each_public_op = every([case for case in CASES if case.public])
+each_softmax = every(SOFTMAX)
 one_op_a_form = every([case for case in CASES if case.inductor])

@@ -60,6 +60,7 @@ def draw(
     H: int = 2,
     K: int = 16,
     V: int = 32,
+    M: int = 12,
     lengths: Sequence[int] | None = None,
     tail: int = 0,
     cu_dtype: torch.dtype = torch.int32,
@@ -77,7 +78,7 @@ def draw(
         B, N, T = 1, len(lengths), sum(lengths) + tail
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=cu_dtype, device=device)
     size = {"B": B, "T": T, "H": H, "HV": case.groups * H, "K": K, "V": V, "V+1": V + 1, "D": V, "N": N}
-    size |= {"M": 12, "K+V": K + V, "K+V+1": K + V + 1}
+    size |= {"M": M, "K+V": K + V, "K+V+1": K + V + 1}
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(seed)
 

@@ -15,8 +15,17 @@ from types import ModuleType
 import pytest
 import torch
 from contract.accuracy import assert_accurate
-from contract.cases import CASES, OpCase, each_gated_op, each_op, each_scaled_op
-from contract.problems import Problem, call, draw, evaluate
+from contract.cases import (
+    CASES,
+    GATES_ON_BOTH_AXES,
+    OpCase,
+    each_gated_op,
+    each_op,
+    each_scaled_op,
+    each_softmax,
+    every,
+)
+from contract.problems import Problem, call, draw, evaluate, permuted
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -100,21 +109,45 @@ def test_gates(case: OpCase, gates: str | float) -> None:
     check(draw(case, CPU, B=1, H=1, T=66, gates=gates))
 
 
-BOTH_AXES = next(case for case in CASES if case.name == "bonus-chunk-gk-gv")
+NAMED = {case.name: case for case in CASES}
+BONUS = NAMED["bonus-chunk-gk-gv"]
 
 
 @pytest.mark.parametrize("T", [2, 66])
 def test_strong_gates_on_both_axes_beside_a_bonus(T: int) -> None:
     """Neighbours meet undecayed, everything else nearly forgotten: the gates' gradients are all of what is left."""
-    check(draw(BOTH_AXES, CPU, B=1, H=1, T=T, gates=-8.0))
+    check(draw(BONUS, CPU, B=1, H=1, T=T, gates=-8.0))
 
 
 @pytest.mark.parametrize("gates", ["mild", "mixed"])
 @pytest.mark.parametrize("axes", [(), ("gk",), ("gv",)], ids="-".join)
 @pytest.mark.parametrize("lengths", [None, [3, 0, 70, 65]], ids=["dense", "packed"])
 def test_bonus_beside_any_gates(lengths: list[int] | None, axes: tuple[str, ...], gates: str) -> None:
-    case = replace(BOTH_AXES, gates={name: BOTH_AXES.gates[name] for name in axes})
+    case = replace(BONUS, gates={name: BONUS.gates[name] for name in axes})
     check(draw(case, CPU, H=2, T=66, K=33, V=18, lengths=lengths, tail=2, gates=gates))
+
+
+@pytest.mark.parametrize("gates", ["mild", "mixed"])
+def test_gates_on_both_axes_in_chunks(gates: str) -> None:
+    """What the one tile of the value axis reads is decayed along the key axis too."""
+    check(draw(GATES_ON_BOTH_AXES, CPU, B=1, H=2, T=66, gates=gates))
+
+
+@every([GATES_ON_BOTH_AXES, NAMED["chunk_gsa"]])
+@pytest.mark.parametrize("strong", [slice(32), slice(32, None)], ids=["first", "last"])
+def test_one_tile_of_strong_gates(case: OpCase, strong: slice) -> None:
+    """What is mild is told of each tile, and the pairs of a chunk are there for any that is not."""
+    problem = draw(case, CPU, B=1, H=1, T=20, K=40, V=40, M=70)
+    for name in case.gates:
+        problem.tensors[name][..., strong] = -20.0
+    check(problem)
+
+
+def test_a_strong_gate_that_no_read_meets() -> None:
+    """A read before the decay stops short of a chunk's last gate, the write of that token does not."""
+    problem = draw(NAMED["chunk_rwkv6"], CPU, B=1, H=1, T=64, gates=0.0)
+    problem.tensors["w"][:, 63] = float("-inf")
+    check(problem)
 
 
 @each_gated_op
@@ -160,3 +193,17 @@ def test_gradients_of_any_size(case: OpCase, exponent: int) -> None:
     factor = 2.0**exponent
     scaled = replace(problem, do=problem.do * factor, d_final_state=problem.d_final_state * factor)
     check(scaled)
+
+
+@pytest.mark.parametrize("strength", [1.0, 100.0])
+@each_softmax
+def test_softmax(case: OpCase, strength: float) -> None:
+    """It is taken before the scale, of logits of any size and layout."""
+    problem = draw(case, CPU, B=1, H=2, T=66, K=5, V=17, scale=-0.7)
+    check(problem.with_tensors(q=permuted(problem.tensors["q"] * strength)))
+
+
+def test_large_gradients_of_the_softmax_in_float16() -> None:
+    """That of a probability is above float16's range, that of a logit is not."""
+    problem = draw(NAMED["chunk_gsa"], CPU, torch.float16, B=1, H=1, T=5)
+    check(replace(problem, do=problem.do * 2**12), "o")
