@@ -73,7 +73,9 @@ def backward(
         q = slots.softmax(q, operand_dtype(v))
     work = _Work(q, v, u, cu_seqlens, scale)
     absent = logits.new_empty(0)
-    dq, dk, dv, dgk, dgv = (absent if x is None else work.per_token(x) for x in (logits, k, v, gk, gv))
+    # Of probabilities in float32: it cancels, and may be larger than what float16 holds.
+    dq = work.per_token(q, torch.float32 if softmax else None)
+    dk, dv, dgk, dgv = (absent if x is None else work.per_token(x) for x in (k, v, gk, gv))
     u_dtype, state_dtype = (None if x is None else x.dtype for x in (u, initial_state))
     do = torch.zeros_like(v) if do is None else do
     q, k, v, do = operand(q), operand(k), operand(v), operand(do)

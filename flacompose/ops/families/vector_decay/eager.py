@@ -94,7 +94,7 @@ def backward(
         dgv = gate_v.gradient(along_v.exponents, do_ * o, v_ * dv, through.sum(-2)[..., None, :])
 
     def grad(x: Tensor | None, dx: Tensor | None) -> Tensor:
-        return q.new_empty(0) if x is None or dx is None else chunks.join(dx).to(x.dtype)
+        return logits.new_empty(0) if x is None or dx is None else chunks.join(dx).to(x.dtype)
 
     dq = grad(q, (dq + along_k.read) * scale)
     if softmax:
@@ -105,8 +105,8 @@ def backward(
         grad(v, dv + along_v.write),
         grad(gk, dgk),
         grad(gv, dgv),
-        q.new_empty(0) if u is None else (own * q_ * k_).sum((0, 2, 3)).to(u.dtype),
-        q.new_empty(0) if initial_state is None else d_initial_state.to(initial_state.dtype),
+        logits.new_empty(0) if u is None else (own * q_ * k_).sum((0, 2, 3)).to(u.dtype),
+        logits.new_empty(0) if initial_state is None else d_initial_state.to(initial_state.dtype),
     )
 
 
