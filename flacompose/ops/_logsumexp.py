@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import wide
 from flacompose.ops._varlen import bounds, inside, sequence_of
 
@@ -32,13 +32,15 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
     -inf, and those of second order where a gradient is 0. In float64: after many tokens a gate is a small difference of
     two large numbers.
     """
+    if hasattr(s, "device_mesh"):
+        return _by_shard(s, z, cu_seqlens)
     B, T = s.shape[:2]
     dtype = wide(s).dtype
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = s.shape[2:]
     x = s.double().clamp(min=LOWEST).flatten(2)  # [B, T, D]
     z = x.new_full((N, x.shape[2]), LOWEST) if z is None else z.double().clamp(min=LOWEST).flatten(1)
-    t = replicated(torch.arange(T, device=x.device), x)
+    t = torch.arange(T, device=x.device)
     if cu_seqlens is None:
         first, z_0 = t == 0, z[:, None]
         sequence = torch.zeros_like(t)
@@ -51,7 +53,7 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
 
     before = torch.where(first[:, None], z_0, F.pad(total, (0, 0, 1, 0))[:, :-1])
     written = total > LOWEST / 2
-    gates = _or_minus_inf(torch.where(written, -F.softplus(x - before, threshold=40), 0))
+    gates = _or_minus_inf(torch.where(written, F.logsigmoid(before - x), 0))
     weights = torch.where(written, torch.sigmoid(x - before), 0)
     if cu_seqlens is None:
         z = total[:, -1]
@@ -59,6 +61,32 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
         z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)
     gates, weights, z = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights, _or_minus_inf(z)))
     return Normalized(gates, weights, z)
+
+
+def _by_shard(s: Any, z: Any, cu_seqlens: Any) -> Normalized:
+    """Each rank its own rows and heads of DTensors: nothing depends on others, and they lack some of the operations."""
+    # Slow to import, and here already imported.
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, joined = s.device_mesh, (1,) if cu_seqlens is None else (0, 1)
+    of_s = [p if isinstance(p, Shard) and p.dim not in joined else Replicate() for p in s.placements]
+    of_z = [Shard(max(p.dim - 1, 0)) if isinstance(p, Shard) else p for p in of_s]
+    if z is not None:
+        z = z.redistribute(mesh, of_z).to_local()
+    if isinstance(cu_seqlens, DTensor):
+        cu_seqlens = cu_seqlens.full_tensor()
+    N = s.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    gates, weights, z = running_logsumexp(s.redistribute(mesh, of_s).to_local(), z, cu_seqlens)
+
+    def whole(x: Tensor, placements: Sequence[Any], *shape: int) -> Tensor:
+        stride = torch.empty(shape, device="meta").stride()  # given, as ranks may have unlike parts
+        return DTensor.from_local(
+            x.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    return Normalized(
+        whole(gates, of_s, *s.shape), whole(weights, of_s, *s.shape), whole(z, of_z, N, *s.shape[2:])
+    )
 
 
 def _or_minus_inf(x: Tensor) -> Tensor:
@@ -71,7 +99,7 @@ def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     Sums of 1, 2, 4, ... tokens meet those before them: the scan of Hillis and Steele.
     """
     T = x.shape[1]
-    t = replicated(torch.arange(T, device=x.device), x)
+    t = torch.arange(T, device=x.device)
     # Traced, every length takes those of a long one, but for the single token of decoding.
     levels = LEVELS if torch.compiler.is_compiling() and not statically_known_true(T == 1) else 0
     while 1 << levels < T:

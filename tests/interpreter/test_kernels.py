@@ -109,6 +109,13 @@ def test_gates(case: OpCase, gates: str | float) -> None:
     check(draw(case, CPU, B=1, H=1, T=66, gates=gates))
 
 
+@each_gated_op
+@pytest.mark.parametrize("gates", [-4.5, -15.0])
+def test_strong_gates_of_a_few_tokens(case: OpCase, gates: float) -> None:
+    """Their sums are small; their gradients too, beside what other heads of a group read undecayed."""
+    check(draw(case, CPU, B=1, H=1, T=3, gates=gates))
+
+
 NAMED = {case.name: case for case in CASES}
 BONUS = NAMED["bonus-chunk-gk-gv"]
 

@@ -236,15 +236,14 @@ def _middle_sums(g, t, s, C: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.co
 
 
 @triton.jit
-def _size(write, read):
-    return tl.maximum(tl.abs(write), tl.abs(read))
+def _size(g, write, read, DOT: tl.constexpr):
+    """What is below `_MILD` where gates are mild: their sums, and a multiple of each.
 
-
-@triton.jit
-def _mild(sizes, tokens):
-    # In a short chunk the bound is lower: the rounding of pairs that a gate does not touch would drown the gradient of
-    # one that passes less than some exp(-4) on.
-    return tl.max(sizes) < tl.minimum(_MILD, 4.0 * tokens.to(tl.float32))
+    The gradient of a gate would drown in the rounding of pairs that it does not touch, if of the others it let through
+    less than some exp(-4), or exp(-8) where that is rounded to bfloat16.
+    """
+    single = tl.abs(g.to(tl.float32)) * (_MILD / (4.0 if DOT == tl.float32 else 8.0))
+    return tl.maximum(tl.maximum(tl.abs(write), tl.abs(read)), single)
 
 
 @triton.jit
@@ -333,7 +332,7 @@ def score_kernel(
         else:
             g_ = _gates(g, token, hi, h, d, H, D)
             write, read = _middle_sums(g_, t, s, C, READ_BEFORE, DOT)
-            if _mild(_size(write, read), hi - lo):
+            if tl.max(_size(g_, write, read, DOT)) < _MILD:
                 lower += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             else:
                 lower += _pairs(a_, b_, g_, t, s, LEVELS, READ_BEFORE, DOT)
@@ -420,7 +419,7 @@ def plain_kernel(
             g_ = _gates(g, token, hi, h, d1, H, D1)
             if MILD:
                 write, read = _middle_sums(g_, t, s, C, READ_BEFORE, DOT)
-                sizes = tl.maximum(sizes, _size(write, read))
+                sizes = tl.maximum(sizes, _size(g_, write, read, DOT))
                 if REVERSE:
                     pairs += _fine_dot(a_ * tl.exp(-write), tl.trans(b_ * tl.exp(read)), DOT)
                 else:
@@ -439,7 +438,7 @@ def plain_kernel(
         acc *= scale
 
     if MILD and HAS_G:
-        is_mild = _mild(sizes, hi - lo)
+        is_mild = tl.max(sizes) < _MILD
         tl.store(mild + row * H + h, is_mild.to(tl.int8))
         if not is_mild:
             return
@@ -520,7 +519,7 @@ def gated_kernel(
     else:
         g = _gates(g2, token, hi, h, d2, H, D2)
         write_sum, read_sum = _middle_sums(g, t, s, C, READ_BEFORE, DOT)
-        is_mild = _mild(_size(write_sum, read_sum), hi - lo)
+        is_mild = tl.max(_size(g, write_sum, read_sum, DOT)) < _MILD
         tl.store(at_mild, is_mild.to(tl.int8))
         if not is_mild:
             return
