@@ -158,6 +158,17 @@ class Op:
         return {self.recurrent_names.get(name, name): x for name, x in inputs.items()}
 
 
+def more(op: Op, taken: Sequence[Shape]) -> list[Shape]:
+    """The shapes beside those `taken`, each once: to a recurrence without heads some are the same."""
+    labels = {op.label(shape) for shape in taken}
+    shapes = []
+    for shape in (*MORE, *([GROUPED] if op.grouped else [])):
+        if op.label(shape) not in labels:
+            labels.add(op.label(shape))
+            shapes.append(shape)
+    return shapes
+
+
 def _gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     from flacompose.ops.families.vector_decay.reference import vector_decay
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -17,20 +18,38 @@ def step(fn: Callable[..., tuple], inputs: Mapping[str, Tensor], do: Tensor) -> 
     return lambda: torch.autograd.grad(fn(**inputs)[0], wanted, do)
 
 
+def host_s(fn: Callable[[], object]) -> float:
+    """Seconds until one call returns."""
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start
+
+
 def gpu_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30) -> list[float]:
     """Median GPU milliseconds of each function; they take turns, so that a drifting clock drifts for all.
 
-    What clears the L2 cache before each run takes the GPU over 1 ms: the host is ahead of it, and its time is not in.
+    Before each run the L2 cache is cleared, for so long that the host is ahead of the GPU: its time is not in.
     """
     other_memory = torch.empty(4 << 30, dtype=torch.int8, device="cuda")
+
+    def clear() -> None:
+        other_memory.zero_()
+        torch.cuda.synchronize()
+
+    clear()
+    clear_s = host_s(clear)
     taken: list[list[float]] = [[] for _ in fns]
     for _ in range(rounds):
         for fn, times in zip(fns, taken, strict=True):
             fn()
+            torch.cuda.synchronize()
+            clears = math.ceil(2 * host_s(fn) / clear_s)
+            torch.cuda.synchronize()
             events = []
             for _ in range(runs):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                other_memory.zero_()
+                for _ in range(clears):
+                    other_memory.zero_()
                 start.record()
                 fn()
                 end.record()
