@@ -158,7 +158,7 @@ class Op:
         return {self.recurrent_names.get(name, name): x for name, x in inputs.items()}
 
 
-def more(op: Op, taken: Sequence[Shape]) -> list[Shape]:
+def more_shapes(op: Op, taken: Sequence[Shape]) -> list[Shape]:
     """The shapes beside those `taken`, each once: to a recurrence without heads some are the same."""
     labels = {op.label(shape) for shape in taken}
     shapes = []

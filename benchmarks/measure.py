@@ -36,14 +36,14 @@ def gpu_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30)
         other_memory.zero_()
         torch.cuda.synchronize()
 
-    clear()
+    clear()  # once to warm up
     clear_s = host_s(clear)
     taken: list[list[float]] = [[] for _ in fns]
     for _ in range(rounds):
         for fn, times in zip(fns, taken, strict=True):
             fn()
             torch.cuda.synchronize()
-            clears = math.ceil(2 * host_s(fn) / clear_s)
+            clears = math.ceil(2 * max(host_s(fn) for _ in range(3)) / clear_s)
             torch.cuda.synchronize()
             events = []
             for _ in range(runs):

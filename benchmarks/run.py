@@ -130,7 +130,7 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
                 save()
         if "more" in parts:
             alone: cuda.Sides = {"flacompose": sides["flacompose"]}
-            for shape in cases.more(op, shapes):
+            for shape in cases.more_shapes(op, shapes if "training" in parts else ()):
                 run.take(cuda.training(op, alone, shape, run.results.notes))
         if "decode" in parts:
             run.take(cuda.decode(op, sides))

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 def on_two_ranks(worker: Callable[..., None], *arguments: Any, start_method: str = "spawn") -> None:
     """Call ``worker(mesh, *arguments)`` on each of two ranks of the CPU; what it raises there is raised here."""
     with tempfile.TemporaryDirectory() as directory:
-        every = (f"{directory}/store", worker, arguments)
-        torch.multiprocessing.start_processes(_rank, every, 2, start_method=start_method)
+        args = (f"{directory}/store", worker, arguments)
+        torch.multiprocessing.start_processes(_rank, args, 2, start_method=start_method)
 
 
 def _rank(rank: int, store: str, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -317,3 +317,40 @@ def sharded(mesh: DeviceMesh, with_z: bool) -> None:
 @pytest.mark.parametrize("with_z", [False, True], ids=["from nothing", "from z"])
 def test_dtensor(with_z: bool) -> None:
     on_two_ranks(sharded, with_z)
+
+
+def logsumexp_by_shard(mesh: DeviceMesh, compiled: bool) -> None:
+    """However logits and z are laid out, also in unlike parts: the results and gradients of one rank."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    s, z = torch.randn(3, 9, 4, 5), torch.randn(3, 4, 5)
+    run = running_logsumexp
+    layouts = [(Shard(2), Shard(1), None), (Shard(0), Shard(0), None)]
+    if compiled:
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    else:
+        layouts += [(Shard(1), Shard(0), None), (Shard(3), Replicate(), None), (Replicate(), Shard(1), None)]
+        layouts += [(Shard(2), Shard(1), [0, 2, 2, 9]), (Shard(0), Shard(0), [0, 2, 2, 9])]
+    for of_s, of_z, lengths in layouts:
+        tokens, cu = s, None
+        if lengths is not None:
+            tokens, cu = s[:1], torch.tensor(lengths)
+        leaves = [x.clone().requires_grad_() for x in (tokens, z)]
+        shards = [
+            distribute_tensor(x, mesh, [p]).requires_grad_()
+            for x, p in zip((tokens, z), (of_s, of_z), strict=True)
+        ]
+        outputs = run(*shards, None if cu is None else distribute_tensor(cu, mesh, [Replicate()]))
+        expected = running_logsumexp(*leaves, cu)
+        for x, y in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(x.full_tensor(), y)
+        for of in (outputs, expected):
+            sum(y.sin().sum() for y in of).backward()
+        for x, leaf in zip(shards, leaves, strict=True):
+            torch.testing.assert_close(x.grad.full_tensor(), leaf.grad)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_logsumexp_by_shard(compiled: bool) -> None:
+    on_two_ranks(logsumexp_by_shard, compiled)

@@ -147,7 +147,7 @@ toy, toy_recurrent = (
         backward=toy_backward,
         heads=HEADS,
         batch=BATCH,
-        autocast=("x",),
+        autocast={"x": None},
         flops=lambda x, *_, **__: 2 * math.prod(x),
     )
     for name in ("toy_chunk", "toy_recurrent")

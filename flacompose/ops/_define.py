@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from itertools import combinations
 from math import prod
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -159,8 +160,7 @@ def define_op(
     backward: OpOverload | None = None,
     heads: Mapping[str, int],
     batch: Mapping[str, int | None],
-    autocast: Sequence[str] = (),
-    exempt: Mapping[str, str] | None = None,
+    autocast: Mapping[str, str | None] = MappingProxyType({}),
     flops: Callable[..., int] | None = None,
 ) -> OpOverload:
     """Register ``flacompose::name`` and return its overload, the fastest way to call it.
@@ -182,8 +182,8 @@ def define_op(
         batch: likewise, the batch dimension, for ``DTensor``. None for a tensor that all rows share, whose gradient is
             a sum over them. Absent for a tensor that joins rows (``cu_seqlens``): when it is given, the batch is not
             sharded.
-        autocast: the arguments, never absent, that autocast casts. The others are computed with as they come.
-        exempt: those of them that it leaves where another argument is true, with the name of that.
+        autocast: the arguments, never absent, that autocast casts, each with the name of a ``bool`` argument which,
+            where it is true, exempts it, or None. The others are computed with as they come.
         flops: formula for ``FlopCounterMode``, from the arguments with shapes for tensors, and ``out_shape``.
 
     Returns:
@@ -200,8 +200,7 @@ def define_op(
     torch.library.register_fake(op, fake, lib=LIBRARY)
     if triton is not None and find_spec("triton") is not None and torch.version.hip is None:
         _implement_cuda(op, eager, triton)
-    rules = _vmap_rule(op, heads), _shardings(op, heads, batch)
-    _differentiate(op, eager, fake, backward, autocast, exempt or {}, *rules)
+    _differentiate(op, eager, fake, backward, _vmap_rule(op, heads), autocast, _shardings(op, heads, batch))
     if flops is not None:
         register_flop_formula(packet)(flops)
     return op
@@ -257,9 +256,8 @@ def _differentiate(
     eager: Callable[..., Any],
     fake: Callable[..., Any],
     backward_op: OpOverload | None,
-    autocast: Sequence[str],
-    exempt: Mapping[str, str],
     vmap_rule: Callable[..., Any],
+    autocast: Mapping[str, str | None],
     shardings: Callable[..., Any],
 ) -> None:
     """Kernels at the Autograd, functorch and autocast keys.
@@ -270,7 +268,10 @@ def _differentiate(
     arguments = _names(op._schema.arguments)
     tensors = _tensors(op)
     pick = itemgetter(*tensors) if len(tensors) > 1 else lambda args: (args[tensors[0]],)
-    cast = tuple((arguments.index(x), arguments.index(exempt[x]) if x in exempt else None) for x in autocast)
+    cast = tuple(
+        (arguments.index(x), None if exempt is None else arguments.index(exempt))
+        for x, exempt in autocast.items()
+    )
     if backward_op is not None:
         gradients = [arguments.index(_primal(x, arguments)) for x in _names(backward_op._schema.returns)]
 
@@ -362,8 +363,8 @@ def _differentiate(
     def cast_for(device: str, args: Any) -> list[Any]:
         dtype = torch.get_autocast_dtype(device)
         args = list(args)
-        for i, left in cast:
-            if args[i].dtype is not torch.float64 and (left is None or not args[left]):
+        for i, exempt in cast:
+            if args[i].dtype is not torch.float64 and (exempt is None or not args[exempt]):
                 args[i] = args[i].to(dtype)
         return args
 

@@ -69,8 +69,12 @@ def _by_shard(s: Any, z: Any, cu_seqlens: Any) -> Normalized:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     mesh, joined = s.device_mesh, (1,) if cu_seqlens is None else (0, 1)
-    of_s = [p if isinstance(p, Shard) and p.dim not in joined else Replicate() for p in s.placements]
-    of_z = [Shard(max(p.dim - 1, 0)) if isinstance(p, Shard) else p for p in of_s]
+    # Not `p.dim`, which the compiler takes for dynamic.
+    dims = [
+        next((d for d in range(s.dim()) if d not in joined and p.is_shard(d)), None) for p in s.placements
+    ]
+    of_s = [Replicate() if d is None else Shard(d) for d in dims]
+    of_z = [Replicate() if d is None else Shard(max(d - 1, 0)) for d in dims]
     if z is not None:
         z = z.redistribute(mesh, of_z).to_local()
     if isinstance(cu_seqlens, DTensor):

@@ -20,7 +20,7 @@ def tile_count(D: int, B: int) -> int:
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """float16 overflows where a state or a sum of products is large; it is computed with in float32."""
+    """Of computations with `x`: float16 overflows where a state or a sum of products is large."""
     return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 

@@ -20,10 +20,9 @@ def define_forms(
     inputs: str,
     tokens: Sequence[str],
     fake: Callable[..., tuple[Tensor, ...]],
-    autocast: Sequence[str],
+    autocast: Mapping[str, str | None],
     flops: Callable[..., int],
     shared: Sequence[str] = (),
-    exempt: Mapping[str, str] | None = None,
 ) -> tuple[OpOverload, OpOverload]:
     """Register ``<family>_chunk``, ``<family>_recurrent`` and ``<family>_backward``, return the first two.
 
@@ -34,10 +33,9 @@ def define_forms(
             ``cu_seqlens``.
         tokens: the names of those with gradients that are ``[B, T, ...]``, independent along the dimension after.
         fake: of ``(o, final_state)``.
-        autocast: the arguments that autocast casts.
+        autocast: as `define_op` takes it.
         flops: of the forward.
         shared: the names of those with gradients that are ``[H, ...]``, the same for all tokens.
-        exempt: as `define_op` takes it.
     """
     gradients = ", ".join(f"Tensor d{x}" for x in (*tokens, *shared, "_initial_state"))
     by_row = dict.fromkeys((*tokens, "o"), 2) | {"initial_state": 1, "final_state": 1}
@@ -79,7 +77,6 @@ def define_forms(
             heads=heads,
             batch=batch,
             autocast=autocast,
-            exempt=exempt,
             flops=flops,
         )
         for form in ("chunk", "recurrent")
@@ -94,7 +91,7 @@ def define_family(
     shared: Sequence[str] = (),
     options: str = "",
     wide: bool = False,
-    exempt: Mapping[str, str] | None = None,
+    exempt: str | None = None,
 ) -> tuple[OpOverload, OpOverload]:
     """`define_forms` of a family of matrices.
 
@@ -107,7 +104,7 @@ def define_family(
         shared: likewise, of what all tokens share.
         options: its own last arguments, with their types in a schema.
         wide: whether its very last is ``bool wide``, which gives the output in the dtype of states.
-        exempt: as `define_op` takes it.
+        exempt: which of its own arguments keeps autocast from casting `q`.
     """
     optional = (*gates, *shared, "initial_state", "cu_seqlens")
     tensors = [*(f"Tensor {x}" for x in "qkv"), *(f"Tensor? {x}" for x in optional)]
@@ -123,8 +120,8 @@ def define_family(
         B, T, H, V = v
         return 4 * B * T * H * q[-1] * V
 
-    tokens, cast = ("q", "k", "v", *gates), ("q", "k", "v")
-    return define_forms(family, eager, inputs, tokens, fake, cast, flops, shared, exempt)
+    tokens, autocast = ("q", "k", "v", *gates), {"q": exempt, "k": None, "v": None}
+    return define_forms(family, eager, inputs, tokens, fake, autocast, flops, shared)
 
 
 def rows(x: Tensor, cu_seqlens: Tensor | None) -> int:

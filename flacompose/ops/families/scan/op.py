@@ -32,6 +32,6 @@ chunk, recurrent = define_forms(
     "Tensor x, Tensor g, Tensor? initial_state, Tensor? cu_seqlens",
     ("x", "g"),
     _fake,
-    ("x",),
+    {"x": None},
     _flops,
 )

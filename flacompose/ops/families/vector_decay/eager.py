@@ -38,7 +38,7 @@ def forward(
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     chunks = Chunks(q, cu_seqlens)
     if softmax:
-        q = q.to(chunks.dtype).softmax(-1)
+        q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
     gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
 
@@ -70,7 +70,7 @@ def backward(
     do = torch.zeros_like(v) if do is None else do
     logits = q
     if softmax:
-        q = q.to(chunks.dtype).softmax(-1)
+        q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
     gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
 

@@ -239,8 +239,8 @@ def _middle_sums(g, t, s, C: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.co
 def _size(g, write, read, DOT: tl.constexpr):
     """What is below `_MILD` where gates are mild: their sums, and a multiple of each.
 
-    The gradient of a gate would drown in the rounding of pairs that it does not touch, if of the others it let through
-    less than some exp(-4), or exp(-8) where that is rounded to bfloat16.
+    The gradient of a gate that lets through less than some exp(-4), or exp(-8) where products are rounded to bfloat16,
+    would drown in the rounding of the pairs that it does not touch.
     """
     single = tl.abs(g.to(tl.float32)) * (_MILD / (4.0 if DOT == tl.float32 else 8.0))
     return tl.maximum(tl.maximum(tl.abs(write), tl.abs(read)), single)

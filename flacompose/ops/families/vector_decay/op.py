@@ -17,5 +17,5 @@ chunk, recurrent = define_family(
     shared=("u",),
     options="bool softmax",
     wide=True,
-    exempt={"q": "softmax"},
+    exempt="softmax",
 )
