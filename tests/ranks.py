@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def on_two_ranks(worker: Callable[..., None], *arguments: Any, start_method: str = "spawn") -> None:
@@ -18,6 +19,32 @@ def on_two_ranks(worker: Callable[..., None], *arguments: Any, start_method: str
     with tempfile.TemporaryDirectory() as directory:
         args = (f"{directory}/store", worker, arguments)
         torch.multiprocessing.start_processes(_rank, args, 2, start_method=start_method)
+
+
+def check_sharded(
+    mesh: DeviceMesh,
+    run: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    placements: Sequence[Any],
+    whole: Callable[..., Sequence[Tensor]] | None = None,
+) -> list[Any]:
+    """Of distributed inputs `run` gives what `whole` (or it) gives of plain ones, and the gradients; where outputs lie.
+
+    The same inputs on every rank.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    shards = [
+        distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in zip(inputs, placements, strict=True)
+    ]
+    outputs, expected = run(*shards), (whole or run)(*leaves)
+    for tensors in (outputs, expected):
+        sum(y.sin().sum() for y in tensors).backward()
+    gradients = [(x.grad, leaf.grad) for x, leaf in zip(shards, leaves, strict=True)]
+    for x, y in (*zip(outputs, expected, strict=True), *gradients):
+        torch.testing.assert_close(x.full_tensor(), y)
+    return [y.placements[0] for y in outputs]
 
 
 def _rank(rank: int, store: str, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:

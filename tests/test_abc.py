@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch._dynamo
 from contract.accuracy import assert_close, error
 from contract.cases import CASES, slots_reference
 from contract.problems import draw, evaluate
-from ranks import on_two_ranks
+from ranks import check_sharded, on_two_ranks
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.distributed.device_mesh import DeviceMesh
@@ -288,30 +289,21 @@ def test_groups_of_queries(device: torch.device) -> None:
 
 def sharded(mesh: DeviceMesh, with_z: bool) -> None:
     """By rows and by heads on two ranks: the results and gradients of one, sharded as the inputs."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
     torch.manual_seed(0)
     H, K, V, M = 2, 6, 5, 4
-    tokens = [torch.randn(2, 9, heads, D) for heads, D in ((2 * H, K), (H, K), (H, V), (H, M))]
+    tensors = [torch.randn(2, 9, heads, D) for heads, D in ((2 * H, K), (H, K), (H, V), (H, M))]
     states = [torch.randn(2, H, *shape) for shape in ((K, M), (M, V), (M,))] if with_z else []
     for form in FORMS:
-        for dim, of_state in ((0, 0), (2, 1)):
-            dims = [dim] * len(tokens) + [of_state] * len(states)
-            leaves = [x.clone().requires_grad_() for x in (*tokens, *states)]
-            shards = [
-                distribute_tensor(x, mesh, [Shard(d)]).requires_grad_()
-                for x, d in zip((*tokens, *states), dims, strict=True)
-            ]
-            outputs = []
-            for x in (shards, leaves):
-                o, state = form(*x[:4], initial_state=tuple(x[4:]) or None, output_final_state=True)
-                outputs.append((o, *state))
-                sum(y.sin().sum() for y in outputs[-1]).backward()
-            for y, expected, d in zip(*outputs, (dim, *[of_state] * 3), strict=True):
-                assert y.placements == (Shard(d),)
-                torch.testing.assert_close(y.full_tensor(), expected)
-            for x, leaf in zip(shards, leaves, strict=True):
-                torch.testing.assert_close(x.grad.full_tensor(), leaf.grad)
+
+        def run(*x: Tensor, form=form) -> tuple[Tensor, ...]:
+            o, state = form(*x[:4], initial_state=x[4:] or None, output_final_state=True)
+            return o, *state
+
+        for tokens, state in ((Shard(0), Shard(0)), (Shard(2), Shard(1))):
+            placements = [tokens] * 4 + [state] * len(states)
+            assert check_sharded(mesh, run, [*tensors, *states], placements) == [tokens, *[state] * 3]
 
 
 @pytest.mark.parametrize("with_z", [False, True], ids=["from nothing", "from z"])
@@ -325,30 +317,21 @@ def logsumexp_by_shard(mesh: DeviceMesh, compiled: bool) -> None:
 
     torch.manual_seed(0)
     s, z = torch.randn(3, 9, 4, 5), torch.randn(3, 4, 5)
-    run = running_logsumexp
-    layouts = [(Shard(2), Shard(1), None), (Shard(0), Shard(0), None)]
+    layouts = [(Shard(2), Shard(1)), (Shard(0), Shard(0))]
     if compiled:
-        run = torch.compile(run, fullgraph=True, backend="aot_eager")
-    else:
-        layouts += [(Shard(1), Shard(0), None), (Shard(3), Replicate(), None), (Replicate(), Shard(1), None)]
-        layouts += [(Shard(2), Shard(1), [0, 2, 2, 9]), (Shard(0), Shard(0), [0, 2, 2, 9])]
-    for of_s, of_z, lengths in layouts:
-        tokens, cu = s, None
-        if lengths is not None:
-            tokens, cu = s[:1], torch.tensor(lengths)
-        leaves = [x.clone().requires_grad_() for x in (tokens, z)]
-        shards = [
-            distribute_tensor(x, mesh, [p]).requires_grad_()
-            for x, p in zip((tokens, z), (of_s, of_z), strict=True)
-        ]
-        outputs = run(*shards, None if cu is None else distribute_tensor(cu, mesh, [Replicate()]))
-        expected = running_logsumexp(*leaves, cu)
-        for x, y in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(x.full_tensor(), y)
-        for of in (outputs, expected):
-            sum(y.sin().sum() for y in of).backward()
-        for x, leaf in zip(shards, leaves, strict=True):
-            torch.testing.assert_close(x.grad.full_tensor(), leaf.grad)
+        run = torch.compile(running_logsumexp, fullgraph=True, backend="aot_eager")
+        for layout in layouts:
+            check_sharded(mesh, run, [s, z], layout, whole=running_logsumexp)
+        return
+    for layout in (*layouts, (Shard(1), Shard(0)), (Shard(3), Replicate()), (Replicate(), Shard(1))):
+        check_sharded(mesh, running_logsumexp, [s, z], layout)
+    cu_seqlens = torch.tensor([0, 2, 2, 9])
+    everywhere = distribute_tensor(cu_seqlens, mesh, [Replicate()])
+    for layout in layouts:
+        packed = partial(running_logsumexp, cu_seqlens=everywhere)
+        check_sharded(
+            mesh, packed, [s[:1], z], layout, whole=partial(running_logsumexp, cu_seqlens=cu_seqlens)
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from contract.accuracy import FIXED, VALUES, assert_accurate, error
 from contract.cases import CASES
 from contract.graphs import listing, recorded
 from contract.problems import draw, evaluate
-from ranks import on_two_ranks
+from ranks import check_sharded, on_two_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
@@ -154,25 +155,18 @@ def test_vmap_over_one_argument(form, mapped: str, device: torch.device) -> None
 
 def sharded(mesh: DeviceMesh, compiled: bool) -> None:
     """By heads and by rows on two ranks: the results and gradients of one, sharded as the inputs."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
 
     tensors = inputs(torch.device("cpu"), T=5)
-    run = torch.compile(chunk_rwkv6, fullgraph=True, backend="aot_eager") if compiled else chunk_rwkv6
-    for dim, of_state, of_bonus in ((2, Shard(1), Shard(0)), (0, Shard(0), Replicate())):
-        placements = {"initial_state": of_state, "u": of_bonus}
-        shards = {
-            name: distribute_tensor(x, mesh, [placements.get(name, Shard(dim))]).requires_grad_()
-            for name, x in tensors.items()
-        }
-        leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-        o, _ = run(**shards)
-        expected, _ = chunk_rwkv6(**leaves)
-        assert o.placements == (Shard(dim),)
-        torch.testing.assert_close(o.full_tensor(), expected)
-        for y in (o, expected):
-            y.sin().sum().backward()
-        for name, x in shards.items():
-            torch.testing.assert_close(x.grad.full_tensor(), leaves[name].grad)
+    form = torch.compile(chunk_rwkv6, fullgraph=True, backend="aot_eager") if compiled else chunk_rwkv6
+
+    def run(*x: Tensor, form=form) -> tuple[Tensor, ...]:
+        return form(**dict(zip(tensors, x, strict=True)))[:1]
+
+    for tokens, state, bonus in ((Shard(2), Shard(1), Shard(0)), (Shard(0), Shard(0), Replicate())):
+        placements = [{"initial_state": state, "u": bonus}.get(name, tokens) for name in tensors]
+        whole = partial(run, form=chunk_rwkv6)
+        assert check_sharded(mesh, run, list(tensors.values()), placements, whole) == [tokens]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -1,7 +1,11 @@
-"""Constants beside distributed tensors."""
+"""What PyTorch does with distributed tensors only when helped."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
 
 
@@ -13,3 +17,35 @@ def replicated(x: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate  # slow to import, and here already imported
 
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def by_shard(function: Callable[..., Sequence[Tensor]], s: Any, z: Any, cu_seqlens: Any) -> list[Tensor]:
+    """``function(s, z, cu_seqlens)``, each rank its own rows and heads, of which nothing depends on others.
+
+    For operations that DTensor lacks. ``s [B, T, H, ...]``, and ``z [N, H, ...]`` and ``cu_seqlens`` unless they are
+    absent, are DTensors. The results are two like `s` and one like `z`.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, joined = s.device_mesh, (1,) if cu_seqlens is None else (0, 1)
+    # Not `p.dim`, which the compiler takes for dynamic.
+    dims = [
+        next((d for d in range(s.dim()) if d not in joined and p.is_shard(d)), None) for p in s.placements
+    ]
+    of_s = [Replicate() if d is None else Shard(d) for d in dims]
+    of_z = [Replicate() if d is None else Shard(max(d - 1, 0)) for d in dims]
+    N = s.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+    def whole(x: Tensor, placements: Sequence[Any], *shape: int) -> Tensor:
+        stride = torch.empty(shape, device="meta").stride()  # given, as ranks may have unlike parts
+        return DTensor.from_local(
+            x.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    results = function(
+        s.redistribute(mesh, of_s).to_local(),
+        None if z is None else z.redistribute(mesh, of_z).to_local(),
+        cu_seqlens.full_tensor() if isinstance(cu_seqlens, DTensor) else cu_seqlens,
+    )
+    layouts = (of_s, *s.shape), (of_s, *s.shape), (of_z, N, *s.shape[2:])
+    return [whole(x, *layout) for x, layout in zip(results, layouts)]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from flacompose.ops._dtensor import by_shard
 from flacompose.ops._dtype import wide
 from flacompose.ops._varlen import bounds, inside, sequence_of
 
@@ -33,7 +33,7 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
     two large numbers.
     """
     if hasattr(s, "device_mesh"):
-        return _by_shard(s, z, cu_seqlens)
+        return Normalized(*by_shard(running_logsumexp, s, z, cu_seqlens))
     B, T = s.shape[:2]
     dtype = wide(s).dtype
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -61,36 +61,6 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
         z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)
     gates, weights, z = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights, _or_minus_inf(z)))
     return Normalized(gates, weights, z)
-
-
-def _by_shard(s: Any, z: Any, cu_seqlens: Any) -> Normalized:
-    """Each rank its own rows and heads of DTensors: nothing depends on others, and they lack some of the operations."""
-    # Slow to import, and here already imported.
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh, joined = s.device_mesh, (1,) if cu_seqlens is None else (0, 1)
-    # Not `p.dim`, which the compiler takes for dynamic.
-    dims = [
-        next((d for d in range(s.dim()) if d not in joined and p.is_shard(d)), None) for p in s.placements
-    ]
-    of_s = [Replicate() if d is None else Shard(d) for d in dims]
-    of_z = [Replicate() if d is None else Shard(max(d - 1, 0)) for d in dims]
-    if z is not None:
-        z = z.redistribute(mesh, of_z).to_local()
-    if isinstance(cu_seqlens, DTensor):
-        cu_seqlens = cu_seqlens.full_tensor()
-    N = s.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    gates, weights, z = running_logsumexp(s.redistribute(mesh, of_s).to_local(), z, cu_seqlens)
-
-    def whole(x: Tensor, placements: Sequence[Any], *shape: int) -> Tensor:
-        stride = torch.empty(shape, device="meta").stride()  # given, as ranks may have unlike parts
-        return DTensor.from_local(
-            x.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
-
-    return Normalized(
-        whole(gates, of_s, *s.shape), whole(weights, of_s, *s.shape), whole(z, of_z, N, *s.shape[2:])
-    )
 
 
 def _or_minus_inf(x: Tensor) -> Tensor:

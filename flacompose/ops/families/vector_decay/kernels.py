@@ -624,3 +624,27 @@ def gated_kernel(
         store_tile(write, after + diagonal * y_, token, hi, h, d2, H, D2)
         if u is not None:
             tl.store(du + (row * H + h) * D2 + d2, tl.sum(own * x_ * y_, 0), mask=d2 < D2)
+
+
+@triton.jit(do_not_specialize=["N"])
+def softmax_kernel(
+    logits,  # [N, M]
+    dp,
+    out,
+    N,
+    M,
+    ROWS: tl.constexpr,
+    BM: tl.constexpr,
+):
+    """The softmax of `logits` or, with `dp`, the gradient of `logits` from that of their softmax."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    m = tl.arange(0, BM)[None, :]
+    at = row * M + m
+    mask = (row < N) & (m < M)
+    x = tl.where(m < M, tl.load(logits + at, mask=mask, other=0.0), float("-inf")).to(tl.float32)
+    p = tl.exp(x - tl.max(x, 1)[:, None])
+    p = p / tl.sum(p, 1)[:, None]
+    if dp is not None:
+        p_dp = p * tl.load(dp + at, mask=mask, other=0.0).to(tl.float32)
+        p = p_dp - p * tl.sum(p_dp, 1)[:, None]
+    tl.store(out + at, p.to(out.dtype.element_ty), mask=mask)
