@@ -10,16 +10,14 @@ dispatch keys.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import Context
-from functools import cache, wraps
+from functools import cache
 from importlib.util import find_spec
 from itertools import combinations
 from math import prod
 from operator import itemgetter
+from threading import local
 from types import MappingProxyType
 from typing import Any
 
@@ -66,11 +64,11 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if autocast_on(device) else None
 
 
-class _Launching(threading.local):
+class _Launching(local):
     how: Callable[..., None] | None = None
 
 
-_launching = _Launching()
+launching = _Launching()
 
 
 def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,10 +76,10 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
     ``wrap_triton`` costs about fifteen times a plain launch, so eager calls do without it.
     """
-    if _launching.how is None:
+    if launching.how is None:
         kernel[grid](*args, **kwargs)
     else:
-        _launching.how(kernel, grid, *args, **kwargs)
+        launching.how(kernel, grid, *args, **kwargs)
 
 
 def _record(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
@@ -89,65 +87,12 @@ def _record(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def _launching_by(how: Callable[..., None]) -> Iterator[None]:
-    previous, _launching.how = _launching.how, how
+def launching_by(how: Callable[..., None]) -> Iterator[None]:
+    previous, launching.how = launching.how, how
     try:
         yield
     finally:
-        _launching.how = previous
-
-
-def compile_together(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile and load all kernels that `implementation` launches at once, in threads, at its first call of a kind.
-
-    Triton would do so at each launch, one after the other. To learn which they are, the implementation runs without
-    launching any. A kind is a device, dtypes, head sizes and what is absent; a length may still need another kernel.
-    """
-    seen = set()
-    lock = threading.Lock()
-
-    @wraps(implementation)
-    def run(*args: Any) -> Any:
-        if _launching.how is None and args[0].is_cuda:
-            kind = (args[0].device, *map(_kind, args))
-            if kind not in seen:
-                with lock:
-                    if kind not in seen:
-                        _compile_launches(implementation, args)
-                        seen.add(kind)
-        return implementation(*args)
-
-    return run
-
-
-def _kind(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.dtype, x.shape[-1] if x.dim() > 1 else 0
-    return x if isinstance(x, int) else x is None
-
-
-def _compile_launches(implementation: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    from triton import AsyncCompileMode, FutureKernel
-
-    kernels = []
-
-    def compile_only(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        compiled = kernel.warmup(*args, grid=grid, **kwargs)
-        if compiled is not None:
-            kernels.append(compiled)
-
-    def compile_all(pool: ThreadPoolExecutor) -> None:
-        with AsyncCompileMode(pool), _launching_by(compile_only):
-            implementation(*args)
-
-    def load(kernel: Any) -> None:
-        with torch.cuda.device(args[0].device):  # each thread has its own
-            _ = (kernel.result() if isinstance(kernel, FutureKernel) else kernel).run
-
-    with ThreadPoolExecutor() as pool:
-        # In a context of its own: when it fails, the mode stays on.
-        Context().run(compile_all, pool)
-        list(pool.map(load, kernels))
+        launching.how = previous
 
 
 def define_op(
@@ -241,7 +186,7 @@ def _implement_cuda(op: OpOverload, eager: Callable[..., Any], triton: Callable[
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if any(t is not Tensor and not issubclass(t, (FakeTensor, FunctionalTensor)) for t in types):
             return NotImplemented
-        with mode, _launching_by(_record):
+        with mode, launching_by(_record):
             return triton(*args, **kwargs)
 
     LIBRARY.impl(op._opname, cuda, "CUDA")

@@ -8,9 +8,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flacompose.ops._define import compile_together, launch
+from flacompose.ops._define import launch
 from flacompose.ops._varlen import bounds
 from flacompose.ops.families import _launch
+from flacompose.ops.families._compile import compile_together
 from flacompose.ops.families._launch import (
     batched,
     block,
@@ -93,6 +94,9 @@ def backward(
     if state_dtype is None:
         return dq, dk, dv, dg, q.new_empty(0, dtype=q_dtype)
     return dq, dk, dv, dg, d_initial_state.to(state_dtype)
+
+
+chunk.backward = backward
 
 
 def recurrent(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import compile_together, launch
+from flacompose.ops._define import launch
 from flacompose.ops._varlen import bounds
+from flacompose.ops.families._compile import compile_together
 from flacompose.ops.families._launch import batched, block, per_token, segment_count, tile_count
 from flacompose.ops.families._op import rows
 from flacompose.ops.families.scan.kernels import scan_kernel
@@ -61,6 +62,9 @@ def backward(
     )
     d_initial_state = x.new_empty(0) if d_initial_state is None else d_initial_state
     return batched(dx, scan.T), batched(dg, scan.T), d_initial_state
+
+
+chunk.backward = backward
 
 
 def _forward(scan: _Scan, x: Tensor, g: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flacompose.ops._define import compile_together, launch
+from flacompose.ops._define import launch
 from flacompose.ops._varlen import ChunkTable, chunk_table
 from flacompose.ops.families import _launch
+from flacompose.ops.families._compile import compile_together
 from flacompose.ops.families._launch import block, given, operand, operand_dtype, segment_count, tile_count
 from flacompose.ops.families.vector_decay import slots
 from flacompose.ops.families.vector_decay.kernels import (
@@ -107,6 +108,9 @@ def backward(
         absent if du is None else du.sum(0).to(u_dtype),
         absent if state_dtype is None else d_initial_state.to(state_dtype),
     )
+
+
+chunk.backward = backward
 
 
 def recurrent(
