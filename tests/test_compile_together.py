@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -60,7 +62,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     for module in (scalar_decay, scan, vector_decay):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(_compile, "_load_one", lambda device, kernel: getattr(kernel, "result", lambda: 0)())
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "run", None)
     monkeypatch.setattr(driver, "_active", Hopper())
     return prepare
 
@@ -117,3 +119,18 @@ def test_only_the_forward_without_gradients(family, call, compiled) -> None:
     call(family.backward, *args, torch.zeros_like(o, device=args[0].device), None)
     assert 0 < forward < len(compiled)
     assert all(before for _, before in compiled)
+
+
+def test_one_thread_loads() -> None:
+    """Python keeps one module for all of Triton 3.6's launchers: of two threads, one might take the other's."""
+    loaded_in = []
+
+    class Compiled:
+        @property
+        def run(self) -> None:
+            loaded_in.append(get_ident())
+
+    with ThreadPoolExecutor() as pool:
+        futures = [triton.FutureKernel(lambda _: None, pool.submit(Compiled)) for _ in range(9)]
+        _compile._load([Compiled(), *futures, futures[0]])
+    assert loaded_in == [get_ident()] * 10

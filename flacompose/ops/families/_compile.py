@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import Context
-from functools import cache, partial, update_wrapper
+from functools import cache, update_wrapper
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -51,7 +52,7 @@ class compile_together:
             if self.backward is not None and any(isinstance(x, Tensor) and x.requires_grad for x in args):
                 of_o = *on_meta, o, None
                 self.backward.start(_kind(device, of_o), of_o)
-        _load(self.started.pop(kind), device)
+        _load(self.started.pop(kind))
         self.ready.add(kind)
 
     def start(self, kind: Any, args: tuple[Any, ...]) -> Any:
@@ -74,7 +75,6 @@ class compile_together:
 
 
 _lock = Lock()
-_building: dict[tuple[str, ...], Lock] = {}
 
 
 @cache
@@ -98,15 +98,9 @@ def _meta(x: Any) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _load(kernels: list[Any], device: torch.device) -> None:
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(partial(_load_one, device), kernels))
-
-
-def _load_one(device: torch.device, kernel: Any) -> None:
-    compiled = kernel.result() if isinstance(kernel, FutureKernel) else kernel
-    # Triton 3.6 builds a launcher for each signature. Two threads that build the same replace each other's file, and
-    # then Python may find one library under the other's inode.
-    with _building.setdefault(tuple(compiled.src.signature.values()), Lock()):
-        with torch.cuda.device(device):  # each thread has its own
-            _ = compiled.run
+def _load(kernels: list[Any]) -> None:
+    """One at a time, as they come: Triton 3.6 may take one launcher for another when two threads load them."""
+    futures = {kernel.future: kernel for kernel in kernels if isinstance(kernel, FutureKernel)}
+    here = (kernel for kernel in kernels if not isinstance(kernel, FutureKernel))
+    for compiled in chain(here, (futures[done].result() for done in as_completed(futures))):
+        _ = compiled.run
