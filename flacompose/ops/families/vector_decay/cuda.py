@@ -174,7 +174,7 @@ class _Work:
     ) -> tuple[Tensor, Tensor]:
         """States before each chunk, ``[rows, H, K, V]``, and the final ones; with `reverse`, backwards in time."""
         N, H, K, V = self.N, self.H, self.K, self.V
-        BK, BV, warps, stages = state_config(self.bfloat16, K, V)
+        BK, BV, warps, stages = state_config(self.bfloat16, K, V, by_value=gk is None)
         tiles = tile_count(K, BK) * tile_count(V, BV)
         programs = H * tiles if self.table is None else H * tiles * N
         segments = segment_count(self.NT, programs)
@@ -399,11 +399,20 @@ class _Work:
         return [None if self.table is None else getattr(self.table, c) for c in columns]
 
 
-def state_config(bfloat16: bool, K: int, V: int) -> tuple[int, int, int, int]:
-    """Block sizes of the state, warps and pipeline stages."""
-    if bfloat16:
-        return block(K, 64), block(V, 128), 4, 3
-    return block(K, 32), block(V, 32), 4, 2
+def state_config(bfloat16: bool, K: int, V: int, by_value: bool) -> tuple[int, int, int, int]:
+    """Block sizes of the state, warps and pipeline stages. The axis that is decayed is cut: each tile makes its gates.
+
+    `by_value`: along the value axis alone.
+    """
+    if not bfloat16:
+        return block(K, 32), block(V, 32), 4, 2
+    if by_value:
+        return block(K, 128), _part(V), 4, 3
+    return _part(K), block(V, 128), 4, 3
+
+
+def _part(D: int) -> int:
+    return block(D, 64 if D > 64 else 32)
 
 
 def score_config(bfloat16: bool, D: int) -> tuple[int, int, int]:
