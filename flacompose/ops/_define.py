@@ -65,6 +65,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 class _Launching(local):
+    """How this thread launches kernels; None is Triton's own way."""
+
     how: Callable[..., None] | None = None
 
 
@@ -88,6 +90,7 @@ def _record(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def launching_by(how: Callable[..., None]) -> Iterator[None]:
+    """Within it, `how` is called with what this thread launches."""
     previous, launching.how = launching.how, how
     try:
         yield

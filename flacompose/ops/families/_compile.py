@@ -1,13 +1,14 @@
-"""Compilation of kernels before their launches: all of a call at once, and those of its backward meanwhile."""
+"""Compilation of kernels ahead of their launches: of an op's, and with them of its backward's."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import Context
-from functools import cache, update_wrapper
+from functools import update_wrapper
 from itertools import chain
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -16,19 +17,22 @@ from triton import AsyncCompileMode, FutureKernel
 
 from flacompose.ops._define import launching, launching_by
 
+# For all ops, as threads may not load kernels at the same time.
+_lock = RLock()
 
-class compile_together:
-    """Have all kernels that `implementation` launches compiled at once, in threads, at its first call of a kind.
+
+class compile_ahead:
+    """Have all kernels that `implementation` launches compiled together, in threads, at its first call of a kind.
 
     Triton would compile each at its launch, one after the other. To learn which they are, the implementation runs on
-    meta tensors and launches none. A kind is a device, dtypes, head sizes and what is absent; a length may still need
-    another kernel.
+    meta tensors and launches none. A kind is a device, dtypes, head sizes and what is absent; a length or an alignment
+    may still need another kernel.
 
-    Where an argument requires a gradient, those of the `backward` are compiled too, as for a gradient of `o` alone,
-    and waited for when it is called.
+    Where an argument requires a gradient, compilation of what `backward` launches for the gradient of `o` alone starts
+    too, and is waited for when that is called, or when the process ends.
     """
 
-    backward: compile_together | None = None
+    backward: compile_ahead | None = None
 
     def __init__(self, implementation: Callable[..., Any]) -> None:
         update_wrapper(self, implementation)
@@ -38,25 +42,38 @@ class compile_together:
 
     def __call__(self, *args: Any) -> Any:
         if args[0].is_cuda and launching.how is None:
-            kind = _kind(args[0].device, args)
+            kind = self.kind(args[0].device, args)
             if kind not in self.ready:
                 with _lock:
                     if kind not in self.ready:
                         self.prepare(kind, args)
         return self.implementation(*args)
 
+    def kind(self, device: torch.device, args: tuple[Any, ...]) -> Any:
+        differentiated = self.backward is not None and any(
+            isinstance(x, Tensor) and x.requires_grad for x in args
+        )
+        return differentiated, device, *map(_kind, args)
+
     def prepare(self, kind: Any, args: tuple[Any, ...]) -> None:
-        device, on_meta = args[0].device, tuple(map(_meta, args))
-        if kind not in self.started:
-            o, *_ = self.start(kind, on_meta)
-            if self.backward is not None and any(isinstance(x, Tensor) and x.requires_grad for x in args):
-                of_o = *on_meta, o, None
-                self.backward.start(_kind(device, of_o), of_o)
-        _load(self.started.pop(kind))
+        kernels = self.started.pop(kind, None)
+        if kernels is None:
+            differentiated, device, *_ = kind
+            args = tuple(map(_meta, args))
+            pool = ThreadPoolExecutor(os.cpu_count())
+            mode = AsyncCompileMode(pool)
+            kernels, (o, *_) = self.start(mode, args)
+            if differentiated and self.backward is not None:
+                args = *args, o, None
+                kind_of_backward = self.backward.kind(device, args)
+                if kind_of_backward not in self.backward.ready:
+                    self.backward.started[kind_of_backward], _ = self.backward.start(mode, args)
+            pool.shutdown(wait=False)
+        _load(kernels)
         self.ready.add(kind)
 
-    def start(self, kind: Any, args: tuple[Any, ...]) -> Any:
-        """Compile what a call on `args` launches, without waiting for it; what that returns."""
+    def start(self, mode: AsyncCompileMode, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        """Start to compile what a call with `args` launches: the kernels to be, and what the call returns."""
         kernels = []
 
         def compile_only(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
@@ -65,28 +82,14 @@ class compile_together:
                 kernels.append(compiled)
 
         def run() -> Any:
-            _compiler().__enter__()  # and never left, which would wait: this context is left instead
+            mode.__enter__()  # and never left, which would wait: this context is left instead
             with launching_by(compile_only):
                 return self.implementation(*args)
 
-        outputs = Context().run(run)
-        self.started[kind] = kernels
-        return outputs
+        return kernels, Context().run(run)
 
 
-_lock = Lock()
-
-
-@cache
-def _compiler() -> AsyncCompileMode:
-    return AsyncCompileMode(ThreadPoolExecutor())
-
-
-def _kind(device: torch.device, args: tuple[Any, ...]) -> Any:
-    return device, *map(_kind_of, args)
-
-
-def _kind_of(x: Any) -> Any:
+def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.shape[-1] if x.dim() > 1 else 0
     return x if isinstance(x, int) else x is None
@@ -99,7 +102,11 @@ def _meta(x: Any) -> Any:
 
 
 def _load(kernels: list[Any]) -> None:
-    """One at a time, as they come: Triton 3.6 may take one launcher for another when two threads load them."""
+    """One at a time, as they come.
+
+    When Triton 3.6 loads a launcher that it has loaded before, it writes that into the module of the last one it has
+    loaded, which another thread may be about to read. What is compiled at a launch, it loads there.
+    """
     futures = {kernel.future: kernel for kernel in kernels if isinstance(kernel, FutureKernel)}
     here = (kernel for kernel in kernels if not isinstance(kernel, FutureKernel))
     for compiled in chain(here, (futures[done].result() for done in as_completed(futures))):

@@ -11,7 +11,7 @@ from torch import Tensor
 from flacompose.ops._define import launch
 from flacompose.ops._varlen import bounds
 from flacompose.ops.families import _launch
-from flacompose.ops.families._compile import compile_together
+from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import (
     batched,
     block,
@@ -25,7 +25,7 @@ from flacompose.ops.families.scalar_decay.eager import FIXED, SUMMED
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
 
 
-@compile_together
+@compile_ahead
 def chunk(
     q: Tensor,
     k: Tensor,
@@ -46,7 +46,7 @@ def chunk(
     return batched(o, sweep.T), final_state
 
 
-@compile_together
+@compile_ahead
 def backward(
     q: Tensor,
     k: Tensor,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flacompose.ops._define import launch
 from flacompose.ops._varlen import bounds
-from flacompose.ops.families._compile import compile_together
+from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import batched, block, per_token, segment_count, tile_count
 from flacompose.ops.families._op import rows
 from flacompose.ops.families.scan.kernels import scan_kernel
@@ -16,7 +16,7 @@ from flacompose.ops.families.scan.kernels import scan_kernel
 SCAN_CONFIG, END_CONFIG, TOKEN_CONFIG = (8, 4), (16, 1), (1, 1)
 
 
-@compile_together
+@compile_ahead
 def chunk(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,7 @@ def recurrent(
     return _forward(_Scan(x, cu_seqlens, by_token=True), x, g, initial_state)
 
 
-@compile_together
+@compile_ahead
 def backward(
     x: Tensor,
     g: Tensor,

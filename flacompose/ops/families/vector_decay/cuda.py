@@ -9,7 +9,7 @@ from torch import Tensor
 from flacompose.ops._define import launch
 from flacompose.ops._varlen import ChunkTable, chunk_table
 from flacompose.ops.families import _launch
-from flacompose.ops.families._compile import compile_together
+from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, given, operand, operand_dtype, segment_count, tile_count
 from flacompose.ops.families.vector_decay import slots
 from flacompose.ops.families.vector_decay.kernels import (
@@ -23,7 +23,7 @@ CHUNK = 64
 LEVELS = CHUNK.bit_length() - 1
 
 
-@compile_together
+@compile_ahead
 def chunk(
     q: Tensor,
     k: Tensor,
@@ -52,7 +52,7 @@ def chunk(
     return o, final_state
 
 
-@compile_together
+@compile_ahead
 def backward(
     q: Tensor,
     k: Tensor,
@@ -174,7 +174,7 @@ class _Work:
     ) -> tuple[Tensor, Tensor]:
         """States before each chunk, ``[rows, H, K, V]``, and the final ones; with `reverse`, backwards in time."""
         N, H, K, V = self.N, self.H, self.K, self.V
-        BK, BV, warps, stages = state_config(self.bfloat16, K, V, by_value=gk is None)
+        BK, BV, warps, stages = state_config(self.bfloat16, K, V, gk is not None)
         tiles = tile_count(K, BK) * tile_count(V, BV)
         programs = H * tiles if self.table is None else H * tiles * N
         segments = segment_count(self.NT, programs)
@@ -399,19 +399,19 @@ class _Work:
         return [None if self.table is None else getattr(self.table, c) for c in columns]
 
 
-def state_config(bfloat16: bool, K: int, V: int, by_value: bool) -> tuple[int, int, int, int]:
-    """Block sizes of the state, warps and pipeline stages. The axis that is decayed is cut: each tile makes its gates.
+def state_config(bfloat16: bool, K: int, V: int, has_gk: bool) -> tuple[int, int, int, int]:
+    """Block sizes of the state, warps and pipeline stages.
 
-    `by_value`: along the value axis alone.
+    Gates are worked on once for each tile of the other axis, which is therefore cut least.
     """
     if not bfloat16:
         return block(K, 32), block(V, 32), 4, 2
-    if by_value:
-        return block(K, 128), _part(V), 4, 3
-    return _part(K), block(V, 128), 4, 3
+    if has_gk:
+        return _cut(K), block(V, 128), 4, 3
+    return block(K, 128), _cut(V), 4, 3
 
 
-def _part(D: int) -> int:
+def _cut(D: int) -> int:
     return block(D, 64 if D > 64 else 32)
 
 

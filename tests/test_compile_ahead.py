@@ -1,0 +1,233 @@
+"""Kernels are compiled ahead of their launches, those of the backward with the forward's; also without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+from flacompose.ops.families import _compile  # noqa: E402
+from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
+from flacompose.ops.families.scalar_decay.op import PER_TOKEN  # noqa: E402
+from flacompose.ops.families.scan import cuda as scan  # noqa: E402
+from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
+
+FAMILIES = scalar_decay, scan, vector_decay
+KERNELS = {x for family in FAMILIES for x in vars(family).values() if isinstance(x, triton.JITFunction)}
+
+each_family = pytest.mark.parametrize("family", FAMILIES, ids=["scalar", "scan", "vector"])
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the place of the driver")
+
+
+class Hopper(CudaDriver):
+    """Compiles for GPUs that are not there."""
+
+    device = 0
+
+    def __init__(self) -> None:
+        pass
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class OnHopper(Tensor):
+    is_cuda = True
+
+
+Compiled = list[tuple[str, bool]]
+"""Every kernel that is compiled, what other tests have compiled too, and whether ahead of its launch."""
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
+    kernels: Compiled = []
+
+    def note(fn: Any, is_manual_warmup: bool, **_: Any) -> None:
+        kernels.append((fn.name, is_manual_warmup and _compile.launching.how is not None))
+
+    def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        """Does of a launch what needs no GPU."""
+        if _compile.launching.how is None:
+            kernel.warmup(*args, grid=grid, **kwargs)
+        else:
+            _compile.launching.how(kernel, grid, *args, **kwargs)
+
+    for kernel in KERNELS:
+        kernel.device_caches.clear()
+    for family in FAMILIES:
+        for implementation in (family.chunk, family.backward):
+            implementation.ready.clear()
+            implementation.started.clear()
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(family, "launch", launch)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(driver, "_active", Hopper())
+        monkeypatch.setattr(triton.compiler.CompiledKernel, "run", None)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    yield kernels
+    for kernel in KERNELS:
+        kernel.device_caches.clear()
+
+
+def arguments(family: ModuleType, requires_grad: bool = True) -> tuple[Any, ...]:
+    q, k, v, g = torch.zeros(4, 1, 70, 2, 24, dtype=torch.float16)
+    if torch.cuda.is_available():
+        q, k, v, g = q.cuda(), k.cuda(), v.cuda(), g.cuda()
+    else:
+        q = q.as_subclass(OnHopper)
+    q.requires_grad_(requires_grad)
+    if family is scan:
+        return q[:, :, 0], g[:, :, 0], None, None
+    if family is scalar_decay:
+        return q, k, v, g[..., 0], None, None, 1.0, PER_TOKEN
+    return q, k, v, g, None, None, None, None, 1.0, False, False
+
+
+@each_family
+def test_the_backward_with_the_forward(family: ModuleType, compiled: Compiled) -> None:
+    args = arguments(family)
+    o, _ = family.chunk(*args)
+    forward = len(compiled)
+    assert forward > 1
+    family.backward(*args, o, None)
+    assert forward == len(compiled)
+    family.backward(*args, None, o.new_zeros(1, 2, 24, 24) if family is not scan else o.new_zeros(1, 24))
+    assert forward < len(compiled)
+    assert all(ahead for _, ahead in compiled)
+
+
+@each_family
+def test_the_forward_alone_where_there_is_no_gradient(family: ModuleType, compiled: Compiled) -> None:
+    args = arguments(family, requires_grad=False)
+    o, _ = family.chunk(*args)
+    forward = len(compiled)
+    family.backward(*args, o, None)
+    assert 0 < forward < len(compiled)
+    assert all(ahead for _, ahead in compiled)
+
+
+def test_the_backward_after_an_evaluation(compiled: Compiled) -> None:
+    vector_decay.chunk(*arguments(vector_decay, requires_grad=False))
+    evaluation = len(compiled)
+    args = arguments(vector_decay)
+    o, _ = vector_decay.chunk(*args)
+    forward = len(compiled)
+    assert evaluation < forward
+    vector_decay.backward(*args, o, None)
+    assert forward == len(compiled)
+
+
+def test_once_a_kind(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[Any] = []
+    prepare = _compile.compile_ahead.prepare
+    monkeypatch.setattr(
+        _compile.compile_ahead, "prepare", lambda self, *a: (prepared.append(self), prepare(self, *a))
+    )
+    args = arguments(vector_decay)
+    for _ in range(2):
+        o, _ = vector_decay.chunk(*args)
+        vector_decay.backward(*args, o, None)
+    assert prepared == [vector_decay.chunk, vector_decay.backward]
+    assert not vector_decay.backward.started
+    vector_decay.chunk.ready.clear()
+    vector_decay.chunk(*args)  # with gradients for which all is there
+    assert not vector_decay.backward.started
+
+
+def test_no_launch_compiles_another_length(compiled: Compiled) -> None:
+    args = arguments(scan)
+    scan.chunk(*args)
+    before = len(compiled)
+    scan.chunk(*(x if x is None else x[:, :9].contiguous() for x in args))
+    assert before == len(compiled)
+
+
+@no_gpu
+def test_all_are_loaded_before_one_is_launched(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+    launch = vector_decay.launch
+
+    def noted_launch(*args: Any, **kwargs: Any) -> None:
+        if _compile.launching.how is None:
+            events.append("launch")
+        launch(*args, **kwargs)
+
+    monkeypatch.setattr(vector_decay, "launch", noted_launch)
+    monkeypatch.setattr(triton.compiler.CompiledKernel, "run", property(lambda _: events.append("load")))
+    vector_decay.chunk(*arguments(vector_decay))
+    assert events == sorted(events, reverse=True)
+    assert events.count("load") == events.count("launch")
+
+
+@no_gpu
+def test_each_device_has_its_own(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is loaded on one device does not run on another."""
+    args = arguments(vector_decay)
+    vector_decay.chunk(*args)
+    vector_decay.chunk.ready.clear()
+    monkeypatch.setattr(Hopper, "device", 1)
+    vector_decay.chunk(*args)
+    first, second = ({*vector_decay.state_kernel.device_caches[device][0].values()} for device in (0, 1))
+    assert len(first) == len(second) > 0 and not first & second
+
+
+@no_gpu
+@pytest.mark.parametrize("form", ["chunk", "backward"])
+def test_a_failure_leaves_nothing(form: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of the backward ahead of it: the next call of the forward starts both again."""
+    args = arguments(vector_decay)
+    with monkeypatch.context() as broken:
+        broken.setattr(getattr(vector_decay, form), "implementation", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            vector_decay.chunk(*args)
+    o, _ = vector_decay.chunk(*args)
+    forward = len(compiled)
+    vector_decay.backward(*args, o, None)
+    assert forward == len(compiled)
+
+
+def test_one_thread_loads() -> None:
+    loaded_in = []
+
+    class Kernel:
+        @property
+        def run(self) -> None:
+            loaded_in.append(get_ident())
+
+    with ThreadPoolExecutor() as pool:
+        futures = [triton.FutureKernel(lambda _: None, pool.submit(Kernel)) for _ in range(9)]
+        _compile._load([Kernel(), *futures, futures[0]])
+    assert loaded_in == [get_ident()] * 10
+
+
+def test_a_call_within_the_load_of_another(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a signal's handler that evaluates a model."""
+    load = _compile._load
+
+    def interrupted(kernels: list[Any]) -> None:
+        monkeypatch.setattr(_compile, "_load", load)
+        scan.chunk(*arguments(scan))
+        load(kernels)
+
+    monkeypatch.setattr(_compile, "_load", interrupted)
+    vector_decay.chunk(*arguments(vector_decay))
+    assert all(ahead for _, ahead in compiled)
