@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flacompose.ops._check import MAX_HEAD_SIZE, _name, count, floating, like, number, sequences, tensor
+from flacompose.ops._check import (
+    MAX_HEAD_SIZE,
+    _name,
+    count,
+    finite,
+    floating,
+    like,
+    number,
+    sequences,
+    tensor,
+)
 
 __all__ = [
     "ascending",
     "count",
+    "finite",
     "floating",
     "head_size",
     "integer",
@@ -20,6 +32,7 @@ __all__ = [
     "integral_state_of",
     "not_negative",
     "number",
+    "one_of",
     "packed",
     "positive",
     "same_device",
@@ -28,6 +41,12 @@ __all__ = [
     "tensor",
     "whole",
 ]
+
+
+def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:
+    """Check that `x` is one of `choices`."""
+    if x not in tuple(choices):  # which takes what cannot be hashed
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {x!r}{why}")
 
 
 def integer(name: str, x: object) -> None:
@@ -49,19 +68,22 @@ def whole(x: float) -> int:
 
 
 def ascending(name: str, x: tuple[float, float]) -> None:
-    """Check that `x` holds two ascending bounds above 0."""
+    """Check that `x` holds two ascending finite bounds above 0."""
     if not isinstance(x, (tuple, list)):
         raise TypeError(f"{name} must be a tuple of two bounds, got {type(x).__name__}")
     for i, bound in enumerate(x):
         number(f"{name}[{i}]", bound)
     if len(x) != 2 or not 0 < x[0] <= x[1]:  # so that NaN fails
         raise ValueError(f"{name} must be two ascending bounds above 0, got {x}")
+    finite(f"{name}[1]", x[1])
 
 
 def not_negative(name: str, x: float) -> None:
+    """Check that `x` is a finite number of at least 0."""
     number(name, x)
     if not x >= 0:  # so that NaN fails
         raise ValueError(f"{name} must be at least 0, got {x}")
+    finite(name, x)
 
 
 def positive(name: str, x: float) -> None:
@@ -78,9 +100,11 @@ def integral(name: str, x: Tensor, bools: bool = False, why: str = "") -> None:
         raise TypeError(f"{name} must be {expected}, got {_name(x.dtype)}{why}")
 
 
-def same_device(name: str, value: Tensor, x: Tensor) -> None:
+def same_device(name: str, value: Tensor, x: Tensor, of: str = "") -> None:
+    """Check that `value` is on the device of `x`, which the user may know as `of`."""
     if value.device != x.device:
-        raise ValueError(f"{name} must be on {x.device}, got {value.device}")
+        where = f"the device of {of}, {x.device}" if of else x.device
+        raise ValueError(f"{name} must be on {where}, got {value.device}")
 
 
 def state_of(x: Tensor, name: str, state: Any, shape: tuple[int, ...]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -85,12 +87,12 @@ class ABCAttention(AttentionLayer):
             raise ValueError(
                 f"hidden_size * expand_k / num_heads must be even, for rotary positions, got {K}"
             )
-        for name, bound in (("clamp_min", clamp_min), ("clamp_max", clamp_max)):
+        for name, bound, none in (("clamp_min", clamp_min, -math.inf), ("clamp_max", clamp_max, math.inf)):
             if bound is not None:
                 _check.number(name, bound)
-        if (
-            clamp_min is not None and clamp_max is not None and not clamp_min <= clamp_max
-        ):  # so that NaN fails
+                if not (math.isfinite(bound) or bound == none):
+                    raise ValueError(f"{name} must be finite or {none}, got {bound}")
+        if clamp_min is not None and clamp_max is not None and clamp_min > clamp_max:
             raise ValueError(f"clamp_min must be at most clamp_max = {clamp_max}, got {clamp_min}")
         self.num_slots = num_slots
         self.gate_low_rank_dim = gate_low_rank_dim
@@ -110,8 +112,7 @@ class ABCAttention(AttentionLayer):
         self._add_projections(use_output_gate)
         self.s_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
         self._add_output_projection()
-        if use_short_conv:
-            self._add_convolutions(conv_size, conv_bias)
+        self._add_convolutions(use_short_conv, conv_size, conv_bias)
         if use_norm:
             self.g_norm = (
                 GatedRMSNorm(V, elementwise_affine, norm_eps)

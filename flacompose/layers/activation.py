@@ -8,6 +8,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
+from flacompose.layers import _check
+
 
 def sqrelu(x: Tensor) -> Tensor:
     """``max(x, 0)^2``."""
@@ -27,7 +29,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activation(argument: str, name: str) -> Callable[[Tensor], Tensor]:
     """The activation called ``name``; ``argument`` is what the user passed it as."""
-    if name not in ACTIVATIONS:
-        why = " (bias_gelu takes a bias, which this layer has not)" if name == "bias_gelu" else ""
-        raise ValueError(f"{argument} must be one of {', '.join(ACTIVATIONS)}, got {name!r}{why}")
+    why = " (bias_gelu takes a bias, which this layer has not)" if name == "bias_gelu" else ""
+    _check.one_of(argument, name, ACTIVATIONS, why)
     return ACTIVATIONS[name]

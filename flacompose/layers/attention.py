@@ -70,9 +70,13 @@ class AttentionLayer(RecurrentLayer):
         if output_gate:
             self.g_proj = nn.Linear(self.hidden_size, self.value_dim, bias=False)
 
-    def _add_convolutions(self, conv_size: int, conv_bias: bool, activation: str | None = "silu") -> None:
+    def _add_convolutions(
+        self, use_short_conv: bool, conv_size: int, conv_bias: bool, activation: str | None = "silu"
+    ) -> None:
         _check.count("conv_size", conv_size)
-        self.use_short_conv = True
+        self.use_short_conv = use_short_conv
+        if not use_short_conv:
+            return
         shapes = []
         for name in self.projections:
             D = getattr(self, f"{name}_proj").out_features
@@ -147,22 +151,34 @@ class AttentionLayer(RecurrentLayer):
         return f"mode={self.mode}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
 
 
-def expanded_heads(hidden_size: int, num_heads: int | None, expand_ratio: int | None) -> tuple[int, int]:
-    """How many heads there are, and how many keys each has, one of which follows from the other."""
+def expanded_heads(
+    hidden_size: int, num_heads: int | None, expand_ratio: int | None, agree: bool = False
+) -> tuple[int, int]:
+    """How many heads there are, and how many keys each has, one of which follows from the other.
+
+    With `agree` they must, given both, still follow from each other.
+    """
     _check.count("hidden_size", hidden_size)
     if num_heads is None and expand_ratio is None:
         raise ValueError("num_heads or expand_ratio must be given, got None for both")
     if expand_ratio is not None:
         _check.head_size("expand_ratio", expand_ratio)
-        if num_heads is None and expand_ratio > hidden_size:
+        if (agree or num_heads is None) and expand_ratio > hidden_size:
             raise ValueError(f"expand_ratio must be at most hidden_size = {hidden_size}, got {expand_ratio}")
     if num_heads is None:
         assert expand_ratio is not None
         num_heads = hidden_size // expand_ratio
     _check.count("num_heads", num_heads)
+    if agree and expand_ratio is not None and num_heads != hidden_size // expand_ratio:
+        raise ValueError(
+            f"num_heads must be hidden_size // expand_ratio = {hidden_size // expand_ratio}, got {num_heads}"
+        )
     if hidden_size % num_heads != 0:
         raise ValueError(f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}")
-    return num_heads, hidden_size // num_heads if expand_ratio is None else expand_ratio
+    V = hidden_size // num_heads
+    if V > MAX_HEAD_SIZE:
+        raise ValueError(f"hidden_size / num_heads must be at most {MAX_HEAD_SIZE}, got {V}")
+    return num_heads, V if expand_ratio is None else expand_ratio
 
 
 def _expanded(argument: str, hidden_size: int, ratio: float, num_heads: int) -> int:

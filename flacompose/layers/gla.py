@@ -90,8 +90,7 @@ class GatedLinearAttention(AttentionLayer):
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
 
         self._add_projections(use_output_gate)
-        if use_short_conv:
-            self._add_convolutions(conv_size, conv_bias)
+        self._add_convolutions(use_short_conv, conv_size, conv_bias)
         self.gk_proj = nn.Sequential(
             nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
             nn.Linear(gate_low_rank_dim, self.k_proj.out_features, bias=True),

@@ -89,7 +89,7 @@ class GatedSlotAttention(AttentionLayer):
         _check.head_size("num_slots", num_slots)
         _check.positive("gate_logit_normalizer", gate_logit_normalizer)
         if scale is not None:
-            _check.number("scale", scale)
+            _check.finite("scale", scale)
         if feature_map not in ("swish", "relu", "t2r"):
             raise ValueError(f"feature_map must be 'swish', 'relu' or 't2r', got {feature_map!r}")
         H, K, V = self.num_kv_heads, self.head_k_dim, self.head_v_dim
@@ -105,8 +105,7 @@ class GatedSlotAttention(AttentionLayer):
         )()
         self._add_projections()
         self.f_proj = nn.Linear(hidden_size, H * num_slots, bias=False)
-        if use_short_conv:
-            self._add_convolutions(conv_size, conv_bias)
+        self._add_convolutions(use_short_conv, conv_size, conv_bias)
         self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, dtype=torch.float32)
         self._add_output_projection()
 

@@ -62,6 +62,7 @@ class HGRNAttention(RecurrentLayer):
             raise ValueError(
                 f"hidden_size * expand_ratio must be a positive int, got {hidden_size * expand_ratio}"
             )
+        _check.count("conv_size", conv_size)
         _check.not_negative("norm_eps", norm_eps)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
@@ -74,7 +75,6 @@ class HGRNAttention(RecurrentLayer):
         self.f_proj = nn.Linear(hidden_size, input_dim, bias=False)
         self.g_proj = nn.Linear(hidden_size, input_dim, bias=False)
         if use_short_conv:
-            _check.count("conv_size", conv_size)
             self.f_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None)
             self.i_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None)
             self.state_shapes = self.state_shapes._replace(conv=((input_dim, conv_size),) * 2)

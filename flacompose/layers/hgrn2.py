@@ -61,17 +61,14 @@ class HGRN2Attention(AttentionLayer):
         norm_eps: float = 1e-5,
         layer_idx: int | None = None,
     ) -> None:
-        H, K = expanded_heads(hidden_size, num_heads, expand_ratio)
-        if expand_ratio is not None and hidden_size // K != H:
-            raise ValueError(f"num_heads must be hidden_size // expand_ratio = {hidden_size // K}, got {H}")
+        H, K = expanded_heads(hidden_size, num_heads, expand_ratio, agree=True)
         super().__init__(mode, hidden_size, H * K / hidden_size, 1.0, H, None, norm_eps, layer_idx)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
         self.expand_ratio = K
 
         self._add_projections()
-        if use_short_conv:
-            self._add_convolutions(conv_size, conv_bias, activation=None)
+        self._add_convolutions(use_short_conv, conv_size, conv_bias, activation=None)
         self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, dtype=torch.float32)
         self._add_output_projection()
 

@@ -72,8 +72,7 @@ class LightNetAttention(AttentionLayer):
         self.state_shapes = self.state_shapes._replace(normalizer=(H, K), log_normalizer=True)
 
         self._add_projections()
-        if use_short_conv:
-            self._add_convolutions(conv_size, conv_bias, activation=None)
+        self._add_convolutions(use_short_conv, conv_size, conv_bias, activation=None)
         self.g_proj = nn.Sequential(
             nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
             nn.Linear(gate_low_rank_dim, hidden_size, bias=False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flacompose.layers import _check
 from flacompose.layers.attention import AttentionLayer
 from flacompose.layers.feature_map import FEATURE_MAPS
 from flacompose.layers.norm import RMSNorm
@@ -71,8 +72,7 @@ class LinearAttention(AttentionLayer):
         layer_idx: int | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
-        if feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {feature_map!r}")
+        _check.one_of("feature_map", feature_map, FEATURE_MAPS)
         make_map, expansion = FEATURE_MAPS[feature_map]
         H, K = num_heads, expansion * self.head_k_dim
         if K > MAX_HEAD_SIZE:

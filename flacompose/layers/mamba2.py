@@ -112,9 +112,9 @@ class Mamba2(RecurrentLayer):
             _check.not_negative("conv_init", conv_init)
         _check.ascending("A_init_range", A_init_range)
         for name, step in (("dt_min", dt_min), ("dt_max", dt_max), ("dt_init_floor", dt_init_floor)):
-            _check.number(name, step)
+            _check.finite(name, step)
         _check.ascending("(dt_min, dt_max)", (dt_min, dt_max))
-        if not dt_init_floor > 0:  # so that NaN fails
+        if dt_init_floor <= 0:
             raise ValueError(f"dt_init_floor must be above 0, got {dt_init_floor}")
         check_dt_limit(dt_limit)
         _check.not_negative("norm_eps", norm_eps)

@@ -88,8 +88,7 @@ class MultiScaleRetention(AttentionLayer):
         self.state_shapes = self.state_shapes._replace(position=True)
 
         self._add_projections(use_output_gate)
-        if use_short_conv:
-            self._add_convolutions(conv_size, conv_bias)
+        self._add_convolutions(use_short_conv, conv_size, conv_bias)
         self._add_output_projection()
         self._add_output_norm(gate_fn, fuse_norm, elementwise_affine)
 

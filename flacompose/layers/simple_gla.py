@@ -78,8 +78,7 @@ class SimpleGatedLinearAttention(AttentionLayer):
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
 
         self._add_projections(output_gate=True)
-        if use_short_conv:
-            self._add_convolutions(conv_size, conv_bias)
+        self._add_convolutions(use_short_conv, conv_size, conv_bias)
         self.gk_proj = nn.Linear(hidden_size, num_heads)
         self._add_output_norm(gate_fn, fuse_norm, elementwise_affine)
         self._add_output_projection()

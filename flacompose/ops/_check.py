@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 
 import torch
@@ -107,6 +108,14 @@ def number(name: str, x: object) -> None:
     """Check that `x` is a real number, NumPy's scalars included."""
     if isinstance(x, bool) or not isinstance(x, (Real, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
+
+
+def finite(name: str, x: float) -> None:
+    """Check that `x` is a finite real number."""
+    number(name, x)
+    # Of a symbol this holds without a guard, where math.isfinite would break the graph.
+    if not -math.inf < x < math.inf:  # so that NaN fails
+        raise ValueError(f"{name} must be finite, got {x}")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -33,7 +33,7 @@ def chunk_abc(
             and head ``h`` of them goes with head ``h // (HQ / H)`` of the others.
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
         v: Values, ``[B, T, H, V]``, in the dtype of `q`.
-        s: Logits of a token in each of ``M`` slots, ``[B, T, H, M]``, down to -inf; any float dtype.
+        s: Logits of a token in each of ``M`` slots, ``[B, T, H, M]``, finite or -inf; any float dtype.
         scale: Factor of the second softmax's logits. Default: ``K ** -0.5``.
         initial_state: State before the first token, the tuple ``(Hk, Hv, z)``, ``[N, H, K, M]``, ``[N, H, M, V]`` and
             ``[N, H, M]``, the means of keys and of values and the logsumexp of ``s``, in any float dtype. Default:
@@ -48,7 +48,7 @@ def chunk_abc(
             tensors in float32 (float64 for float64 inputs), or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or ``K``, ``V`` or ``M`` is above 256.
+        ValueError: If a shape or a device is wrong, ``K``, ``V`` or ``M`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return run(op.chunk, q, k, v, s, None, scale, initial_state, output_final_state, cu_seqlens)

@@ -41,7 +41,7 @@ def chunk_gla(
             (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     shape = _check.qkv(q, k, v)
@@ -87,7 +87,7 @@ def fused_recurrent_gla(
             (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     shape = _check.qkv(q, k, v)
@@ -106,6 +106,6 @@ def _run(form, shape, q, k, v, gk, gv, scale, initial_state, output_final_state,
     if scale is None:
         scale = K**-0.5
     else:
-        _check.number("scale", scale)
+        _check.finite("scale", scale)
     o, final_state = form(q, k, v, gk, gv, None, initial_state, cu_seqlens, scale, False, False)
     return o, final_state if output_final_state else None

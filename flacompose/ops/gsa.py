@@ -44,7 +44,7 @@ def chunk_gsa(
         k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
         v: Values, ``[B, T, H, V]``, in the dtype of `q`.
         s: What each of ``M`` slots takes of a token, ``[B, T, H, M]``, in any float dtype. Without `g` as natural
-            logarithms, down to -inf.
+            logarithms, finite or -inf.
         g: Decay of the slots, ``[B, T, H, M]``, per token, as natural logarithms from 0 to -inf; any float dtype.
             Default: made of `s`.
         scale: Factor of the logits. Default: ``K ** -0.5``.
@@ -62,7 +62,7 @@ def chunk_gsa(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or ``K``, ``V`` or ``M`` is above 256.
+        ValueError: If a shape or a device is wrong, ``K``, ``V`` or ``M`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return run(op.chunk, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens)
@@ -118,7 +118,7 @@ def run(
     if scale is None:
         scale = K**-0.5
     else:
-        _check.number("scale", scale)
+        _check.finite("scale", scale)
 
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:

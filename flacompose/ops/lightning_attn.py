@@ -54,8 +54,8 @@ def chunk_lightning_attn(
             float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `layer_idx` is no layer of
-            `num_layers`, or `decay` is unknown.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `scale` is not finite, `layer_idx` is
+            no layer of `num_layers`, or `decay` is unknown.
         TypeError: If an argument has the wrong type or dtype.
     """
 

@@ -59,7 +59,7 @@ def chunk_linear_attn(
             `normalize`, new tensors in float32 (float64 for float64 inputs), or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return _run(op.chunk, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)

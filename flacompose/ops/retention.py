@@ -44,7 +44,7 @@ def chunk_retention(
             float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
 

@@ -48,7 +48,7 @@ def chunk_rwkv6(
             (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return _run(op.chunk, r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens)
@@ -93,6 +93,6 @@ def _run(
     if scale is None:
         scale = K**-0.5
     else:
-        _check.number("scale", scale)
+        _check.finite("scale", scale)
     o, final_state = form(r, k, v, w, None, u, initial_state, cu_seqlens, scale, False, False)
     return o, final_state if output_final_state else None

@@ -48,7 +48,7 @@ def chunk_simple_gla(
             float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or ``K`` or ``V`` is above 256.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return run(op.chunk, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
@@ -101,7 +101,7 @@ def run(
     if scale is None:
         scale = K**-0.5
     else:
-        _check.number("scale", scale)
+        _check.finite("scale", scale)
     gate_kind = op.PER_TOKEN
     if decay is not None:
         g, gate_kind = decay(HV).expand(B, T, HV), op.FIXED

@@ -203,3 +203,4 @@ def check_dt_limit(dt_limit: tuple[float, float]) -> None:
         _check.number(f"dt_limit[{i}]", bound)
     if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"dt_limit must be two ascending bounds of at least 0, got {dt_limit}")
+    _check.finite("dt_limit[0]", dt_limit[0])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -45,6 +47,7 @@ each_tensor_but_the_first = pytest.mark.parametrize(
 each_input_but_the_first = pytest.mark.parametrize(
     ("case", "name"), [p for case in PUBLIC for name in list(case.inputs)[1:] for p in shaped(case, name)]
 )
+each_public_scaled_op = every([case for case in PUBLIC if case.scaled])
 each_op_with_heads = every([case for case in PUBLIC if "v" in case.inputs])
 
 
@@ -201,13 +204,30 @@ def test_states_of_packed_sequences(case: OpCase, device: torch.device) -> None:
     )
 
 
-@every([case for case in PUBLIC if case.scaled])
+@each_public_scaled_op
 def test_scale(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     scale = torch.tensor(1.0, device=device)
     refused(problem, TypeError, "scale must be a number, got Tensor", scale=scale)
     refused(problem, TypeError, "scale must be a number, got str", scale="1")
     refused(problem, TypeError, "scale must be a number, got bool", scale=True)
+    for wrong in (math.nan, math.inf, -math.inf, np.float32("nan"), np.float32("inf")):
+        refused(problem, ValueError, f"scale must be finite, got {wrong}", scale=wrong)
+
+
+@each_public_scaled_op
+def test_scale_under_the_compiler(case: OpCase, device: torch.device) -> None:
+    """Traced with a scale that is a symbol: there it is not known to be finite, and asking breaks no graph."""
+    problem = draw(case, device, T=5)
+
+    def scaled(scale: float) -> Tensor:
+        return case.call(
+            **problem.tensors, scale=scale, output_final_state=True, cu_seqlens=problem.cu_seqlens
+        )[0]
+
+    compiled = torch.compile(scaled, fullgraph=True, dynamic=True, backend="eager")
+    for scale in (0.5, -0.7):
+        assert torch.equal(compiled(scale), scaled(scale))
 
 
 @each_op

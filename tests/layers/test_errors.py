@@ -7,10 +7,22 @@ import re
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from flacompose.layers import GatedLinearAttention, LinearAttention, RecurrentState, ShortConvolution
+from flacompose.layers import (
+    ABCAttention,
+    GatedLinearAttention,
+    GatedSlotAttention,
+    HGRN2Attention,
+    LightNetAttention,
+    LinearAttention,
+    Mamba2,
+    RecurrentState,
+    ShortConvolution,
+)
 
 from .truth import (
+    EVERY,
     GLA,
     LAYERS,
     LINEAR,
@@ -27,6 +39,7 @@ SMALL = {"hidden_size": 16, "num_heads": 2}
 CONFIG = GLA | SMALL | {"use_short_conv": True}
 CONFIGS = {name: config | SMALL for name, config in LAYERS.items()}
 each_layer = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+every_layer = pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
 X = torch.ones(2, 5, 16)
 MASK = torch.ones(2, 5, dtype=torch.long)
 RECURRENT = torch.zeros(2, 2, 4, 8)
@@ -94,6 +107,91 @@ def test_refused_of_each_layer(config, arguments, error, message):
         build(config | arguments)
 
 
+@every_layer
+def test_infinite_norm_eps(config):
+    with pytest.raises(ValueError, match="^norm_eps must be finite, got inf$"):
+        build(config | {"norm_eps": math.inf})
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments", "message"),
+    [
+        (GatedSlotAttention, {"scale": math.nan}, "scale must be finite, got nan"),
+        (GatedSlotAttention, {"scale": -math.inf}, "scale must be finite, got -inf"),
+        *(
+            (
+                ABCAttention,
+                {"clamp_min": None, "clamp_max": None, name: value},
+                f"{name} must be finite or {none}",
+            )
+            for name, none in (("clamp_min", -math.inf), ("clamp_max", math.inf))
+            for value in (math.nan, -none)
+        ),
+        (
+            GatedLinearAttention,
+            {"clamp_min": math.inf},
+            "clamp_min must be at most 0, as log-decays are, got inf",
+        ),
+        (Mamba2, {"conv_init": math.inf}, "conv_init must be finite, got inf"),
+        (Mamba2, {"A_init_range": (1, math.inf)}, "A_init_range[1] must be finite, got inf"),
+        (Mamba2, {"dt_max": math.inf}, "dt_max must be finite, got inf"),
+        (Mamba2, {"dt_init_floor": math.nan}, "dt_init_floor must be finite, got nan"),
+        (Mamba2, {"dt_limit": (math.inf, math.inf)}, "dt_limit[0] must be finite, got inf"),
+    ],
+)
+def test_numbers_that_are_not_finite(layer, arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        layer(**arguments)
+
+
+def test_infinite_bounds_of_abc():
+    config = {"layer": ABCAttention} | SMALL
+    layer = build(config | {"clamp_min": -math.inf, "clamp_max": math.inf})
+    bounded, _ = layer(X)
+    layer.clamp_min = layer.clamp_max = None
+    assert torch.equal(bounded, layer(X)[0])
+
+
+@pytest.mark.parametrize("layer", [HGRN2Attention, LightNetAttention])
+@pytest.mark.parametrize(
+    "arguments", [{"num_heads": 2, "expand_ratio": None}, {"expand_ratio": 256, "hidden_size": 514}], ids=str
+)
+def test_value_size_of_expanded_heads(layer, arguments):
+    with pytest.raises(ValueError, match="^hidden_size / num_heads must be at most 256, got (512|257)$"):
+        layer(**{"hidden_size": 1024} | arguments)
+
+
+def test_expand_ratio():
+    with pytest.raises(ValueError, match="^hidden_size / num_heads must be at most 256, got 512$"):
+        LightNetAttention(hidden_size=1024, num_heads=2, expand_ratio=128)
+    for num_heads in (None, 4):
+        with pytest.raises(ValueError, match="^expand_ratio must be at most hidden_size = 64, got 128$"):
+            HGRN2Attention(hidden_size=64, num_heads=num_heads)
+    assert LightNetAttention(hidden_size=64, num_heads=4).key_dim == 512  # which may have more keys
+
+
+@pytest.mark.parametrize("name", [["relu"], "softmax", None], ids=str)
+@pytest.mark.parametrize(
+    ("config", "argument", "choices"),
+    [
+        *(
+            (config, argument, "relu, sigmoid, logsigmoid, silu, swish, sqrelu, gelu")
+            for config, argument in (
+                ("rwkv6", "gate_fn"),
+                ("gla", "gate_fn"),
+                ("lightning_attn", "hidden_act"),
+                ("mamba2", "hidden_act"),
+            )
+        ),
+        ("linear_attn", "feature_map", "hedgehog, t2r, elementwise_product, dpfp, elu, relu, identity"),
+    ],
+)
+def test_refused_activations(config, argument, choices, name):
+    message = f"{argument} must be one of {choices}, got {name!r}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        build(EVERY[config] | {argument: name})
+
+
 @pytest.mark.parametrize(
     ("conv_size", "error", "message"),
     [
@@ -101,10 +199,13 @@ def test_refused_of_each_layer(config, arguments, error, message):
         ("a", TypeError, "conv_size must be an int, got str"),
     ],
 )
-@pytest.mark.parametrize("config", [CONFIGS["gla"], CONFIGS["simple_gla"], CONFIGS["retention"]], ids=str)
-def test_refused_conv_size(config, conv_size, error, message):
+@pytest.mark.parametrize("use_short_conv", [True, False])
+@pytest.mark.parametrize(
+    "config", ["gla", "simple_gla", "retention", "hgrn", "hgrn2", "lightnet", "gsa", "abc"]
+)
+def test_refused_conv_size(config, use_short_conv, conv_size, error, message):
     with pytest.raises(error, match=f"^{message}"):
-        build(config | {"conv_size": conv_size})
+        build(EVERY[config] | {"use_short_conv": use_short_conv, "conv_size": conv_size})
 
 
 @pytest.mark.parametrize(
@@ -127,6 +228,38 @@ def test_empty_dimensions(config, shape):
     message = f"hidden_states must have no empty dimension, got {shape}"
     with pytest.raises(ValueError, match=re.escape(message)):
         build(config)(torch.ones(shape))
+
+
+@every_layer
+def test_another_device(config):
+    layer, x = build(config), torch.ones(2, 5, config["hidden_size"], device="meta")
+    mask, cu_seqlens = torch.ones(2, 5).bool(), torch.tensor([0, 5])  # which are where the weights are
+    message = "^hidden_states must be on the device of the weights, cpu, got meta$"
+    for call in (layer, torch.compile(layer, backend="eager")):
+        with pytest.raises(ValueError, match=message):
+            call(x)
+    for call in ({"attention_mask": mask}, {"cu_seqlens": cu_seqlens}, {"state": layer.init_state(2)}):
+        with pytest.raises(ValueError, match=message):
+            layer(x[: 1 if "cu_seqlens" in call else 2], **call)
+
+    layer.to("meta")
+    assert layer(x)[0].is_meta
+    with pytest.raises(
+        ValueError, match="^hidden_states must be on the device of the weights, meta, got cpu$"
+    ):
+        layer(torch.ones(x.shape))
+
+
+@every_layer
+def test_fake_tensors(config):
+    arguments = {name: value for name, value in config.items() if name != "layer"}
+    with FakeTensorMode():
+        layer, x = config["layer"](**arguments), torch.ones(2, 5, config["hidden_size"])
+        assert layer(x)[0].shape == x.shape
+        with pytest.raises(
+            ValueError, match="^hidden_states must be on the device of the weights, cpu, got meta$"
+        ):
+            layer(x.to("meta"))
 
 
 @pytest.mark.parametrize(
