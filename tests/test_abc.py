@@ -269,6 +269,20 @@ def test_logits_of_any_size(form, strength: float, device: torch.device) -> None
         assert error(x, exact[name]) <= 1e-4, name
 
 
+@each_form
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_nan_logit_is_seen(form, dtype: torch.dtype, device: torch.device) -> None:
+    """In its sequence and head, from its token on, and at most from its chunk."""
+    tensors = inputs(device, dtype=dtype, B=2, T=70, H=2)
+    before = form(**tensors)[0]
+    tensors["s"][1, 65, 0, 1] = torch.nan
+    after, (_, _, z) = form(**tensors, output_final_state=True)
+    assert after[1, 65:, 0].isnan().all()
+    after[1, 64:, 0] = before[1, 64:, 0]
+    torch.testing.assert_close(after, before)
+    assert z.isnan().nonzero().tolist() == [[1, 0, 1]]
+
+
 def test_logits_keep_their_dtype_under_autocast(device: torch.device) -> None:
     tensors = inputs(device, T=9)
     low = {name: x.bfloat16() if name in "qkv" else x for name, x in tensors.items()}

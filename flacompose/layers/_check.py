@@ -100,11 +100,9 @@ def integral(name: str, x: Tensor, bools: bool = False, why: str = "") -> None:
         raise TypeError(f"{name} must be {expected}, got {_name(x.dtype)}{why}")
 
 
-def same_device(name: str, value: Tensor, x: Tensor, of: str = "") -> None:
-    """Check that `value` is on the device of `x`, which the user may know as `of`."""
+def same_device(name: str, value: Tensor, x: Tensor) -> None:
     if value.device != x.device:
-        where = f"the device of {of}, {x.device}" if of else x.device
-        raise ValueError(f"{name} must be on {where}, got {value.device}")
+        raise ValueError(f"{name} must be on {x.device}, got {value.device}")
 
 
 def state_of(x: Tensor, name: str, state: Any, shape: tuple[int, ...]) -> None:

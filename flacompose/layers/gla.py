@@ -124,7 +124,9 @@ class GatedLinearAttention(AttentionLayer):
             ``(output, state)``: `output` is ``[B, T, hidden_size]``; `state` is new, that after the last tokens.
 
         Raises:
-            ValueError: If a shape or a device is wrong, or `attention_mask` comes with `cu_seqlens`.
+            ValueError: If a shape is wrong, or a device not that of `hidden_states`, or `attention_mask` comes with
+                `cu_seqlens`.
+            RuntimeError: From PyTorch, if the weights are on another device.
             TypeError: If `state` is no `RecurrentState`, another argument no tensor, or a dtype wrong: without
                 autocast, `hidden_states` has that of the weights.
         """

@@ -58,12 +58,8 @@ class RecurrentLayer(nn.Module):
         cu_seqlens: Tensor | None,
     ) -> tuple[Layout, Tensor]:
         """Check the arguments of a call; where its tokens lie, and those tokens."""
-        weight = self._weight
-        _check.tensor("hidden_states", hidden_states)
-        # Before `layout`, which compares devices with that of `hidden_states`.
-        _check.same_device("hidden_states", hidden_states, weight, of="the weights")
         tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
-        _check.same_dtype("hidden_states", hidden_states, weight, autocast_on(hidden_states.device))
+        _check.same_dtype("hidden_states", hidden_states, self._weight, autocast_on(hidden_states.device))
         if state is not None:
             N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             self.state_shapes.check(state, N, hidden_states)

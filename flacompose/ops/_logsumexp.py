@@ -52,7 +52,7 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
     total = torch.stack([_inclusive(x, sequence), z_0.expand_as(x)]).logsumexp(0)  # z_t
 
     before = torch.where(first[:, None], z_0, F.pad(total, (0, 0, 1, 0))[:, :-1])
-    written = total > LOWEST / 2
+    written = ~_lowest(total)
     gates = _or_minus_inf(torch.where(written, F.logsigmoid(before - x), 0))
     weights = torch.where(written, torch.sigmoid(x - before), 0)
     if cu_seqlens is None:
@@ -64,7 +64,12 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
 
 
 def _or_minus_inf(x: Tensor) -> Tensor:
-    return torch.where(x > LOWEST / 2, x, -torch.inf)
+    return torch.where(_lowest(x), -torch.inf, x)
+
+
+def _lowest(x: Tensor) -> Tensor:
+    """Where it stands for -inf, which a NaN does not."""
+    return x <= LOWEST / 2
 
 
 def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from flacompose.layers import (
     ABCAttention,
@@ -228,38 +227,6 @@ def test_empty_dimensions(config, shape):
     message = f"hidden_states must have no empty dimension, got {shape}"
     with pytest.raises(ValueError, match=re.escape(message)):
         build(config)(torch.ones(shape))
-
-
-@every_layer
-def test_another_device(config):
-    layer, x = build(config), torch.ones(2, 5, config["hidden_size"], device="meta")
-    mask, cu_seqlens = torch.ones(2, 5).bool(), torch.tensor([0, 5])  # which are where the weights are
-    message = "^hidden_states must be on the device of the weights, cpu, got meta$"
-    for call in (layer, torch.compile(layer, backend="eager")):
-        with pytest.raises(ValueError, match=message):
-            call(x)
-    for call in ({"attention_mask": mask}, {"cu_seqlens": cu_seqlens}, {"state": layer.init_state(2)}):
-        with pytest.raises(ValueError, match=message):
-            layer(x[: 1 if "cu_seqlens" in call else 2], **call)
-
-    layer.to("meta")
-    assert layer(x)[0].is_meta
-    with pytest.raises(
-        ValueError, match="^hidden_states must be on the device of the weights, meta, got cpu$"
-    ):
-        layer(torch.ones(x.shape))
-
-
-@every_layer
-def test_fake_tensors(config):
-    arguments = {name: value for name, value in config.items() if name != "layer"}
-    with FakeTensorMode():
-        layer, x = config["layer"](**arguments), torch.ones(2, 5, config["hidden_size"])
-        assert layer(x)[0].shape == x.shape
-        with pytest.raises(
-            ValueError, match="^hidden_states must be on the device of the weights, cpu, got meta$"
-        ):
-            layer(x.to("meta"))
 
 
 @pytest.mark.parametrize(
