@@ -23,9 +23,11 @@ from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E
 from flacompose.ops.families.scalar_decay.op import PER_TOKEN  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
+from flacompose.ops.families.vector_decay import slots  # noqa: E402
 
 FAMILIES = scalar_decay, scan, vector_decay
-KERNELS = {x for family in FAMILIES for x in vars(family).values() if isinstance(x, triton.JITFunction)}
+LAUNCHING = *FAMILIES, slots
+KERNELS = {x for module in LAUNCHING for x in vars(module).values() if isinstance(x, triton.JITFunction)}
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=["scalar", "scan", "vector"])
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="takes the place of the driver")
@@ -77,9 +79,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
         for implementation in (family.chunk, family.backward):
             implementation.ready.clear()
             implementation.started.clear()
-        if not torch.cuda.is_available():
-            monkeypatch.setattr(family, "launch", launch)
     if not torch.cuda.is_available():
+        for module in LAUNCHING:
+            monkeypatch.setattr(module, "launch", launch)
         monkeypatch.setattr(driver, "_active", Hopper())
         monkeypatch.setattr(triton.compiler.CompiledKernel, "run", None)
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
@@ -153,6 +155,26 @@ def test_once_a_kind(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not vector_decay.backward.started
 
 
+@pytest.mark.parametrize("other", ["dtype", "head size", "absent gate", "option"])
+def test_another_kind(other: str, compiled: Compiled) -> None:
+    """Of which other kernels are launched, and compiled ahead."""
+    q, k, v, gk, *rest = arguments(vector_decay)
+    vector_decay.chunk(q, k, v, gk, *rest)
+    before = len(compiled)
+    if other == "dtype":
+        q, k, v, gk = q.bfloat16(), k.bfloat16(), v.bfloat16(), gk.bfloat16()
+    elif other == "head size":
+        q, k, gk = q[..., :9].contiguous(), k[..., :9].contiguous(), gk[..., :9].contiguous()
+    elif other == "absent gate":
+        gk = None
+    else:
+        *rest, _, wide = rest
+        rest = [*rest, True, wide]
+    vector_decay.chunk(q, k, v, gk, *rest)
+    assert before < len(compiled)
+    assert all(ahead for _, ahead in compiled)
+
+
 def test_no_launch_compiles_another_length(compiled: Compiled) -> None:
     args = arguments(scan)
     scan.chunk(*args)
@@ -183,11 +205,12 @@ def test_each_device_has_its_own(compiled: Compiled, monkeypatch: pytest.MonkeyP
     """A kernel that is loaded on one device does not run on another."""
     args = arguments(vector_decay)
     vector_decay.chunk(*args)
-    vector_decay.chunk.ready.clear()
     monkeypatch.setattr(Hopper, "device", 1)
+    monkeypatch.setattr(OnHopper, "device", torch.device("cuda", 1), raising=False)
     vector_decay.chunk(*args)
     first, second = ({*vector_decay.state_kernel.device_caches[device][0].values()} for device in (0, 1))
     assert len(first) == len(second) > 0 and not first & second
+    assert all(ahead for _, ahead in compiled)
 
 
 @no_gpu
