@@ -19,7 +19,7 @@ export NO_MKDOCS_2_WARNING := 1
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp ## Train, plot, export, reload and sample a small language model
+demo: $(VENV)/demo.stamp ## Train, plot, export, reload and sample a small language model, in about two minutes
 	$(BIN)/python examples/train_lm.py $(ARGS)
 
 test: lint types docs pytest ## Everything that has to hold: lint, types, strict docs, both test runs

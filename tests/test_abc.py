@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch._dynamo
 from contract.accuracy import assert_close, error
-from contract.cases import CASES, slots_reference
+from contract.cases import NAMED
 from contract.problems import draw, evaluate
 from ranks import check_sharded, on_two_ranks
 from torch import Tensor
@@ -18,12 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 from torch.func import grad, jvp, vmap
 
+from benchmarks.recurrences import slots_reference
 from flacompose.ops import chunk_abc, chunk_gsa, fused_recurrent_gsa
 from flacompose.ops._logsumexp import running_logsumexp
 
 FORMS = [chunk_abc, chunk_gsa, fused_recurrent_gsa]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-CASE = next(c for c in CASES if c.name == "chunk_abc")
+CASE = NAMED["chunk_abc"]
 INF = torch.inf
 
 
@@ -118,7 +120,7 @@ def test_derivatives_of_the_running_logsumexp(bounds, holes: bool, device: torch
 
 @pytest.mark.parametrize("strength", [0.0, 1.0, 1e4, 1e30])
 def test_no_nan_in_derivatives(strength: float, device: torch.device) -> None:
-    """From nothing, of logits of any size and of none: backwards, twice, and forward over reverse."""
+    """Without a state, for logits of any size and slots without tokens: first and second derivatives are finite."""
     s = torch.randn(1, 20, 3, dtype=torch.float64, device=device) * strength
     s[:, :3], s[:, 10, 0], s[..., 1] = -INF, -INF, -INF
 
@@ -155,7 +157,7 @@ def test_one_graph_for_every_length_through_inductor(device: torch.device) -> No
 
 @pytest.mark.parametrize(("T", "levels"), [(1, 0), (2, 20), (64, 20)])
 def test_levels_of_a_static_length(T: int, levels: int, device: torch.device) -> None:
-    """Those of any length, but one token takes none, so that a step of decoding is a small graph."""
+    """A traced graph has the levels of the longest sequence, but none for one token: decoding stays a small graph."""
     graphs = []
 
     def backend(module: torch.fx.GraphModule, _) -> torch.fx.GraphModule:
@@ -191,14 +193,8 @@ def test_aotinductor(device: torch.device, tmp_path) -> None:
 @each_form
 def test_one_function(form, device: torch.device) -> None:
     problem = draw(CASE, device, T=70)
-    expected = evaluate(problem)
-
-    def call(_, initial_state: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-        Hk, Hv, z = initial_state.split([16, 32, 1], -1)
-        o, (Hk, Hv, z) = form(**tensors, initial_state=(Hk.mT, Hv, z.squeeze(-1)), output_final_state=True)
-        return o, torch.cat([Hk.mT, Hv, z.unsqueeze(-1)], -1)
-
-    assert_close(evaluate(problem, function=call), expected, 1e-5)
+    other = replace(problem, case=replace(CASE, function=form))
+    assert_close(evaluate(other), evaluate(problem), 1e-5)
 
 
 @each_form
@@ -299,30 +295,6 @@ def test_groups_of_queries(device: torch.device) -> None:
     assert error(o, repeated) <= 1e-6
     for x, y in zip(state, after, strict=True):
         assert error(x, y[:, ::2]) <= 1e-6
-
-
-def sharded(mesh: DeviceMesh, with_z: bool) -> None:
-    """By rows and by heads on two ranks: the results and gradients of one, sharded as the inputs."""
-    from torch.distributed.tensor import Shard
-
-    torch.manual_seed(0)
-    H, K, V, M = 2, 6, 5, 4
-    tensors = [torch.randn(2, 9, heads, D) for heads, D in ((2 * H, K), (H, K), (H, V), (H, M))]
-    states = [torch.randn(2, H, *shape) for shape in ((K, M), (M, V), (M,))] if with_z else []
-    for form in FORMS:
-
-        def run(*x: Tensor, form=form) -> tuple[Tensor, ...]:
-            o, state = form(*x[:4], initial_state=x[4:] or None, output_final_state=True)
-            return o, *state
-
-        for tokens, state in ((Shard(0), Shard(0)), (Shard(2), Shard(1))):
-            placements = [tokens] * 4 + [state] * len(states)
-            assert check_sharded(mesh, run, [*tensors, *states], placements) == [tokens, *[state] * 3]
-
-
-@pytest.mark.parametrize("with_z", [False, True], ids=["from nothing", "from z"])
-def test_dtensor(with_z: bool) -> None:
-    on_two_ranks(sharded, with_z)
 
 
 def logsumexp_by_shard(mesh: DeviceMesh, compiled: bool) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,22 @@ import pytest
 import torch
 
 import flacompose.ops
-from benchmarks import cuda, measure, peer, report, run, tuned, warm
+from benchmarks import (
+    cuda,
+    host,
+    measure,
+    model,
+    models,
+    peer,
+    processes,
+    report,
+    run,
+    summary,
+    tuned,
+    warm,
+)
 from benchmarks.cases import OPS, Shape
+from benchmarks.model import Figure, Size
 from benchmarks.report import Results, Row
 
 
@@ -321,7 +338,7 @@ def on_cpu(monkeypatch):
         return 1.0
 
     monkeypatch.setattr(cuda, "DEVICE", "cpu")
-    for name in ("HOST_BOUND", "ACCURACY", "DECODE_GPU", "DECODE_HOST"):
+    for name in ("ACCURACY", "DECODE_GPU", "DECODE_HOST"):
         T = 1 if name.startswith("DECODE") else 5
         monkeypatch.setattr(cuda, name, Shape(2, T, 2, 8, 4))
     for name in ("peak_mib", "wall_us", "host_us"):
@@ -339,7 +356,7 @@ def test_gpu_cases(op, on_cpu):
     notes: list[str] = []
     times = list(cuda.training(op, sides, SHAPE, notes))
     assert [row.quantity for row in times] == ["forward", "forward + backward", "peak memory over the inputs"]
-    rows = [*times, *cuda.decode(op, sides), *cuda.host_bound(op, sides), *cuda.accuracy(op, sides)]
+    rows = [*times, *cuda.decode(op, sides), *cuda.accuracy(op, sides)]
     assert not notes and not any(row.note for row in rows)
     assert all(row.ours is not None and row.ours == row.other for row in rows)
     errors = [row for row in rows if row.quantity.startswith("relative error")]
@@ -357,8 +374,7 @@ def test_a_side_that_fails_leaves_the_other(op, on_cpu):
 
     broken = types.SimpleNamespace(**{op.chunk: fails, op.recurrent: fails})
     sides = {"flacompose": flacompose.ops, "fla": broken}
-    rows = [*cuda.training(op, sides, SHAPE, []), *cuda.decode(op, sides), *cuda.host_bound(op, sides)]
-    rows += cuda.accuracy(op, sides)
+    rows = [*cuda.training(op, sides, SHAPE, []), *cuda.decode(op, sides), *cuda.accuracy(op, sides)]
     for row in rows:
         assert row.ours is not None and row.other is None
         assert row.note == "fla failed: ValueError: no such kernel"
@@ -367,7 +383,7 @@ def test_a_side_that_fails_leaves_the_other(op, on_cpu):
 @pytest.mark.parametrize(
     ("parts", "count"),
     [
-        (["training", "decode", "host-bound", "accuracy", "cold"], {"simple_gla": 16, "gla": 16}),
+        (["training", "decode", "accuracy", "cold"], {"simple_gla": 14, "gla": 14}),
         (["more"], {"simple_gla": 15, "gla": 12}),
     ],
 )
@@ -436,8 +452,294 @@ def test_gpu_measures():
     assert measure.wall_us(lambda: x + 1, calls=5, rounds=1) > 0
 
 
-@pytest.mark.parametrize("arguments", [["--against", "fla", "--device", "cpu"], ["--ops", "no_such_op"]])
-def test_refused_arguments(arguments: list[str], capsys):
+def test_another_checkout_is_what_a_process_imports(tmp_path: Path):
+    package = tmp_path / "flacompose"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('words')\nprint('{\"imported\": true}', flush=True)\n")
+    with contextlib.closing(processes.Process(processes.command("report", ["--help"], tmp_path))) as process:
+        assert process.receive(60) == {"imported": True}
+        assert process.receive(60) is None
+
+
+def test_a_process_that_fails_or_is_late():
+    fails = "print(1)\nraise ValueError('no such mixer')"
+    with contextlib.closing(processes.Process([sys.executable, "-c", fails])) as process:
+        with pytest.raises(RuntimeError, match="^ValueError: no such mixer$"):
+            process.receive(60)
+    with contextlib.closing(processes.Process([sys.executable, "-c", "input()"])) as process:
+        with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
+            process.receive(0.2)
+
+
+def test_empty_caches():
+    with processes.empty_caches() as env:
+        folders = {Path(env[name]).parent for name in processes.CACHES}
+        (folder,) = folders
+        assert folder.is_dir() and not any(folder.iterdir())
+    assert not folder.exists()
+
+
+def answers(capsys) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_host_process(monkeypatch, capsys):
+    names = [host.SDPA, *OPS, "gla"]
+    requests = [{"op": name, "shape": "1x4x2x8x8", "calls": 0.0} for name in names]
+    requests.append({"op": "gla", "shape": "four", "calls": 0.0})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(json.dumps(x) + "\n" for x in requests)))
+    host.serve("flacompose", "cpu")
+    *good, bad = answers(capsys)
+    assert len(good) == len(names)
+    for reply in good:
+        assert list(reply["us"]) == list(host.CALLS) and all(us > 0 for us in reply["us"].values())
+    assert bad["error"].startswith("ValueError: a shape is")
+
+
+class FakeHost:
+    """A process of the host part that answers at once; `us` has what it takes by side, later rounds take more."""
+
+    us = {"flacompose": 60.0, "before": 100.0, host.SDPA: 30.0}
+    log: list[tuple[str, float]] = []
+
+    def __init__(self, command: list[str]) -> None:
+        self.side = command[command.index("benchmarks.host") + 1]
+        self.checkout = command[3]
+        self.asked: list[str] = []
+
+    def send(self, request: dict[str, Any]) -> None:
+        side = host.SDPA if request["op"] == host.SDPA else self.side
+        self.log.append((side, request["calls"]))
+        self.asked.append(side)
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        side = self.asked.pop(0)
+        if side == "before" and "broken" in self.checkout:
+            raise RuntimeError("ImportError: no flacompose")
+        rounds = sum(entry == (side, 1.0) for entry in self.log)
+        return {"us": dict.fromkeys(host.CALLS, self.us[side] * max(1, rounds))}
+
+    def close(self) -> None:
+        pass
+
+
+def test_host_rows(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(host, "Process", FakeHost)
+    monkeypatch.setattr(FakeHost, "log", [])
+    rows = list(host.take([OPS["hgrn"]], "cpu", Shape(1, 4, 2, 8, 8), tmp_path, rounds=3))
+    # Every side compiles before any is timed, then they take turns.
+    sides = ["flacompose", "before", host.SDPA]
+    assert FakeHost.log == [(side, 0.0) for side in sides] + [(side, 1.0) for side in sides] * 3
+    assert [(row.beside, row.ours, row.other) for row in rows] == [
+        ("before", 120, 200),
+        (host.SDPA, 120, 60),
+    ] * 3
+    limits = [(row.quantity, row.beside) for row in rows if row.max_ratio is not None]
+    assert limits == [("forward + backward, host", host.SDPA)] and rows[3].met
+    assert [row.case for row in rows] == ["B1 T4 D=16"] * 4 + ["B1 T1 D=16"] * 2
+    rows = list(host.take([OPS["gla"]], "cpu", SHAPE, tmp_path / "broken", rounds=2))
+    for row in rows:
+        assert row.ours is not None and (row.other is None) == (row.beside == "before") == bool(row.note)
+
+
+@pytest.mark.parametrize("name", models.MIXERS)
+def test_models_decode_what_they_compute(name: str):
+    torch.manual_seed(0)
+    net = models.build(name, layers=2, width=64, vocabulary=50).double().eval()
+    assert isinstance(net, models.LanguageModel)
+    tokens = torch.randint(50, (1, 6))
+    with torch.no_grad():
+        expected, _ = net(tokens)
+        states = net.first_states("cpu", torch.float64) if name == models.SOFTMAX else None
+        for t in range(6):
+            logits, states = net(tokens[:, t : t + 1], states)
+            torch.testing.assert_close(logits[:, 0], expected[:, t])
+        # Where decoding is timed from: states of the right form.
+        logits, _ = net(tokens[:, :1], net.first_states("cpu", torch.float64))
+    assert logits.isfinite().all() and logits.shape == (1, 1, 50)
+
+
+def test_model_process(monkeypatch, capsys):
+    once = lambda fn, **_: fn() or 1e3  # noqa: E731
+    monkeypatch.setattr(measure, "wall_us", once)
+    arguments = ["softmax", "--device", "cpu", "--backend", "eager", "--layers", "1", "--width", "64"]
+    arguments += ["--vocabulary", "50", "--model-shapes", "2x16", "1x32", "--quantities", *model.QUANTITIES]
+    monkeypatch.setattr(sys, "argv", ["model", *arguments])
+    model.main()
+    given = answers(capsys)
+    figures = [(x["case"], x["quantity"], x["unit"]) for x in given if "quantity" in x]
+    assert figures == [
+        ("B2 T16", "first step, cold caches", "s"),
+        ("B2 T16", "step", "ms"),
+        ("B1 T32", "first step at a second shape", "s"),
+        ("B1 T32", "step", "ms"),
+        ("B1 T1", "one token, eager", "ms"),
+        ("B1 T1", "one token, compiled", "ms"),
+    ]
+    notes = [x["note"] for x in given if "note" in x]
+    assert len(notes) == 2 and all("Dynamo" in note and "Dynamo 0.0 s" not in note for note in notes)
+
+
+class FakeModel:
+    """A process of the model part: one note, one figure, and then an error from the checkout before."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        assert all(name in env for name in processes.CACHES)
+        at = command.index("benchmarks.model")
+        name, checkout = command[at + 1], command[at - 1]
+        figure = {
+            "case": "B1 T2",
+            "quantity": model.FIRST,
+            "unit": "s",
+            "value": {"softmax": 2.0}.get(name, 5.0),
+        }
+        self.replies: Iterator[dict[str, Any]] = iter([{"note": "a note"}, figure])
+        self.error = "before" in checkout
+        self.popen = types.SimpleNamespace(kill=lambda: None)
+
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        reply = next(self.replies, None)
+        if reply is None and self.error:
+            raise RuntimeError("out of memory")
+        return reply
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("jobs", ["1", "3"])
+def test_model_run(jobs: str, monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(model, "Process", FakeModel)
+    arguments = ["--parts", "model", "--device", "cpu", "--models", "softmax", "gla", "--peer-model"]
+    arguments += ["--quantities", "compile", "--jobs", jobs, "--before", str(tmp_path / "before")]
+    run.main([*arguments, "--out", str(tmp_path)])
+    saved = Results.load(tmp_path / "model-softmax-gla-fla-gla-cpu.json")
+    rows = {(row.op, row.beside): row for row in saved.rows}
+    assert len(rows) == len(saved.rows) == 4
+    assert (rows["softmax model", "softmax"].ours, rows["softmax model", "softmax"].other) == (None, 2.0)
+    assert rows["softmax model", "softmax"].met is None
+    assert rows["gla model", "softmax"].ratio == 2.5 and rows["gla model", "softmax"].met is False
+    assert rows["gla model", "before"].ratio == rows["gla model", "fla"].ratio == 1
+    assert sorted(saved.notes) == [
+        "fla-gla, a note",
+        "gla before failed: out of memory",
+        "gla before, a note",
+        "gla, a note",
+        "softmax, a note",
+    ]
+
+
+def test_figures_of_models_that_stand_alone():
+    figures = [Figure(name, "flacompose", "B1 T2", "step", "ms", 1.0) for name in ("mamba2", models.PEER)]
+    alone, peers = model.rows(figures)
+    assert (alone.op, alone.ours, alone.other, alone.max_ratio) == ("mamba2 model", 1.0, None, None)
+    assert (peers.op, peers.ours, peers.other, peers.beside) == ("gla model", None, 1.0, "fla")
+
+
+def test_the_size_reaches_the_process():
+    size = Size(2, 64, 50, ((2, 16), (1, 32)))
+    arguments = run.parser().parse_args(["--layers", "2", "--width", "64", *size.arguments()])
+    assert model.size_of(arguments) == size and model.size_of(run.parser().parse_args([])) == Size()
+
+
+def test_host_run(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(host, "Process", FakeHost)
+    monkeypatch.setattr(FakeHost, "log", [])
+    run.main(["--parts", "host", "--device", "cpu", "--ops", "gla", "rwkv6", "--out", str(tmp_path)])
+    saved = Results.load(tmp_path / "host-gla-rwkv6-cpu.json")
+    assert [row.op for row in saved.rows] == ["gla"] * 3 + ["rwkv6"] * 3
+    text = report.table(saved)
+    assert "| shape | gla | flacompose | SDPA | ratio | target |  |" in text
+    assert "| B1 T64 H16 K=V=128 | forward + backward, host, us |" in text
+
+
+def test_results_of_earlier_versions_load(tmp_path: Path):
+    path = tmp_path / "old.json"
+    results().save(path)
+    content = json.loads(path.read_text())
+    for row in content["rows"]:
+        del row["beside"]
+    path.write_text(json.dumps(content))
+    assert Results.load(path) == results()
+
+
+def summarised() -> list[Results]:
+    """A run, a later one of the same op that failed in part, and one of models."""
+    case = "B8 T2048"
+    ops = [
+        Row("gla", case, "forward + backward", "ms", 2.0, 4.0),
+        Row("gla", "B1 T9", "forward + backward", "ms", 7.0, 7.0),
+        Row("gla", case, "peak memory over the inputs", "MiB", 300.0, 1000.0),
+        Row("gla", case, "first step, cold caches", "s", 3.5, None),
+        Row("simple_gla", case, "forward + backward", "ms", 1.0, None, note="fla failed"),
+    ]
+    later = [
+        Row("gla", case, "forward + backward", "ms", 1.0, 4.0),
+        Row("gla", case, "peak memory over the inputs", "MiB", 200.0, None),
+    ]
+    rows = [
+        Row("gla model", case, "step", "ms", 48.0, 40.0, beside="softmax"),
+        Row("gla model", case, "step", "ms", 48.0, 96.0, beside="before"),
+        Row("gla model", case, "first step, cold caches", "s", 26.0, 20.0, beside="softmax"),
+        Row("gla model", "B1 T1", "one token, eager", "ms", 9.0, 9.0, beside="softmax"),
+        Row("gla model", "B1 T1", "one token, CUDA graph", "ms", 1.5, 1.2, beside="softmax"),
+    ]
+    return [
+        Results("fla", {"device": "new", "date": "2026-02-01"}, later),
+        Results("fla", {"device": "old", "date": "2026-01-01"}, ops),
+        Results("softmax attention", {"device": "H200", "date": "2026-01-02"}, rows),
+    ]
+
+
+def test_summary(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    pages = [tmp_path / "README.md", tmp_path / "docs" / "index.md"]
+    (tmp_path / "docs").mkdir()
+    for page in pages:
+        page.write_text(f"top\n\n{summary.BEGIN}\nold\n{summary.END}\n\nbottom\n")
+    image = tmp_path / "docs" / "images" / "summary.svg"
+    summary.write(summarised(), image, pages)
+    once = [page.read_text() for page in pages]
+    picture = image.read_text()
+    assert "<svg" in picture and "0.25" in picture and "0.30" in picture
+    for text, link in zip(once, ("docs/images/summary.svg", "images/summary.svg"), strict=True):
+        assert text.startswith("top\n") and text.endswith("\nbottom\n") and "old" not in text.split("(old")[0]
+        assert f"]({link})" in text
+        assert "| `gla` | flash-linear-attention | 1 | 4 | 0.25 | 0.3 | 3.5 |  |  |  |" in text
+        assert "| gla model | softmax attention | 48 | 40 | 1.2 |  | 26 | 20 | 1.5 | 1.2 |" in text
+        assert "simple_gla" not in text and "H200" in text
+    summary.write(summarised(), image, pages)
+    assert [page.read_text() for page in pages] == once and image.read_text() == picture
+    pages[1].write_text("no markers")
+    with pytest.raises(ValueError, match=r"index\.md must have the markers"):
+        summary.write([], image, pages)
+    assert pages[0].read_text() == once[0]
+
+
+def test_the_summary_links_to_the_method_from_other_pages():
+    texts = [summary.block({}, page, summary.IMAGE) for page in summary.PAGES]
+    links = ["(docs/performance.md)", "(performance.md)", ""]
+    for text, link in zip(texts, links, strict=True):
+        assert (link in text) if link else ("performance.md" not in text)
+
+
+def test_the_shipped_results_have_a_summary():
+    figures = summary.collect([Results.load(path) for path in report.saved(report.RESULTS)])
+    assert list(summary.ops(figures, "fla", summary.STEP)) == list(OPS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--against", "fla", "--device", "cpu"],
+        ["--ops", "no_such_op"],
+        ["--parts", "host", "decode", "--device", "cpu"],
+        ["--parts", "model", "--device", "cpu", "--jobs", "2"],
+    ],
+)
+def test_refused_arguments(arguments: list[str], monkeypatch, capsys):
+    for name in ("apart", "in_this_process"):
+        monkeypatch.setattr(run, name, lambda *_: None)
     with pytest.raises(SystemExit):
         run.main(arguments)
     assert "error:" in capsys.readouterr().err

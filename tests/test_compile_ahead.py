@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 triton = pytest.importorskip("triton")
 
@@ -20,7 +21,6 @@ from triton.runtime import driver  # noqa: E402
 
 from flacompose.ops.families import _compile  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
-from flacompose.ops.families.scalar_decay.op import PER_TOKEN  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import slots  # noqa: E402
@@ -96,12 +96,21 @@ def arguments(family: ModuleType, requires_grad: bool = True) -> tuple[Any, ...]
         q, k, v, g = q.cuda(), k.cuda(), v.cuda(), g.cuda()
     else:
         q = q.as_subclass(OnHopper)
-    q.requires_grad_(requires_grad)
+    q, k, v, g = (x.detach().requires_grad_(requires_grad) for x in (q, k, v, g))
     if family is scan:
         return q[:, :, 0], g[:, :, 0], None, None
     if family is scalar_decay:
-        return q, k, v, g[..., 0], None, None, 1.0, PER_TOKEN
+        return q, k, v, g[..., 0], None, None, None, 1.0
     return q, k, v, g, None, None, None, None, 1.0, False, False
+
+
+def backward(
+    family: ModuleType, args: tuple[Any, ...], do: Tensor | None, d_final_state: Tensor | None = None
+) -> None:
+    """The gradients of all inputs."""
+    gradients = {scalar_decay: 6, scan: 3, vector_decay: 7}[family]
+    mask = [x is not None for x in args[:gradients]]
+    family.backward(*args, do, d_final_state, mask)
 
 
 @each_family
@@ -110,9 +119,9 @@ def test_the_backward_with_the_forward(family: ModuleType, compiled: Compiled) -
     o, _ = family.chunk(*args)
     forward = len(compiled)
     assert forward > 1
-    family.backward(*args, o, None)
+    backward(family, args, o)
     assert forward == len(compiled)
-    family.backward(*args, None, o.new_zeros(1, 2, 24, 24) if family is not scan else o.new_zeros(1, 24))
+    backward(family, args, None, o.new_zeros(1, 2, 24, 24) if family is not scan else o.new_zeros(1, 24))
     assert forward < len(compiled)
     assert all(ahead for _, ahead in compiled)
 
@@ -122,9 +131,24 @@ def test_the_forward_alone_where_there_is_no_gradient(family: ModuleType, compil
     args = arguments(family, requires_grad=False)
     o, _ = family.chunk(*args)
     forward = len(compiled)
-    family.backward(*args, o, None)
+    backward(family, args, o)
     assert 0 < forward < len(compiled)
     assert all(ahead for _, ahead in compiled)
+
+
+@each_family
+def test_begun_while_a_graph_is_compiled(family: ModuleType, compiled: Compiled) -> None:
+    args = arguments(family, requires_grad=False)
+    with FakeTensorMode() as mode:
+        mask = [True] * {scalar_decay: 6, scan: 3, vector_decay: 7}[family]
+        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
+        family.chunk.begin(fake)
+        family.backward.begin([*fake, fake[0], None, mask])
+    begun = len(compiled)
+    assert begun > 1
+    o, _ = family.chunk(*args)
+    family.backward(*args, o, None, mask)
+    assert begun == len(compiled)
 
 
 def test_the_backward_after_an_evaluation(compiled: Compiled) -> None:
@@ -134,7 +158,7 @@ def test_the_backward_after_an_evaluation(compiled: Compiled) -> None:
     o, _ = vector_decay.chunk(*args)
     forward = len(compiled)
     assert evaluation < forward
-    vector_decay.backward(*args, o, None)
+    backward(vector_decay, args, o)
     assert forward == len(compiled)
 
 
@@ -147,7 +171,7 @@ def test_once_a_kind(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Non
     args = arguments(vector_decay)
     for _ in range(2):
         o, _ = vector_decay.chunk(*args)
-        vector_decay.backward(*args, o, None)
+        backward(vector_decay, args, o)
     assert prepared == [vector_decay.chunk, vector_decay.backward]
     assert not vector_decay.backward.started
     vector_decay.chunk.ready.clear()
@@ -204,9 +228,14 @@ def test_all_are_loaded_before_one_is_launched(compiled: Compiled, monkeypatch: 
 def test_each_device_has_its_own(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is loaded on one device does not run on another."""
     args = arguments(vector_decay)
+    kind = _compile.compile_ahead.kind
+    monkeypatch.setattr(
+        _compile.compile_ahead,
+        "kind",
+        lambda self, _, args: kind(self, torch.device("cuda", Hopper.device), args),
+    )
     vector_decay.chunk(*args)
     monkeypatch.setattr(Hopper, "device", 1)
-    monkeypatch.setattr(OnHopper, "device", torch.device("cuda", 1), raising=False)
     vector_decay.chunk(*args)
     first, second = ({*vector_decay.state_kernel.device_caches[device][0].values()} for device in (0, 1))
     assert len(first) == len(second) > 0 and not first & second
@@ -224,7 +253,7 @@ def test_a_failure_leaves_nothing(form: str, compiled: Compiled, monkeypatch: py
             vector_decay.chunk(*args)
     o, _ = vector_decay.chunk(*args)
     forward = len(compiled)
-    vector_decay.backward(*args, o, None)
+    backward(vector_decay, args, o)
     assert forward == len(compiled)
 
 

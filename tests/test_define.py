@@ -46,12 +46,15 @@ def states(x, a, initial_state):
     return torch.stack(hs, 1)
 
 
+masks = []  # what the backward was asked for
+
+
 def scan(x, g, initial_state, cu_seqlens, scale):
     h = states(x, decays(x, g, cu_seqlens), initial_state)
     return (scale * h[:, 1:]).to(x.dtype), h[:, -1].clone()
 
 
-def scan_backward(x, g, initial_state, cu_seqlens, scale, dy, d_final_state):
+def scan_backward(x, g, initial_state, cu_seqlens, scale, dy, d_final_state, output_mask):
     a = decays(x, g, cu_seqlens)
     dy = torch.zeros_like(a) if dy is None else scale * dy.to(a.dtype)
     dh = torch.zeros_like(a[:, 0]) if d_final_state is None else d_final_state.to(a.dtype)
@@ -61,10 +64,10 @@ def scan_backward(x, g, initial_state, cu_seqlens, scale, dy, d_final_state):
         dx.insert(0, dh)
         dh = a[:, t] * dh
     dx = torch.stack(dx, 1)
-    absent = x.new_empty(0)
-    dh = dh.contiguous()
-    dg = absent if g is None else (states(x, a, initial_state)[:, :-1] * a * dx).to(g.dtype)
-    return dx.to(x.dtype), dg, absent.clone() if initial_state is None else dh.to(initial_state.dtype)
+    masks.append(output_mask)
+    found = dx, states(x, a, initial_state)[:, :-1] * a * dx, dh.contiguous()
+    wanted = zip((x, g, initial_state), found, output_mask)
+    return tuple(d.to(i.dtype) if mask else x.new_empty(0) for i, d, mask in wanted)
 
 
 def scan_fake(x, g, initial_state, cu_seqlens, scale):
@@ -72,9 +75,9 @@ def scan_fake(x, g, initial_state, cu_seqlens, scale):
     return x.new_empty(B, T, H, D), x.new_empty(B, H, D, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def scan_backward_fake(x, g, initial_state, cu_seqlens, scale, dy, d_final_state):
-    inputs = (x, g, initial_state)
-    return tuple(x.new_empty(0) if i is None else i.new_empty(i.shape) for i in inputs)
+def scan_backward_fake(x, g, initial_state, cu_seqlens, scale, dy, d_final_state, output_mask):
+    wanted = zip((x, g, initial_state), output_mask)
+    return tuple(i.new_empty(i.shape) if mask else x.new_empty(0) for i, mask in wanted)
 
 
 if TRITON:
@@ -125,16 +128,15 @@ def scan_triton(x, g, initial_state, cu_seqlens, scale):
 
 
 ARGUMENTS = "Tensor x, Tensor? g, Tensor? initial_state, Tensor? cu_seqlens, float scale"
-HEADS = dict(x=2, g=2, initial_state=1, y=2, final_state=1)
-BATCH = dict(x=0, g=0, initial_state=0, y=0, final_state=0)
+AXES = dict.fromkeys(("x", "g", "y"), "B T H D") | dict.fromkeys(("initial_state", "final_state"), "N H D")
 
 toy_backward = define_op(
     "toy_backward",
-    f"({ARGUMENTS}, Tensor? dy, Tensor? d_final_state) -> (Tensor dx, Tensor dg, Tensor d_initial_state)",
+    f"({ARGUMENTS}, Tensor? dy, Tensor? d_final_state, bool[] output_mask)"
+    " -> (Tensor dx, Tensor dg, Tensor d_initial_state)",
     eager=scan_backward,
     fake=scan_backward_fake,
-    heads=HEADS,
-    batch=BATCH,
+    axes=AXES,
     flops=lambda x, *_, **__: 4 * math.prod(x),
 )
 toy, toy_recurrent = (
@@ -143,10 +145,9 @@ toy, toy_recurrent = (
         f"({ARGUMENTS}) -> (Tensor y, Tensor final_state)",
         eager=scan,
         fake=scan_fake,
-        triton=scan_triton,
+        triton=lambda: scan_triton,
         backward=toy_backward,
-        heads=HEADS,
-        batch=BATCH,
+        axes=AXES,
         autocast={"x": None},
         flops=lambda x, *_, **__: 2 * math.prod(x),
     )
@@ -214,16 +215,18 @@ def run(code, *args, timeout=240):
         "_C.DispatchKey.FuncTorchDynamicLayerFrontMode",
         "_C.DispatchKeySet",
         "_functorch.autograd_function.custom_function_call",
-        "_functorch.config.decompose_custom_triton_ops",
         "_VF._unpack_dual",
         "_ops.OpOverload._opname",
         "_subclasses.FakeTensor",
+        "_subclasses.fake_tensor.unset_fake_temporarily",
         "_subclasses.functional_tensor.FunctionalTensor",
         "_subclasses.functional_tensor.FunctionalTensorMode.__torch_dispatch__",
         "autograd.forward_ad._current_level",
         "autograd.forward_ad._set_fwd_grad_enabled",
         "library.register_torch_dispatch",
         "library.wrap_triton",
+        "utils._python_dispatch.TorchDispatchMode",
+        "utils._pytree.tree_leaves",
         "utils.flop_counter.register_flop_formula",
     ],
 )
@@ -234,13 +237,12 @@ def test_torch_still_has(name):
         value = getattr(value, part)
 
 
-def test_export_still_keeps_triton_ops_by_the_config_flag():
-    from torch._functorch import config
-    from torch.export._trace import custom_triton_ops_decomposition_disabled
+def test_torch_still_says_when_it_compiles_ahead_of_time():
+    from torch._inductor.virtualized import V
 
-    assert not custom_triton_ops_decomposition_disabled()
-    with config.patch(decompose_custom_triton_ops=False):
-        assert custom_triton_ops_decomposition_disabled()
+    assert V.aot_compilation is False
+    with V.set_aot_compilation(True):
+        assert V.aot_compilation is True
 
 
 # Derivatives
@@ -258,6 +260,18 @@ def test_gradients(op, present, y, state, device):
         (y, state), lambda o: o[1].cos().sum()
     )  # a gradient that never arrives, not one of zeros
     torch.testing.assert_close(grads(lambda *a: one(op(*a, None, 0.5)), *args), expected)
+
+
+@pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)])
+def test_gradients_are_asked_for_only_where_an_input_needs_one(wanted):
+    args = [x.requires_grad_(bool(w)) for x, w in zip(inputs(), wanted)]
+    masks.clear()
+    call(*args)[0].sum().backward()
+    assert [list(map(bool, mask)) for mask in masks] == [list(map(bool, wanted))]
+    expected = grads(loss(lambda *a: reference(*a)), *args)
+    leaves = [x for x in args if x.requires_grad]
+    actual = torch.autograd.grad(loss(call)(*args), leaves)
+    torch.testing.assert_close(actual, tuple(e for e, w in zip(expected, wanted) if w))
 
 
 def test_gradchecks():
@@ -316,6 +330,19 @@ def test_forward_mode_outside_torch_func(through):
 
     expected = torch.func.jvp(lambda x: reference(x, g, h), (x,), (x.cos(),))[1]
     torch.testing.assert_close(through(tangents)(x, x.cos()), expected)
+
+
+@devices
+def test_forward_mode_over_a_gradient(device):
+    x, g, h = inputs(device=device)
+
+    def tangent(op):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(g, g.cos())
+            leaf = x.detach().requires_grad_()
+            return forward_ad.unpack_dual(torch.autograd.grad(loss(op)(leaf, dual, h), leaf)[0]).tangent
+
+    torch.testing.assert_close(tangent(call), tangent(reference))
 
 
 # vmap
@@ -435,8 +462,9 @@ def test_opcheck(permuted, device):
         (toy, (x, g, h, None, 0.5)),
         (toy, (x, None, None, None, 0.5)),
         (toy, (x, g, h, cu, 0.5)),
-        (toy_backward, (x, g, h, None, 0.5, dy, dh)),
-        (toy_backward, (x, None, None, None, 0.5, dy, None)),
+        (toy_backward, (x, g, h, None, 0.5, dy, dh, [True, True, True])),
+        (toy_backward, (x, g, h, None, 0.5, dy, dh, [False, True, False])),
+        (toy_backward, (x, None, None, None, 0.5, dy, None, [True, False, False])),
     ):
         torch.library.opcheck(op, args)
 
@@ -527,16 +555,20 @@ def test_aotinductor_here_and_in_a_process_that_imports_the_library(tmp_path, de
 
 
 @pytest.mark.skipif(not TRITON, reason="needs Triton")
-@pytest.mark.parametrize("dtype,kernels", [(torch.float32, 2), (torch.float64, 0)])
-def test_compilation_on_cuda_sees_the_kernels_and_export_keeps_the_node(dtype, kernels):
+@pytest.mark.parametrize(
+    "dtype,ahead,kernels", [(torch.float32, 1, 2), (torch.float32, 0, 0), (torch.float64, 1, 0)]
+)
+def test_on_cuda_a_graph_has_the_node_and_one_compiled_ahead_of_time_the_kernels(dtype, ahead, kernels):
     from torch._functorch.aot_autograd import aot_export_module
+    from torch._inductor.virtualized import V
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True):  # no GPU is needed to trace for one
         args = tuple(torch.empty_like(x, dtype=dtype, device="cuda") for x in inputs(8))
         program = torch.export.export(Module(), args)
         assert nodes(program) == nodes(program.run_decompositions()) == 2
-        graph, _ = aot_export_module(program.module(), list(args), trace_joint=False)
+        with V.set_aot_compilation(bool(ahead)):
+            graph, _ = aot_export_module(program.module(), list(args), trace_joint=False)
     launches = sum("triton_kernel_wrapper" in str(node.target) for node in graph.graph.nodes)
     assert (launches, nodes(graph)) == (kernels, 2 - kernels)
 
@@ -560,7 +592,7 @@ def test_dtensor_and_fsdp(compiled):
     code = """
         import sys, torch
         from ranks import on_two_ranks
-        from test_define import HEADS, call, grads, inputs, loss, toy, toy_backward
+        from test_define import call, grads, inputs, loss, toy, toy_backward
 
         def worker(mesh, compiled):
             from torch.distributed.fsdp import fully_shard

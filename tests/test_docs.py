@@ -1,8 +1,10 @@
-"""Every Python block of the README and the docs runs, top to bottom, one namespace a page."""
+"""Every Python block of the README and the docs runs, one namespace per page; the site needs no network."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -54,3 +56,39 @@ def test_page(
     # Registered, for what looks a class up by its module: pickle, dataclasses, torch.export.
     monkeypatch.setitem(sys.modules, page.__name__, page)
     exec(compile(CODE[name], str(ROOT / name), "exec", dont_inherit=True), page.__dict__)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation as `make docs` builds it."""
+    pytest.importorskip("mkdocstrings")
+    pytest.importorskip("math_core")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_formulas_are_rendered(site: Path) -> None:
+    """No page shows TeX, in its text or in the docstrings it quotes; code blocks apart."""
+    formulas = 0
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<(pre|code)\b.*?</\1>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        formulas += text.count("<math")
+        assert not re.search(r"\$\$|\\[()\[\]]|\\[a-zA-Z]+\{|arithmatex", text), page.relative_to(site)
+    assert formulas > 200
+
+
+def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    """Scripts, styles, fonts and images are files of the site, which is complete without a network."""
+    loaded = r"""<(?:script|img|iframe)\b[^>]*\bsrc=["']?(?:https?:)?//"""
+    linked = (
+        r"""<link\b(?=[^>]*\brel=["']?(?:stylesheet|preload|preconnect|icon))[^>]*href=["']?(?:https?:)?//"""
+    )
+    styled = r"""(?:url\(|@import\s+)["']?(?:https?:)?//"""
+    for file in site.rglob("*"):
+        if file.suffix in (".html", ".css"):
+            found = re.search(f"{loaded}|{linked}|{styled}", file.read_text(encoding="utf-8"))
+            assert not found, f"{file.relative_to(site)}: {found and found[0]}"

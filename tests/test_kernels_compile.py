@@ -20,7 +20,6 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from flacompose.ops.families import _launch  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
-from flacompose.ops.families.scalar_decay.op import FIXED, PER_TOKEN, SUMMED  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import slots  # noqa: E402
@@ -83,7 +82,7 @@ def run(family: ModuleType, do: Tensor, d_final_state: Tensor | None, *args: Any
     """Everything that a family launches."""
     family.chunk(*args)
     family.recurrent(*args)
-    family.backward(*args, do, d_final_state)
+    family.backward(*args, do, d_final_state, [True] * {scan: 3, scalar_decay: 6, vector_decay: 7}[family])
 
 
 GATES = [(), ("gk",), ("gv",), ("gk", "gv")]
@@ -121,7 +120,7 @@ def test_compiles(
     run(vector_decay, do, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0, *options)
 
 
-@pytest.mark.parametrize("gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "fixed", "token", "summed"])
+@pytest.mark.parametrize("gates", ["", "gamma", "g", "g gamma"])
 @pytest.mark.parametrize(
     "dtype, gate_dtype, K, V, groups, packed",
     [
@@ -133,7 +132,7 @@ def test_compiles(
     ],
 )
 def test_scalar_decay_compiles(
-    gates: int | None,
+    gates: str,
     dtype: torch.dtype,
     gate_dtype: torch.dtype,
     K: int,
@@ -147,10 +146,11 @@ def test_scalar_decay_compiles(
     B, T, H, N = 1, 64 * 130, 2, 2
     q, k = torch.zeros(2, B, T, H, K, dtype=dtype)
     v = torch.zeros(B, T, H * groups, V, dtype=dtype)
-    g = None if gates is None else torch.zeros(B, T, H * groups, dtype=gate_dtype)
+    g = torch.zeros(B, T, H * groups, dtype=gate_dtype) if "g" in gates.split() else None
+    g_gamma = torch.zeros(H * groups, dtype=gate_dtype) if "gamma" in gates else None
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H * groups, K, V)
-    run(scalar_decay, v, state, q, k, v, g, state, cu_seqlens, 1.0, FIXED if gates is None else gates)
+    run(scalar_decay, v, state, q, k, v, g, g_gamma, state, cu_seqlens, 1.0)
 
 
 @pytest.mark.parametrize("T", [130, 64 * 130], ids=["whole", "segments"])
@@ -236,7 +236,7 @@ def test_what_is_mild_is_found_once(gates, monkeypatch: pytest.MonkeyPatch) -> N
     launches = recorded(monkeypatch)
     q, k, v, g, do = torch.zeros(5, 1, 5, 2, 16)
     gk, gv = (g if name in gates else None for name in ("gk", "gv"))
-    vector_decay.backward(q, k, v, gk, gv, None, None, None, 1.0, False, False, do, None)
+    vector_decay.backward(q, k, v, gk, gv, None, None, None, 1.0, False, False, do, None, [True] * 7)
     alone = len(gates) == 1
     found = [arguments["mild"] for kernel, arguments in launches if kernel is plain_kernel]
     told = [arguments for kernel, arguments in launches if kernel is gated_kernel]
@@ -256,7 +256,7 @@ def test_no_scores_of_mild_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scored["mild"] is mild["mild"] is strong["mild"] is not None
 
 
-@pytest.mark.parametrize("gates", [None, FIXED, PER_TOKEN, SUMMED], ids=["none", "fixed", "token", "summed"])
+@pytest.mark.parametrize("gates", ["", "gamma", "g", "g gamma"])
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
 def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_with(lambda *_, **__: None, monkeypatch)
@@ -264,10 +264,11 @@ def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.Mon
     with FakeTensorMode(shape_env=symbol.env):
         T = symbol("T", 65)
         q, k, v = (torch.empty(1, T, H, 16) for H in (2, 2, 6))
-        g = None if gates is None else torch.empty(1, T, 6)
+        g = torch.empty(1, T, 6) if "g" in gates.split() else None
+        g_gamma = torch.empty(6) if "gamma" in gates else None
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 6, 16, 16)
-        run(scalar_decay, v, state, q, k, v, g, state, cu_seqlens, 1.0, FIXED if gates is None else gates)
+        run(scalar_decay, v, state, q, k, v, g, g_gamma, state, cu_seqlens, 1.0)
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
@@ -294,7 +295,7 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     if family is scan:
         scan.chunk(q[:, :, 0], k[:, :, 0], None, cu_seqlens)
     else:
-        gates, options = ((None,), (PER_TOKEN,)) if family is scalar_decay else ((None,) * 3, (False, False))
+        gates, options = ((None, None), ()) if family is scalar_decay else ((None,) * 3, (False, False))
         family.chunk(q, k, v, *gates, None, cu_seqlens, 1.0, *options)
     cut = any(arguments.get("segment_state") is not None for _, arguments in launches)
     assert cut == (sequences == 1)

@@ -7,50 +7,24 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from contract.accuracy import assert_close, error
-from contract.cases import CASES, linear_attn_normalized_reference
+from contract.accuracy import error
+from contract.cases import NAMED
 from contract.graphs import recorded
-from contract.problems import draw, evaluate
+from contract.problems import draw
 from torch import Tensor
 from torch.export import Dim, export
 
+from benchmarks.recurrences import linear_attn_normalized_reference
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
 
 FORMS = [chunk_linear_attn, fused_recurrent_linear_attn]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-PLAIN = next(c for c in CASES if c.name == "chunk_linear_attn")
-NORMALIZED = next(c for c in CASES if c.name == "chunk_linear_attn-normalize")
+PLAIN, NORMALIZED = NAMED["chunk_linear_attn"], NAMED["chunk_linear_attn-normalize"]
 
 
 def qkv(device: torch.device, **options) -> list[Tensor]:
     """Queries and keys past a feature map, and values."""
     return list(draw(NORMALIZED, device, state=False, **options).tensors.values())
-
-
-@pytest.mark.parametrize("lengths", [None, [70, 0, 1, 59]], ids=["dense", "packed"])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_both_forms_are_one_function(
-    normalize: bool, lengths: list[int] | None, device: torch.device
-) -> None:
-    """And the same function of the state."""
-    problem = draw(NORMALIZED, device, T=130, lengths=lengths)
-
-    def results(form) -> dict[str, Tensor]:
-        def call(_, initial_state: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-            S, z = initial_state[..., :-1], initial_state[..., -1]
-            o, state = form(
-                **tensors,
-                initial_state=(S, z) if normalize else S,
-                output_final_state=True,
-                normalize=normalize,
-                cu_seqlens=problem.cu_seqlens,
-            )
-            S, z = state if normalize else (state, torch.zeros_like(z))
-            return o, torch.cat([S, z.unsqueeze(-1)], -1)
-
-        return evaluate(problem, function=call)
-
-    assert_close(*map(results, FORMS), 1e-5)
 
 
 @each_form
@@ -81,50 +55,6 @@ def test_means_of_values(form, device: torch.device) -> None:
     assert error(form(q, k, v, scale=7.0, normalize=True)[0], o) <= 1e-6
     assert o.min() >= v.min() and o.max() <= v.max()
     assert error(form(q, k, torch.full_like(v, 3.0), normalize=True)[0], torch.full_like(v, 3.0)) <= 1e-5
-
-
-@pytest.mark.parametrize("first", FORMS, ids=lambda form: form.__name__)
-@pytest.mark.parametrize("second", FORMS, ids=lambda form: form.__name__)
-@pytest.mark.parametrize("cut", [1, 64, 69])
-def test_a_split_sequence_is_the_whole(first, second, cut: int, device: torch.device) -> None:
-    q, k, v = qkv(device, T=70)
-    whole, final = chunk_linear_attn(q, k, v, normalize=True, output_final_state=True)
-    parts = [[x[:, :cut] for x in (q, k, v)], [x[:, cut:] for x in (q, k, v)]]
-    o1, state = first(*parts[0], normalize=True, output_final_state=True)
-    o2, state = second(*parts[1], initial_state=state, normalize=True, output_final_state=True)
-    assert error(torch.cat([o1, o2], 1), whole) <= 1e-5
-    for x, y in zip(state, final, strict=True):
-        assert error(x, y) <= 1e-5
-
-
-@each_form
-def test_packed_sequences_have_a_z_each(form, device: torch.device) -> None:
-    problem = draw(NORMALIZED, device, lengths=[20, 0, 1, 40], tail=3)
-    q, k, v, initial = problem.tensors.values()
-    o, (S, z) = form(
-        q,
-        k,
-        v,
-        initial_state=(initial[..., :-1], initial[..., -1]),
-        normalize=True,
-        output_final_state=True,
-        cu_seqlens=problem.cu_seqlens,
-    )
-    bounds = problem.cu_seqlens.tolist()
-    for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        own = initial[n : n + 1, ..., :-1], initial[n : n + 1, ..., -1]
-        if start == end:
-            assert torch.equal(S[n], own[0][0]) and torch.equal(z[n], own[1][0])
-            continue
-        alone, state = form(
-            *(x[:, start:end] for x in (q, k, v)),
-            initial_state=own,
-            normalize=True,
-            output_final_state=True,
-        )
-        assert error(o[:, start:end], alone) <= 1e-6
-        assert error(S[n], state[0][0]) <= 1e-6 and error(z[n], state[1][0]) <= 1e-6
-    assert not o[:, bounds[-1] :].any()
 
 
 @each_form

@@ -1,4 +1,4 @@
-"""What is installed: its metadata, its files, and an import that asks for no more than torch and einops."""
+"""What is installed: its metadata, its files, and an import that asks for no more than torch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_declared_dependencies(metadata: Message) -> None:
         for r in metadata.get_all("Requires-Dist", [])
         if "extra==" not in r.replace(" ", "")
     ]
-    assert sorted(required) == ["einops", "torch>=2.11", "triton;platform_system=='Linux'"]
+    assert sorted(required) == ["torch>=2.11", "triton;platform_system=='Linux'"]
 
 
 def test_wheel_holds_the_package_alone(wheel: zipfile.ZipFile) -> None:

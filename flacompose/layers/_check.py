@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flacompose.ops._check import (
+    _FLOATS,
     MAX_HEAD_SIZE,
     _name,
     count,
@@ -25,18 +27,19 @@ __all__ = [
     "ascending",
     "count",
     "finite",
+    "float_dtype",
     "floating",
     "head_size",
     "integer",
     "integral",
     "integral_state_of",
+    "is_one",
     "not_negative",
     "number",
     "one_of",
     "packed",
     "positive",
     "same_device",
-    "same_dtype",
     "state_of",
     "tensor",
     "whole",
@@ -45,7 +48,7 @@ __all__ = [
 
 def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:
     """Check that `x` is one of `choices`."""
-    if x not in tuple(choices):  # which takes what cannot be hashed
+    if x not in tuple(choices):  # a tuple, since `x` may be something that cannot be hashed
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {x!r}{why}")
 
 
@@ -62,7 +65,7 @@ def head_size(name: str, x: int) -> None:
 
 
 def whole(x: float) -> int:
-    """The int that `x` is but for rounding, or 0."""
+    """The int that `x` is, apart from rounding; 0 if it is none."""
     size = round(x) if math.isfinite(x) else 0
     return size if math.isclose(x, size) else 0
 
@@ -73,7 +76,7 @@ def ascending(name: str, x: tuple[float, float]) -> None:
         raise TypeError(f"{name} must be a tuple of two bounds, got {type(x).__name__}")
     for i, bound in enumerate(x):
         number(f"{name}[{i}]", bound)
-    if len(x) != 2 or not 0 < x[0] <= x[1]:  # so that NaN fails
+    if len(x) != 2 or not 0 < x[0] <= x[1]:  # so that NaN fails too
         raise ValueError(f"{name} must be two ascending bounds above 0, got {x}")
     finite(f"{name}[1]", x[1])
 
@@ -81,14 +84,14 @@ def ascending(name: str, x: tuple[float, float]) -> None:
 def not_negative(name: str, x: float) -> None:
     """Check that `x` is a finite number of at least 0."""
     number(name, x)
-    if not x >= 0:  # so that NaN fails
+    if not x >= 0:  # so that NaN fails too
         raise ValueError(f"{name} must be at least 0, got {x}")
     finite(name, x)
 
 
 def positive(name: str, x: float) -> None:
     number(name, x)
-    if not x > 0:  # so that NaN fails
+    if not x > 0:  # so that NaN fails too
         raise ValueError(f"{name} must be positive, got {x}")
 
 
@@ -108,7 +111,7 @@ def same_device(name: str, value: Tensor, x: Tensor) -> None:
 def state_of(x: Tensor, name: str, state: Any, shape: tuple[int, ...]) -> None:
     """Check that `state` is a float tensor of this shape on the device of `x`."""
     tensor(name, state)
-    same_device(name, state, x)  # before `like`, which would name an op's argument
+    same_device(name, state, x)  # checked before `like`, whose message names an argument of the op
     like(x, name, state, shape)
 
 
@@ -120,21 +123,22 @@ def integral_state_of(x: Tensor, name: str, state: Any, shape: tuple[int, ...]) 
         raise ValueError(f"{name} must have shape {shape}, got {tuple(state.shape)}")
 
 
-def same_dtype(name: str, x: Tensor, weight: Tensor, autocast: bool) -> None:
-    """Check that `x` meets the weights in their dtype, or that autocast brings both to one, as all but float64."""
-    # Integers are quantised weights, whose module knows what it takes.
-    if x.dtype == weight.dtype or not weight.is_floating_point():
-        return
-    if not autocast or torch.float64 in (x.dtype, weight.dtype):
-        raise TypeError(
-            f"{name} must have the dtype of the weights, {_name(weight.dtype)}, got {_name(x.dtype)}"
-        )
+def float_dtype(dtype: torch.dtype) -> None:
+    """Check that the argument `dtype` is one that the ops take."""
+    if dtype not in _FLOATS:
+        got = _name(dtype) if isinstance(dtype, torch.dtype) else type(dtype).__name__
+        raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {got}")
+
+
+def is_one(size: int) -> bool:
+    """Whether `size` is 1 and always will be: not if it is symbolic, or a tensor under ``torch.jit.trace``."""
+    return not isinstance(size, Tensor) and statically_known_true(size == 1)
 
 
 def packed(name: str, x: Tensor, cu_seqlens: Tensor) -> int:
     """Check the bounds of the sequences packed in `x`, called `name`, return their number."""
     tensor("cu_seqlens", cu_seqlens)
-    if x.shape[0] != 1:  # before `sequences`, which would name an op's argument, like the device
+    if x.shape[0] != 1:  # checked before `sequences`, whose message names an argument of the op
         raise ValueError(f"cu_seqlens needs {name} of one row (B = 1), got B = {x.shape[0]}")
     same_device("cu_seqlens", cu_seqlens, x)
     return sequences(x, cu_seqlens)

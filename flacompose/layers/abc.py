@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.attention import AttentionLayer
+from flacompose.layers.heads import check_even, heads_of
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.rotary import positions, rotary
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_abc, fused_recurrent_gsa
 
 
-class ABCAttention(AttentionLayer):
+class ABCAttention(RecurrentLayer):
     r"""A layer of attention with bounded memory, of $x$, per head of ``M`` slots:
 
     $$q = \operatorname{rotary}(\operatorname{conv}(x W_q)) \quad k = \operatorname{rotary}(\operatorname{conv}(x W_k))
@@ -50,6 +53,8 @@ class ABCAttention(AttentionLayer):
         clamp_min: Least logit of a slot. None for no bound.
         clamp_max: Greatest logit of a slot. None for no bound.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm without a gate.
 
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
@@ -78,15 +83,18 @@ class ABCAttention(AttentionLayer):
         clamp_min: float | None = -32,
         clamp_max: float | None = 32,
         layer_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__("chunk", hidden_size, expand_k, expand_v, num_heads, None, norm_eps, layer_idx)
-        K, V = self.head_k_dim, self.head_v_dim
-        num_slots = K if num_slots is None else num_slots
-        _check.head_size("num_slots", num_slots)
-        if use_rope and K % 2 != 0:
-            raise ValueError(
-                f"hidden_size * expand_k / num_heads must be even, for rotary positions, got {K}"
-            )
+        super().__init__(hidden_size)
+        H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
+        _check.not_negative("norm_eps", norm_eps)
+        _check.count("conv_size", conv_size)
+        M = K if num_slots is None else num_slots
+        _check.head_size("num_slots", M)
+        if use_rope:
+            check_even(K)
         for name, bound, none in (("clamp_min", clamp_min, -math.inf), ("clamp_max", clamp_max, math.inf)):
             if bound is not None:
                 _check.number(name, bound)
@@ -94,73 +102,71 @@ class ABCAttention(AttentionLayer):
                     raise ValueError(f"{name} must be finite or {none}, got {bound}")
         if clamp_min is not None and clamp_max is not None and clamp_min > clamp_max:
             raise ValueError(f"clamp_min must be at most clamp_max = {clamp_max}, got {clamp_min}")
-        self.num_slots = num_slots
+        self.num_heads = H
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
+        self.num_slots = M
+        self.use_short_conv = use_short_conv
         self.gate_low_rank_dim = gate_low_rank_dim
         self.gate_logit_normalizer = gate_logit_normalizer
         self.use_rope = use_rope
         self.use_input_gate = use_input_gate
+        self.use_output_gate = use_output_gate
         self.use_norm = use_norm
         self.clamp_min = clamp_min
         self.clamp_max = clamp_max
-        self.state_shapes = self.state_shapes._replace(
-            recurrent=((num_heads, K, num_slots), (num_heads, num_slots, V)),
-            normalizer=(num_heads, num_slots),
+        self.layer_idx = layer_idx
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
+        if use_output_gate:
+            self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
+        self.s_proj = nn.Linear(hidden_size, H * M, bias=False, **factory)
+        self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
+            self.k_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
+            self.v_conv1d = ShortConvolution(H * V, conv_size, conv_bias, **factory)
+        if use_norm and use_output_gate:
+            self.g_norm: RMSNorm = GatedRMSNorm(V, elementwise_affine, norm_eps, **factory)
+        elif use_norm:
+            self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
+        self.state_shapes = StateShapes(
+            ((H, K, M), (H, M, V)),
+            ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else (),
+            normalizer=(H, M),
             log_normalizer=True,
             position=use_rope,
         )
 
-        self._add_projections(use_output_gate)
-        self.s_proj = nn.Linear(hidden_size, num_heads * num_slots, bias=False)
-        self._add_output_projection()
-        self._add_convolutions(use_short_conv, conv_size, conv_bias)
-        if use_norm:
-            self.g_norm = (
-                GatedRMSNorm(V, elementwise_affine, norm_eps)
-                if use_output_gate
-                else RMSNorm(V, elementwise_affine, norm_eps, dtype=torch.float32)
-            )
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`.
-
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
-        """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
-        q, k, v, conv = self._project(x, tokens, state, cu_seqlens)
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        if self.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         if self.use_input_gate:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        position: Tensor | tuple[()] = ()
+        q, k, v, s = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, self.s_proj(x)))
+        next_position: Tensor | tuple[()] = ()
         if self.use_rope:
-            start = () if state is None else state.position
-            place, position = positions(x, start, tokens.lengths, cu_seqlens)
-            q, k = rotary(q, place), rotary(k, place)
-        s = rearrange(self.s_proj(x), "b t (h m) -> b t h m", m=self.num_slots)
+            position, next_position = positions(x, past.position, tokens.lengths, tokens.cu_seqlens)
+            q, k = rotary(q, k, position)
         if self.clamp_min is not None or self.clamp_max is not None:
             s = s.clamp(self.clamp_min, self.clamp_max)
-        s = tokens.silence(s, -torch.inf)
 
         abc = fused_recurrent_gsa if self._recurrent(x) else chunk_abc
         o, final_state = abc(
-            q, k, v, s,
-            initial_state=None if state is None else (*state.recurrent, state.normalizer),
+            q, k, v, tokens.masked(s, -torch.inf),
+            initial_state=None if past.recurrent is None else (*past.recurrent, past.normalizer),
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
         assert final_state is not None  # asked for
         Hk, Hv, z = final_state
-        return self._leave(self._gated(o, x), tokens), RecurrentState((Hk, Hv), conv, z, position)
-
-    def _gated(self, o: Tensor, x: Tensor) -> Tensor:
-        """``o [B, T, H, V]`` normed and gated, where the layer is to."""
-        if not self.use_output_gate:
-            return self.g_norm(o) if self.use_norm else o
-        g = rearrange(self.g_proj(x), "b t (h v) -> b t h v", h=self.num_heads)
-        return self.g_norm(o, g) if self.use_norm else F.silu(g) * o
+        if self.use_output_gate:
+            g = self.g_proj(x).unflatten(-1, (self.num_heads, -1))
+            o = self.g_norm(o, g) if self.use_norm else F.silu(g) * o
+        elif self.use_norm:
+            o = self.g_norm(o)
+        return self.o_proj(o.flatten(2)), RecurrentState((Hk, Hv), conv, z, next_position)

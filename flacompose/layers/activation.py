@@ -11,6 +11,12 @@ from torch import Tensor
 from flacompose.layers import _check
 
 
+def log_sigmoid(x: Tensor) -> Tensor:
+    """``log(sigmoid(x))``, as a function of which DTensor knows the gradient, unlike that of `F.logsigmoid`."""
+    # Above the threshold softplus is the identity, which from there on is exact in float64 too.
+    return -F.softplus(-x, threshold=40)
+
+
 def sqrelu(x: Tensor) -> Tensor:
     """``max(x, 0)^2``."""
     return F.relu(x).square()
@@ -19,7 +25,7 @@ def sqrelu(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "sigmoid": F.sigmoid,
-    "logsigmoid": F.logsigmoid,
+    "logsigmoid": log_sigmoid,
     "silu": F.silu,
     "swish": F.silu,
     "sqrelu": sqrelu,
@@ -29,6 +35,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def activation(argument: str, name: str) -> Callable[[Tensor], Tensor]:
     """The activation called ``name``; ``argument`` is what the user passed it as."""
-    why = " (bias_gelu takes a bias, which this layer has not)" if name == "bias_gelu" else ""
+    why = " (bias_gelu takes a bias, which this layer does not have)" if name == "bias_gelu" else ""
     _check.one_of(argument, name, ACTIVATIONS, why)
     return ACTIVATIONS[name]

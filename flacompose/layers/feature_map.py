@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,9 @@ class HedgehogFeatureMap(nn.Module):
     From "The Hedgehog & the Porcupine" (<https://arxiv.org/abs/2402.04347>).
     """
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int, **factory: Any) -> None:
         super().__init__()
-        self.layer = _IdentityAtFirst(head_dim, head_dim)
+        self.layer = _IdentityAtFirst(head_dim, head_dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         y = 2 * self.layer(x)
@@ -27,9 +28,9 @@ class HedgehogFeatureMap(nn.Module):
 class T2RFeatureMap(nn.Module):
     r"""$\max(W x, 0)$, from "Finetuning Pretrained Transformers into RNNs" (<https://arxiv.org/abs/2103.13076>)."""
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int, **factory: Any) -> None:
         super().__init__()
-        self.layer = nn.Linear(head_dim, head_dim, bias=False)
+        self.layer = nn.Linear(head_dim, head_dim, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.layer(x))
@@ -38,10 +39,10 @@ class T2RFeatureMap(nn.Module):
 class ElementwiseProductFeatureMap(nn.Module):
     r"""$(W_1 x + b_1) \odot (W_2 x + b_2)$."""
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int, **factory: Any) -> None:
         super().__init__()
-        self.layer1 = nn.Linear(head_dim, head_dim)
-        self.layer2 = nn.Linear(head_dim, head_dim)
+        self.layer1 = nn.Linear(head_dim, head_dim, **factory)
+        self.layer2 = nn.Linear(head_dim, head_dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer1(x) * self.layer2(x)
@@ -65,7 +66,7 @@ class ELUFeatureMap(nn.Module):
     r"""$\operatorname{elu}(x) + 1$, from "Transformers are RNNs" (<https://arxiv.org/abs/2006.16236>)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not the sum, which would round exp(x) away where it is small.
+        # Not elu(x) + 1, whose sum would round exp(x) away where it is small.
         return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
@@ -75,13 +76,13 @@ class _IdentityAtFirst(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
-# Each made for a head size, and how many times that size it puts out.
-FEATURE_MAPS: dict[str, tuple[Callable[[int], nn.Module], int]] = {
+# How each map is made for a head size, and how many times that size its output has.
+FEATURE_MAPS: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "hedgehog": (HedgehogFeatureMap, 2),
     "t2r": (T2RFeatureMap, 1),
     "elementwise_product": (ElementwiseProductFeatureMap, 1),
-    "dpfp": (lambda head_dim: DPFPFeatureMap(), 2 * DPFPFeatureMap.nu),
-    "elu": (lambda head_dim: ELUFeatureMap(), 1),
-    "relu": (lambda head_dim: nn.ReLU(), 1),
-    "identity": (lambda head_dim: nn.Identity(), 1),
+    "dpfp": (lambda head_dim, **factory: DPFPFeatureMap(), 2 * DPFPFeatureMap.nu),
+    "elu": (lambda head_dim, **factory: ELUFeatureMap(), 1),
+    "relu": (lambda head_dim, **factory: nn.ReLU(), 1),
+    "identity": (lambda head_dim, **factory: nn.Identity(), 1),
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops._dtype import wide
+from flacompose.layers.activation import log_sigmoid
+from flacompose.ops._dtype import upcast
 
 
 def forget_gate(
@@ -15,21 +15,21 @@ def forget_gate(
 ) -> tuple[Tensor, Tensor]:
     r"""$1 - f$ and $\log f$ of the gate $f = \beta + (1 - \beta) \operatorname{sigmoid}(\text{logits})$.
 
-    In float32 (float64 for float64), with all its digits in values and derivatives, be a gate near 0 or near 1.
+    In float32 (float64 for float64). Values and derivatives keep all their digits where a gate is near 0 or near 1.
     """
-    logits = wide(logits)
+    logits = upcast(logits)
     sigmoid = torch.sigmoid(logits)
-    # The derivative of a sigmoid near 1 is 0 to PyTorch.
+    # PyTorch takes the derivative of a sigmoid near 1 for 0.
     forgotten = torch.where(logits > 0, torch.sigmoid(-logits), 1 - sigmoid)
-    log_sigmoid = F.logsigmoid(logits)
+    log_of_sigmoid = log_sigmoid(logits)
     if lower_bound is None:
-        return forgotten, log_sigmoid
+        return forgotten, log_of_sigmoid
     bound = lower_bound.to(logits.dtype).reshape(logits.shape[2:])
     forgotten = (1 - bound) * forgotten
-    # Near 1 not the logarithm of a sum, which rounds to 1, and near 0 not that of a difference, which cancels.
+    # Near 1 a gate is not the sum below, which rounds to 1; near 0 it is not 1 minus a number, which cancels.
     near_1 = torch.log1p(-forgotten.clamp(max=0.5))
     f = bound + (1 - bound) * sigmoid
-    # Below the least number the bound is 0, and the gate's reciprocal, by which its gradient goes, overflows.
+    # A gate below the least normal number has a bound of 0, and its reciprocal, a factor of the gradient, overflows.
     least = torch.finfo(f.dtype).tiny
-    near_0 = torch.where(f > least, f.clamp(min=least).log(), log_sigmoid)
+    near_0 = torch.where(f > least, f.clamp(min=least).log(), log_of_sigmoid)
     return forgotten, torch.where(forgotten < 0.5, near_1, near_0)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from einops import rearrange
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.activation import activation
-from flacompose.layers.attention import AttentionLayer
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.activation import activation, log_sigmoid
+from flacompose.layers.heads import heads_of, shared
+from flacompose.layers.layout import Layout
+from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
 
 
-class GatedLinearAttention(AttentionLayer):
+class GatedLinearAttention(RecurrentLayer):
     r"""A layer of gated linear attention, of $x$, per head:
 
     $$q = \phi(\operatorname{conv}(x W_q)) \quad k = \phi(\operatorname{conv}(x W_k)) \quad
@@ -49,12 +54,16 @@ class GatedLinearAttention(AttentionLayer):
         fuse_norm: With a "swish" output gate: round once, after norm and gate, and name the norm ``g_norm_swish_gate``.
             Otherwise it is named ``g_norm``, and its output is rounded too.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
 
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
             values.
         TypeError: If an argument has the wrong type.
     """
+
+    chunk_modes = ("fused_chunk",)
 
     def __init__(
         self,
@@ -77,75 +86,78 @@ class GatedLinearAttention(AttentionLayer):
         clamp_min: float | None = None,
         fuse_norm: bool = True,
         layer_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
+        super().__init__(hidden_size, mode)
+        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
+        _check.not_negative("norm_eps", norm_eps)
+        _check.count("conv_size", conv_size)
         _check.positive("gate_logit_normalizer", gate_logit_normalizer)
         if clamp_min is not None:
             _check.number("clamp_min", clamp_min)
             if not clamp_min <= 0:
                 raise ValueError(f"clamp_min must be at most 0, as log-decays are, got {clamp_min}")
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
+        self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
+        self.use_short_conv = use_short_conv
+        self.use_output_gate = use_output_gate
         self.gate_logit_normalizer = gate_logit_normalizer
         self.clamp_min = clamp_min
+        self.layer_idx = layer_idx
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
+        self.gate_fn = activation("gate_fn", gate_fn)
+        self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
 
-        self._add_projections(use_output_gate)
-        self._add_convolutions(use_short_conv, conv_size, conv_bias)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
+        if use_output_gate:
+            self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
+            self.k_conv1d = ShortConvolution(HKV * K, conv_size, conv_bias, **factory)
+            self.v_conv1d = ShortConvolution(HKV * V, conv_size, conv_bias, **factory)
         self.gk_proj = nn.Sequential(
-            nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
-            nn.Linear(gate_low_rank_dim, self.k_proj.out_features, bias=True),
+            nn.Linear(hidden_size, gate_low_rank_dim, bias=False, **factory),
+            nn.Linear(gate_low_rank_dim, HKV * K, **factory),
         )
-        self._add_output_projection()
-        self._add_output_norm(gate_fn, fuse_norm, elementwise_affine)
+        self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
+        if self.fuse_norm_and_gate:
+            self.g_norm_swish_gate = GatedRMSNorm(V, elementwise_affine, norm_eps, **factory)
+        else:
+            self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
+        conv = ((H * K, conv_size), (HKV * K, conv_size), (HKV * V, conv_size)) if use_short_conv else ()
+        self.state_shapes = StateShapes(((H, K, V),), conv)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`.
-
-        A sequence given in pieces, each with the state that the piece before returned, gives what the whole gives.
-
-        Args:
-            hidden_states: ``[B, T, hidden_size]``.
-            state: What `init_state` or a call returned, with ``N`` rows, ``B`` or the number of packed sequences.
-                It is not written to. Default: zeros.
-            attention_mask: ``[B, T]``, bool or integers, 0 for pads, wherever they are in a row, anything else
-                for tokens. A pad changes no state, is seen by no token and gives zeros. It is the mask of these ``T``
-                tokens; of a longer one, the mask of a whole history, the last ``T`` columns count. Default: no pads.
-            cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
-                is then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: a sequence a row.
-
-        Returns:
-            ``(output, state)``: `output` is ``[B, T, hidden_size]``; `state` is new, that after the last tokens.
-
-        Raises:
-            ValueError: If a shape is wrong, or a device not that of `hidden_states`, or `attention_mask` comes with
-                `cu_seqlens`.
-            RuntimeError: From PyTorch, if the weights are on another device.
-            TypeError: If `state` is no `RecurrentState`, another argument no tensor, or a dtype wrong: without
-                autocast, `hidden_states` has that of the weights.
-        """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
-        q, k, v, conv = self._project(x, tokens, state, cu_seqlens)
-        gk = F.logsigmoid(wide(self.gk_proj(x))) / self.gate_logit_normalizer
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        if self.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
+        gk = log_sigmoid(upcast(self.gk_proj(x))) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp(min=self.clamp_min)
-        gk = rearrange(gk, "b t (h k) -> b t h k", h=self.num_kv_heads)
+        q = q.unflatten(-1, (self.num_heads, -1))
+        k, v, gk = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v, gk))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        k, gk = tokens.silence(k), tokens.silence(gk)
+        k, v, gk = (shared(y, self.num_kv_groups) for y in (tokens.masked(k), v, tokens.masked(gk)))
 
         gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
         o, recurrent = gla(
-            q, self._share(k), self._share(v), self._share(gk),
-            initial_state=None if state is None else state.recurrent,
+            q, k, v, gk,
+            initial_state=past.recurrent,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
-        assert recurrent is not None  # asked for
-        return self._leave(self._norm_and_gate(o, x), tokens), RecurrentState(recurrent, conv)
+        if self.fuse_norm_and_gate:
+            o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))
+        else:
+            o = self.g_norm(o)
+            if self.use_output_gate:
+                o = o * self.gate_fn(self.g_proj(x)).unflatten(-1, (self.num_heads, -1))
+        return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

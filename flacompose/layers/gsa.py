@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.attention import AttentionLayer
+from flacompose.layers.activation import log_sigmoid
 from flacompose.layers.feature_map import T2RFeatureMap
+from flacompose.layers.heads import heads_of
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
 
 
-class GatedSlotAttention(AttentionLayer):
+class GatedSlotAttention(RecurrentLayer):
     r"""A layer of gated slot attention, of $x$, per head of ``M`` slots:
 
     $$q = \phi(\operatorname{conv}(x W_q)) \quad k = \phi(\operatorname{conv}(x W_k)) \quad
@@ -52,12 +57,16 @@ class GatedSlotAttention(AttentionLayer):
         use_norm: Kept as an attribute and not used, likewise: there is always a norm.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         scale: Factor of the logits of slots. None means ``K ** -0.5``.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
             values.
         TypeError: If an argument has the wrong type.
     """
+
+    chunk_modes = ("fused_chunk",)
 
     def __init__(
         self,
@@ -79,62 +88,69 @@ class GatedSlotAttention(AttentionLayer):
         use_norm: bool = True,
         layer_idx: int | None = None,
         scale: float | None = 1.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
-        if self.value_dim != hidden_size:
-            raise ValueError(
-                f"hidden_size * expand_v must be hidden_size, as the norm is, got {self.value_dim}"
-            )
-        num_slots = self.head_k_dim if num_slots is None else num_slots
-        _check.head_size("num_slots", num_slots)
+        super().__init__(hidden_size, mode)
+        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
+        if H * V != hidden_size:
+            raise ValueError(f"hidden_size * expand_v must be hidden_size, as the norm is, got {H * V}")
+        _check.not_negative("norm_eps", norm_eps)
+        _check.count("conv_size", conv_size)
+        M = K if num_slots is None else num_slots
+        _check.head_size("num_slots", M)
         _check.positive("gate_logit_normalizer", gate_logit_normalizer)
         if scale is not None:
             _check.finite("scale", scale)
         if feature_map not in ("swish", "relu", "t2r"):
             raise ValueError(f"feature_map must be 'swish', 'relu' or 't2r', got {feature_map!r}")
-        H, K, V = self.num_kv_heads, self.head_k_dim, self.head_v_dim
-        self.num_slots = num_slots
+        self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
+        self.num_slots = M
+        self.use_short_conv = use_short_conv
         self.gate_logit_normalizer = gate_logit_normalizer
         self.use_output_gate = use_output_gate
         self.use_norm = use_norm
+        self.layer_idx = layer_idx
         self.scale = scale
-        self.state_shapes = self.state_shapes._replace(recurrent=((H, K, num_slots), (H, num_slots, V)))
 
-        self.feature_map: nn.Module = {"swish": nn.SiLU, "relu": nn.ReLU}.get(
-            feature_map, lambda: T2RFeatureMap(K)
-        )()
-        self._add_projections()
-        self.f_proj = nn.Linear(hidden_size, H * num_slots, bias=False)
-        self._add_convolutions(use_short_conv, conv_size, conv_bias)
-        self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, dtype=torch.float32)
-        self._add_output_projection()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.feature_map: nn.Module
+        if feature_map == "t2r":
+            self.feature_map = T2RFeatureMap(K, **factory)
+        else:
+            self.feature_map = nn.SiLU() if feature_map == "swish" else nn.ReLU()
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
+        self.f_proj = nn.Linear(hidden_size, HKV * M, bias=False, **factory)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
+            self.k_conv1d = ShortConvolution(HKV * K, conv_size, conv_bias, **factory)
+            self.v_conv1d = ShortConvolution(HKV * V, conv_size, conv_bias, **factory)
+        self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, device, dtype or torch.float32)
+        self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
+        conv = ((H * K, conv_size), (HKV * K, conv_size), (HKV * V, conv_size)) if use_short_conv else ()
+        self.state_shapes = StateShapes(((HKV, K, M), (HKV, M, V)), conv)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`.
-
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
-        """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
-        q, k, v, conv = self._project(x, tokens, state, cu_seqlens)
-        q, k, v = self.feature_map(q), self.feature_map(k), F.silu(v)
-        g = F.logsigmoid(wide(self.f_proj(x))) / self.gate_logit_normalizer
-        g = tokens.silence(rearrange(g, "b t (h m) -> b t h m", h=self.num_kv_heads))
-        s = -g.expm1()  # 0 where g is
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        if self.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
+        g = log_sigmoid(upcast(self.f_proj(x))) / self.gate_logit_normalizer
+        q = q.unflatten(-1, (self.num_heads, -1))
+        k, v, g = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v, g))
+        q, k, v, g = self.feature_map(q), self.feature_map(k), F.silu(v), tokens.masked(g)
+        s = -g.expm1()  # 0 where g is 0
 
         gsa = fused_recurrent_gsa if self._recurrent(x) else chunk_gsa
         o, recurrent = gsa(
             q, k, v, s, g,
             scale=self.scale,
-            initial_state=None if state is None else state.recurrent,
+            initial_state=past.recurrent,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
-        return self._leave(self._normed(F.silu(o)), tokens), RecurrentState(recurrent, conv)
+        return self.o_proj(self.g_norm(F.silu(o).flatten(2))), RecurrentState(recurrent, conv)

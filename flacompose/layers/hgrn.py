@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.forget_gate import forget_gate
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
 from flacompose.layers.recurrent import RecurrentLayer
-from flacompose.layers.short_conv import ShortConvolution
+from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_hgrn, fused_recurrent_hgrn
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
 
 
 class HGRNAttention(RecurrentLayer):
@@ -37,6 +41,8 @@ class HGRNAttention(RecurrentLayer):
         elementwise_affine: Whether the norm has a weight.
         norm_eps: Added to the mean square in the norm.
         layer_idx: Which layer of a model it is. In layer 0 a lower bound is not used.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
         ValueError: If an argument is none of these, or ``D`` is no positive int.
@@ -54,6 +60,9 @@ class HGRNAttention(RecurrentLayer):
         elementwise_affine: bool | None = True,
         norm_eps: float = 1e-5,
         layer_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, mode)
         _check.number("expand_ratio", expand_ratio)
@@ -69,21 +78,18 @@ class HGRNAttention(RecurrentLayer):
         self.input_dim = input_dim
         self.use_short_conv = use_short_conv
         self.layer_idx = layer_idx
-        self.state_shapes = StateShapes(((input_dim,),))
 
-        self.i_proj = nn.Linear(hidden_size, input_dim, bias=False)
-        self.f_proj = nn.Linear(hidden_size, input_dim, bias=False)
-        self.g_proj = nn.Linear(hidden_size, input_dim, bias=False)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.i_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
+        self.f_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
+        self.g_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
         if use_short_conv:
-            self.f_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None)
-            self.i_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None)
-            self.state_shapes = self.state_shapes._replace(conv=((input_dim, conv_size),) * 2)
-        self.g_norm = GatedRMSNorm(input_dim, elementwise_affine, norm_eps)
-        self.o_proj = nn.Linear(input_dim, hidden_size, bias=False)
-
-    @property
-    def _weight(self) -> Tensor:
-        return self.i_proj.weight
+            self.f_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None, **factory)
+            self.i_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None, **factory)
+        self.g_norm = GatedRMSNorm(input_dim, elementwise_affine, norm_eps, **factory)
+        self.o_proj = nn.Linear(input_dim, hidden_size, bias=False, **factory)
+        conv = ((input_dim, conv_size), (input_dim, conv_size)) if use_short_conv else ()
+        self.state_shapes = StateShapes(((input_dim,),), conv)
 
     def forward(
         self,
@@ -105,29 +111,25 @@ class HGRNAttention(RecurrentLayer):
                 are a cumulative softmax over the layers of a model, 0 in the first. Not used if `layer_idx` is 0.
                 Default: 0.
         """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+        return self._call(hidden_states, state, attention_mask, cu_seqlens, lower_bound)
+
+    def _compute(
+        self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
+    ) -> tuple[Tensor, RecurrentState]:
         if lower_bound is not None:
-            _check.state_of(hidden_states, "lower_bound", lower_bound, (self.input_dim,))
-        i, f = self.i_proj(x), self.f_proj(x)
-        conv: tuple[Tensor, ...] = ()
+            _check.state_of(x, "lower_bound", lower_bound, (self.input_dim,))
+        i, f, conv = self.i_proj(x), self.f_proj(x), past.conv
         if self.use_short_conv:
-            i_conv, f_conv = (None, None) if state is None else state.conv
-            i, i_conv = self.i_conv1d(i, i_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
-            f, f_conv = self.f_conv1d(f, f_conv, lengths=tokens.lengths, cu_seqlens=cu_seqlens)
-            conv = (i_conv, f_conv)
+            (i, f), conv = convolved((i, f), (self.i_conv1d, self.f_conv1d), past.conv, tokens)
         forgotten, g = forget_gate(f, None if self.layer_idx == 0 else lower_bound)
-        i = (forgotten * F.silu(wide(i))).to(i.dtype)
-        i, g = tokens.silence(i), tokens.silence(g)
+        i = (forgotten * F.silu(upcast(i))).to(i.dtype)
+        i, g = tokens.masked(i), tokens.masked(g)
 
         hgrn = fused_recurrent_hgrn if self._recurrent(x) else chunk_hgrn
         h, recurrent = hgrn(
             i, g,
-            initial_state=None if state is None else state.recurrent,
+            initial_state=past.recurrent,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
-        assert recurrent is not None  # asked for
-        return tokens.leave(self.o_proj(self.g_norm(h, self.g_proj(x)))), RecurrentState(recurrent, conv)
-
-    def extra_repr(self) -> str:
-        return f"mode={self.mode}, input_dim={self.input_dim}"
+        return self.o_proj(self.g_norm(h, self.g_proj(x))), RecurrentState(recurrent, conv)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.attention import AttentionLayer, expanded_heads
 from flacompose.layers.forget_gate import forget_gate
+from flacompose.layers.heads import expanded_heads
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
 
 
-class HGRN2Attention(AttentionLayer):
+class HGRN2Attention(RecurrentLayer):
     r"""A layer of HGRN2, of $x$, per head, with forget gates $f$ above the lower bound $\beta$:
 
     $$q = \operatorname{silu}(\operatorname{conv}(x W_q)) \qquad
@@ -39,6 +44,8 @@ class HGRN2Attention(AttentionLayer):
         elementwise_affine: Whether the norm has a weight.
         norm_eps: Added to the mean square in the norm.
         layer_idx: Which layer of a model it is. In layer 0 a lower bound is not used.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
         ValueError: If neither `num_heads` nor `expand_ratio` is given, they contradict each other, the heads do not
@@ -46,7 +53,7 @@ class HGRN2Attention(AttentionLayer):
         TypeError: If an argument has the wrong type.
     """
 
-    projections = ("q", "f", "i")
+    chunk_modes = ("fused_chunk",)
 
     def __init__(
         self,
@@ -60,17 +67,33 @@ class HGRN2Attention(AttentionLayer):
         elementwise_affine: bool | None = True,
         norm_eps: float = 1e-5,
         layer_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        H, K = expanded_heads(hidden_size, num_heads, expand_ratio, agree=True)
-        super().__init__(mode, hidden_size, H * K / hidden_size, 1.0, H, None, norm_eps, layer_idx)
+        super().__init__(hidden_size, mode)
+        H, _, K, V = expanded_heads(hidden_size, num_heads, expand_ratio, agree=True)
+        _check.not_negative("norm_eps", norm_eps)
+        _check.count("conv_size", conv_size)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
-        self.expand_ratio = K
+        self.num_heads, self.expand_ratio = H, K
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
+        self.use_short_conv = use_short_conv
+        self.layer_idx = layer_idx
 
-        self._add_projections()
-        self._add_convolutions(use_short_conv, conv_size, conv_bias, activation=None)
-        self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, dtype=torch.float32)
-        self._add_output_projection()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.f_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.i_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, activation=None, **factory)
+            self.f_conv1d = ShortConvolution(H * K, conv_size, conv_bias, activation=None, **factory)
+            self.i_conv1d = ShortConvolution(H * V, conv_size, conv_bias, activation=None, **factory)
+        self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, device, dtype or torch.float32)
+        self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
+        conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
+        self.state_shapes = StateShapes(((H, K, V),), conv)
 
     def forward(
         self,
@@ -91,18 +114,26 @@ class HGRN2Attention(AttentionLayer):
             lower_bound: Least value $\beta$ of the forget gates, ``[H * K]``, from 0 to 1, in any float dtype. Not used
                 if `layer_idx` is 0. Default: 0.
         """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+        return self._call(hidden_states, state, attention_mask, cu_seqlens, lower_bound)
+
+    def _compute(
+        self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
+    ) -> tuple[Tensor, RecurrentState]:
         if lower_bound is not None:
-            _check.state_of(hidden_states, "lower_bound", lower_bound, (self.key_dim,))
-        q, f, i, conv = self._project(x, tokens, state, cu_seqlens)
+            _check.state_of(x, "lower_bound", lower_bound, (self.key_dim,))
+        q, f, i, conv = self.q_proj(x), self.f_proj(x), self.i_proj(x), past.conv
+        if self.use_short_conv:
+            convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d
+            (q, f, i), conv = convolved((q, f, i), convolutions, past.conv, tokens)
+        q, f, i = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, f, i))
         k, g = forget_gate(f, None if self.layer_idx == 0 else lower_bound)
-        k, g = tokens.silence(k), tokens.silence(g)
+        k, g = tokens.masked(k), tokens.masked(g)
 
         gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
         o, recurrent = gla(
             F.silu(q), k.to(i.dtype), i, g,
-            initial_state=None if state is None else state.recurrent,
+            initial_state=past.recurrent,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
-        return self._leave(self._normed(o), tokens), RecurrentState(recurrent, conv)
+        return self.o_proj(self.g_norm(o.flatten(2))), RecurrentState(recurrent, conv)

@@ -1,7 +1,7 @@
 """Where the sequences lie in a batch of tokens: one per row, padded, or packed one after another.
 
-A padded row is left-aligned on the way in, so that all that follows sees its tokens first and its pads last, and put
-back on the way out. All of it is index arithmetic on the device, of shapes that no value decides.
+A padded row is left-aligned on the way in, so that the rest of a layer sees its tokens first and its pads last, and put
+back on the way out. All of it is index arithmetic on the device, of shapes that depend on no value.
 """
 
 from __future__ import annotations
@@ -12,37 +12,39 @@ import torch
 from torch import Tensor
 
 from flacompose.layers import _check
+from flacompose.ops._dtensor import replicated
 from flacompose.ops._varlen import inside
 
 
 class Layout(NamedTuple):
     """The sequences of ``T`` tokens a row, after `enter`."""
 
-    valid: Tensor | None = None  # [B, T], False for pads and past cu_seqlens[-1]; None: every token counts
-    lengths: Tensor | None = None  # [B], the tokens of each padded row
+    counts: Tensor | None = None  # [B, T], False for pads and past cu_seqlens[-1]; None if every token counts
+    lengths: Tensor | None = None  # [B], the number of tokens of each padded row
     order: Tensor | None = None  # [B, T], the place in the input of each left-aligned token
-    rank: Tensor | None = None  # [B, T], its inverse
+    rank: Tensor | None = None  # [B, T], the inverse of `order`
+    cu_seqlens: Tensor | None = None  # [N + 1], the bounds of packed sequences
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x [B, T, D]`` with padded rows left-aligned, and zeros, whatever it holds there, where nothing counts."""
+        """``x [B, T, D]`` with padded rows left-aligned, and with zeros where no token counts, whatever is there."""
         if self.order is not None:
             x = _take(x, self.order)
-        return self.silence(x)
+        return self.masked(x)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The inverse of `enter`: every token where it came from, and zeros where nothing counts."""
-        x = self.silence(x)
+        """The inverse of `enter`: every token where it came from, and zeros where no token counts."""
+        x = self.masked(x)
         return x if self.rank is None else _take(x, self.rank)
 
-    def silence(self, x: Tensor, value: float = 0) -> Tensor:
-        """``x [B, T, ...]`` with zeros, or `value`, where nothing counts.
+    def masked(self, x: Tensor, value: float = 0) -> Tensor:
+        """``x [B, T, ...]`` with zeros, or `value`, where no token counts.
 
         A token whose key and whose gates (natural logarithms) are 0 leaves a state as it is, and so does one whose
         logits are -inf.
         """
-        if self.valid is None:
+        if self.counts is None:
             return x
-        return torch.where(self.valid.reshape(*self.valid.shape, *[1] * (x.ndim - 2)), x, value)
+        return torch.where(self.counts.reshape(*self.counts.shape, *[1] * (x.ndim - 2)), x, value)
 
 
 def layout(
@@ -51,7 +53,7 @@ def layout(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Layout:
-    """Check what says where the sequences lie, and prepare it.
+    """Check the arguments that say where the sequences lie, and prepare the layout.
 
     Args:
         hidden_states: ``[B, T, hidden_size]``.
@@ -64,6 +66,12 @@ def layout(
         TypeError, ValueError: naming the argument.
     """
     _check.floating("hidden_states", hidden_states)
+    if hidden_states.is_nested:
+        raise TypeError(
+            "hidden_states must be a dense tensor, got a nested one: put the sequences of different lengths "
+            "one after another in a row, [1, T, hidden_size], and give their bounds as cu_seqlens "
+            "(of jagged hidden_states: hidden_states.values()[None] and hidden_states.offsets())"
+        )
     if hidden_states.ndim != 3 or hidden_states.shape[2] != hidden_size:
         raise ValueError(
             f"hidden_states must have shape (B, T, {hidden_size}), got {tuple(hidden_states.shape)}"
@@ -75,13 +83,20 @@ def layout(
     if attention_mask is not None:
         return _padded(hidden_states, attention_mask)
     if cu_seqlens is not None:
-        return _packed(hidden_states, cu_seqlens)
+        _check.packed("hidden_states", hidden_states, cu_seqlens)
+        counts = inside(cu_seqlens, hidden_states.shape[1])[None]
+        return Layout(beside(hidden_states, counts), cu_seqlens=cu_seqlens)
     return Layout()
+
+
+def beside(x: Tensor, other: Tensor) -> Tensor:
+    """`other`, the same on every rank, as a DTensor if `x` is one."""
+    return other if hasattr(other, "device_mesh") else replicated(other, x)
 
 
 def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     B, T, _ = hidden_states.shape
-    # A float mask may be one that is added to logits, 0 at tokens: it would be taken inverted.
+    # A float mask may be one that is added to logits, with 0 at tokens; it would be read the wrong way round.
     _check.integral("attention_mask", attention_mask, bools=True, why=" (nonzero at tokens, not additive)")
     if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
         raise ValueError(
@@ -89,18 +104,14 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
             f"got {tuple(attention_mask.shape)}"
         )
     _check.same_device("attention_mask", attention_mask, hidden_states)
+    attention_mask = beside(hidden_states, attention_mask)
     counts = attention_mask[:, attention_mask.shape[1] - T :] != 0
-    seen = counts.long().cumsum(1)  # the tokens up to and with this one
-    lengths = seen[:, -1]
-    place = torch.arange(T, device=seen.device).expand_as(seen)
-    rank = torch.where(counts, seen - 1, lengths[:, None] + place - seen)
+    ordinal = counts.long().cumsum(1)  # how many tokens there are up to and with this one
+    lengths = ordinal[:, -1]
+    place = beside(ordinal, torch.arange(T, device=ordinal.device)).expand_as(ordinal)
+    rank = torch.where(counts, ordinal - 1, lengths[:, None] + place - ordinal)
     order = rank.scatter(1, rank, place)
     return Layout(place < lengths[:, None], lengths, order, rank)
-
-
-def _packed(hidden_states: Tensor, cu_seqlens: Tensor) -> Layout:
-    _check.packed("hidden_states", hidden_states, cu_seqlens)
-    return Layout(inside(cu_seqlens, hidden_states.shape[1])[None])
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.attention import AttentionLayer, expanded_heads
+from flacompose.layers.heads import expanded_heads
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
 from flacompose.ops._logsumexp import running_logsumexp
 
 
-class LightNetAttention(AttentionLayer):
+class LightNetAttention(RecurrentLayer):
     r"""A layer of LightNet, of $x$, per head:
 
     $$q = \operatorname{silu}(\operatorname{conv}(x W_q)) \quad \kappa = \operatorname{conv}(x W_k) \quad
@@ -41,14 +45,14 @@ class LightNetAttention(AttentionLayer):
         elementwise_affine: Whether the norm has a weight.
         norm_eps: Added to the mean square in the norm.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
         ValueError: If neither `num_heads` nor `expand_ratio` is given, the heads do not divide `hidden_size`, or one
             takes over 256 keys or values.
         TypeError: If an argument has the wrong type.
     """
-
-    chunk_modes = ()
 
     def __init__(
         self,
@@ -63,47 +67,51 @@ class LightNetAttention(AttentionLayer):
         elementwise_affine: bool | None = True,
         norm_eps: float = 1e-5,
         layer_idx: int | None = None,
-    ) -> None:
-        H, K = expanded_heads(hidden_size, num_heads, expand_ratio)
-        super().__init__(mode, hidden_size, H * K / hidden_size, 1.0, H, None, norm_eps, layer_idx)
-        _check.count("gate_low_rank_dim", gate_low_rank_dim)
-        self.expand_ratio = K
-        self.gate_low_rank_dim = gate_low_rank_dim
-        self.state_shapes = self.state_shapes._replace(normalizer=(H, K), log_normalizer=True)
-
-        self._add_projections()
-        self._add_convolutions(use_short_conv, conv_size, conv_bias, activation=None)
-        self.g_proj = nn.Sequential(
-            nn.Linear(hidden_size, gate_low_rank_dim, bias=False),
-            nn.Linear(gate_low_rank_dim, hidden_size, bias=False),
-        )
-        self.g_norm = GatedRMSNorm(hidden_size, elementwise_affine, norm_eps)
-        self._add_output_projection()
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
         *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`.
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, mode)
+        H, _, K, V = expanded_heads(hidden_size, num_heads, expand_ratio)
+        _check.not_negative("norm_eps", norm_eps)
+        _check.count("conv_size", conv_size)
+        _check.count("gate_low_rank_dim", gate_low_rank_dim)
+        self.num_heads, self.expand_ratio = H, K
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
+        self.use_short_conv = use_short_conv
+        self.gate_low_rank_dim = gate_low_rank_dim
+        self.layer_idx = layer_idx
 
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
-        """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
-        q, k, v, conv = self._project(x, tokens, state, cu_seqlens)
-        logits = wide(tokens.silence(k, -torch.inf))
-        g, k, z = running_logsumexp(logits, None if state is None else state.normalizer, cu_seqlens)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, activation=None, **factory)
+            self.k_conv1d = ShortConvolution(H * K, conv_size, conv_bias, activation=None, **factory)
+            self.v_conv1d = ShortConvolution(H * V, conv_size, conv_bias, activation=None, **factory)
+        self.g_proj = nn.Sequential(
+            nn.Linear(hidden_size, gate_low_rank_dim, bias=False, **factory),
+            nn.Linear(gate_low_rank_dim, hidden_size, bias=False, **factory),
+        )
+        self.g_norm = GatedRMSNorm(hidden_size, elementwise_affine, norm_eps, **factory)
+        self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
+        conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
+        self.state_shapes = StateShapes(((H, K, V),), conv, normalizer=(H, K), log_normalizer=True)
+
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        if self.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
+        g, k, z = running_logsumexp(upcast(tokens.masked(k, -torch.inf)), past.normalizer, tokens.cu_seqlens)
 
         gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
         o, recurrent = gla(
             F.silu(q), k.to(v.dtype), v, g,
-            initial_state=None if state is None else state.recurrent,
+            initial_state=past.recurrent,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
-        o = self.g_norm(rearrange(o, "b t h v -> b t (h v)"), self.g_proj(x))
-        return self._leave(o.unflatten(2, (self.num_heads, -1)), tokens), RecurrentState(recurrent, conv, z)
+        return self.o_proj(self.g_norm(o.flatten(2), self.g_proj(x))), RecurrentState(recurrent, conv, z)

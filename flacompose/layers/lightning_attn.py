@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -41,6 +45,8 @@ class LightningAttention(RecurrentLayer):
             "sqrelu", "gelu" (its tanh form).
         norm_eps: Added to the mean square in the norm.
         decay: "minimax" or "tnl", as the op has them.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
         ValueError: If an argument is none of these, the heads do not divide `hidden_size`, or `head_dim` is above 256.
@@ -59,6 +65,8 @@ class LightningAttention(RecurrentLayer):
         hidden_act: str = "silu",
         norm_eps: float = 1e-6,
         decay: str = "minimax",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size, mode)
         _check.count("num_heads", num_heads)
@@ -79,60 +87,37 @@ class LightningAttention(RecurrentLayer):
         self.num_layers = num_layers
         self.decay = decay
         self.act = activation("hidden_act", hidden_act)
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         dim = num_heads * head_dim
-        self.norm = RMSNorm(dim, eps=norm_eps)
-        self.qkv_proj = nn.Linear(hidden_size, 3 * dim, bias=False)
-        self.out_proj = nn.Linear(dim, hidden_size, bias=False)
-        self.output_gate = nn.Linear(hidden_size, dim, bias=False)
+        self.norm = RMSNorm(dim, eps=norm_eps, **factory)
+        self.qkv_proj = nn.Linear(hidden_size, 3 * dim, bias=False, **factory)
+        self.out_proj = nn.Linear(dim, hidden_size, bias=False, **factory)
+        self.output_gate = nn.Linear(hidden_size, dim, bias=False, **factory)
         self.state_shapes = StateShapes(((num_heads, head_dim, head_dim),))
 
-    @property
-    def _weight(self) -> Tensor:
-        return self.qkv_proj.weight
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`; pads do not count as time.
-
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
-        """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         # Each head has its q, k and v side by side.
         qkv = self.act(self.qkv_proj(x)).unflatten(-1, (self.num_heads, 3 * self.head_dim))
         q, k, v = qkv.split(self.head_dim, -1)
-        initial_state = None if state is None else state.recurrent
         if tokens.lengths is None:
             lightning_attn = fused_recurrent_lightning_attn if self._recurrent(x) else chunk_lightning_attn
             o, recurrent = lightning_attn(
                 q, k, v, self.layer_idx, self.num_layers,
                 scale=1.0,
-                initial_state=initial_state,
+                initial_state=past.recurrent,
                 output_final_state=True,
-                cu_seqlens=cu_seqlens,
+                cu_seqlens=tokens.cu_seqlens,
                 decay=self.decay,
             )  # fmt: skip
         else:  # lightning attention decays at every token, pads too
             g = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q).expand(q.shape[:3])
             simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
             o, recurrent = simple_gla(
-                q, tokens.silence(k), v, tokens.silence(g),
+                q, tokens.masked(k), v, tokens.masked(g),
                 scale=1.0,
-                initial_state=initial_state,
+                initial_state=past.recurrent,
                 output_final_state=True,
             )  # fmt: skip
-        assert recurrent is not None  # asked for
         o = self.norm(o.flatten(-2)) * self.output_gate(x).sigmoid()
-        return tokens.leave(self.out_proj(o)), RecurrentState(recurrent)
-
-    def extra_repr(self) -> str:
-        return (
-            f"mode={self.mode}, num_heads={self.num_heads}, head_dim={self.head_dim}, "
-            f"layer_idx={self.layer_idx}, num_layers={self.num_layers}, decay={self.decay}"
-        )
+        return self.out_proj(o), RecurrentState(recurrent)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.attention import AttentionLayer
 from flacompose.layers.feature_map import FEATURE_MAPS
+from flacompose.layers.heads import heads_of, shared
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops._check import MAX_HEAD_SIZE
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
 
 
-class LinearAttention(AttentionLayer):
+class LinearAttention(RecurrentLayer):
     r"""A layer of linear attention, of $x$, per head:
 
     $$q = \phi_q(x W_q) \quad k = \phi_k(x W_k) \quad v = x W_v$$
@@ -46,12 +50,16 @@ class LinearAttention(AttentionLayer):
         elementwise_affine: Whether the norm has a weight.
         norm_eps: Added to the mean square in the norm.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 values,
             or keys after the feature map.
         TypeError: If an argument has the wrong type.
     """
+
+    chunk_modes = ("fused_chunk",)
 
     def __init__(
         self,
@@ -70,75 +78,71 @@ class LinearAttention(AttentionLayer):
         elementwise_affine: bool = True,
         norm_eps: float = 1e-5,
         layer_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
+        super().__init__(hidden_size, mode)
+        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
+        _check.not_negative("norm_eps", norm_eps)
         _check.one_of("feature_map", feature_map, FEATURE_MAPS)
         make_map, expansion = FEATURE_MAPS[feature_map]
-        H, K = num_heads, expansion * self.head_k_dim
-        if K > MAX_HEAD_SIZE:
+        if expansion * K > MAX_HEAD_SIZE:
             raise ValueError(
-                f"feature_map {feature_map!r} must map {self.head_k_dim} keys of a head to at most "
-                f"{MAX_HEAD_SIZE}, got {K}"
+                f"feature_map {feature_map!r} must map {K} keys of a head to at most {MAX_HEAD_SIZE}, "
+                f"got {expansion * K}"
             )
         if output_norm not in ("rmsnorm", "identity"):
             raise ValueError(f"output_norm must be 'rmsnorm' or 'identity', got {output_norm!r}")
+        self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.norm_q = norm_q
         self.norm_k = norm_k
         self.do_feature_map_norm = do_feature_map_norm
-        self.state_shapes = self.state_shapes._replace(
-            recurrent=((H, K, self.head_v_dim),), normalizer=(H, K) if do_feature_map_norm else None
-        )
+        self.layer_idx = layer_idx
 
-        self.feature_map_q = make_map(self.head_k_dim)
-        self.feature_map_k = self.feature_map_q if tie_feature_map_qk else make_map(self.head_k_dim)
-        self._add_projections()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.feature_map_q = make_map(K, **factory)
+        self.feature_map_k = self.feature_map_q if tie_feature_map_qk else make_map(K, **factory)
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
         self.norm = (
-            RMSNorm(self.head_v_dim, elementwise_affine, norm_eps, dtype=torch.float32)
+            RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
             if output_norm == "rmsnorm"
             else nn.Identity()
         )
-        self._add_output_projection()
+        self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
+        K = expansion * K
+        self.state_shapes = StateShapes(((H, K, V),), normalizer=(H, K) if do_feature_map_norm else None)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`.
-
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
-        """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
-        q, k, v, _ = self._project(x, tokens, state, cu_seqlens)
-        q, k = self.feature_map_q(q), self.feature_map_k(k)
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        q = self.feature_map_q(self.q_proj(x).unflatten(-1, (self.num_heads, -1)))
+        k = self.feature_map_k(self.k_proj(x).unflatten(-1, (self.num_kv_heads, -1)))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, -1))
         if self.norm_q:
             q = _over_its_sum(q)
         if self.norm_k:
             k = _over_its_sum(k)
-        k = tokens.silence(k)  # at last: maps of 0 are not 0
+        # Masked after the map, since most maps of 0 are not 0.
+        k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
 
-        initial_state: Tensor | tuple[Tensor, Tensor] | None = None
-        if state is not None:
-            S, z = state.recurrent, state.normalizer
-            initial_state = (S, z) if isinstance(z, Tensor) else S
+        initial_state = past.recurrent
+        if initial_state is not None and self.do_feature_map_norm:
+            initial_state = initial_state, past.normalizer
         linear_attn = fused_recurrent_linear_attn if self._recurrent(x) else chunk_linear_attn
         o, final_state = linear_attn(
-            q, self._share(k), self._share(v),
+            q, k, v,
             initial_state=initial_state,
             output_final_state=True,
             normalize=self.do_feature_map_norm,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
-        assert final_state is not None  # asked for
         recurrent, normalizer = final_state if isinstance(final_state, tuple) else (final_state, ())
-        return self._leave(self.norm(o), tokens), RecurrentState(recurrent, normalizer=normalizer)
+        return self.o_proj(self.norm(o).flatten(2)), RecurrentState(recurrent, normalizer=normalizer)
 
 
 def _over_its_sum(x: Tensor) -> Tensor:
     """``x [B, T, H, K]``, each head divided by its sum over ``K``."""
-    h = wide(x)
+    h = upcast(x)
     return (h / (h.sum(-1, keepdim=True) + 1e-4)).to(x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
+from flacompose.layers.layout import Layout
+from flacompose.layers.norm import rms_norm
 from flacompose.layers.recurrent import RecurrentLayer
-from flacompose.layers.short_conv import ShortConvolution
+from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
 from flacompose.ops.ssd import check_dt_limit, time_step
 
 
@@ -56,6 +59,8 @@ class Mamba2(RecurrentLayer):
         norm_eps: Added to the mean square in the norm.
         chunk_size: Kept as an attribute and not used: it changes no result.
         layer_idx: Likewise: a state is given to the layer, not looked up.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log`.
 
     Raises:
         ValueError: If sizes do not divide as said, a bound is wrong, or `head_dim` or `state_size` is above 256.
@@ -86,6 +91,9 @@ class Mamba2(RecurrentLayer):
         norm_eps: float = 1e-5,
         chunk_size: int = 256,
         layer_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size)
         _check.head_size("head_dim", head_dim)
@@ -135,83 +143,60 @@ class Mamba2(RecurrentLayer):
         self.layer_idx = layer_idx
         self.act = activation("hidden_act", hidden_act)
 
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv_dim = inner + 2 * n_groups * state_size
-        self.conv1d = _Convolution(conv_dim, conv_kernel, use_conv_bias, conv_init)
-        self.in_proj = nn.Linear(hidden_size, inner + conv_dim + num_heads, bias=use_bias)
-        self.dt_bias = nn.Parameter(torch.empty(num_heads))
-        self.A_log = nn.Parameter(torch.empty(num_heads, dtype=torch.float32))
-        self.norm = _GatedRMSNorm(inner, n_groups, norm_before_gate, norm_eps) if rmsnorm else None
-        self.D = nn.Parameter(torch.empty(inner if D_has_hdim else num_heads))
-        self.out_proj = nn.Linear(inner, hidden_size, bias=use_bias)
+        self.conv1d = _Convolution(conv_dim, conv_kernel, use_conv_bias, conv_init, **factory)
+        self.in_proj = nn.Linear(hidden_size, inner + conv_dim + num_heads, bias=use_bias, **factory)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads, **factory))
+        self.A_log = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype or torch.float32))
+        self.norm = _GatedRMSNorm(inner, n_groups, norm_before_gate, norm_eps, **factory) if rmsnorm else None
+        self.D = nn.Parameter(torch.empty(inner if D_has_hdim else num_heads, **factory))
+        self.out_proj = nn.Linear(inner, hidden_size, bias=use_bias, **factory)
         self.state_shapes = StateShapes(((num_heads, state_size, head_dim),), ((conv_dim, conv_kernel),))
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The first values of what belongs to no part of the layer."""
+        """Set the first values of the parameters that no submodule has."""
         log_dt = torch.empty_like(self.dt_bias).uniform_(math.log(self.dt_min), math.log(self.dt_max))
         dt = log_dt.exp().clamp(min=self.dt_init_floor)
         self.dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # the inverse of softplus
         self.A_log.uniform_(*self.A_init_range).log_()
         nn.init.ones_(self.D)
 
-    @property
-    def _weight(self) -> Tensor:
-        return self.in_proj.weight
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`, any number of them.
-
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
-        """
-        tokens, u = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+    def _compute(self, u: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, P, G, S = self.num_heads, self.head_dim, self.n_groups, self.state_size
         z, xBC, dt = self.in_proj(u).split([H * P, H * P + 2 * G * S, H], -1)
-        xBC, conv = self.conv1d(
-            xBC, None if state is None else state.conv[0], lengths=tokens.lengths, cu_seqlens=cu_seqlens
-        )
+        (xBC,), conv = convolved((xBC,), (self.conv1d,), past.conv, tokens)
         x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
         x, B, C = x.unflatten(-1, (H, P)), B.unflatten(-1, (G, S)), C.unflatten(-1, (G, S))
         dt = time_step(dt, self.dt_bias, softplus=True, x=x, limit=self.dt_limit)  # [B, T, H]
-        dt = tokens.silence(dt)  # a step of no time neither decays nor writes
+        dt = tokens.masked(dt)  # a time step of 0 neither decays nor writes
 
-        # What `mamba_chunk_scan_combined` is, whose states are these transposed.
-        v, g = (x * dt.unsqueeze(-1)).to(x.dtype), -dt * wide(self.A_log).exp()
+        # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
+        v, g = (x * dt.unsqueeze(-1)).to(x.dtype), -dt * upcast(self.A_log).exp()
         simple_gla = fused_recurrent_simple_gla if self._recurrent(u) else chunk_simple_gla
         o, recurrent = simple_gla(
             C, B, v, g,
             scale=1.0,
-            initial_state=None if state is None else state.recurrent,
+            initial_state=past.recurrent,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
-        assert recurrent is not None  # asked for
-        o = wide(o) + x * wide(self.D).reshape(H, -1)
+        o = upcast(o) + x * upcast(self.D).reshape(H, -1)
         o = o.flatten(-2)
-        o = o * F.silu(wide(z)) if self.norm is None else self.norm(o, z)
-        return tokens.leave(self.out_proj(o.to(x.dtype))), RecurrentState(recurrent, (conv,))
-
-    def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, head_dim={self.head_dim}, state_size={self.state_size}, "
-            f"n_groups={self.n_groups}"
-        )
+        o = o * F.silu(upcast(z)) if self.norm is None else self.norm(o, z)
+        return self.out_proj(o.to(x.dtype)), RecurrentState(recurrent, conv)
 
 
 class _Convolution(ShortConvolution):
-    """Without an activation, its first weights uniform up to `init`."""
+    """A convolution without an activation whose first weights are uniform up to `init`."""
 
-    def __init__(self, hidden_size: int, kernel_size: int, bias: bool, init: float | None) -> None:
+    def __init__(
+        self, hidden_size: int, kernel_size: int, bias: bool, init: float | None, **factory: Any
+    ) -> None:
         self.init = init
-        super().__init__(hidden_size, kernel_size, bias=bias, activation=None)
+        super().__init__(hidden_size, kernel_size, bias=bias, activation=None, **factory)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -222,12 +207,14 @@ class _Convolution(ShortConvolution):
 class _GatedRMSNorm(nn.Module):
     """A norm of each of `groups` parts of the last axis, before or after the gate ``silu(g)``."""
 
-    def __init__(self, hidden_size: int, groups: int, norm_before_gate: bool, eps: float) -> None:
+    def __init__(
+        self, hidden_size: int, groups: int, norm_before_gate: bool, eps: float, **factory: Any
+    ) -> None:
         super().__init__()
         self.groups = groups
         self.norm_before_gate = norm_before_gate
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.weight = nn.Parameter(torch.empty(hidden_size, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -235,12 +222,11 @@ class _GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, g: Tensor) -> Tensor:
         """In float32 (float64 for float64), not rounded."""
-        x, g = wide(x), F.silu(wide(g))
+        x, g = upcast(x), F.silu(upcast(g))
         if not self.norm_before_gate:
             x = x * g
         x = x.unflatten(-1, (self.groups, -1))
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
-        x = x.flatten(-2) * self.weight
+        x = rms_norm(x, self.eps).flatten(-2) * self.weight
         return x * g if self.norm_before_gate else x
 
     def extra_repr(self) -> str:

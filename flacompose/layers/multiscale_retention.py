@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.attention import AttentionLayer
+from flacompose.layers.heads import check_even, heads_of, shared
+from flacompose.layers.layout import Layout
+from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.rotary import positions, rotary
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import (
     chunk_retention,
     chunk_simple_gla,
@@ -17,7 +25,7 @@ from flacompose.ops import (
 from flacompose.ops.retention import log_decay
 
 
-class MultiScaleRetention(AttentionLayer):
+class MultiScaleRetention(RecurrentLayer):
     r"""A layer of retention, of $x$, per head $h = 0, 1, \dots$:
 
     $$q_t = R_t\, \phi(\operatorname{conv}(x W_q))_t \quad k_t = R_t\, \phi(\operatorname{conv}(x W_k))_t \quad
@@ -51,6 +59,8 @@ class MultiScaleRetention(AttentionLayer):
         fuse_norm: With a "swish" output gate: round once, after norm and gate, and name the norm ``g_norm_swish_gate``.
             Otherwise it is named ``g_norm``, and its output is rounded too.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
 
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
@@ -78,54 +88,68 @@ class MultiScaleRetention(AttentionLayer):
         norm_eps: float = 1e-5,
         fuse_norm: bool = True,
         layer_idx: int | None = None,
-    ) -> None:
-        super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
-        if self.head_k_dim % 2 != 0:
-            raise ValueError(
-                f"hidden_size * expand_k / num_heads must be even, for rotary positions, got {self.head_k_dim}"
-            )
-        self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
-        self.state_shapes = self.state_shapes._replace(position=True)
-
-        self._add_projections(use_output_gate)
-        self._add_convolutions(use_short_conv, conv_size, conv_bias)
-        self._add_output_projection()
-        self._add_output_norm(gate_fn, fuse_norm, elementwise_affine)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
         *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`, at the positions after those that it has seen; pads have none.
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, mode)
+        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
+        check_even(K)
+        _check.not_negative("norm_eps", norm_eps)
+        _check.count("conv_size", conv_size)
+        self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
+        self.use_short_conv = use_short_conv
+        self.use_output_gate = use_output_gate
+        self.layer_idx = layer_idx
+        self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
+        self.gate_fn = activation("gate_fn", gate_fn)
+        self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
 
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
-        """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
-        q, k, v, conv = self._project(x, tokens, state, cu_seqlens)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
+        if use_output_gate:
+            self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
+            self.k_conv1d = ShortConvolution(HKV * K, conv_size, conv_bias, **factory)
+            self.v_conv1d = ShortConvolution(HKV * V, conv_size, conv_bias, **factory)
+        self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
+        if self.fuse_norm_and_gate:
+            self.g_norm_swish_gate = GatedRMSNorm(V, elementwise_affine, norm_eps, **factory)
+        else:
+            self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
+        conv = ((H * K, conv_size), (HKV * K, conv_size), (HKV * V, conv_size)) if use_short_conv else ()
+        self.state_shapes = StateShapes(((H, K, V),), conv, position=True)
+
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        if self.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
+        q = q.unflatten(-1, (self.num_heads, -1))
+        k, v = k.unflatten(-1, (self.num_kv_heads, -1)), v.unflatten(-1, (self.num_kv_heads, -1))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        position, next_position = positions(
-            x, () if state is None else state.position, tokens.lengths, cu_seqlens
-        )
-        q, k = rotary(q, position), rotary(k, position)
-        k, v = self._share(tokens.silence(k)), self._share(v)
+        position, next_position = positions(x, past.position, tokens.lengths, tokens.cu_seqlens)
+        q, k = rotary(q, k, position)
+        k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
 
-        initial_state = None if state is None else state.recurrent
         if tokens.lengths is None:
             retention = fused_recurrent_retention if self._recurrent(x) else chunk_retention
             o, recurrent = retention(
-                q, k, v, initial_state=initial_state, output_final_state=True, cu_seqlens=cu_seqlens
+                q, k, v, initial_state=past.recurrent, output_final_state=True, cu_seqlens=tokens.cu_seqlens
             )
         else:  # retention decays at every token, pads too
-            g = tokens.silence(log_decay(self.num_heads, q).expand(q.shape[:3]))
+            g = tokens.masked(log_decay(self.num_heads, q).expand(q.shape[:3]))
             simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
-            o, recurrent = simple_gla(q, k, v, g, initial_state=initial_state, output_final_state=True)
-        assert recurrent is not None  # asked for
-        return self._leave(self._norm_and_gate(o, x), tokens), RecurrentState(
-            recurrent, conv, position=next_position
-        )
+            o, recurrent = simple_gla(q, k, v, g, initial_state=past.recurrent, output_final_state=True)
+        if self.fuse_norm_and_gate:
+            o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))
+        else:
+            o = self.g_norm(o)
+            if self.use_output_gate:
+                o = o * self.gate_fn(self.g_proj(x)).unflatten(-1, (self.num_heads, -1))
+        return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv, position=next_position)

@@ -6,7 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
+
+
+def rms_norm(x: Tensor, eps: float) -> Tensor:
+    """``x`` divided by the root of the mean square over its last axis, in the dtype of `x`.
+
+    A weight is multiplied afterwards: given one of another dtype than the input, PyTorch's function warns.
+    """
+    if hasattr(
+        x, "device_mesh"
+    ):  # on the CPU, PyTorch's function adds in place, which a sharded mean does not support
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return F.rms_norm(x, x.shape[-1:], None, eps)
 
 
 class RMSNorm(nn.Module):
@@ -48,7 +60,12 @@ class RMSNorm(nn.Module):
             nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight, self.eps).to(x.dtype)
+        return self._normed(x).to(x.dtype)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        """The norm before it is rounded."""
+        y = rms_norm(upcast(x), self.eps)
+        return y if self.weight is None else y * self.weight
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, elementwise_affine={self.weight is not None}, eps={self.eps}"
@@ -58,7 +75,7 @@ class GatedRMSNorm(RMSNorm):
     """An `RMSNorm` whose output is multiplied by ``silu(g)`` before its one rounding; ``g`` has the shape of `x`."""
 
     def forward(self, x: Tensor, g: Tensor) -> Tensor:  # type: ignore[override]
-        return (_rms_norm(x, self.weight, self.eps) * F.silu(wide(g))).to(x.dtype)
+        return (self._normed(x) * F.silu(upcast(g))).to(x.dtype)
 
 
 class GroupNorm(nn.Module):
@@ -70,14 +87,25 @@ class GroupNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, groups: int, hidden_size: int, elementwise_affine: bool | None, eps: float) -> None:
+    def __init__(
+        self,
+        groups: int,
+        hidden_size: int,
+        elementwise_affine: bool | None,
+        eps: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.groups = groups
         self.hidden_size = hidden_size
         self.eps = eps
-        for name in ("weight", "bias"):
-            parameter = nn.Parameter(torch.empty(hidden_size)) if elementwise_affine else None
-            self.register_parameter(name, parameter)
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        else:
+            self.register_parameter("weight", None)
+            self.register_parameter("bias", None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -86,9 +114,7 @@ class GroupNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = wide(x)
-        y = y - y.mean(-1, keepdim=True)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        y = F.layer_norm(upcast(x), (self.hidden_size // self.groups,), None, None, self.eps)
         if self.weight is not None and self.bias is not None:
             y = y * self.weight.unflatten(0, (self.groups, -1)) + self.bias.unflatten(0, (self.groups, -1))
         return y.to(x.dtype)
@@ -96,9 +122,3 @@ class GroupNorm(nn.Module):
     def extra_repr(self) -> str:
         affine = self.weight is not None
         return f"{self.groups}, {self.hidden_size}, elementwise_affine={affine}, eps={self.eps}"
-
-
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    x = wide(x)
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return x if weight is None else x * weight

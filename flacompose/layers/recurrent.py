@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flacompose.layers import _check
-from flacompose.layers.layout import Layout, layout
+from flacompose.layers.layout import layout
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops._define import autocast_on
+from flacompose.ops._define import autocast_dtype
+
+_SHOWN = ("mode", "num_heads", "num_kv_heads", "head_dim", "state_size", "n_groups", "input_dim", "decay")
 
 
 class RecurrentLayer(nn.Module):
     """A layer around one recurrence, whose op has a chunked form and a recurrent one."""
 
-    chunk_modes: ClassVar[tuple[str, ...]] = ()  # what else the peer calls chunks
+    chunk_modes: ClassVar[tuple[str, ...]] = ()  # the peer's other names of modes that compute in chunks
     state_shapes: StateShapes
+    # The formulas of a layer. It takes the tokens x [B, T, hidden_size], the state before them and their layout, and
+    # returns the output [B, T, hidden_size] and the new state. In a call without a state, every part of it is None.
+    _compute: Callable[..., tuple[Tensor, RecurrentState]]
 
     def __init__(self, hidden_size: int, mode: str = "chunk") -> None:
         super().__init__()
@@ -29,42 +35,96 @@ class RecurrentLayer(nn.Module):
         self.hidden_size = hidden_size
         self.mode = mode
 
-    @property
-    def _weight(self) -> Tensor:
-        """That of a projection, whose dtype and device the layer has."""
-        raise NotImplementedError
-
-    def init_state(self, batch_size: int) -> RecurrentState:
-        """The state before the first token of `batch_size` sequences, on the device of the parameters.
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> RecurrentState:
+        """The state before the first token of `batch_size` sequences.
 
         It is zeros, but a running logsumexp, the normaliser of ABC and of LightNet, is -inf. The recurrent state and
-        the normaliser are float32 (float64 in a float64 layer). The states of convolutions and token shifts have the
-        dtype that projections have, that of autocast where it is on, so that a compiled layer meets one dtype in every
-        call.
+        the normaliser are float32 (float64 in a float64 layer). The states of convolutions and of token shifts have the
+        dtype that projections give, so that a compiled layer meets one dtype in every call.
+
+        Args:
+            batch_size: ``N``, the number of rows of a batch or of packed sequences.
+            device: Default: that of the layer's first parameter. Give it where parameters are kept elsewhere than they
+                are computed with, as in a model that is offloaded to the CPU.
+            dtype: What projections give: float32, bfloat16, float16 or float64. Default: that of autocast where it is
+                on, else that of the layer's first floating-point parameter.
 
         Raises:
             ValueError: If `batch_size` is below 0.
-            TypeError: If it is no int.
+            TypeError: If it is no int, or `dtype` none of these.
         """
         _check.integer("batch_size", batch_size)
         _check.not_negative("batch_size", batch_size)
-        return self.state_shapes.zeros(batch_size, self._weight)
+        # Quantised weights may be integers, or no parameters at all.
+        parameter = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(0))
+        device = parameter.device if device is None else torch.device(device)
+        if dtype is None:
+            autocast = None if parameter.dtype == torch.float64 else autocast_dtype(device)
+            dtype = parameter.dtype if autocast is None else autocast
+        _check.float_dtype(dtype)
+        return self.state_shapes.zeros(batch_size, device, dtype)
 
-    def _enter(
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentState]:
+        """Go through ``T`` tokens from `state`.
+
+        A sequence given in pieces, each with the state that the piece before returned, gives what the whole gives.
+
+        Args:
+            hidden_states: ``[B, T, hidden_size]``.
+            state: What `init_state` or a call returned, for ``N`` sequences, ``B`` or those packed.
+                It is not written to. Default: zeros.
+            attention_mask: ``[B, T]``, bool or integers, 0 for pads, wherever they are in a row, anything else
+                for tokens. A pad changes no state, is seen by no token and gives zeros. It is the mask of these ``T``
+                tokens; of a longer one, the mask of a whole history, the last ``T`` columns count. Default: no pads.
+            cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
+                is then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: a sequence a row.
+
+        Returns:
+            ``(output, state)``: `output` is ``[B, T, hidden_size]``; `state` is new, that after the last tokens.
+
+        Raises:
+            ValueError: If a shape is wrong, or a device not that of `hidden_states`, or `attention_mask` comes with
+                `cu_seqlens`.
+            TypeError: If `state` is no `RecurrentState`, another argument no dense tensor, or a dtype wrong.
+            RuntimeError: From PyTorch, if the weights are on another device or, without autocast, have another dtype.
+        """
+        return self._call(hidden_states, state, attention_mask, cu_seqlens)
+
+    def _call(
         self,
         hidden_states: Tensor,
         state: RecurrentState | None,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> tuple[Layout, Tensor]:
-        """Check the arguments of a call; where its tokens lie, and those tokens."""
+        *others: Any,
+    ) -> tuple[Tensor, RecurrentState]:
+        """Check the arguments and compute the layer; `others` are the arguments that other layers do not have."""
         tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
-        _check.same_dtype("hidden_states", hidden_states, self._weight, autocast_on(hidden_states.device))
-        if state is not None:
+        if state is None:
+            state = self.state_shapes.absent()
+        else:
             N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
             self.state_shapes.check(state, N, hidden_states)
-        return tokens, tokens.enter(hidden_states)
+        y, state = self._compute(tokens.enter(hidden_states), state, tokens, *others)
+        return tokens.leave(y), state
 
     def _recurrent(self, x: Tensor) -> bool:
         """Whether the recurrent form of the op computes ``x [B, T, D]``, as it does every single token."""
-        return self.mode == "fused_recurrent" or statically_known_true(x.shape[1] == 1)
+        return self.mode == "fused_recurrent" or _check.is_one(x.shape[1])
+
+    def extra_repr(self) -> str:
+        shown = vars(self)
+        return ", ".join(f"{name}={shown[name]}" for name in _SHOWN if name in shown)

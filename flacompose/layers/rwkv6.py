@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.attention import AttentionLayer
+from flacompose.layers.heads import heads_of
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import token_shift
 from flacompose.ops import chunk_rwkv6, fused_recurrent_rwkv6
 from flacompose.ops._define import autocast_dtype
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtensor import replicated
+from flacompose.ops._dtype import upcast
 
 
-class RWKV6Attention(AttentionLayer):
+class RWKV6Attention(RecurrentLayer):
     r"""The time mixing of RWKV6, of $x$, with $\delta_t = x_{t-1} - x_t$, per head:
 
     $$\mu^{rwkvg} = \tanh\bigl((x + \delta \odot \mu^x) W_1\bigr) W_2 + b \qquad
     r = (x + \delta \odot \mu^r) W_r \quad k = (x + \delta \odot \mu^k) W_k \quad v = (x + \delta \odot \mu^v) W_v$$
     $$g = (x + \delta \odot \mu^g) W_g \qquad
     w = -\exp\bigl(\tanh((x + \delta \odot \mu^w) W_3) W_4 + b^w\bigr)$$
-    $$o_t = \bigl(S_{t-1} + \operatorname{diag}(u)\, k_t v_t^\top\bigr)^\top r_t \qquad
+    $$o_t = (S_{t-1} + \operatorname{diag}(u)\, k_t v_t^\top)^\top r_t \qquad
     S_t = \operatorname{diag}(e^{w_t})\, S_{t-1} + k_t v_t^\top \qquad
     y = \bigl(\operatorname{groupnorm}(o) \odot \operatorname{gate}(g)\bigr) W_o$$
 
@@ -47,14 +52,14 @@ class RWKV6Attention(AttentionLayer):
         elementwise_affine: Whether the norm has a weight and a bias.
         norm_eps: Added to the variance in the norm.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
             values.
         TypeError: If an argument has the wrong type.
     """
-
-    chunk_modes = ()
 
     def __init__(
         self,
@@ -70,89 +75,80 @@ class RWKV6Attention(AttentionLayer):
         elementwise_affine: bool | None = True,
         norm_eps: float = 1e-5,
         layer_idx: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, None, norm_eps, layer_idx)
+        super().__init__(hidden_size, mode)
+        H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
+        _check.not_negative("norm_eps", norm_eps)
         _check.count("proj_low_rank_dim", proj_low_rank_dim)
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
+        self.num_heads = H
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.proj_low_rank_dim = proj_low_rank_dim
         self.gate_low_rank_dim = gate_low_rank_dim
         self.fuse_norm = fuse_norm
+        self.layer_idx = layer_idx
         self.gate_fn = activation("gate_fn", gate_fn)
 
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.x_proj = nn.Sequential(
-            _LerpLinear(hidden_size, 5 * proj_low_rank_dim),
+            _LerpLinear(hidden_size, 5 * proj_low_rank_dim, **factory),
             nn.Tanh(),
-            _Linear(5 * proj_low_rank_dim, hidden_size, bias=False),
+            _Linear(5 * proj_low_rank_dim, hidden_size, bias=False, **factory),
         )
-        self.x_bias = nn.Parameter(torch.empty(5, hidden_size))
-        self.r_proj = _DDLerpLinear(_Linear(hidden_size, self.key_dim, bias=False))
-        self.w_proj = _DDLerpLinear(_LoRA(hidden_size, self.key_dim, gate_low_rank_dim))
-        k, v, g = (
-            _DDLerpLinear(_Linear(hidden_size, dim, bias=False))
-            for dim in (self.key_dim, self.value_dim, self.value_dim)
-        )
-        self.k_proj, self.v_proj, self.g_proj = k, v, g  # type: ignore[assignment]
-        self.bonus = nn.Parameter(torch.empty(num_heads, self.head_k_dim))
-        self.g_norm = GroupNorm(num_heads, self.value_dim, elementwise_affine, norm_eps)  # type: ignore[assignment]
-        self.o_proj = _Linear(self.value_dim, hidden_size, bias=False)
-        self.state_shapes = self.state_shapes._replace(shift=hidden_size)
+        self.x_bias = nn.Parameter(torch.empty(5, hidden_size, **factory))
+        self.r_proj = _named("linear", _Linear(hidden_size, H * K, bias=False, **factory))
+        self.w_proj = _named("linear", _low_rank(hidden_size, gate_low_rank_dim, H * K, **factory))
+        self.k_proj = _named("linear", _Linear(hidden_size, H * K, bias=False, **factory))
+        self.v_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
+        self.g_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
+        self.bonus = nn.Parameter(torch.empty(H, K, **factory))
+        self.g_norm = GroupNorm(H, H * V, elementwise_affine, norm_eps, **factory)
+        self.o_proj = _Linear(H * V, hidden_size, bias=False, **factory)
+        self.state_shapes = StateShapes(((H, K, V),), shift=hidden_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The first values of what belongs to no part of the layer."""
+        """Set the first values of the parameters that no submodule has."""
         nn.init.zeros_(self.x_bias)
         nn.init.zeros_(self.bonus)
 
-    @property
-    def _weight(self) -> Tensor:
-        return self.o_proj.weight
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`; the first of a sequence has the last of the call before beside it.
-
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
-        """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         dtype = autocast_dtype(x.device)
         if dtype is not None and x.dtype != torch.float64:
             x = x.to(dtype)
-        shifted, shift = token_shift(x, () if state is None else state.shift, tokens.lengths, cu_seqlens)
-        delta = shifted - x
-        mu_r, mu_w, mu_k, mu_v, mu_g = self._mix(x, delta)
-        r, k, v = self.r_proj(x, delta, mu_r), self.k_proj(x, delta, mu_k), self.v_proj(x, delta, mu_v)
-        # The op takes -inf, but its gradient times that is NaN. e^80 forgets all too, and sums of it are finite.
-        w = -wide(self.w_proj(x, delta, mu_w)).clamp(max=80).exp()
-        gate = self.gate_fn(self.g_proj(x, delta, mu_g))
+        before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens)
+        delta = before - x
+        mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = (x + delta * self._mix(x, delta)).unbind(0)
+        r, k, v = self.r_proj(mixed_r), self.k_proj(mixed_k), self.v_proj(mixed_v)
+        # The op takes -inf, but its gradient times that is NaN. e^80 forgets everything too, and sums of it are finite.
+        w = -upcast(self.w_proj(mixed_w)).clamp(max=80).exp()
+        gate = self.gate_fn(self.g_proj(mixed_g))
         r, w, k, v, gate = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, gate))
 
         rwkv6 = fused_recurrent_rwkv6 if self._recurrent(x) else chunk_rwkv6
         o, recurrent = rwkv6(
-            r, tokens.silence(k), v, tokens.silence(w), self.bonus,
+            r, tokens.masked(k), v, tokens.masked(w), self.bonus,
             scale=1.0,
-            initial_state=None if state is None else state.recurrent,
+            initial_state=past.recurrent,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
-        assert recurrent is not None  # asked for
-        return self._leave(self.g_norm(o) * gate, tokens), RecurrentState(recurrent, shift=shift)
+        return self.o_proj((self.g_norm(o) * gate).flatten(2)), RecurrentState(recurrent, shift=shift)
 
-    def _mix(self, x: Tensor, delta: Tensor) -> tuple[Tensor, ...]:
-        """How much of the token before goes into each of r, w, k, v and g, five of ``[B, T, hidden_size]``."""
-        lerp = self.x_proj[0]
-        low = (
-            lerp(x, delta, lerp.mu).tanh().unflatten(-1, (5, -1)).flatten(0, 1).transpose(0, 1)
-        )  # [5, B * T, R]
-        up: Tensor = self.x_proj[2].weight  # type: ignore[assignment]
-        up = up.unflatten(-1, (5, -1)).permute(1, 2, 0)  # [5, R, hidden_size]
-        return ((low @ up).unflatten(1, x.shape[:2]) + self.x_bias[:, None, None]).unbind(0)
+    def _mix(self, x: Tensor, delta: Tensor) -> Tensor:
+        """How much of the token before goes into each of r, w, k, v and g, ``[5, B, T, hidden_size]``."""
+        lerp, tanh, up = self.x_proj
+        low = tanh(lerp(x, delta))  # [B, T, 5 * R], the five parts side by side
+        # Each part is multiplied by its own columns of the weight of `up`. The module is called, once, on five copies,
+        # each of which keeps one part and has zeros for the others: slices of the weight would bypass an adapter, a
+        # hook or whatever else has replaced the module.
+        part = torch.arange(5, device=x.device)
+        kept = part.repeat_interleave(self.proj_low_rank_dim) == part[:, None]  # [5, 5 * R]
+        parts = torch.where(replicated(kept, low)[:, None, None], low, 0)  # [5, B, T, 5 * R]
+        return up(parts) + self.x_bias[:, None, None]
 
 
 class _Linear(nn.Linear):
@@ -160,40 +156,20 @@ class _Linear(nn.Linear):
         nn.init.xavier_uniform_(self.weight, gain=2**-2.5)
 
 
-class _DDLerpLinear(nn.Module):
-    """A projection of tokens mixed with those before them, each by a `mu` of its own."""
+class _LerpLinear(nn.Module):
+    """A projection of tokens mixed by `mu` with those before them."""
 
-    def __init__(self, linear: nn.Module) -> None:
+    def __init__(self, input_dim: int, output_dim: int, **factory: Any) -> None:
         super().__init__()
-        self.linear = linear
-
-    def forward(self, x: Tensor, delta: Tensor, mu: Tensor) -> Tensor:
-        return self.linear(x + delta * mu)
-
-
-class _LerpLinear(_DDLerpLinear):
-    """Likewise, all by one `mu`."""
-
-    def __init__(self, input_dim: int, output_dim: int) -> None:
-        super().__init__(_Linear(input_dim, output_dim, bias=False))
-        self.mu = nn.Parameter(torch.empty(input_dim))
+        self.linear = _Linear(input_dim, output_dim, bias=False, **factory)
+        self.mu = nn.Parameter(torch.empty(input_dim, **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.mu)
 
-
-class _LoRA(nn.Module):
-    """``tanh(x W_1) W_2 + b``, at first 0."""
-
-    def __init__(self, input_dim: int, output_dim: int, low_rank_dim: int) -> None:
-        super().__init__()
-        self.lora = nn.Sequential(
-            _Down(input_dim, low_rank_dim, bias=False), nn.Tanh(), _Up(low_rank_dim, output_dim)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lora(x)
+    def forward(self, x: Tensor, delta: Tensor) -> Tensor:
+        return self.linear((x + delta * self.mu).to(x.dtype))
 
 
 class _Down(nn.Linear):
@@ -209,3 +185,14 @@ class _Up(nn.Linear):
         start = torch.empty_like(self.weight, dtype=torch.float32)
         self.weight.copy_(nn.init.orthogonal_(start, gain=0.1 * math.sqrt(max(R / D, 1))))
         nn.init.zeros_(self.bias)
+
+
+def _named(name: str, module: nn.Module) -> nn.Sequential:
+    """`module` under the name that it has in checkpoints."""
+    return nn.Sequential(OrderedDict({name: module}))
+
+
+def _low_rank(input_dim: int, rank: int, output_dim: int, **factory: Any) -> nn.Module:
+    """``tanh(x W_1) W_2 + b``, 0 at first."""
+    down, up = _Down(input_dim, rank, bias=False, **factory), _Up(rank, output_dim, **factory)
+    return _named("lora", nn.Sequential(down, nn.Tanh(), up))

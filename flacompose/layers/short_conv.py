@@ -7,10 +7,10 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flacompose.layers import _check
-from flacompose.ops._dtype import wide
+from flacompose.layers.layout import Layout, beside
+from flacompose.ops._dtype import upcast
 from flacompose.ops._varlen import bounds, sequence_of
 
 
@@ -104,7 +104,7 @@ class ShortConvolution(nn.Module):
             state = state.to(x.dtype)
         if cu_seqlens is not None:
             y, state = self._packed(x, state, cu_seqlens)
-        elif state is not None and lengths is None and statically_known_true(x.shape[1] == 1):
+        elif state is not None and lengths is None and _check.is_one(x.shape[1]):
             y, state = self._step(x, state)
         else:
             y, state = self._rows(x, state, lengths)
@@ -115,39 +115,41 @@ class ShortConvolution(nn.Module):
     def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """One token: the new state is all that it reads."""
         state = torch.cat([state[:, :, 1:], x.transpose(1, 2)], dim=2)
-        return (wide(state) * self.weight[:, 0]).sum(2)[:, None], state
+        return (upcast(state) * self.weight[:, 0]).sum(2)[:, None], state
 
     def _rows(self, x: Tensor, state: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A sequence in each row."""
         B, T, D = x.shape
         W = self.kernel_size
-        # [B, W + T, D]: a sum of two pads fuses into whatever reads it, where a concatenation is written out first.
+        # [B, W + T, D]: a sum of two pads fuses into whatever reads it; a concatenation is written to memory first.
         history = F.pad(x, (0, 0, W, 0))
         if state is not None:
             history = history + F.pad(state.transpose(1, 2), (0, 0, 0, T))
-        y = self._taps(wide(history)[:, 1:], T)
+        y = _sum(self._products(upcast(history), T))
         if lengths is None:
             last = history[:, T:]
         else:
-            # Whatever it holds, no access leaves the tokens.
-            rows = lengths.long().clamp(0, T)[:, None] + torch.arange(W, device=x.device)  # [B, W]
-            last = history.gather(1, rows[:, :, None].expand(-1, -1, D))
-        return y, _columns(last)
+            # Clamped, so that no access leaves the tokens, whatever `lengths` holds.
+            column = beside(lengths, torch.arange(W, device=x.device))
+            place = lengths.long().clamp(0, T)[:, None] + column  # [B, W]
+            last = history.gather(1, place[:, :, None].expand(-1, -1, D))
+        return y, _as_state(last)
 
     def _packed(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """Several sequences in one row."""
         T, D = x.shape[1:]
         W = self.kernel_size
         cu = bounds(cu_seqlens, T)
         begin, end = cu[:-1], cu[1:]
         t = torch.arange(T, device=x.device)
-        age = (t - cu[sequence_of(t, cu)])[:, None]  # the tokens before this one in its sequence
-        h = wide(F.pad(x, (0, 0, W, 0)))
-        y = h[:, W:] * self.weight[:, 0, W - 1]
-        for w in range(W - 1):
-            tap = h[:, 1 + w : 1 + w + T] * self.weight[:, 0, w]
-            y = y + torch.where(age >= W - 1 - w, tap, 0)
+        age = (t - cu[sequence_of(t, cu)])[:, None]  # how many tokens of its sequence are before this one
+        products = self._products(upcast(F.pad(x, (0, 0, W, 0))), T)
+        y = products[-1]
+        for w, product in enumerate(products[:-1]):
+            y = y + torch.where(age >= W - 1 - w, product, 0)
 
         column = torch.arange(W, device=x.device)
-        # [N, W]: the tokens of the new state, or below begin, columns of the old one.
+        # [N, W]: the tokens that the new state holds; where it is below `begin`, a column of the old state.
         source = end[:, None] - W + column
         last = x[0, source.clamp(min=0)]
         if state is None:
@@ -158,22 +160,25 @@ class ShortConvolution(nn.Module):
             old = state.transpose(1, 2).gather(
                 1, ((end - begin)[:, None] + column).clamp(max=W - 1)[:, :, None].expand(-1, -1, D)
             )
-        return y, _columns(torch.where((source >= begin[:, None])[:, :, None], last, old))
+        return y, _as_state(torch.where((source >= begin[:, None])[:, :, None], last, old))
 
     def _from_state(self, state: Tensor, begin: Tensor, end: Tensor, T: int) -> Tensor:
         """``[1, T, D]``: what the state adds to the first ``W - 1`` tokens of each packed sequence."""
         _, D, W = state.shape
-        y = self._taps(F.pad(wide(state).transpose(1, 2)[:, 1:], (0, 0, 0, W - 1)), W - 1)  # [N, W - 1, D]
+        history = F.pad(upcast(state).transpose(1, 2), (0, 0, 0, W - 1))
+        y = _sum(self._products(history, W - 1))  # [N, W - 1, D]
         token = begin[:, None] + torch.arange(W - 1, device=state.device)  # [N, W - 1]
-        token = torch.where(token < end[:, None], token, T)  # dropped, where the sequence is too short
+        token = torch.where(token < end[:, None], token, T)  # row T is dropped below: the sequence is shorter
         return y.new_zeros(T + 1, D).index_put((token,), y)[None, :T]
 
-    def _taps(self, h: Tensor, T: int) -> Tensor:
-        """``[N, T, D]`` from ``h [N, W - 1 + T, D]``."""
-        y = h[:, :T] * self.weight[:, 0, 0]
-        for w in range(1, self.kernel_size):
-            y = y + h[:, w : w + T] * self.weight[:, 0, w]
-        return y
+    def _products(self, h: Tensor, T: int) -> list[Tensor]:
+        """The ``W`` summands of ``T`` outputs, each ``[N, T, D]``, that of the oldest input first.
+
+        ``h [N, W + T, D]`` holds the inputs after the ``W`` before them, of which the first is not used.
+        """
+        # The gradient of `unbind` is one `stack`; each index would have a gradient of its own, padded with zeros.
+        weights = self.weight.squeeze(1).unbind(1)
+        return [h[:, 1 + w : 1 + w + T] * weight for w, weight in enumerate(weights)]
 
     def _check(
         self, x: Tensor, state: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
@@ -202,6 +207,24 @@ class ShortConvolution(nn.Module):
         )
 
 
-def _columns(last: Tensor) -> Tensor:
-    """``[N, W, D]`` as a state ``[N, D, W]`` of its own."""
+def convolved(
+    inputs: tuple[Tensor, ...],
+    convolutions: tuple[ShortConvolution, ...],
+    states: tuple[Tensor | None, ...],
+    tokens: Layout,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Each input through its convolution: the outputs, and the new states."""
+    results = [
+        convolution(x, state, lengths=tokens.lengths, cu_seqlens=tokens.cu_seqlens)
+        for x, convolution, state in zip(inputs, convolutions, states, strict=True)
+    ]
+    return tuple(y for y, _ in results), tuple(state for _, state in results)
+
+
+def _sum(products: list[Tensor]) -> Tensor:
+    return sum(products[1:], start=products[0])
+
+
+def _as_state(last: Tensor) -> Tensor:
+    """``[N, W, D]`` as a state ``[N, D, W]`` in memory of its own."""
     return last.transpose(1, 2).clone(memory_format=torch.contiguous_format)

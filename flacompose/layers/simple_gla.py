@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.activation import activation
-from flacompose.layers.attention import AttentionLayer
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.activation import activation, log_sigmoid
+from flacompose.layers.heads import heads_of, shared
+from flacompose.layers.layout import Layout
+from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
 
 
-class SimpleGatedLinearAttention(AttentionLayer):
+class SimpleGatedLinearAttention(RecurrentLayer):
     r"""A layer of gated linear attention with one decay per head and token, of $x$, per head:
 
     $$q = \phi(\operatorname{conv}(x W_q)) \quad k = \phi(\operatorname{conv}(x W_k)) \quad
@@ -46,12 +52,16 @@ class SimpleGatedLinearAttention(AttentionLayer):
         fuse_norm: With a "swish" output gate: round once, after norm and gate, and name the norm ``g_norm_swish_gate``.
             Otherwise it is named ``g_norm``, and its output is rounded too.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
 
     Raises:
         ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
             values.
         TypeError: If an argument has the wrong type.
     """
+
+    chunk_modes = ("fused_chunk",)
 
     def __init__(
         self,
@@ -71,44 +81,65 @@ class SimpleGatedLinearAttention(AttentionLayer):
         gate_logit_normalizer: float = 16,
         fuse_norm: bool = True,
         layer_idx: int | None = None,
-    ) -> None:
-        super().__init__(mode, hidden_size, expand_k, expand_v, num_heads, num_kv_heads, norm_eps, layer_idx)
-        _check.positive("gate_logit_normalizer", gate_logit_normalizer)
-        self.gate_logit_normalizer = gate_logit_normalizer
-        self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
-
-        self._add_projections(output_gate=True)
-        self._add_convolutions(use_short_conv, conv_size, conv_bias)
-        self.gk_proj = nn.Linear(hidden_size, num_heads)
-        self._add_output_norm(gate_fn, fuse_norm, elementwise_affine)
-        self._add_output_projection()
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
         *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        """Go through ``T`` tokens from `state`.
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, mode)
+        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
+        _check.not_negative("norm_eps", norm_eps)
+        _check.count("conv_size", conv_size)
+        _check.positive("gate_logit_normalizer", gate_logit_normalizer)
+        self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
+        self.use_short_conv = use_short_conv
+        self.gate_logit_normalizer = gate_logit_normalizer
+        self.layer_idx = layer_idx
+        self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
+        self.gate_fn = activation("gate_fn", gate_fn)
+        self.fuse_norm_and_gate = fuse_norm and gate_fn == "swish"
 
-        Arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
-        """
-        tokens, x = self._enter(hidden_states, state, attention_mask, cu_seqlens)
-        q, k, v, conv = self._project(x, tokens, state, cu_seqlens)
-        g = F.logsigmoid(wide(self.gk_proj(x))) / self.gate_logit_normalizer  # [B, T, H]
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
+        self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
+            self.k_conv1d = ShortConvolution(HKV * K, conv_size, conv_bias, **factory)
+            self.v_conv1d = ShortConvolution(HKV * V, conv_size, conv_bias, **factory)
+        self.gk_proj = nn.Linear(hidden_size, H, **factory)
+        if self.fuse_norm_and_gate:
+            self.g_norm_swish_gate = GatedRMSNorm(V, elementwise_affine, norm_eps, **factory)
+        else:
+            self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
+        self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
+        conv = ((H * K, conv_size), (HKV * K, conv_size), (HKV * V, conv_size)) if use_short_conv else ()
+        self.state_shapes = StateShapes(((H, K, V),), conv)
+
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        if self.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
+        g = log_sigmoid(upcast(self.gk_proj(x))) / self.gate_logit_normalizer  # [B, T, H]
+        q = q.unflatten(-1, (self.num_heads, -1))
+        k, v = k.unflatten(-1, (self.num_kv_heads, -1)), v.unflatten(-1, (self.num_kv_heads, -1))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        k, g = tokens.silence(k), tokens.silence(g)
+        k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
 
         simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
         o, recurrent = simple_gla(
-            q, self._share(k), self._share(v), g,
-            initial_state=None if state is None else state.recurrent,
+            q, k, v, tokens.masked(g),
+            initial_state=past.recurrent,
             output_final_state=True,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=tokens.cu_seqlens,
         )  # fmt: skip
-        assert recurrent is not None  # asked for
-        return self._leave(self._norm_and_gate(o, x), tokens), RecurrentState(recurrent, conv)
+        gate = self.g_proj(x).unflatten(-1, (self.num_heads, -1))
+        o = (
+            self.g_norm_swish_gate(o, gate)
+            if self.fuse_norm_and_gate
+            else self.g_norm(o) * self.gate_fn(gate)
+        )
+        return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flacompose.layers import _check
-from flacompose.ops._define import autocast_dtype
 from flacompose.ops._dtype import state_dtype
 
 
@@ -31,14 +31,88 @@ class RecurrentState(NamedTuple):
 
     recurrent: Any  # a tensor, or a tuple of them, as `StateShapes` says
     conv: tuple[Tensor, ...] = ()
-    # Not None, which would be a leaf, and no tensor.
+    # An absent part is (), because None would be a leaf of the pytree and not a tensor.
     normalizer: Any = ()
-    position: Tensor | tuple[()] = ()
-    shift: Tensor | tuple[()] = ()
+    position: Any = ()
+    shift: Any = ()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RecurrentState:
+        """A state of ``function(t)`` for every tensor ``t`` of this one, each of which has ``N`` sequences first."""
+        return pytree.tree_map(function, self)
 
     def detach(self) -> RecurrentState:
         """The same values cut off from their history: the boundary of truncated backpropagation through time."""
-        return pytree.tree_map(Tensor.detach, self)
+        return self.map(Tensor.detach)
+
+    def clone(self) -> RecurrentState:
+        """A copy in memory of its own. Gradients pass through it."""
+        return self.map(torch.clone)
+
+    def select(self, indices: Tensor | list[int]) -> RecurrentState:
+        """The states of some sequences, in this order, as a beam search continues them: a copy.
+
+        Args:
+            indices: Which of the ``N`` sequences, integers ``[M]``; one may be given more than once.
+
+        Raises:
+            TypeError: If they are not integers.
+            ValueError: If they are not of one dimension.
+        """
+        if isinstance(indices, (list, tuple)):
+            indices = torch.tensor(indices, device=pytree.tree_leaves(self)[0].device)
+        _check.integral("indices", indices)
+        if indices.ndim != 1:
+            raise ValueError(f"indices must have shape [M], got {tuple(indices.shape)}")
+        return self.map(lambda t: t.index_select(0, indices))
+
+    def to(
+        self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
+    ) -> RecurrentState:
+        """The state on `device`, for a layer whose parameters have `dtype`, as `init_state` makes it for these.
+
+        So `dtype` is that of `conv` and `shift`, while `recurrent` and `normalizer` become float32, or float64 if
+        `dtype` is. Positions stay int64. What changes in nothing is not copied. To give every part the same dtype,
+        for instance to store a state in half the memory, use `map`; layers take a state of any floating dtype.
+
+        Args:
+            device: Default: no change. A dtype may stand here too, as in ``state.to(torch.bfloat16)``.
+            dtype: float32, bfloat16, float16 or float64. Default: no change.
+
+        Raises:
+            TypeError: If `dtype` is none of these.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if dtype is not None:
+            _check.float_dtype(dtype)
+
+        def moved(part: Any, dtype: torch.dtype | None) -> Any:
+            return pytree.tree_map(lambda t: t.to(device=device, dtype=dtype), part)
+
+        sums = None if dtype is None else state_dtype(dtype)
+        return RecurrentState(
+            moved(self.recurrent, sums),
+            moved(self.conv, dtype),
+            moved(self.normalizer, sums),
+            moved(self.position, None),
+            moved(self.shift, dtype),
+        )
+
+    @staticmethod
+    def cat(states: Iterable[RecurrentState]) -> RecurrentState:
+        """The sequences of several states of one layer, one state after the other.
+
+        Raises:
+            ValueError: If there is no state, or the states have different parts.
+        """
+        states = tuple(states)
+        if not states:
+            raise ValueError("states must hold at least one RecurrentState, got none")
+        structure = pytree.tree_structure(states[0])
+        for i, state in enumerate(states):
+            if pytree.tree_structure(state) != structure:
+                raise ValueError(f"states[{i}] must have the same parts as states[0]: they are of one layer")
+        return pytree.tree_map(lambda *tensors: torch.cat(tensors), *states)
 
 
 # torch.export.load reads example inputs with weights_only.
@@ -48,38 +122,42 @@ pytree._register_namedtuple(RecurrentState, serialized_type_name="flacompose.lay
 
 
 class StateShapes(NamedTuple):
-    """The shapes of a layer's state, each after its ``N``."""
+    """The shapes of a layer's state, each without its first dimension, ``N``."""
 
     recurrent: tuple[tuple[int, ...], ...]  # of one, the state is a tensor; of more, a tuple of them
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
     position: bool = False
     shift: int | None = None
-    log_normalizer: bool = False  # it is a logarithm: that of nothing is -inf
+    log_normalizer: bool = False  # the normaliser is a logarithm, which starts at -inf
 
-    def zeros(self, N: int, weight: Tensor) -> RecurrentState:
-        """The state before the first token, for projections by `weight`."""
-        device, dtype = weight.device, weight.dtype
-        summed, projected = state_dtype(dtype), autocast_dtype(device) or dtype
+    def zeros(self, N: int, device: torch.device | str | None, dtype: torch.dtype) -> RecurrentState:
+        """The state before the first token, for projections that give `dtype`."""
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(N, *shape, device=device, dtype=dtype)
 
+        sums = state_dtype(dtype)
         normalizer: Tensor | tuple[()] = ()
         if self.normalizer is not None:
-            normalizer = zeros(*self.normalizer, dtype=summed)
+            normalizer = zeros(*self.normalizer, dtype=sums)
             normalizer = normalizer.log() if self.log_normalizer else normalizer
-        recurrent = tuple(zeros(*shape, dtype=summed) for shape in self.recurrent)
+        recurrent = tuple(zeros(*shape, dtype=sums) for shape in self.recurrent)
         return RecurrentState(
             recurrent if len(recurrent) > 1 else recurrent[0],
-            tuple(zeros(*shape, dtype=projected) for shape in self.conv),
+            tuple(zeros(*shape, dtype=dtype) for shape in self.conv),
             normalizer,
             zeros(dtype=torch.int64) if self.position else (),
-            () if self.shift is None else zeros(self.shift, dtype=projected),
+            () if self.shift is None else zeros(self.shift, dtype=dtype),
         )
 
+    def absent(self) -> RecurrentState:
+        """What stands for the state in a call without one: None for every part, and for every convolution."""
+        conv: Any = (None,) * len(self.conv)
+        return RecurrentState(None, conv, None, None, None)
+
     def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
-        """Check that `state` has these shapes, `N` rows, and the device of `x`."""
+        """Check that `state` has these shapes, `N` sequences, and the device of `x`."""
         if not isinstance(state, RecurrentState):
             raise TypeError(
                 f"state must be a RecurrentState, got {type(state).__name__} "
@@ -91,15 +169,15 @@ class StateShapes(NamedTuple):
             _check.state_of(x, "state.recurrent", state.recurrent, (N, *self.recurrent[0]))
         _check_tensors(x, "state.conv", state.conv, self.conv, N)
         if self.normalizer is None:
-            _absent("state.normalizer", state.normalizer)
+            _check_absent("state.normalizer", state.normalizer)
         else:
             _check.state_of(x, "state.normalizer", state.normalizer, (N, *self.normalizer))
         if not self.position:
-            _absent("state.position", state.position)
+            _check_absent("state.position", state.position)
         else:
             _check.integral_state_of(x, "state.position", state.position, (N,))
         if self.shift is None:
-            _absent("state.shift", state.shift)
+            _check_absent("state.shift", state.shift)
         else:
             _check.state_of(x, "state.shift", state.shift, (N, self.shift))
 
@@ -113,6 +191,6 @@ def _check_tensors(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, .
         _check.state_of(x, f"{name}[{i}]", value, (N, *shape))
 
 
-def _absent(name: str, value: Tensor | tuple[()]) -> None:
+def _check_absent(name: str, value: Tensor | tuple[()]) -> None:
     if isinstance(value, Tensor) or value != ():
         raise ValueError(f"{name} must be () in this layer, got {type(value).__name__}")

@@ -10,14 +10,14 @@ from flacompose.ops._varlen import bounds, sequence_of
 
 def token_shift(
     x: Tensor,  # [B, T, D]
-    last: Tensor | tuple[()] = (),  # [N, D], the token before the first of each sequence; (): zeros
+    last: Tensor | None = None,  # [N, D], the token before the first of each sequence; None for zeros
     lengths: Tensor | None = None,  # [B], how many tokens of each row count
     cu_seqlens: Tensor | None = None,  # [N + 1]
 ) -> tuple[Tensor, Tensor]:
     """``x_{t-1}`` for every ``x_t``, ``[B, T, D]``, and the last token of each sequence, ``[N, D]``, a new tensor."""
     B, T, D = x.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    last = last.to(x.dtype) if isinstance(last, Tensor) else x.new_zeros(N, D)
+    last = x.new_zeros(N, D) if last is None else last.to(x.dtype)
     if cu_seqlens is not None:
         return _packed(x, last, cu_seqlens)
     history = torch.cat([last.unsqueeze(1), x], dim=1)

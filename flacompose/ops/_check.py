@@ -118,5 +118,13 @@ def finite(name: str, x: float) -> None:
         raise ValueError(f"{name} must be finite, got {x}")
 
 
+def scale(x: float | None, K: int) -> float:
+    """Check the argument `scale` for keys of size `K`, return it, or its default."""
+    if x is None:
+        return K**-0.5
+    finite("scale", x)
+    return x
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

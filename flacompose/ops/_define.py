@@ -31,18 +31,20 @@ from torch._C import (
     _AutoDispatchBelowAutograd,
     _ExcludeDispatchKeyGuard,
 )
-from torch._functorch import config as functorch_config
 from torch._functorch.autograd_function import custom_function_call
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch._VF import _unpack_dual
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils.flop_counter import register_flop_formula
 
 # Read at call time; touched here so that a release of PyTorch without them fails at import.
-_ = functorch_config.decompose_custom_triton_ops, forward_ad._current_level
+_ = forward_ad._current_level
 
 # A collected Library takes its registrations with it.
 LIBRARY = torch.library.Library("flacompose", "FRAGMENT")
@@ -51,6 +53,7 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 
+outside_fake_mode = unset_fake_temporarily  # within it, new tensors are none of a trace
 vjp: Callable[..., Any] = torch.func.vjp
 
 
@@ -104,10 +107,9 @@ def define_op(
     *,
     eager: Callable[..., tuple[Tensor, ...]],
     fake: Callable[..., tuple[Tensor, ...]],
-    triton: Callable[..., tuple[Tensor, ...]] | None = None,
+    triton: Callable[[], Callable[..., tuple[Tensor, ...]]] | None = None,
     backward: OpOverload | None = None,
-    heads: Mapping[str, int],
-    batch: Mapping[str, int | None],
+    axes: Mapping[str, str],
     autocast: Mapping[str, str | None] = MappingProxyType({}),
     flops: Callable[..., int] | None = None,
 ) -> OpOverload:
@@ -120,16 +122,17 @@ def define_op(
         eager: the implementation in PyTorch, on every device: functional (no in-place operation), differentiable to
             any order. Second derivatives and forward-mode derivatives are derivatives of it.
         fake: shapes, dtypes, devices and strides of the outputs.
-        triton: the implementation on CUDA, float64 excepted, where Triton is installed. It imports its kernels when
-            called and launches them through :func:`launch`.
-        backward: the operator of the gradient. It takes the arguments of this one and then the gradient of each output
-            (``Tensor?``), and returns the gradient of argument ``x`` as ``dx`` or ``d_x``, of shape ``(0,)`` where
-            ``x`` is absent. Without it, the gradient is that of ``eager``.
-        heads: for each tensor, by name, the dimension along which the operator is independent and along which
-            ``vmap`` is laid and ``DTensor`` may be sharded. The gradient ``dx`` or ``d_x`` lies as ``x`` does.
-        batch: likewise, the batch dimension, for ``DTensor``. None for a tensor that all rows share, whose gradient is
-            a sum over them. Absent for a tensor that joins rows (``cu_seqlens``): when it is given, the batch is not
-            sharded.
+        triton: gives the implementation on CUDA, float64 excepted, where Triton is installed; it is called at the first
+            use, and may import Triton. The implementation launches its kernels through :func:`launch`.
+        backward: the operator of the gradient. It takes the arguments of this one, then the gradient of each output
+            (``Tensor?``), and last ``bool[] output_mask``, which says for each of its own returns whether it is
+            wanted. It returns the gradient of argument ``x`` as ``dx`` or ``d_x``, of shape ``(0,)`` where that is
+            not wanted or ``x`` is absent. Without it, the gradient is that of ``eager``.
+        axes: the names of the axes of each tensor argument and result, as ``B T H K``; a gradient has those of its
+            tensor. Along ``H``, ``HV`` or ``D`` the operator is independent: ``vmap`` is laid along it, and
+            ``DTensor`` may be sharded along it. ``B`` or ``N`` is the batch, along which ``DTensor`` may be sharded
+            as well. All rows share a tensor without a batch axis, whose gradient is a sum over them. Tensors that
+            join rows (``cu_seqlens``) are left out: when one is given, the batch is not sharded.
         autocast: the arguments, never absent, that autocast casts, each with the name of a ``bool`` argument which,
             where it is true, exempts it, or None. The others are computed with as they come.
         flops: formula for ``FlopCounterMode``, from the arguments with shapes for tensors, and ``out_shape``.
@@ -142,6 +145,8 @@ def define_op(
     """
     LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
     packet = getattr(torch.ops.flacompose, name)
+    heads = {x: _position(names, ("H", "HV", "D")) for x, names in axes.items()}
+    batch = {x: _position(names, ("B", "N")) for x, names in axes.items()}
     op: OpOverload = packet.default
 
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
@@ -165,6 +170,20 @@ def _tensors(op: OpOverload) -> tuple[int, ...]:
     )
 
 
+def _position(axes: str, names: Sequence[str]) -> int | None:
+    """Where the axis with one of these names is among `axes`, or None."""
+    return next((i for i, axis in enumerate(axes.split()) if axis in names), None)
+
+
+def _unwanted(op: OpOverload, args: Sequence[Any]) -> set[str]:
+    """The returns of a backward that its ``output_mask`` leaves out."""
+    arguments = _names(op._schema.arguments)
+    if "output_mask" not in arguments:
+        return set()
+    mask = args[arguments.index("output_mask")]
+    return {name for name, wanted in zip(_names(op._schema.returns), mask) if not wanted}
+
+
 def _primal(name: str, names: Any) -> str:
     """The name whose gradient ``name`` is (``x`` for ``dx`` and ``d_x``), or ``name`` itself."""
     return next((x for x in (name, name.removeprefix("d_"), name.removeprefix("d")) if x in names), name)
@@ -173,24 +192,33 @@ def _primal(name: str, names: Any) -> str:
 # Implementations
 
 
-def _implement_cuda(op: OpOverload, eager: Callable[..., Any], triton: Callable[..., Any]) -> None:
+def _compiling_ahead_of_time() -> bool:
+    """Whether AOTInductor is compiling."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")  # slow to import, and imported if it is
+    return virtualized is not None and virtualized.V.aot_compilation
+
+
+def _implement_cuda(op: OpOverload, eager: Callable[..., Any], triton: Callable[[], Any]) -> None:
+    current_device, float64 = torch.cuda.current_device, torch.float64
+    load = cache(triton)
+
     def cuda(*args: Any) -> Any:
-        implementation = eager if args[0].dtype is torch.float64 else triton
-        if args[0].get_device() == torch.cuda.current_device():
-            return implementation(*args)
-        with torch.cuda.device(args[0].device):  # Triton launches on the current one
-            return implementation(*args)
+        x = args[0]
+        if x.get_device() != current_device():
+            with torch.cuda.device(x.device):  # Triton launches on the current one
+                return cuda(*args)
+        return eager(*args) if x.dtype is float64 else load()(*args)
 
     def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
-        # Export keeps the node. Compilation replaces it by the kernels, which the compiler then sees, but for
-        # `eager`, whose loop over chunks has no trace at a symbolic length.
+        # The operator stays one node to the end, which compiles fastest. Only AOTInductor, whose packages run without
+        # Python, gets its kernels in the graph. `eager` has no trace at a symbolic length: it loops over chunks.
         x = args[0]
-        if not functorch_config.decompose_custom_triton_ops or not x.is_cuda or x.dtype is torch.float64:
+        if not _compiling_ahead_of_time() or not x.is_cuda or x.dtype is torch.float64:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if any(t is not Tensor and not issubclass(t, (FakeTensor, FunctionalTensor)) for t in types):
             return NotImplemented
         with mode, launching_by(_record):
-            return triton(*args, **kwargs)
+            return load()(*args, **kwargs)
 
     LIBRARY.impl(op._opname, cuda, "CUDA")
     torch.library.register_torch_dispatch(op, FunctionalTensorMode, functionalize, lib=LIBRARY)
@@ -264,15 +292,17 @@ def _differentiate(
             if all(g is None for g in grads):
                 return tuple(result)
             if backward_op is not None:
-                positions, found = gradients, backward_op(*args, *grads)
+                mask = [args[i] is not None and ctx.needs_input_grad[i] for i in gradients]
+                positions, found = gradients, _without_gradient(backward_op, [*args, *grads, mask])
             else:
                 positions = [i for i in tensors if args[i] is not None and args[i].is_floating_point()]
-                outputs, pullback = vjp(at(args, positions), *(args[i] for i in positions))
-                found = pullback(
-                    tuple(torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads))
-                )
+                with _ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+                    outputs, pullback = vjp(at(args, positions), *(args[i] for i in positions))
+                    found = pullback(
+                        tuple(torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads))
+                    )
             for i, g in zip(positions, found):
-                result[i] = None if args[i] is None else g
+                result[i] = g if ctx.needs_input_grad[i] else None
             return tuple(result)
 
         @staticmethod
@@ -336,7 +366,16 @@ def _differentiate(
         LIBRARY.impl(op._opname, autocast_kernel(device), f"Autocast{device.upper()}")
 
 
-def _vmap_rule(op: OpOverload, heads: Mapping[str, int]) -> Callable[..., Any]:
+def _without_gradient(op: OpOverload, args: Sequence[Any]) -> Any:
+    """`op`, past its Autograd kernel where that would only pass the call on."""
+    forward_mode = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+    if torch.is_grad_enabled() or type(args[0]) is not Tensor or forward_mode:
+        return op(*args)
+    with _AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def _vmap_rule(op: OpOverload, heads: Mapping[str, int | None]) -> Callable[..., Any]:
     """The mapped dimension, folded into the heads: ``[..., H, ...]`` becomes ``[..., M*H, ...]``."""
     arguments, returns = _names(op._schema.arguments), _names(op._schema.returns)
 
@@ -344,7 +383,7 @@ def _vmap_rule(op: OpOverload, heads: Mapping[str, int]) -> Callable[..., Any]:
         folded = list(args)
         for i, (name, x, in_dim) in enumerate(zip(arguments, args, in_dims)):
             dim = heads.get(_primal(name, heads))
-            if dim is None and in_dim is not None:
+            if dim is None and isinstance(in_dim, int):  # of a list it is a list
                 raise ValueError(
                     f"{name} must not be mapped by vmap over flacompose::{op._opname}, got a batch of it"
                 )
@@ -352,9 +391,11 @@ def _vmap_rule(op: OpOverload, heads: Mapping[str, int]) -> Callable[..., Any]:
                 x = x.expand(size, *x.shape).movedim(0, dim) if in_dim is None else x.movedim(in_dim, dim)
                 folded[i] = x.flatten(dim, dim + 1)
         absent = {name for name, x in zip(arguments, args) if x is None}
+        unwanted = _unwanted(op, args)
         outputs, out_dims = [], []
         for name, y in zip(returns, op(*folded)):
-            dim = None if _primal(name, arguments) in absent else heads[_primal(name, heads)]
+            empty = name in unwanted or _primal(name, arguments) in absent
+            dim = None if empty else heads[_primal(name, heads)]
             outputs.append(y if dim is None else y.unflatten(dim, (size, y.shape[dim] // size)))
             out_dims.append(dim)
         return tuple(outputs), tuple(out_dims)
@@ -366,7 +407,7 @@ def _vmap_rule(op: OpOverload, heads: Mapping[str, int]) -> Callable[..., Any]:
 
 
 def _shardings(
-    op: OpOverload, heads: Mapping[str, int], batch: Mapping[str, int | None]
+    op: OpOverload, heads: Mapping[str, int | None], batch: Mapping[str, int | None]
 ) -> Callable[..., Any]:
     """Placements that need no communication: all replicated, sharded by heads, sharded by batch."""
     arguments, returns = _names(op._schema.arguments), _names(op._schema.returns)
@@ -375,12 +416,12 @@ def _shardings(
     def rule(*args: Any) -> list[tuple[list[Any], list[Any]]]:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        given = {name for name, x in zip(arguments, args) if name in tensors and x is not None}
-        absent = tensors - given
+        present = {name for name, x in zip(arguments, args) if name in tensors and x is not None}
+        absent = (tensors - present) | _unwanted(op, args)
 
         def placement(name: str, dims: Mapping[str, int | None]) -> Any:
             primal = _primal(name, dims)
-            if primal in absent or primal not in dims:
+            if name in absent or primal in absent or primal not in dims:
                 return Replicate()
             dim = dims[primal]
             if dim is not None:
@@ -389,16 +430,16 @@ def _shardings(
 
         choices: list[Mapping[str, int | None]] = [{}]
         headed = [
-            (x, name) for name, x in zip(arguments, args) if name in given and _primal(name, heads) in heads
+            (x, name) for name, x in zip(arguments, args) if name in present and _primal(name, heads) in heads
         ]
         if _same_shards([(x, heads[_primal(name, heads)]) for x, name in headed]):
             choices.append(heads)
-        if all(_primal(name, batch) in batch for name in given):
+        if all(_primal(name, batch) in batch for name in present):
             choices.append(batch)
         return [
             (
                 [placement(x, dims) for x in returns],
-                [placement(x, dims) if x in given else None for x in arguments],
+                [placement(x, dims) if x in present else None for x in arguments],
             )
             for dims in choices
         ]
@@ -406,7 +447,7 @@ def _shardings(
     return rule
 
 
-def _same_shards(split: Sequence[tuple[Any, int]]) -> bool:
+def _same_shards(split: Sequence[tuple[Any, int | None]]) -> bool:
     """Whether the shards of every tensor along its dimension go together: of groups, those that are even."""
     sizes = {spec.shape[dim] for spec, dim in split}
     if len(sizes) == 1:

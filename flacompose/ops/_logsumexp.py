@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flacompose.ops._dtensor import by_shard
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
 from flacompose.ops._varlen import bounds, inside, sequence_of
 
 LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
@@ -35,7 +35,7 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
     if hasattr(s, "device_mesh"):
         return Normalized(*by_shard(running_logsumexp, s, z, cu_seqlens))
     B, T = s.shape[:2]
-    dtype = wide(s).dtype
+    dtype = upcast(s).dtype
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     shape = s.shape[2:]
     x = s.double().clamp(min=LOWEST).flatten(2)  # [B, T, D]
@@ -80,7 +80,10 @@ def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     T = x.shape[1]
     t = torch.arange(T, device=x.device)
     # Traced, every length takes those of a long one, but for the single token of decoding.
-    levels = LEVELS if torch.compiler.is_compiling() and not statically_known_true(T == 1) else 0
+    if torch.jit.is_tracing():
+        levels = LEVELS
+    else:
+        levels = LEVELS if torch.compiler.is_compiling() and not statically_known_true(T == 1) else 0
     while 1 << levels < T:
         levels += 1
     for level in range(levels):

@@ -1,4 +1,4 @@
-"""Packed sequences: which chunk of which sequence each row of work is, computed on the device."""
+"""Packed sequences: which tokens and which chunks are those of each sequence, computed on the device."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 
-class ChunkTable(NamedTuple):
-    """One row per chunk, in sequence order; rows past the last chunk, one at least, have no tokens."""
-
-    sequence: Tensor  # [R] the sequence a row belongs to, N for unused rows
-    start: Tensor  # [R] its first token
-    end: Tensor  # [R] the end of its sequence
-    first: Tensor  # [N] the first row of each sequence
-    last: Tensor  # [N] one past its last row
+def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """The number of sequences ``N`` in ``x [B, T, ...]``: one per row of the batch, or those that are packed."""
+    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def bounds(cu_seqlens: Tensor, T: int) -> Tensor:
     """``cu_seqlens`` as int64, made to ascend within ``T``: whatever it holds, no access leaves the tokens."""
     return cu_seqlens.long().clamp(0, T).cummax(0).values
+
+
+def stretched(cu_seqlens: Tensor | None, factor: int) -> Tensor | None:
+    """`cu_seqlens` of the sequences in which `factor` tokens stand for each."""
+    return None if cu_seqlens is None else cu_seqlens.long() * factor
 
 
 def inside(cu_seqlens: Tensor, T: int) -> Tensor:
@@ -31,26 +31,36 @@ def inside(cu_seqlens: Tensor, T: int) -> Tensor:
 
 
 def sequence_of(t: Tensor, cu: Tensor) -> Tensor:
-    """Which of the sequences within `bounds` ``cu`` token ``t`` is in; the first or the last, if in none."""
+    """The sequence, within `bounds` ``cu``, that token ``t`` is in; for a token in none, the first or the last."""
     return (torch.searchsorted(cu, t, right=True) - 1).clamp(0, cu.shape[0] - 2)
 
 
-def chunk_table(cu_seqlens: Tensor, T: int, C: int) -> ChunkTable:
+class ChunkTable(NamedTuple):
+    """The chunks of packed sequences, in the order of their tokens; some of them have no tokens."""
+
+    sequence: Tensor  # [R] the sequence that a chunk belongs to
+    token: Tensor  # [R, C] its tokens, some of which may not exist
+    exists: Tensor  # [R, C] whether such a token is one of the sequence
+    first: Tensor  # [N] the first chunk of each sequence
+    last: Tensor  # [N] one past its last chunk
+
+
+def chunk_table(cu_seqlens: Tensor, T: int, C: int, one_each: bool = False) -> ChunkTable:
     """Cut sequences ``cu_seqlens[n] : cu_seqlens[n + 1]`` of ``T`` packed tokens into chunks of ``C``.
 
-    The capacity, ``ceil(T / C) + N`` rows, depends on shapes alone, so nothing is read on the host. It is one more
-    than there can be chunks, so that it is never 1, which is a special shape to the compiler.
+    The first chunk of sequence ``n`` has the number ``cu_seqlens[n] // C + n``, which leaves room for all chunks of the
+    sequences before it. So the number of a chunk follows from its sequence alone, and the capacity, ``ceil(T / C) + N``
+    chunks, from shapes alone: nothing is read on the host. With `one_each`, no sequence is longer than a chunk, and
+    the number of a chunk is that of its sequence.
     """
     N = cu_seqlens.shape[0] - 1
-    rows = (T + C - 1) // C + N
     cu = bounds(cu_seqlens, T)
-    # Kept N + 1 long, a leading empty sequence included, so that N = 1 is no special shape to the compiler.
-    previous = torch.cat([cu[:1], cu])[:-1]
-    ends = ((cu - previous + C - 1) // C).cumsum(0)
-    row = torch.arange(rows, device=cu.device)
-    sequence = torch.searchsorted(ends, row, right=True) - 1
-    used = sequence.clamp(max=N - 1)
-    start = cu[used] + (row - ends[used]) * C
-    return ChunkTable(
-        sequence, torch.where(sequence < N, start, cu[used + 1]), cu[used + 1], ends[:-1], ends[1:]
-    )
+    begin, end = cu[:-1], cu[1:]
+    n = torch.arange(N, device=cu.device)
+    first = n if one_each else begin // C + n
+    chunk = torch.arange(N if one_each else (T + C - 1) // C + N, device=cu.device)
+    sequence = (torch.searchsorted(first, chunk, right=True) - 1).clamp(min=0)
+    start = begin[sequence] + (chunk - first[sequence]) * C
+    token = start[:, None] + torch.arange(C, device=cu.device)
+    exists = (token >= begin[sequence, None]) & (token < end[sequence, None])
+    return ChunkTable(sequence, token, exists, first, first + (end - begin + C - 1) // C)

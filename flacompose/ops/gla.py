@@ -103,9 +103,8 @@ def _run(form, shape, q, k, v, gk, gv, scale, initial_state, output_final_state,
     N = _check.sequences(q, cu_seqlens)
     if initial_state is not None:
         _check.like(q, "initial_state", initial_state, (N, H, K, V))
-    if scale is None:
-        scale = K**-0.5
-    else:
-        _check.finite("scale", scale)
-    o, final_state = form(q, k, v, gk, gv, None, initial_state, cu_seqlens, scale, False, False)
+    o, final_state = form(
+        q, k, v,
+        gk=gk, gv=gv, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, K),
+    )  # fmt: skip
     return o, final_state if output_final_state else None

@@ -13,6 +13,7 @@ from flacompose.ops import _check
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._logsumexp import running_logsumexp
+from flacompose.ops._varlen import stretched
 from flacompose.ops.families.vector_decay import op
 
 
@@ -115,10 +116,7 @@ def run(
         for i, (x, shape) in enumerate(zip(initial_state, shapes, strict=False)):
             _check.like(q, f"initial_state[{i}]", x, shape)
         Hk, Hv, z = initial_state if g is None else (*initial_state, None)
-    if scale is None:
-        scale = K**-0.5
-    else:
-        _check.finite("scale", scale)
+    scale = _check.scale(scale, K)
 
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
@@ -134,10 +132,12 @@ def run(
             # written, the others between tokens that write nothing and forget nothing.
             q = q.unflatten(2, (H, groups)).transpose(2, 3).flatten(1, 2)
             k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
-            cu_seqlens = None if cu_seqlens is None else cu_seqlens.long() * groups
-        # Wide logits: of what is rounded off one, the softmax makes a part of its weight.
-        logits, Hk = form(q, k, s, None, g, None, Hk, cu_seqlens, scale, False, True)
-        o, Hv = form(logits, s, v, g, None, None, Hv, cu_seqlens, 1.0, True, False)
+            cu_seqlens = stretched(cu_seqlens, groups)
+        # Logits are not rounded: their error would be a relative error of the weights that the softmax gives.
+        logits, Hk = form(
+            q, k, s, gv=g, initial_state=Hk, cu_seqlens=cu_seqlens, scale=scale, full_precision=True
+        )
+        o, Hv = form(logits, s, v, gk=g, initial_state=Hv, cu_seqlens=cu_seqlens, scale=1.0, softmax=True)
         if groups > 1:
             o = o.unflatten(1, (T, groups)).transpose(2, 3).flatten(2, 3)
     if not output_final_state:

@@ -74,5 +74,5 @@ def _run(
     N = _check.sequences(x, cu_seqlens, of="x")
     if initial_state is not None:
         _check.like(x, "initial_state", initial_state, (N, x.shape[2]), of="x")
-    o, final_state = form(x, g, initial_state, cu_seqlens)
+    o, final_state = form(x, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return o, final_state if output_final_state else None

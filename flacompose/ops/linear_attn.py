@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._define import autocast_dtype, autocast_on
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
 
@@ -114,7 +114,7 @@ def _run(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     dtype = v.dtype
     # Numerator and denominator may be large, and their gradients cancel: both are rounded after the division alone.
-    q, k, v = wide(q), wide(k), wide(v)
+    q, k, v = upcast(q), upcast(k), upcast(v)
     with nullcontext() if not autocast_on(q.device) else torch.autocast(q.device.type, enabled=False):
         o, S = run(form, q, k, v, None, None, scale, S, True, cu_seqlens)
         # z is the state of values that are 1.

@@ -23,7 +23,7 @@ def chunk_rwkv6(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The recurrence of RWKV6, computed in chunks: the form for training and for prompts.
 
-    $$o_t = \text{scale} \cdot \bigl(S_{t-1} + \operatorname{diag}(u)\, k_t v_t^\top\bigr)^\top r_t \qquad
+    $$o_t = \text{scale} \cdot (S_{t-1} + \operatorname{diag}(u)\, k_t v_t^\top)^\top r_t \qquad
     S_t = \operatorname{diag}(e^{w_t})\, S_{t-1} + k_t v_t^\top$$
 
     From "Eagle and Finch: RWKV with Matrix-Valued States and Dynamic Recurrence"
@@ -90,9 +90,8 @@ def _run(
     N = _check.sequences(r, cu_seqlens, of="r")
     if initial_state is not None:
         _check.like(r, "initial_state", initial_state, (N, H, K, V), of="r")
-    if scale is None:
-        scale = K**-0.5
-    else:
-        _check.finite("scale", scale)
-    o, final_state = form(r, k, v, w, None, u, initial_state, cu_seqlens, scale, False, False)
+    o, final_state = form(
+        r, k, v,
+        gk=w, u=u, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, K),
+    )  # fmt: skip
     return o, final_state if output_final_state else None

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._dtype import wide
 from flacompose.ops.families.scalar_decay import op
 
 
@@ -87,27 +86,20 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments and call one form of the family's op.
 
-    `decay`, in place of gates, makes constant ones of the number of heads.
+    `decay` makes `g_gamma` of the number of heads.
     """
     HV, K, V = _check.qkv(q, k, v, grouped=True)
-    B, T = q.shape[:2]
     if g is not None:
-        _check.like(q, "g", g, (B, T, HV))
+        _check.like(q, "g", g, (*q.shape[:2], HV))
     if g_gamma is not None:
         _check.like(q, "g_gamma", g_gamma, (HV,))
+    if decay is not None:
+        g_gamma = decay(HV)
     N = _check.sequences(q, cu_seqlens)
     if initial_state is not None:
         _check.like(q, "initial_state", initial_state, (N, HV, K, V))
-    if scale is None:
-        scale = K**-0.5
-    else:
-        _check.finite("scale", scale)
-    gate_kind = op.PER_TOKEN
-    if decay is not None:
-        g, gate_kind = decay(HV).expand(B, T, HV), op.FIXED
-    elif g_gamma is not None:
-        # Wide, as the gradient of `g_gamma` is a sum over all tokens.
-        g = wide(g_gamma, q).expand(B, T, HV) if g is None else wide(g, q) + wide(g_gamma, q)
-        gate_kind = op.SUMMED
-    o, final_state = form(q, k, v, g, initial_state, cu_seqlens, scale, gate_kind)
+    o, final_state = form(
+        q, k, v,
+        g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, K),
+    )  # fmt: skip
     return o, final_state if output_final_state else None

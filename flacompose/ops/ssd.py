@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._dtype import wide
+from flacompose.ops._dtype import upcast
+from flacompose.ops._varlen import inside
 from flacompose.ops.simple_gla import chunk_simple_gla
 
 
@@ -52,7 +53,8 @@ def mamba_chunk_scan_combined(
         dt_limit: Bounds that `dt` is then clamped to, the lower at least 0.
         return_final_states: Whether to return the states after the last token too.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
-            then 1. Sequences may be empty. Default: ``N = B`` sequences of ``T`` tokens.
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
 
     Returns:
         ``y``, ``[B, T, H, P]`` in the dtype of `x`, or ``(y, final_states)``, the latter ``[N, H, P, S]`` in float32
@@ -94,15 +96,23 @@ def mamba_chunk_scan_combined(
         _check.like(x, "initial_states", initial_states, (N, H, P, S), of="x")
         initial_states = initial_states.mT
 
+    tokens = None
+    if cu_seqlens is not None:
+        # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of A, D and dt_bias.
+        tokens = inside(cu_seqlens, T)
+        x, dt = x.where(tokens[:, None, None], 0), dt.where(tokens[:, None], 0)
+        z = None if z is None else z.where(tokens[:, None, None], 0)
     dt = time_step(dt, dt_bias, dt_softplus, x, dt_limit)
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
-    y, states = chunk_simple_gla(C, B, v, dt * wide(A, x), None, 1.0, initial_states, True, cu_seqlens)
+    y, states = chunk_simple_gla(C, B, v, dt * upcast(A, x), None, 1.0, initial_states, True, cu_seqlens)
     assert states is not None  # asked for
     if D is not None:
-        y = wide(y) + wide(x) * (D if D.dim() == 2 else D.unsqueeze(-1))
+        y = upcast(y) + upcast(x) * (D if D.dim() == 2 else D.unsqueeze(-1))
     if z is not None:
-        y = y * F.silu(wide(z, x))
+        y = y * F.silu(upcast(z, x))
     y = y.to(x.dtype)
+    if tokens is not None:  # a gradient that arrives on the others is dropped
+        y = y.where(tokens[:, None, None], 0)
     return (y, states.mT.contiguous()) if return_final_states else y
 
 
@@ -173,12 +183,12 @@ def selective_state_update(
     if heads:
         B, C = (y.repeat_interleave(state.shape[1] // G, 1) for y in (B, C))
     B, C = B.unsqueeze(-2), C.unsqueeze(-2)  # [N, (H,) 1, S]
-    new = (dt * A).exp() * wide(state) + dt * x.unsqueeze(-1) * B
+    new = (dt * A).exp() * upcast(state) + dt * x.unsqueeze(-1) * B
     y = (new * C).sum(-1)
     if D is not None:
         y = y + D * x
     if z is not None:
-        y = y * F.silu(wide(z, state))
+        y = y * F.silu(upcast(z, state))
     return y.to(x.dtype), new.to(state.dtype)
 
 
@@ -186,7 +196,7 @@ def time_step(
     dt: Tensor, dt_bias: Tensor | None, softplus: bool, x: Tensor, limit: tuple[float, float] | None = None
 ) -> Tensor:
     """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64 `dt` or `x`)."""
-    dt = wide(dt, x)
+    dt = upcast(dt, x)
     if dt_bias is not None:
         dt = dt + dt_bias
     if softplus:

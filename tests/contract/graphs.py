@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 Calls = list[tuple[torch._ops.OpOverload, tuple[Any, ...], tuple[torch.Tensor, ...]]]
 
@@ -22,8 +21,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "flacompose":
-            assert not kwargs
-            self.calls.append((func, args, out))
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args)), **(kwargs or {})}
+            self.calls.append((func, tuple(given[name] for name in names), out))
         return out
 
 
@@ -53,48 +53,21 @@ def around(module: GraphModule) -> list[str]:
     return names
 
 
+def op_arguments(module: GraphModule) -> tuple[Node, dict[str, Any]]:
+    """The only op of this library in an exported graph, and its arguments by name: of tensors the inputs they are
+    made of."""
+    made_of: dict[Any, set[str]] = {}
+    for node in module.graph.nodes:
+        made_of[node] = set().union(*(made_of[x] for x in node.all_input_nodes))
+        if isinstance(node.meta.get("val"), torch.SymInt):  # a size
+            made_of[node] = set()
+        if node.op == "placeholder":
+            made_of[node] = {node.name.removeprefix("tensors_")}
+    (node,) = (node for node in calls(module.graph) if node.target.namespace == "flacompose")
+    names = [argument.name for argument in node.target._schema.arguments]
+    arguments = {**dict(zip(names, node.args)), **node.kwargs}
+    return node, {name: made_of[x] if isinstance(x, Node) else x for name, x in arguments.items()}
+
+
 def calls(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-
-
-def listing(module: GraphModule) -> str:
-    """``%n = overload(arguments) : dtype[shape]``, symbols renamed as they appear: the same in every release."""
-    names: dict[str, str] = {}
-
-    def symbol(size: int | torch.SymInt) -> str:
-        if isinstance(size, int):
-            return str(size)
-        return names.setdefault(str(size), f"s{len(names)}")
-
-    def value(x: Any) -> str:
-        if isinstance(x, torch.Tensor):
-            return f"{str(x.dtype).removeprefix('torch.')}[{', '.join(symbol(n) for n in x.shape)}]"
-        if isinstance(x, (int, torch.SymInt)):
-            return symbol(x)
-        return f"({', '.join(value(y) for y in x)})"
-
-    number: dict[Node, str] = {}
-
-    def argument(x: Any) -> str:
-        if isinstance(x, Node):
-            return number[x]
-        if isinstance(x, (list, tuple)):
-            return f"[{', '.join(map(argument, x))}]"
-        return str(x)
-
-    lines = []
-    for node in module.graph.nodes:
-        if node.op == "output":
-            returned = [argument(x) for x in tree_leaves(node.args) if isinstance(x, Node)]
-            lines.append(f"return {', '.join(returned)}")
-            continue
-        if node.op == "call_function" and node.meta.get("val") is None:
-            continue  # the exporter's own assertion
-        number[node] = f"%{len(number)}"
-        name = str(getattr(node.target, "__name__", node.target))
-        if isinstance(node.target, torch._ops.OpOverload):
-            name = str(node.target)
-        arguments = [argument(x) for x in node.args] + [f"{n}={argument(x)}" for n, x in node.kwargs.items()]
-        called = node.op if node.op == "placeholder" else f"{name}({', '.join(arguments)})"
-        lines.append(f"{number[node]} = {called} : {value(node.meta['val'])}")
-    return "\n".join(lines)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cases import OpCase
+from benchmarks.recurrences import OpCase
 
 GATES = [0.0, -1e-6, -0.1, -5.0, -15.0, -30.0, -1e4, float("-inf")]
 Results = dict[str, Tensor]
@@ -24,6 +26,7 @@ class Problem:
     tensors: dict[str, Tensor]
     do: Tensor
     d_final_state: Tensor
+    start: Tensor  # the state of a sequence without tokens
     cu_seqlens: Tensor | None = None
     scale: float | None = None
 
@@ -77,28 +80,30 @@ def draw(
     if lengths is not None:
         B, N, T = 1, len(lengths), sum(lengths) + tail
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=cu_dtype, device=device)
-    size = {"B": B, "T": T, "H": H, "HV": case.groups * H, "K": K, "V": V, "V+1": V + 1, "D": V, "N": N}
-    size |= {"M": M, "K+V": K + V, "K+V+1": K + V + 1}
+    many = case.groups * H
+    size = {"B": B, "T": T, "H": H, "HV": many, "HQ": many, "K": K, "V": V, "M": M, "D": V, "N": N}
+    if len(case.states) > 1:
+        size["joined"] = sum(prod(size[axis] for axis in axes[2:]) for axes in case.states.values())
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(seed)
 
     def normal(axes: Sequence[str], dtype: torch.dtype, name: str = "") -> Tensor:
         x = torch.randn([size[axis] for axis in axes], generator=generator, dtype=torch.float64)
-        return (F.softplus(x) if name in case.positive else x).to(device, dtype)
+        return case.draws.get(name, lambda x: x)(x).to(device, dtype)
 
     tensors = {name: normal(axes, dtype, name) for name, axes in case.inputs.items()}
     for name, axes in case.gates.items():
         tensors[name] = gate(axes, size, gates, generator).to(device, gate_dtype or dtype)
     if state:
         tensors["initial_state"] = normal(case.state, state_dtype or accumulator, "initial_state")
-    return Problem(
-        case,
-        tensors,
-        normal(case.output_axes or case.inputs[case.output], dtype),
-        normal(case.state, accumulator),
-        cu_seqlens,
-        scale,
-    )
+    do = normal(case.output_axes or case.inputs[case.output], dtype)
+    d_final_state = normal(case.state, accumulator)
+    start = [
+        torch.full([1, *(size[axis] for axis in axes[1:])], case.empty.get(name, 0.0)).to(d_final_state)
+        for name, axes in case.states.items()
+    ]
+    start = case.join(tuple(start)) if len(start) > 1 else start[0]
+    return Problem(case, tensors, do, d_final_state, start, cu_seqlens, scale)
 
 
 def gate(axes: Sequence[str], size: dict[str, int], kind: str | float, generator: torch.Generator) -> Tensor:
@@ -138,7 +143,24 @@ def call(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     return o, state
 
 
-def call_reference(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def named(problem: Problem) -> dict[str, Tensor]:
+    """The tensors of the public function, each part of a state by the name that errors have for it."""
+    tensors = dict(problem.tensors)
+    if "initial_state" in tensors:
+        state = problem.case.split(tensors.pop("initial_state"), problem.tensors)
+        tensors |= zip(problem.case.states, (state,) if isinstance(state, Tensor) else state, strict=True)
+    return tensors
+
+
+def call_named(case: OpCase, form: Callable | None = None, **arguments: object) -> tuple[Tensor, object]:
+    """The public function, or another of its arguments, on tensors as `named` has them."""
+    states = [arguments.pop(name) for name in case.states if name in arguments]
+    if states:
+        arguments["initial_state"] = states[0] if len(states) == 1 else tuple(states)
+    return (form or case.function)(**arguments)
+
+
+def call_reference(problem: Problem, *, term: bool = False, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The specification: token by token, packed sequences one after the other, zeros after the last."""
     tensors = {**problem.tensors, **tensors}
     first = tensors[problem.case.first]
@@ -146,17 +168,16 @@ def call_reference(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]
     if problem.case.scaled:
         scale["scale"] = first.shape[-1] ** -0.5 if problem.scale is None else problem.scale
     initial = tensors.pop("initial_state", None)
+    reference = partial(problem.case.joint_reference, term=term, **scale)
     if problem.cu_seqlens is None:
-        return problem.case.reference(**tensors, initial_state=initial, **scale)
+        return reference(**tensors, initial_state=initial)
     cu = problem.cu_seqlens.tolist()
     o, states = [], []
     for n, (start, end) in enumerate(zip(cu[:-1], cu[1:], strict=True)):
-        state = problem.case.start(problem.d_final_state[:1].to(first.dtype))
-        if initial is not None:
-            state = initial[n : n + 1]
+        state = problem.start.to(first.dtype) if initial is None else initial[n : n + 1]
         if start < end:
             sequence = problem.case.at(slice(start, end), tensors, "T")
-            output, state = problem.case.reference(**sequence, initial_state=state, **scale)
+            output, state = reference(**sequence, initial_state=state)
             o.append(output)
         states.append(state)
     o.append(torch.zeros_like(problem.do[:, cu[-1] :], dtype=first.dtype))

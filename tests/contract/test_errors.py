@@ -4,106 +4,91 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from .cases import CASES, OpCase, each_op, each_public_op, every
+from .cases import CASES, OpCase, each_op, every
 from .graphs import recorded
-from .problems import Problem, call, draw
+from .problems import Problem, call, call_named, draw, named
 
-PUBLIC = [case for case in CASES if case.public]
+PUBLIC = [case for case in CASES if not case.name.startswith("bonus")]
 FLOATS = "float32, bfloat16, float16 or float64"
 
 
-def refused(problem: Problem, error: type[Exception], message: str, **arguments: object) -> None:
-    arguments = {
-        **problem.tensors,
-        **({"scale": None} if problem.case.scaled else {}),
-        "output_final_state": True,
-        "cu_seqlens": problem.cu_seqlens,
-        **arguments,
-    }
+def refused(problem: Problem, error: type[Exception], message: str, **changes: object) -> None:
+    """The public function raises this on the arguments of the problem with these changes."""
+    arguments = {"output_final_state": True, "cu_seqlens": problem.cu_seqlens, **named(problem), **changes}
     with recorded() as calls, pytest.raises(error, match=f"^{re.escape(message)}$"):
-        problem.case.call(**arguments)
+        call_named(problem.case, **arguments)
     assert not calls
 
 
-def shaped(case: OpCase, name: str) -> list[object]:
-    return [pytest.param(case, name, id=f"{case.name}-{name}")]
+def introduced(case: OpCase) -> dict[str, list[str]]:
+    """By tensor, in order, the axes that no tensor before it has: their sizes are the tensor's own."""
+    seen, axes = {"N"}, {}
+    for name, names in {**case.inputs, **case.gates, **case.states}.items():
+        axes[name] = [axis for axis in names if axis not in seen]
+        seen.update(names)
+    return axes
 
 
-each_tensor = pytest.mark.parametrize(
-    ("case", "name"), [p for case in PUBLIC for name in case.axes for p in shaped(case, name)]
-)
-# What the other shapes are compared with.
-each_tensor_but_the_first = pytest.mark.parametrize(
-    ("case", "name"),
-    [p for case in PUBLIC for name in case.axes if name != case.first for p in shaped(case, name)],
-)
-each_input_but_the_first = pytest.mark.parametrize(
-    ("case", "name"), [p for case in PUBLIC for name in list(case.inputs)[1:] for p in shaped(case, name)]
-)
+def each(names: Callable[[OpCase], Iterable[str]]) -> pytest.MarkDecorator:
+    """Parametrize by every public op and each of these of its tensors."""
+    pairs = [(case, name) for case in PUBLIC for name in names(case)]
+    ids = [f"{case.name}-{name}" for case, name in pairs]
+    return pytest.mark.parametrize(("case", "name"), pairs, ids=ids)
+
+
+each_public_op = every(PUBLIC)
 each_public_scaled_op = every([case for case in PUBLIC if case.scaled])
-each_op_with_heads = every([case for case in PUBLIC if "v" in case.inputs])
+each_tensor = each(introduced)
+each_tensor_but_the_first = each(lambda case: list(introduced(case))[1:])
 
 
-@each_tensor_but_the_first
+@each_tensor
 def test_rank(case: OpCase, name: str, device: torch.device) -> None:
+    """A tensor that introduces an axis is described by its axes, another by the shape it must have."""
     problem = draw(case, device, T=5)
-    x = problem.tensors[name]
+    x = named(problem)[name]
     expected = tuple(x.shape)
+    if introduced(case)[name]:
+        expected = f"[{', '.join({**case.inputs, **case.gates}[name])}]"
     for wrong in (x[..., 0], x[None]):
         message = f"{name} must have shape {expected}, got {tuple(wrong.shape)}"
-        if name == "v":  # its last size is its own
-            message = f"v must have shape [{', '.join(case.axes['v'])}], got {tuple(wrong.shape)}"
         refused(problem, ValueError, message, **{name: wrong})
-
-
-@each_public_op
-def test_rank_of_the_first(case: OpCase, device: torch.device) -> None:
-    problem = draw(case, device, T=5)
-    name, wrong = case.first, problem.first[..., 0]
-    message = f"{name} must have shape [{', '.join(case.axes[name])}], got {tuple(wrong.shape)}"
-    refused(problem, ValueError, message, **{name: wrong})
 
 
 @each_tensor_but_the_first
 def test_every_axis(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
-    axes = case.axes[name]
-    expected = tuple(problem.tensors[name].shape)
-    for dim, axis in enumerate(axes):
-        if name == "v" and axis in ("HV", "V"):
+    x = named(problem)[name]
+    for dim, axis in enumerate({**case.inputs, **case.gates, **case.states}[name]):
+        if axis in introduced(case)[name]:
             continue
-        for wrong in (
-            problem.tensors[name].narrow(dim, 0, 1),
-            problem.tensors[name].repeat_interleave(2, dim),
-        ):
-            refused(
-                problem,
-                ValueError,
-                f"{name} must have shape {expected}, got {tuple(wrong.shape)}",
-                **{name: wrong},
-            )
+        for wrong in (x.narrow(dim, 0, 1), x.repeat_interleave(2, dim)):
+            message = f"{name} must have shape {tuple(x.shape)}, got {tuple(wrong.shape)}"
+            refused(problem, ValueError, message, **{name: wrong})
 
 
-@every([case for case in PUBLIC if "HV" in case.inputs[case.output]])
-def test_heads_of_v(case: OpCase, device: torch.device) -> None:
+@every([case for case in PUBLIC if any({"HV", "HQ"} & {*axes} for axes in case.inputs.values())])
+def test_heads_in_groups(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
+    name, of = ("v", "q") if "HV" in case.inputs["v"] else ("q", "k")
     for heads in (1, 3):
-        wrong = problem.tensors["v"][:, :, :1].repeat_interleave(heads, 2)
-        refused(problem, ValueError, f"v must have a multiple of the 2 heads of q, got {heads}", v=wrong)
+        wrong = problem.tensors[name][:, :, :1].repeat_interleave(heads, 2)
+        message = f"{name} must have a multiple of the 2 heads of {of}, got {heads}"
+        refused(problem, ValueError, message, **{name: wrong})
 
 
 @each_tensor
 def test_not_a_float(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     for dtype in (torch.int32, torch.bool, torch.complex64):
-        wrong = problem.tensors[name].to(dtype)
+        wrong = named(problem)[name].to(dtype)
         message = f"{name} must be {FLOATS}, got {str(dtype).removeprefix('torch.')}"
         refused(problem, TypeError, message, **{name: wrong})
 
@@ -112,48 +97,44 @@ def test_not_a_float(case: OpCase, name: str, device: torch.device) -> None:
 def test_not_a_tensor(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     refused(problem, TypeError, f"{name} must be a tensor, got float", **{name: 1.0})
+    if name in case.inputs or "[" in name:
+        refused(problem, TypeError, f"{name} must be a tensor, got NoneType", **{name: None})
 
 
-@each_input_but_the_first
+@each(lambda case: [name for name in list(case.inputs)[1:] if name not in case.any_dtype])
 def test_mixed_dtypes(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
-    wrong = problem.tensors[name].bfloat16()
-    refused(problem, TypeError, f"{name} must have the dtype of q, float32, got bfloat16", **{name: wrong})
-
-
-@each_op_with_heads
-def test_mixed_with_float64_under_autocast(case: OpCase, device: torch.device) -> None:
-    problem = draw(case, device, T=5)
-    wrong = problem.tensors["v"].double()
+    message = f"{name} must have the dtype of {case.first}, float32, got "
+    refused(problem, TypeError, f"{message}bfloat16", **{name: problem.tensors[name].bfloat16()})
     with torch.autocast(device.type, torch.bfloat16):
-        refused(problem, TypeError, "v must have the dtype of q, float32, got float64", v=wrong)
+        refused(problem, TypeError, f"{message}float64", **{name: problem.tensors[name].double()})
 
 
 @each_tensor_but_the_first
 def test_another_device(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
-    here = problem.first.device
-    wrong = problem.tensors[name].to("meta")
-    message = f"{name} must be on the device of {case.first}, {here}, got meta"
-    refused(problem, ValueError, message, **{name: wrong})
+    message = f"{name} must be on the device of {case.first}, {problem.first.device}, got meta"
+    refused(problem, ValueError, message, **{name: named(problem)[name].to("meta")})
 
 
 @each_public_op
-@pytest.mark.parametrize("axes", [("B",), ("T",), ("H", "HV", "D"), ("K", "D"), ("V", "D")], ids="-".join)
-def test_empty_dimensions(case: OpCase, axes: tuple[str, ...], device: torch.device) -> None:
+@pytest.mark.parametrize("axes", ["B", "T", "H HQ HV D", "K D", "V D", "M D"])
+def test_empty_dimensions(case: OpCase, axes: str, device: torch.device) -> None:
     problem = draw(case, device, T=5, state=False)
-    empty = case.at(slice(0), problem.tensors, *axes)
-    name = case.output if "V" in axes else case.first
-    message = f"{name} must have no empty dimension, got {tuple(empty[name].shape)}"
-    refused(problem, ValueError, message, **empty)
+    name = next((x for x, new in introduced(case).items() if set(new) & set(axes.split())), None)
+    if name is not None:  # it has such an axis
+        empty = case.at(slice(0), problem.tensors, *axes.split())
+        message = f"{name} must have no empty dimension, got {tuple(empty[name].shape)}"
+        refused(problem, ValueError, message, **empty)
 
 
-@each_op_with_heads
-def test_head_size(case: OpCase, device: torch.device) -> None:
-    problem = draw(case, device, B=1, T=1, H=1, K=257, V=256)
-    refused(problem, ValueError, "q must have a head size of at most 256, got 257")
-    problem = draw(case, device, B=1, T=1, H=1, K=256, V=257)
-    refused(problem, ValueError, "v must have a head size of at most 256, got 257")
+@each_public_op
+@pytest.mark.parametrize("axis", ["K", "V", "M"])
+def test_head_size(case: OpCase, axis: str, device: torch.device) -> None:
+    problem = draw(case, device, B=1, T=1, H=1, state=False, **{"K": 256, "V": 256, "M": 256, axis: 257})
+    name = next((x for x, new in introduced(case).items() if axis in new), None)
+    if name is not None:
+        refused(problem, ValueError, f"{name} must have a head size of at most 256, got 257")
 
 
 Wrong = Callable[[Tensor], object]
@@ -192,16 +173,12 @@ def test_cu_seqlens_and_a_batch(case: OpCase, device: torch.device) -> None:
     refused(problem, ValueError, message, cu_seqlens=cu_seqlens)
 
 
-@each_public_op
-def test_states_of_packed_sequences(case: OpCase, device: torch.device) -> None:
+@each(lambda case: case.states)
+def test_states_of_packed_sequences(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, lengths=[3, 2])
-    state = problem.tensors["initial_state"]
-    refused(
-        problem,
-        ValueError,
-        f"initial_state must have shape {tuple(state.shape)}, got {tuple(state[:1].shape)}",
-        initial_state=state[:1],
-    )
+    x = named(problem)[name]
+    message = f"{name} must have shape {tuple(x.shape)}, got {tuple(x[:1].shape)}"
+    refused(problem, ValueError, message, **{name: x[:1]})
 
 
 @each_public_scaled_op
@@ -231,7 +208,9 @@ def test_scale_under_the_compiler(case: OpCase, device: torch.device) -> None:
 
 
 @each_op
-@pytest.mark.parametrize("keyword", ["head_first", "state_v_first", "chunk_size", "initial_sate"])
+@pytest.mark.parametrize(
+    "keyword", ["head_first", "state_v_first", "chunk_size", "checkpoint_level", "initial_sate"]
+)
 def test_unknown_keywords(case: OpCase, keyword: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     with recorded() as calls, pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.export import Dim, ExportedProgram, export
+from torch.fx import GraphModule
 
 from .accuracy import assert_close, assert_equal
-from .cases import OpCase, each_op, each_public_op, one_op_a_form
-from .graphs import around, op_nodes
+from .cases import OpCase, each_op, one_op_a_form
+from .graphs import around, op_arguments, op_nodes
 from .problems import Problem, Results, call, draw
 
 LENGTHS = [2, 3, 63, 64, 65, 165, 2048]
@@ -90,12 +93,51 @@ def test_the_graph_does_not_grow(case: OpCase, device: torch.device) -> None:
 
 
 @each_op
-def test_without_the_state(case: OpCase, device: torch.device) -> None:
-    """Not given, it leaves nothing in the graph, and nothing is copied around the op."""
-    problem = draw(case, device, T=37, state=False)
-    program = exported(problem, T=T).run_decompositions()
-    assert op_nodes(program.graph_module) == nodes(case)
-    assert case.around is None or around(program.graph_module) == list(case.around)
+@pytest.mark.parametrize("given", ["nothing", "a state", "packed sequences"])
+def test_what_the_node_is_made_of(case: OpCase, given: str, device: torch.device) -> None:
+    """Inputs that are given become its arguments, others leave nothing in the graph, and nothing is copied around."""
+    if given == "packed sequences":
+        problem = draw(case, device, lengths=[20, 0, 17], state=False)
+    else:
+        problem = draw(case, device, T=37, state=given == "a state")
+    module = exported(problem, T=T).run_decompositions().graph_module
+    assert op_nodes(module) == nodes(case)
+    if case.around is not None and (given == "nothing" or case.nodes == 1):
+        assert around(module) == list(case.around)
+    if case.nodes == 1:
+        made_of: dict[str, set[str]] = {}
+        for name in [*problem.tensors, *(["cu_seqlens"] if given == "packed sequences" else [])]:
+            made_of.setdefault(case.operands.get(name, name), set()).add(name)
+        node, arguments = op_arguments(module)
+        assert {name: x for name, x in arguments.items() if isinstance(x, set) and x} == made_of
+        if case.scaled:
+            assert arguments["scale"] == problem.first.shape[-1] ** -0.5
+        o, state = node.meta["val"]
+        assert (o.dtype, o.shape[2:]) == (problem.do.dtype, problem.do.shape[2:])
+        assert (state.dtype, state.shape) == (problem.d_final_state.dtype, problem.d_final_state.shape)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there compilation replaces the op by its kernels")
+@each_op
+def test_graphs_of_training(case: OpCase) -> None:
+    """One forward op and one backward op for each node; what is saved between them is the inputs."""
+    graphs: list[GraphModule] = []
+
+    def keep(module: GraphModule, inputs: list[Tensor]):
+        graphs.append(module)
+        return make_boxed_func(module.forward)
+
+    compiled = torch.compile(Op(case), backend=aot_autograd(fw_compiler=keep), fullgraph=True, dynamic=False)
+    problem = draw(case, torch.device("cpu"))
+    leaves = {name: x.requires_grad_() for name, x in problem.tensors.items()}
+    torch.autograd.backward(compiled(leaves), (problem.do, problem.d_final_state))
+    forward, backward = graphs
+    assert op_nodes(forward) == nodes(case)
+    assert op_nodes(backward) == [f"flacompose::{case.backward}"] * case.nodes
+    if case.around == ():
+        saved = forward.graph.output_node().args[0][2:]
+        assert {x for x in saved if x.op == "placeholder"} == {*forward.graph.find_nodes(op="placeholder")}
+        assert around(forward) == around(backward) == []
 
 
 @each_op
@@ -109,7 +151,7 @@ def test_packed(case: OpCase, n: int, device: torch.device) -> None:
         assert_equal(results(module(problem.tensors, problem.cu_seqlens)), results(call(problem)))
 
 
-@each_public_op
+@each_op
 def test_any_number_of_packed_sequences(case: OpCase, device: torch.device) -> None:
     program = exported(packed(case, device, 7), {0: N + 1}, T=T, N=N)
     module = program.module()

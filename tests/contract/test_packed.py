@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .accuracy import assert_accurate, assert_equal
-from .cases import OpCase, each_op
+from .cases import OpCase, each_op, each_op_and_ssd
 from .problems import call, draw, evaluate
 
 LENGTHS = {
@@ -21,7 +21,7 @@ LENGTHS = {
 }
 
 
-@each_op
+@each_op_and_ssd
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("tail", [0, 9])
 def test_packed(case: OpCase, name: str, tail: int, device: torch.device) -> None:
@@ -33,6 +33,29 @@ def test_packed(case: OpCase, name: str, tail: int, device: torch.device) -> Non
         gradients = {name: results[f"d{name}"] for name in problem.tensors if "T" in case.axes[name]}
         for name, x in case.at(slice(-tail, None), gradients, "T").items():
             assert not x.any(), f"d{name} is not 0 in the tail"
+
+
+@each_op_and_ssd
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+@pytest.mark.parametrize("arriving", [False, True], ids=["inputs", "inputs and gradients"])
+def test_what_a_tail_holds_changes_nothing(
+    case: OpCase, garbage: float, arriving: bool, device: torch.device
+) -> None:
+    """Neither a result nor a gradient, those of what all tokens share included; its own gradients are zeros."""
+    problem = draw(case, device, lengths=[40, 3], tail=5)
+    expected = evaluate(problem)
+    poisoned = replace(problem, tensors={name: x.clone() for name, x in problem.tensors.items()})
+    poisoned = replace(poisoned, do=problem.do.clone())
+    tail = case.at(slice(43, None), poisoned.tensors, "T")
+    for name in (name for name in tail if "T" in case.axes[name]):
+        tail[name].fill_(-garbage if name in case.gates else garbage)
+    if arriving:
+        poisoned.do[:, 43:] = garbage
+    results = evaluate(poisoned)
+    assert not results["o"][:, 43:].any()
+    for name in (name for name in tail if "T" in case.axes[name]):
+        assert not case.at(slice(43, None), {name: results[f"d{name}"]}, "T")[name].any(), name
+    assert_equal(results, expected)
 
 
 @each_op
@@ -47,8 +70,8 @@ def test_packed_without_initial_state(case: OpCase, loss: str, device: torch.dev
 @each_op
 def test_int64(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, lengths=[0, 70, 1, 0, 64], tail=3)
-    wide = replace(problem, cu_seqlens=problem.cu_seqlens.long())
-    assert_equal(evaluate(wide), evaluate(problem))
+    other = replace(problem, cu_seqlens=problem.cu_seqlens.long())
+    assert_equal(evaluate(other), evaluate(problem))
 
 
 @each_op
@@ -60,9 +83,9 @@ def test_nothing_but_empty_sequences(case: OpCase, device: torch.device) -> None
     assert torch.equal(results["dinitial_state"], problem.d_final_state)
 
 
-@each_op
+@each_op_and_ssd
 def test_a_sequence_does_not_see_its_neighbours(case: OpCase, device: torch.device) -> None:
-    """Not even as NaN."""
+    """A NaN in a neighbour, or in a token of no sequence, changes nothing."""
     problem = draw(case, device, lengths=[40, 70, 33], tail=20)
     o, state = call(problem)
     poisoned = {name: x.clone() for name, x in problem.tensors.items()}

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .accuracy import assert_close as assert_results_close
 from .accuracy import assert_equal
-from .cases import OpCase, each_gated_op, each_op
+from .cases import CASES, OpCase, each_gated_op, each_op
 from .graphs import recorded
 from .problems import Problem, call, call_reference, draw, evaluate, permuted
 
@@ -101,13 +101,18 @@ def test_transforms_of_transforms(case: OpCase, device: torch.device) -> None:
     exact(forward_over_reverse(op), forward_over_reverse(truth))
 
 
-@each_op
-@PACKED
-@pytest.mark.parametrize("mapped", ["all", "first", "initial_state"])
+@pytest.mark.parametrize(
+    ("case", "lengths", "mapped"),
+    [
+        pytest.param(case, lengths, mapped, id=f"{case.name}-{'packed' if lengths else 'dense'}-{mapped}")
+        for case in CASES
+        for lengths in (None, [2, 0, 1])
+        for mapped in ("all", case.first, "initial_state", *(() if lengths else [*case.axes][1:-1]))
+    ],
+)
 def test_vmap(case: OpCase, lengths: list[int] | None, mapped: str, device: torch.device) -> None:
     """Over every float input or one of them, alone and around its gradient."""
     problem = small(case, device, lengths)
-    mapped = case.first if mapped == "first" else mapped
     many = [draw_again(problem, seed) for seed in range(3)]
     inputs = [
         torch.stack([p.tensors[name] for p in many]) if mapped in ("all", name) else x

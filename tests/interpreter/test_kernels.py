@@ -28,6 +28,8 @@ from contract.cases import (
 from contract.problems import Problem, call, draw, evaluate, permuted
 from torch import Tensor
 
+from flacompose.ops.families import _sequences
+
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
 
@@ -52,8 +54,9 @@ class Launched(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, d_final_state):
         args = ctx.saved_tensors
-        grads = ctx.cuda.backward(*args, *ctx.constants, do, d_final_state)
-        grads = [None if x is None else dx for x, dx in zip(args[:-1], grads, strict=True)]
+        wanted = list(ctx.needs_input_grad[2 : ctx.tensors + 1])
+        grads = ctx.cuda.backward(*args, *ctx.constants, do, d_final_state, wanted)
+        grads = [dx if x else None for x, dx in zip(wanted, grads, strict=True)]
         return None, None, *grads, None, *[None] * len(ctx.constants)
 
 
@@ -66,7 +69,8 @@ def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     case = problem.case
     with pytest.MonkeyPatch.context() as patch:
         for form in ("chunk", "recurrent"):
-            patch.setattr(part(case, "op"), form, partial(Launched.apply, part(case, "cuda"), form))
+            op = part(case, "op")
+            patch.setattr(op, form, op.by_keywords(partial(Launched.apply, part(case, "cuda"), form)))
         return call(problem, **tensors)
 
 
@@ -188,7 +192,7 @@ def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
 @each_op
 @pytest.mark.parametrize("lengths", [None, [3, 150, 0, 200]], ids=["dense", "packed"])
 def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part(case, "cuda"), "segment_count", lambda *_: 3)
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
     check(draw(case, CPU, B=1, H=1, T=300, K=5, V=6, lengths=lengths, gates="mixed"))
 
 
@@ -214,3 +218,34 @@ def test_large_gradients_of_the_softmax_in_float16() -> None:
     """That of a probability is above float16's range, that of a logit is not."""
     problem = draw(NAMED["chunk_gsa"], CPU, torch.float16, B=1, H=1, T=5)
     check(replace(problem, do=problem.do * 2**12), "o")
+
+
+@pytest.mark.parametrize(
+    "family, shapes, constants",
+    [
+        (
+            "scalar_decay",
+            [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (2,), (1, 2, 5, 6)],
+            (0.7,),
+        ),
+        (
+            "vector_decay",
+            [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 1, 6), (1, 34, 1, 5), (1, 34, 1, 6), (1, 5), (1, 1, 5, 6)],
+            (0.7, False, False),
+        ),
+        ("scan", [(1, 34, 3), (1, 34, 3), (1, 3)], ()),
+    ],
+    ids=["scalar", "vector", "scan"],
+)
+def test_one_gradient(family: str, shapes: list[tuple[int, ...]], constants: tuple[float, ...]) -> None:
+    """Each is what it is among all of them, and those that are not wanted are empty."""
+    backward = import_module(f"flacompose.ops.families.{family}.cuda").backward
+    inputs = [-torch.rand(shape) for shape in shapes]
+    do, d_final_state = torch.randn_like(inputs[0 if family == "scan" else 2]), torch.randn_like(inputs[-1])
+    everything = range(len(inputs))
+    args = *inputs, None, *constants, do, d_final_state
+    expected = backward(*args, [True for _ in everything])
+    for i in everything:
+        found = backward(*args, [i == j for j in everything])
+        torch.testing.assert_close(found[i], expected[i], rtol=1e-4, atol=1e-5)
+        assert all(found[j].shape == (0,) for j in everything if i != j)

@@ -7,7 +7,6 @@ the state of one row, gives ``(y [T, D], state)``.
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -103,8 +102,8 @@ def check_padding(layer: nn.Module, truth: Truth) -> None:
     x = tokens_of(layer, len(mask), T)
     x[~mask] = torch.nan
     state = random_state(layer, len(mask))
-    for given in (mask, mask.long()):
-        y, new = layer(x, state, attention_mask=given)
+    for attention_mask in (mask, mask.long()):
+        y, new = layer(x, state, attention_mask=attention_mask)
         assert not y[~mask].any()
         for b in range(len(mask) - 1):
             assert_true(layer, truth, x[b, mask[b]], row(state, b), y[b, mask[b]], row(new, b))
@@ -151,28 +150,6 @@ def check_packed(layer: nn.Module, truth: Truth) -> None:
                 assert all(torch.equal(a[n], b[n]) for a, b in zip(tensors(new), tensors(state), strict=True))
             else:
                 assert_true(layer, truth, x[0, begin:end], row(state, n), y[0, begin:end], row(new, n))
-
-
-def check_state(layer: nn.Module) -> None:
-    """It is a pytree of tensors alone: rows are picked by one map, and it is detached, copied and pickled whole."""
-    state = random_state(layer, 3)
-    state = pytree.tree_map(lambda t: t.requires_grad_(t.is_floating_point()), state)
-    assert all(isinstance(t, Tensor) for t in pytree.tree_leaves(state))
-    picked = pytree.tree_map(lambda t: t[[2, 0]], state)
-    layer(tokens_of(layer, 2, 4), picked)
-    for copied in (state.detach(), pickle.loads(pickle.dumps(state.detach()))):
-        assert isinstance(copied, RecurrentState)
-        assert not any(t.requires_grad for t in tensors(copied))
-        assert all(torch.equal(a, b) for a, b in zip(tensors(copied), tensors(state), strict=True))
-
-    def step(x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
-        return layer(x, state.detach())
-
-    x = tokens_of(layer, 3, 4)
-    y, _ = torch.compile(step, fullgraph=True, backend="eager")(x, state)
-    assert_close(y, layer(x, state)[0], 1e-6)
-    y.sum().backward()
-    assert all(t.grad is None for t in tensors(state))
 
 
 def check_gradients(layer: nn.Module) -> None:
@@ -272,12 +249,13 @@ def check_bfloat16(
 
 
 def check_arguments(layer_type: type[nn.Module], expected: Mapping[str, object]) -> None:
-    """Names, order and defaults of the constructor's arguments, and no others."""
+    """Names, order and defaults of the constructor's arguments, then PyTorch's two by keyword, and no others."""
     arguments = inspect.signature(layer_type).parameters
     # As lists, for their order.
-    assert [(name, a.default) for name, a in arguments.items()] == list(expected.items())
-    with torch.device("meta"):
-        layer_type()
+    listed = [*expected.items(), ("device", None), ("dtype", None)]
+    assert [(name, a.default) for name, a in arguments.items()] == listed
+    assert all(arguments[name].kind == inspect.Parameter.KEYWORD_ONLY for name in ("device", "dtype"))
+    assert all(x.is_meta for x in layer_type(device="meta").parameters())
     with pytest.raises(TypeError, match="use_cache"):
         layer_type(hidden_size=64, use_cache=True)
 

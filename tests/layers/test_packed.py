@@ -7,6 +7,7 @@ import torch
 
 from .truth import (
     CONV,
+    EVERY,
     GLA,
     LAYERS,
     assert_close,
@@ -58,7 +59,7 @@ def test_as_alone(bounds, given, config, device):
             assert all(torch.equal(a, b) for a, b in zip(tensors(row(new, n)), tensors(start), strict=True))
 
 
-@pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
 def test_gradients(config, device):
     """As from the sequences one by one; a tail has none, whatever it holds."""
     layer = build(config, device=device, dtype=torch.float64)

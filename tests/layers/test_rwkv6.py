@@ -90,35 +90,6 @@ def test_packed(config, device):
     laws.check_packed(layer, truth_of(layer, config))
 
 
-def test_packed_gradients(device):
-    """As from the sequences one by one; a tail has none, whatever it holds."""
-    layer = built(BASE, device)
-    bounds = [0, 2, 2, 3, 12]
-    x = laws.tokens_of(layer, 1, 14)
-    x[:, 12:] = torch.inf
-    x.requires_grad_()
-    state = random_state(layer, 4)
-    leaves = [t.requires_grad_() for t in tensors(state)]
-
-    def loss(y, new):
-        return sum((t**2).sum() for t in (y, *tensors(new)))
-
-    def rows(n):
-        return RecurrentState(state.recurrent[n : n + 1], shift=state.shift[n : n + 1])
-
-    inputs = [x, *leaves, *layer.parameters()]
-    dx, *rest = torch.autograd.grad(
-        loss(*layer(x, state, cu_seqlens=torch.tensor(bounds, device=x.device))), inputs
-    )
-    alone = sum((t[1] ** 2).sum() for t in leaves)
-    for n in (0, 2, 3):
-        alone = alone + loss(*layer(x[:, bounds[n] : bounds[n + 1]], rows(n)))
-    dx_alone, *rest_alone = torch.autograd.grad(alone, inputs)
-    assert not dx[:, 12:].any()
-    for a, b in zip([dx[:, :12], *rest], [dx_alone[:, :12], *rest_alone], strict=True):
-        assert_close(a, b, 1e-4 if x.dtype == torch.float32 else 1e-10)
-
-
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=str)
 def test_gradients(config):
     laws.check_gradients(built(config, torch.device("cpu")))
@@ -199,52 +170,6 @@ def test_export_padded_and_packed(layout, device):
         assert_states_close(new, last, 1e-6)
 
 
-@pytest.mark.parametrize("layout", ["rows", "mask", "packed"])
-@pytest.mark.parametrize("T", [1, 6])
-def test_never_written_to_and_nothing_read(T, layout, device, monkeypatch):
-    """Inputs stay as they are, what comes out is new memory, and no value is read on the host."""
-    layer = built(BASE, device, torch.float32)
-    x, state = laws.tokens_of(layer, 1, T), random_state(layer, 1)
-    layouts = {
-        "rows": {},
-        "mask": {"attention_mask": torch.ones(1, T, dtype=torch.long, device=device)},
-        "packed": {"cu_seqlens": torch.tensor([0, T], device=device)},
-    }
-    where = layouts[layout]
-    given = [x, *tensors(state), *where.values()]
-    before = [t.clone() for t in given]
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a tensor's value is read on the host")
-
-    with torch.no_grad(), monkeypatch.context() as patch:
-        for name in ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
-            patch.setattr(torch.Tensor, name, refuse)
-        y, new = layer(x, state, **where)
-    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
-    results = [y, *tensors(new)]
-    storages = [t.untyped_storage().data_ptr() for t in (*given, *results)]
-    assert len(set(storages)) == len(storages)
-    assert all(t.is_contiguous() for t in results)
-
-
-@pytest.mark.parametrize(
-    ("given", "taken"), [([0, 5, 3, 9], [0, 5, 5, 9]), ([-2, 7, 4], [0, 7, 7]), ([0, 99, 1], [0, 9, 9])]
-)
-def test_bounds_that_do_not_ascend(given, taken, device):
-    """As in the ops: each at least the one before, within the tokens."""
-    layer = built(BASE, device, torch.float32)
-    x, state = laws.tokens_of(layer, 1, 9), random_state(layer, len(given) - 1)
-    y, new = layer(x, state, cu_seqlens=torch.tensor(given, device=device))
-    expected, after = layer(x, state, cu_seqlens=torch.tensor(taken, device=device))
-    assert_close(y, expected, 1e-6)
-    assert_states_close(new, after, 1e-6)
-
-
-def test_state_is_a_pytree(device):
-    laws.check_state(built(BASE, device))
-
-
 def test_state(device):
     layer = built(BASE, device, torch.float32)
     state = layer.init_state(3)
@@ -269,16 +194,16 @@ def test_form(mode, T, form, device):
 def test_token_shift(given, device):
     x = torch.arange(1.0, 13.0, device=device)[None, :, None].expand(1, 12, 2)
     last = torch.tensor([[-1.0], [-2.0], [-3.0], [-4.0]], device=device).expand(4, 2)
-    shifted, new = token_shift(x, last[:1] if given else ())
+    shifted, new = token_shift(x, last[:1] if given else None)
     assert shifted[0, :, 0].tolist() == [-1.0 if given else 0.0, *range(1, 12)]
     assert new.tolist() == [[12, 12]]
     cu_seqlens = torch.tensor([0, 0, 4, 5, 5], device=device)
-    shifted, new = token_shift(x, last if given else (), cu_seqlens=cu_seqlens)
+    shifted, new = token_shift(x, last if given else None, cu_seqlens=cu_seqlens)
     starts = [-2, -3] if given else [0, 0]
     assert shifted[0, :5, 0].tolist() == [starts[0], 1, 2, 3, starts[1]]
     assert new[:, 0].tolist() == ([-1, 4, 5, -4] if given else [0, 4, 5, 0])
     rows = x.expand(3, 12, 2)
-    _, new = token_shift(rows, last[:3] if given else (), lengths=torch.tensor([0, 5, 12], device=device))
+    _, new = token_shift(rows, last[:3] if given else None, lengths=torch.tensor([0, 5, 12], device=device))
     assert new[:, 0].tolist() == [-1 if given else 0, 5, 12]
 
 
@@ -414,8 +339,6 @@ def test_refused_calls():
     state = random_state(layer, 2)
     with pytest.raises(ValueError, match=r"hidden_states must have shape \(B, T, 24\), got \(2, 24\)"):
         layer(x[:, 0])
-    with pytest.raises(TypeError, match="hidden_states must have the dtype of the weights, float32"):
-        layer(x.double())
     with pytest.raises(TypeError, match="state must be a RecurrentState, got tuple"):
         layer(x, tuple(state))
     with pytest.raises(TypeError, match=r"state.shift must be a tensor, got tuple"):
@@ -432,6 +355,3 @@ def test_refused_calls():
         layer(x[:1], state, cu_seqlens=torch.tensor([0, 2, 2, 5]))
     with pytest.raises(ValueError, match="attention_mask and cu_seqlens exclude each other"):
         layer(x[:1], attention_mask=torch.ones(1, 5).long(), cu_seqlens=torch.tensor([0, 5]))
-    layer.o_proj = torch.nn.Linear(7, 24)
-    with pytest.raises(ValueError, match="o_proj must take 24 features, 3 heads of 8, got in_features = 7"):
-        layer(x)

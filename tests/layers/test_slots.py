@@ -26,7 +26,6 @@ from .truth import (
     rotated,
     row,
     tensors,
-    with_floats,
 )
 
 silu = ACTIVATIONS["silu"]
@@ -217,11 +216,6 @@ def test_packed_and_padded_from_nothing(config, device):
 
 
 @each_layer
-def test_state_is_a_pytree(config, device):
-    laws.check_state(build(config, device))
-
-
-@each_layer
 def test_gradients(config):
     laws.check_gradients(build(config, torch.device("cpu")))
 
@@ -270,19 +264,6 @@ def test_compiled_layouts(config, layout, device):
 def test_export(config, device, tmp_path):
     slots = config["layer"] in (GatedSlotAttention, ABCAttention)
     laws.check_exported(build(config, device), "vector_decay_chunk", tmp_path / "layer.pt2", nodes=1 + slots)
-
-
-@each_layer
-def test_state_of_another_dtype(config, device):
-    """A state of any floating dtype is taken, and gets its gradient in that dtype."""
-    layer = build(config, device, torch.float32)
-    x, state = laws.tokens_of(layer, 2, 5), random_state(layer, 2)
-    state = with_floats(state, [t.bfloat16().requires_grad_() for t in floats(state)])
-    y, _ = layer(x, state)
-    expected, _ = layer(x, with_floats(state, [t.float() for t in floats(state)]))
-    assert_close(y, expected, 1e-6)
-    y.sum().backward()
-    assert all(t.grad is not None and t.grad.dtype == torch.bfloat16 for t in floats(state))
 
 
 def test_init_state(device):

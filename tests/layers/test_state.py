@@ -13,6 +13,7 @@ from flacompose.layers import RecurrentState
 
 from .truth import (
     CONV,
+    EVERY,
     GLA,
     LAYERS,
     LINEAR,
@@ -29,7 +30,7 @@ from .truth import (
     with_floats,
 )
 
-each_layer = pytest.mark.parametrize("config", LAYERS.values(), ids=LAYERS)
+every_layer = pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
 CONFIGS = {"recurrent": GLA, "conv of 1": GLA | CONV | {"conv_size": 1}} | LAYERS
 
 
@@ -54,7 +55,7 @@ def test_split(config, pieces, device):
 
 @pytest.mark.parametrize("T", [1, 6])
 @pytest.mark.parametrize("layout", ["rows", "mask", "packed"])
-@each_layer
+@every_layer
 def test_never_written_to(config, layout, T, device):
     """Inputs stay as they are, and what comes out shares memory with nothing that went in."""
     layer = build(config, device=device)
@@ -100,7 +101,7 @@ def test_init_state_of_what_else_is_carried(device):
     assert state.normalizer == ()
 
 
-@each_layer
+@every_layer
 @pytest.mark.parametrize("layout", ["rows", "mask", "packed"])
 def test_nothing_is_read_on_the_host(layout, config, device, monkeypatch):
     layer = build(config, device=device)
@@ -150,7 +151,7 @@ def test_far_positions(device):
     assert_states_close(new, after, 1e-10)
 
 
-@each_layer
+@every_layer
 def test_state_of_another_dtype(config, device):
     """A state of any floating dtype is taken, and gets its gradient in that dtype."""
     layer = build(config, device=device)
@@ -160,24 +161,93 @@ def test_state_of_another_dtype(config, device):
     y, new = layer(x, state)
     expected, _ = layer(x, with_floats(state, [t.float() for t in floats(state)]))
     assert_close(y, expected, 1e-6)
-    assert new.recurrent.dtype == torch.float32
+    assert {t.dtype for t in tensors(new.recurrent)} == {torch.float32}
     y.sum().backward()
     assert all(t.grad is not None and t.grad.dtype == torch.bfloat16 for t in floats(state))
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_is_a_pytree(config):
+def same(a, b):
+    """Two states of equal parts, dtypes and values."""
+    assert isinstance(a, RecurrentState) and pytree.tree_structure(a) == pytree.tree_structure(b)
+    pairs = list(zip(tensors(a), tensors(b), strict=True))
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
+def apart(a, b):
+    """Whether two states share no memory."""
+    storages = [t.untyped_storage().data_ptr() for t in (*tensors(a), *tensors(b))]
+    return len(set(storages)) == len(storages)
+
+
+@every_layer
+def test_is_a_value(config):
     layer = build(config)
-    state = random_state(layer, 2)
-    x = torch.randn(1, 3, 24)
-    picked = pytree.tree_map(lambda t: t[[1]], state)
-    assert torch.equal(layer(x, picked)[0], layer(x, row(state, 1))[0])
-    for copied in (
-        copy.deepcopy(state),
-        pickle.loads(pickle.dumps(state)),
-        pytree.tree_map(torch.clone, state),
-    ):
-        assert isinstance(copied, RecurrentState)
-        assert all(torch.equal(a, b) for a, b in zip(tensors(copied), tensors(state), strict=True))
+    state = random_state(layer, 3)
+    best = state.select(torch.tensor([2, 0, 0, 1]))
+    assert same(best, pytree.tree_map(lambda t: t[[2, 0, 0, 1]], state))
+    assert same(best, state.select([2, 0, 0, 1]))
+    assert same(RecurrentState.cat([state.select([0]), state.select([1, 2])]), state)
+    assert same(state.clone(), state)
+    assert same(state.map(lambda t: t + 1), pytree.tree_map(lambda t: t + 1, state))
+    for copied in (best, state.clone(), RecurrentState.cat([state]), copy.deepcopy(state)):
+        assert apart(copied, state)
+    assert same(pickle.loads(pickle.dumps(state)), state)
     spec = pytree.tree_structure(state)
     assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    x = torch.randn(2, 3, 24)
+    assert_close(layer(x, state.select([1, 1]))[0][:1], layer(x[:1], row(state, 1))[0], 1e-6)
+
+
+@every_layer
+def test_to(config):
+    """As `init_state` makes a state for this dtype: recurrent states and normalisers keep the dtype of sums."""
+    layer = build(config)
+    state = random_state(layer, 3)
+    for dtype in (torch.bfloat16, torch.float64):
+        expected = [t.dtype for t in tensors(layer.init_state(3, dtype=dtype))]
+        for moved in (state.to(dtype), state.to("cpu", dtype), state.to(dtype=dtype)):
+            assert [t.dtype for t in tensors(moved)] == expected
+            assert_states_close(moved, state, 2**-8)
+    assert same(state.to(torch.float64).to(torch.float32), state)
+    assert all(a is b for a, b in zip(tensors(state.to("cpu")), tensors(state), strict=True))
+    assert all(t.is_meta for t in tensors(state.to("meta")))
+    assert same(state.to(device="cpu"), state)
+
+
+@every_layer
+def test_as_a_value_in_graphs(config):
+    """Under `torch.compile` and `torch.export`, gradients through all of it included."""
+    state = random_state(build(config), 3)
+
+    class Twice(torch.nn.Module):
+        def forward(self, state, indices):
+            both = RecurrentState.cat([state.select(indices), state.clone()])
+            return both.map(lambda t: 2 * t).to(torch.float64), state.detach()
+
+    indices = torch.tensor([2, 0])
+    expected = Twice()(state, indices)
+    compiled = torch.compile(Twice(), fullgraph=True, backend="aot_eager")
+    program = torch.export.export(Twice(), (state, indices))
+    for call in (compiled, program.module()):
+        assert all(same(a, b) for a, b in zip(call(state, indices), expected, strict=True))
+    leaves = with_floats(state, [t.requires_grad_() for t in floats(state)])
+    for call in (Twice(), compiled):
+        assert not any(t.requires_grad for t in tensors(call(leaves, indices)[1]))
+    sum(t.sum() for t in floats(compiled(leaves, indices)[0])).backward()
+    counts = torch.tensor([4.0, 2.0, 4.0])  # each sequence once, selected ones twice, doubled
+    for t in floats(leaves):
+        torch.testing.assert_close(t.grad, counts.reshape(-1, *[1] * (t.ndim - 1)).expand_as(t).to(t.dtype))
+
+
+def test_refused_uses():
+    state = random_state(build(EVERY["gla"]), 3)
+    with pytest.raises(TypeError, match="indices must be an integer dtype, got bool"):
+        state.select(torch.tensor([True, False, True]))
+    with pytest.raises(ValueError, match=r"indices must have shape \[M\], got \(\)"):
+        state.select(torch.tensor(1))
+    with pytest.raises(TypeError, match="dtype must be float32, bfloat16, float16 or float64, got int8"):
+        state.to(dtype=torch.int8)
+    with pytest.raises(ValueError, match="states must hold at least one RecurrentState, got none"):
+        RecurrentState.cat([])
+    with pytest.raises(ValueError, match=r"states\[1\] must have the same parts as states\[0\]"):
+        RecurrentState.cat([state, random_state(build(EVERY["rwkv6"]), 3)])

@@ -1,17 +1,17 @@
-"""Chunks of 64 tokens in PyTorch: how sequences are cut into them, and the sweep of a state over them."""
+"""Chunks in PyTorch: how sequences are cut into them, and how a state goes from chunk to chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops._dtype import state_dtype
-from flacompose.ops._varlen import ChunkTable, chunk_table
+from flacompose.ops._varlen import ChunkTable, chunk_table, sequence_count
 
-CHUNK = 64  # at most; a power of two
+CHUNK = 64  # tokens of a chunk, at most; a power of two
 
 
 class Chunks:
@@ -19,16 +19,15 @@ class Chunks:
 
     def __init__(self, q: Tensor, cu_seqlens: Tensor | None) -> None:
         self.B, self.T = q.shape[:2]
+        self.N = sequence_count(q, cu_seqlens)
         self.dtype = state_dtype(q.dtype)
-        self.size = CHUNK if cu_seqlens is not None else min(CHUNK, 1 << (self.T - 1).bit_length())
+        self.size = min(CHUNK, 1 << (self.T - 1).bit_length())
+        self.one_each = self.T <= self.size  # whether every sequence is one chunk
         self.table: ChunkTable | None = None
-        self.N = self.B
         if cu_seqlens is not None:
-            self.N = cu_seqlens.shape[0] - 1
-            self.table = chunk_table(cu_seqlens, self.T, CHUNK)
-            token = self.table.start[:, None] + torch.arange(CHUNK, device=q.device)
-            self.real = token < self.table.end[:, None]  # [R, C]
-            self.token = torch.where(self.real, token, self.T)
+            self.table = chunk_table(cu_seqlens, self.T, self.size, self.one_each)
+            # Token T stands for all that do not exist.
+            self.token = torch.where(self.table.exists, self.table.token, self.T)  # [R, C]
 
     def split(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype).transpose(1, 2)
@@ -43,43 +42,60 @@ class Chunks:
         """``[B, H, T, ...]`` of what lies in chunks; it may be a view."""
         if self.table is None:
             return x.flatten(2, 3)[:, :, : self.T]
-        # Every token has one real place; padding, and tokens in no sequence, meet at T + 1.
-        x = torch.where(self.real[:, :, None], x, 0).flatten(2, 3)
+        x = torch.where(self.table.exists[:, :, None], x, 0).flatten(2, 3)
         x = x.new_zeros(*x.shape[:2], self.T + 1, x.shape[-1]).index_add(2, self.token.flatten(), x)
         return x[:, :, : self.T]
 
-    def sweep(
+    def decaying_sweep(
         self, writes: Tensor, decays: Sequence[Tensor], start: Tensor | None, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """``S <- S * decays + writes`` from chunk to chunk, all ``[B, H, R, K, V]`` or broadcast to it.
+        """`sweep` of ``S <- S * decays + writes``, all ``[B, H, R, K, V]`` or broadcast to it.
+
+        The states before the chunks may be one matrix of zeros, ``[K, V]``.
+        """
+        _, H, R, K, V = writes.shape
+
+        def decayed(S: Tensor, at: slice | int) -> Tensor:
+            for decay in decays:
+                S = S * decay[:, :, at]
+            return S
+
+        if self.one_each:  # all at once
+            if start is None:
+                before, after = writes.new_zeros(K, V), writes
+            else:
+                before = start.to(writes.dtype).contiguous()
+                before = before.unsqueeze(2) if self.table is None else before.transpose(0, 1).unsqueeze(0)
+                after = decayed(before, slice(None)) + writes
+            end = after[:, :, 0] if self.table is None else after[0].transpose(0, 1)
+            return before, end.clone(memory_format=torch.contiguous_format)
+        start = writes.new_zeros(self.N, H, K, V) if start is None else start.to(writes.dtype)
+        return self.sweep(lambda i, S: decayed(S, i) + writes[:, :, i], R, start, reverse)
+
+    def sweep(
+        self, step: Callable[[int, Tensor], Tensor], R: int, start: Tensor, reverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """``S <- step(i, S)`` over the ``R`` chunks, from the states `start`, ``[N, H, K, V]``.
 
         Returns the state before every chunk, ``[B, H, R, K, V]``, and after the last chunk of each sequence,
         ``[N, H, K, V]``. With `reverse`, backwards in time: the gradient of the state after every chunk, and before
         the first.
         """
-        _, H, R, K, V = writes.shape
-        start = writes.new_zeros(self.N, H, K, V) if start is None else start.to(writes.dtype)
-        by_chunk = [x.unbind(2) for x in (*decays, writes)]
-        table = self.table
-        if table is None:
+        if self.table is None:
             S = start
         else:
             S = torch.zeros_like(start[:1])
-            first, last = (table.last - 1, table.first) if reverse else (table.first, table.last - 1)
-        entering, leaving = [], []
+            first, last, sequence = self.table.first, self.table.last, self.table.sequence
+            begins = (last - 1 if reverse else first)[sequence] == torch.arange(R, device=sequence.device)
+        before, after = [S] * R, [S] * R
         for i in reversed(range(R)) if reverse else range(R):
-            if table is not None:
-                n = table.sequence[i : i + 1].clamp(max=self.N - 1)
-                S = torch.where((first[n] == i)[:, None, None, None], start[n], S)
-            entering.append(S)
-            *factors, write = (x[i] for x in by_chunk)
-            for factor in factors:
-                S = S * factor
-            S = S + write
-            leaving.append(S)
-        if reverse:
-            entering, leaving = entering[::-1], leaving[::-1]
-        if table is not None:
-            empty = (table.first == table.last)[:, None, None, None]
-            S = torch.where(empty, start, torch.cat(leaving)[last.clamp(0, R - 1)])
-        return torch.stack(entering, 2), S.contiguous()
+            if self.table is not None:
+                S = torch.where(begins[i], start[sequence[i : i + 1]], S)
+            before[i] = S
+            after[i] = S = step(i, S)
+        states = torch.stack(before, 2)
+        if self.table is None:
+            return states, S.contiguous()
+        end = (first if reverse else last - 1).clamp(0, R - 1)
+        ended = torch.where((first == last)[:, None, None, None], start, torch.cat(after)[end])
+        return states, ended.contiguous()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextvars import Context
 from functools import update_wrapper
-from itertools import chain
+from itertools import chain, takewhile
 from threading import RLock
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton import AsyncCompileMode, FutureKernel
 
-from flacompose.ops._define import launching, launching_by
+from flacompose.ops._define import launching, launching_by, outside_fake_mode
 
 # For all ops, as threads may not load kernels at the same time.
 _lock = RLock()
@@ -29,7 +29,8 @@ class compile_ahead:
     may still need another kernel.
 
     Where an argument requires a gradient, compilation of what `backward` launches for the gradient of `o` alone starts
-    too, and is waited for when that is called, or when the process ends.
+    too, and is waited for when that is called, or when the process ends. So it does while a graph with the op is traced
+    (`begin`), whose own compilation takes longer.
     """
 
     backward: compile_ahead | None = None
@@ -56,21 +57,40 @@ class compile_ahead:
         return differentiated, device, *map(_kind, args)
 
     def prepare(self, kind: Any, args: tuple[Any, ...]) -> None:
-        kernels = self.started.pop(kind, None)
+        kernels = self.started.pop(kind, None) or self.started.pop((False, *kind[1:]), None)
         if kernels is None:
             differentiated, device, *_ = kind
+            *inputs, _ = takewhile(
+                lambda x: x is None or isinstance(x, Tensor), args
+            )  # the last is cu_seqlens
+            mask = [x is not None and x.requires_grad for x in inputs]
             args = tuple(map(_meta, args))
             pool = ThreadPoolExecutor(os.cpu_count())
             mode = AsyncCompileMode(pool)
             kernels, (o, *_) = self.start(mode, args)
             if differentiated and self.backward is not None:
-                args = *args, o, None
+                args = *args, o, None, mask
                 kind_of_backward = self.backward.kind(device, args)
                 if kind_of_backward not in self.backward.ready:
                     self.backward.started[kind_of_backward], _ = self.backward.start(mode, args)
             pool.shutdown(wait=False)
         _load(kernels)
         self.ready.add(kind)
+
+    def begin(self, args: tuple[Any, ...]) -> None:
+        """Start to compile what a call with fake tensors like `args` will launch, while a graph of it is compiled.
+
+        Not with symbolic sizes or numbers: the graphs that have them come after one without.
+        """
+        sizes = [n for x in args if isinstance(x, Tensor) for n in (*x.shape, *x.stride())]
+        if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in (*args, *sizes)):
+            return
+        kind = False, args[0].device, *map(_kind, args)
+        with _lock, outside_fake_mode():
+            if kind not in self.ready and kind not in self.started:
+                pool = ThreadPoolExecutor(os.cpu_count())
+                self.started[kind], _ = self.start(AsyncCompileMode(pool), tuple(map(_meta, args)))
+                pool.shutdown(wait=False)
 
     def start(self, mode: AsyncCompileMode, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """Start to compile what a call with `args` launches: the kernels to be, and what the call returns."""
@@ -92,6 +112,8 @@ class compile_ahead:
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.shape[-1] if x.dim() > 1 else 0
+    if isinstance(x, list):
+        return tuple(x)
     return x if isinstance(x, int) else x is None
 
 

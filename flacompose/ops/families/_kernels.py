@@ -10,8 +10,61 @@ LOWEST_GATE = tl.constexpr(-128.0)
 
 
 @triton.jit
+def split_program(first, second):
+    """The coordinates of this program in a grid of `first` times `second` times any number, `first` varying fastest."""
+    pid = tl.program_id(0).to(tl.int64)
+    return pid % first, pid // first % second, pid // first // second
+
+
+@triton.jit
+def find_sequence(n, T, cu_seqlens, C: tl.constexpr):
+    """The first token of sequence `n`, its end, and the row of its first chunk of `C` tokens.
+
+    Chunks are rows of memory, in the order of their sequences. Packed sequence `n` begins at row ``cu_seqlens[n] // C +
+    n``, which leaves room for all chunks of those before it, and at times a row more.
+    """
+    if cu_seqlens is not None:
+        start = tl.load(cu_seqlens + n)
+        end = tl.load(cu_seqlens + n + 1)
+        row = start // C + n
+    else:
+        start = n * T
+        end = start + T
+        row = n * tl.cdiv(T, C)
+    return start, end, row
+
+
+@triton.jit
+def find_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
+    """The first token of the chunk in `row` and the end of its sequence; no end after its start if it has no tokens."""
+    if cu_seqlens is not None:
+        # The last sequence that begins at this row or before is between `n` and `after`.
+        n = tl.zeros([], tl.int64)
+        after = N + tl.zeros([], tl.int64)
+        while after - n > 1:
+            middle = (n + after) // 2
+            begins = tl.load(cu_seqlens + middle) // C + middle <= row
+            n = tl.where(begins, middle, n)
+            after = tl.where(begins, after, middle)
+    else:
+        n = row // tl.cdiv(T, C)
+    first_token, end, first_row = find_sequence(n, T, cu_seqlens, C)
+    start = first_token + (row - first_row) * C
+    # A row before the first sequence has none of its tokens.
+    return start, tl.where(start < first_token, start, end)
+
+
+@triton.jit
+def find_segment(segment, SEGMENTS, chunks):
+    """The first of a sequence's `chunks` in `segment`, one of `SEGMENTS` parts, and the end of the segment."""
+    per_segment = tl.cdiv(chunks, SEGMENTS)
+    begin = segment * per_segment
+    return begin, tl.minimum(begin + per_segment, chunks)
+
+
+@triton.jit
 def load_tile(x, token, end, h, d, H, D):
-    """Rows `token` of head `h` of ``x [tokens, H, D]``, zero from `end` on."""
+    """The vectors of tokens `token` and head `h` in ``x [tokens, H, D]``, zero from `end` on."""
     at = x + (token * H + h)[:, None] * D + d[None, :]
     return tl.load(at, mask=(token < end)[:, None] & (d < D)[None, :], other=0.0)
 
@@ -58,57 +111,54 @@ def decayed(h, g):
     return tl.where(g > -0.1, h + h * expm1, h * tl.exp(g))
 
 
-@triton.jit(do_not_specialize=["T", "H", "HV", "scale", "stride_g"])
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "HG", "scale"])
 def recurrent_kernel(
-    q,
-    k,
-    v,
-    g,
-    gk,
-    gv,
-    u,
-    initial,
-    o,
-    final,
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    v,  # [tokens, HV, V]
+    g,  # [tokens, HV]
+    gamma,  # [HV], added to `g` at every token
+    gk,  # [tokens, HG, K]
+    gv,  # [tokens, HV, V]
+    u,  # [H, K]
+    initial,  # [N, HV, K, V]
+    o,  # [tokens, HV, V]
+    final,  # [N, HV, K, V]
     cu_seqlens,
-    scale,
     T,
+    N,
+    scale,
     H,
     HV,
+    HG,
     K,
     V,
-    stride_g,  # from token to token, 0 where all have the same
     BK: tl.constexpr,
     BV: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
     """The recurrence as it is written, one program per sequence, head and block of the value axis."""
-    blocks = tl.cdiv(V, BV)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    pid = tl.program_id(0).to(tl.int64)
-    nh = pid // blocks
-    n = nh // HV
-    hv = nh % HV
+    tile, hv, n = split_program(tl.cdiv(V, BV), HV)
+    nh = n * HV + hv
     h = hv // (HV // H)
+    hg = hv // (HV // HG)
     dk = tl.arange(0, BK)
-    dv = (pid % blocks) * BV + tl.arange(0, BV)
+    dv = tile * BV + tl.arange(0, BV)
     in_k = dk < K
     in_v = dv < V
     in_state = in_k[:, None] & in_v[None, :]
     at_state = nh * K * V + dk[:, None] * V + dv[None, :]
-    if cu_seqlens is not None:
-        lo = tl.load(cu_seqlens + n)
-        hi = tl.load(cu_seqlens + n + 1)
-    else:
-        lo = n * T
-        hi = lo + T
+    start, end, _ = find_sequence(n, T, cu_seqlens, 1)
 
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if initial is not None:
         S = tl.load(initial + at_state, mask=in_state, other=0.0).to(tl.float32)
     if u is not None:
         u_ = tl.load(u + h * K + dk, mask=in_k, other=0.0).to(tl.float32)
-    for token in range(lo, hi):
+    if gamma is not None:
+        gamma_ = tl.load(gamma + hv).to(tl.float32)
+    for token in range(start, end):
         at_k = (token * H + h) * K + dk
         at_v = (token * HV + hv) * V + dv
         q_ = tl.load(q + at_k, mask=in_k, other=0.0).to(tl.float32)
@@ -122,9 +172,14 @@ def recurrent_kernel(
         if u is not None:
             o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_
         if g is not None:
-            S = decayed(S, tl.load(g + token * stride_g + hv))
+            g_ = tl.load(g + token * HV + hv).to(tl.float32)
+            if gamma is not None:
+                g_ += gamma_
+            S = decayed(S, g_)
+        elif gamma is not None:
+            S = decayed(S, gamma_)
         if gk is not None:
-            S = decayed(S, tl.load(gk + at_k, mask=in_k, other=0.0)[:, None])
+            S = decayed(S, tl.load(gk + (token * HG + hg) * K + dk, mask=in_k, other=0.0)[:, None])
         if gv is not None:
             S = decayed(S, tl.load(gv + at_v, mask=in_v, other=0.0)[None, :])
         S += k_[:, None] * v_[None, :]
@@ -133,10 +188,9 @@ def recurrent_kernel(
         tl.store(o + at_v, o_.to(o.dtype.element_ty), mask=in_v)
     tl.store(final + at_state, S, mask=in_state)
     if cu_seqlens is not None:
-        # Tokens of no sequence, before the first and after the last, are shared out among the programs.
-        N = tl.num_programs(0) // (HV * blocks)
-        first = tl.load(cu_seqlens)
-        end = tl.load(cu_seqlens + N)
-        for i in range(n, first + T - end, N):
-            token = tl.where(i < first, i, end + i - first)
+        # The programs share out the tokens before the first sequence and after the last, whose output is 0.
+        before = tl.load(cu_seqlens)
+        last = tl.load(cu_seqlens + N)
+        for i in range(n, before + T - last, N):
+            token = tl.where(i < before, i, last + i - before)
             tl.store(o + (token * HV + hv) * V + dv, tl.zeros([BV], o.dtype.element_ty), mask=in_v)

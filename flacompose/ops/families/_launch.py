@@ -1,13 +1,17 @@
-"""What the launches of all families share, that of the token-by-token form among it."""
+"""What the launches of all families share, that of the token-by-token kernel among it."""
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from flacompose.ops._define import launch
-from flacompose.ops._varlen import bounds
 from flacompose.ops.families._kernels import recurrent_kernel
+from flacompose.ops.families._sequences import Sequences
+
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 def block(D: int, largest: int) -> int:
@@ -24,92 +28,69 @@ def operand_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 
-def operand(x: Tensor) -> Tensor:
-    return x.to(operand_dtype(x)).contiguous()
+def operand(x: MaybeTensor) -> MaybeTensor:
+    """`x` as kernels take it, or None for an absent one."""
+    return None if x is None else x.to(operand_dtype(x)).contiguous()
 
 
-def given(x: Tensor | None) -> Tensor | None:
-    return None if x is None else operand(x)
-
-
-def per_token(x: Tensor, *shape: int, packed: bool, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for an output of `shape` per token of ``x [B, T, ...]``, without the batch axis (`batched` adds it).
-
-    Tokens in no packed sequence are written by nobody.
-    """
-    new = x.new_zeros if packed else x.new_empty
-    # A batch axis of 1 stops Inductor in PyTorch 2.11, where it clones such memory.
-    return new(x.shape[0] * x.shape[1], *shape, dtype=dtype)
-
-
-def batched(x: Tensor, T: int) -> Tensor:
-    return x.unflatten(0, (-1, T))
-
-
-def segment_count(NT: int, programs: int) -> int:
-    """Parts in which to sweep a sequence of `NT` chunks, `programs` to a part: enough to fill a large chip.
-
-    By the shape of one row, so that its bits do not depend on the batch size.
-    """
-    # Not `max` and `min`, which would ask a symbolic length and so bound it.
-    return torch.sym_max(1, torch.sym_min(NT // 64, 512 // programs))
+def none_as_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
+    """The results of a backward: for each gradient that there is none of, a new tensor without elements."""
+    return tuple(like.new_empty(0) if x is None else x for x in gradients)
 
 
 def recurrent(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor | None,
-    gk: Tensor | None,
-    gv: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    *,
+    g: Tensor | None = None,
+    g_gamma: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
     u: Tensor | None = None,
     softmax: bool = False,
-    wide: bool = False,
+    full_precision: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
-    The gates are ``g [B, T, HV]``, or ``[HV]`` for every token, ``gk [B, T, H, K]`` and ``gv [B, T, HV, V]``; the
-    bonus ``u [H, K]``. `softmax` reads with the softmax of `q`.
+    The gates are ``g [B, T, HV]`` and ``g_gamma [HV]``, which add, ``gk [B, T, HG, K]`` for HG heads that divide HV,
+    and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. `softmax` reads with the softmax of `q`. `full_precision` gives
+    the output in float32.
     """
-    B, T, H, K = q.shape
+    H, K = q.shape[2:]
     HV, V = v.shape[2:]
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    g, gk, gv, u, initial_state = given(g), given(gk), given(gv), given(u), given(initial_state)
-    if cu_seqlens is None:
-        N = B
-    else:
-        cu_seqlens = bounds(cu_seqlens, T)
-        N = cu_seqlens.shape[0] - 1
-    o = torch.empty_like(v, dtype=torch.float32 if wide else None)
-    final_state = q.new_empty(N, HV, K, V, dtype=torch.float32)
+    sequences = Sequences(q, cu_seqlens)
+    v = v.contiguous()
+    o = torch.empty_like(v, dtype=torch.float32 if full_precision else None)
+    final_state = sequences.per_sequence(HV, K, V)
     BK = block(K, 256)
     BV = block(V, 4096 // BK)
     launch(
         recurrent_kernel,
-        (N * HV * tile_count(V, BV),),
-        q,
-        k,
-        v,
-        g,
-        gk,
-        gv,
-        u,
-        initial_state,
-        o,
-        final_state,
-        cu_seqlens,
-        scale,
-        T,
-        H,
-        HV,
-        K,
-        V,
-        0 if g is None or g.dim() == 1 else HV,
-        BK,
-        BV,
-        softmax,
+        (sequences.N * HV * tile_count(V, BV),),
+        q=q.contiguous(),
+        k=k.contiguous(),
+        v=v,
+        g=operand(g),
+        gamma=operand(g_gamma),
+        gk=operand(gk),
+        gv=operand(gv),
+        u=operand(u),
+        initial=operand(initial_state),
+        o=o,
+        final=final_state,
+        **sequences.arguments,
+        scale=scale,
+        H=H,
+        HV=HV,
+        HG=H if gk is None else gk.shape[2],
+        K=K,
+        V=V,
+        BK=BK,
+        BV=BV,
+        SOFTMAX=softmax,
     )
     return o, final_state

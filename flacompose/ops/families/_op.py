@@ -2,80 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
 from flacompose.ops._define import define_op
-from flacompose.ops._dtype import state_dtype
+
+if TYPE_CHECKING:
+    from flacompose.ops.families._replay import Replay
+
+CUDA = torch.version.cuda is not None and find_spec("triton") is not None
 
 
 def define_forms(
     family: str,
     eager: ModuleType,
-    inputs: str,
-    tokens: Sequence[str],
-    fake: Callable[..., tuple[Tensor, ...]],
+    *,
+    arguments: str,
+    gradients: str,
+    axes: Mapping[str, str],
     autocast: Mapping[str, str | None],
+    fake: Callable[..., tuple[Tensor, Tensor]],
     flops: Callable[..., int],
-    shared: Sequence[str] = (),
 ) -> tuple[OpOverload, OpOverload]:
     """Register ``<family>_chunk``, ``<family>_recurrent`` and ``<family>_backward``, return the first two.
 
     Args:
-        family: its name, and that of its folder.
-        eager: its `forward` and `backward`, the latter of the gradients of the outputs too.
-        inputs: their arguments, as a schema has them: first `tokens`, `shared` and ``initial_state``, among others
-            ``cu_seqlens``.
-        tokens: the names of those with gradients that are ``[B, T, ...]``, independent along the dimension after.
-        fake: of ``(o, final_state)``.
+        family: the name of the family, and of its folder.
+        eager: its `forward` and `backward` in PyTorch.
+        arguments: of both forms, as a schema has them. Those of the backward are these, then ``Tensor? do``, ``Tensor?
+            d_final_state`` and ``bool[] output_mask``.
+        gradients: what the backward returns, as a schema has it.
+        axes: as `define_op` takes it.
         autocast: as `define_op` takes it.
-        flops: of the forward.
-        shared: the names of those with gradients that are ``[H, ...]``, the same for all tokens.
+        fake: ``(o, final_state)`` of the forms, without values.
+        flops: of a form; the backward has twice as many.
     """
-    gradients = ", ".join(f"Tensor d{x}" for x in (*tokens, *shared, "_initial_state"))
-    by_row = dict.fromkeys((*tokens, "o"), 2) | {"initial_state": 1, "final_state": 1}
-    heads = by_row | dict.fromkeys(shared, 0)
-    batch = dict.fromkeys(by_row, 0) | dict.fromkeys(shared, None)
+    names = [argument.split()[-1] for argument in arguments.split(", ")]
+    wanted_of = [
+        names.index(gradient.split()[-1].removeprefix("d_").removeprefix("d"))
+        for gradient in gradients.split(", ")
+    ]
 
-    def backward_fake(*args: Tensor | None) -> tuple[Tensor, ...]:
-        first = args[0]
-        assert first is not None
-        return tuple(
-            first.new_empty(0) if x is None else x.new_empty(x.shape)
-            for x in args[: len(tokens) + len(shared) + 1]
-        )
+    def backward_fake(*args: Any) -> tuple[Tensor, ...]:
+        inputs = [args[i] if wanted else None for i, wanted in zip(wanted_of, args[-1], strict=True)]
+        return tuple(args[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
 
-    def triton(name: str) -> Callable[..., tuple[Tensor, ...]]:
-        def launched(*args) -> tuple[Tensor, ...]:
-            return getattr(import_module(f"flacompose.ops.families.{family}.cuda"), name)(*args)
-
-        return launched
-
+    load = {form: cache(partial(_on_cuda, family, form)) for form in ("chunk", "recurrent", "backward")}
     backward = define_op(
         f"{family}_backward",
-        f"({inputs}, Tensor? do, Tensor? d_final_state) -> ({gradients})",
+        f"({arguments}, Tensor? do, Tensor? d_final_state, bool[] output_mask) -> ({gradients})",
         eager=eager.backward,
-        triton=triton("backward"),
-        fake=backward_fake,
-        heads=heads,
-        batch=batch,
+        triton=load["backward"],
+        fake=_compiling(backward_fake, load["backward"]),
+        axes=axes,
         flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
     )
     chunk, recurrent = (
         define_op(
             f"{family}_{form}",
-            f"({inputs}) -> (Tensor o, Tensor final_state)",
+            f"({arguments}) -> (Tensor o, Tensor final_state)",
             eager=eager.forward,
-            triton=triton(form),
-            fake=fake,
+            triton=load[form],
+            fake=fake if form == "recurrent" else _compiling(fake, load[form]),  # recurrent is one kernel
             backward=backward,
-            heads=heads,
-            batch=batch,
+            axes=axes,
             autocast=autocast,
             flops=flops,
         )
@@ -84,46 +83,22 @@ def define_forms(
     return chunk, recurrent
 
 
-def define_family(
-    family: str,
-    eager: ModuleType,
-    gates: Sequence[str],
-    shared: Sequence[str] = (),
-    options: str = "",
-    wide: bool = False,
-    exempt: str | None = None,
-) -> tuple[OpOverload, OpOverload]:
-    """`define_forms` of a family of matrices.
+def _on_cuda(family: str, name: str) -> Replay:
+    """What CUDA runs of a family, imported when it is first needed: it needs Triton."""
+    from flacompose.ops.families._replay import Replay
 
-    Its arguments are ``q, k, v``, `gates`, `shared`, ``initial_state, cu_seqlens, scale`` and `options`.
-
-    Args:
-        family: its name, and that of its folder.
-        eager: its `forward` and `backward`.
-        gates: the names of its gates, each of which may be absent.
-        shared: likewise, of what all tokens share.
-        options: its own last arguments, with their types in a schema.
-        wide: whether its very last is ``bool wide``, which gives the output in the dtype of states.
-        exempt: which of its own arguments keeps autocast from casting `q`.
-    """
-    optional = (*gates, *shared, "initial_state", "cu_seqlens")
-    tensors = [*(f"Tensor {x}" for x in "qkv"), *(f"Tensor? {x}" for x in optional)]
-    inputs = ", ".join([*tensors, "float scale", *filter(None, [options, "bool wide" if wide else ""])])
-
-    def fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        N, dtype = rows(q, others[len(optional) - 1]), state_dtype(q.dtype)
-        o = v.new_empty(v.shape, dtype=dtype if wide and others[-1] else v.dtype)
-        return o, q.new_empty(N, v.shape[2], q.shape[3], v.shape[3], dtype=dtype)
-
-    def flops(q, k, v, *_, **__) -> int:
-        """The recurrence's own products: one write and one read of the state a token."""
-        B, T, H, V = v
-        return 4 * B * T * H * q[-1] * V
-
-    tokens, autocast = ("q", "k", "v", *gates), {"q": exempt, "k": None, "v": None}
-    return define_forms(family, eager, inputs, tokens, fake, autocast, flops, shared)
+    return Replay(getattr(import_module(f"flacompose.ops.families.{family}.cuda"), name))
 
 
-def rows(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """The number of sequences in ``x [B, T, ...]``."""
-    return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def _compiling(fake: Callable[..., Any], load: Callable[[], Replay]) -> Callable[..., Any]:
+    """`fake`, which has the kernels compiled for a GPU while the graph that it is called for is."""
+
+    def compiling_fake(*args: Any) -> Any:
+        x = args[0]
+        if CUDA and x.is_cuda and x.dtype is not torch.float64 and torch.cuda.is_available():
+            # What fails here fails again, and says so, when it is called.
+            with torch.cuda.device(x.device), suppress(Exception):
+                load().implementation.begin(args)
+        return fake(*args)
+
+    return compiling_fake

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._define import launch
-from flacompose.ops._varlen import bounds
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._launch import (
-    batched,
-    block,
-    given,
-    operand,
-    per_token,
-    segment_count,
-    tile_count,
-)
-from flacompose.ops.families.scalar_decay.eager import FIXED, SUMMED
+from flacompose.ops.families._launch import block, none_as_empty, operand, tile_count
+from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
 
 
@@ -31,19 +22,18 @@ def chunk(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
+    g_gamma: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_kind: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    sweep = _Sweep(q, v, g is not None, None, cu_seqlens, scale)
-    o, final_state = sweep.per_token(v, *v.shape[2:]), sweep.state()
-    q, k, v = operand(q), operand(k), operand(v)
-    gates, initial_state = sweep.gates(g, gate_kind == FIXED), given(initial_state)
-    ends = sweep.segment_ends(k, v, gates, initial_state)
-    sweep(q, k, v, gates, initial_state, ends, o, final=final_state)
-    return batched(o, sweep.T), final_state
+    sweep = _Sweep(q, v, g, g_gamma, cu_seqlens, scale)
+    o, final_state = sweep.per_token(sweep.HV, sweep.V, dtype=v.dtype), sweep.state(torch.float32)
+    q, k, v, initial_state = operand(q), operand(k), operand(v), operand(initial_state)
+    ends = sweep.segment_ends(k, v, initial_state)
+    sweep(q, k, v, initial_state, out=o, final=final_state, **ends)
+    return sweep.batched(o), final_state
 
 
 @compile_ahead
@@ -52,48 +42,63 @@ def backward(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
+    g_gamma: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_kind: int,
     do: Tensor | None,
     d_final_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 for `FIXED` gates."""
-    gradient_of = None if g is None or gate_kind == FIXED else gate_kind
-    sweep = _Sweep(q, v, g is not None, gradient_of, cu_seqlens, scale)
-    q_dtype, state_dtype = q.dtype, None if initial_state is None else initial_state.dtype
-    # One gradient for each head of values; those that share one of queries and keys are summed at the end.
-    shared = v.shape[2] // q.shape[2]
-    dtype = q_dtype if shared == 1 else torch.float32
-    dq, dk = (sweep.per_token(q, sweep.HV, sweep.K, dtype=dtype) for _ in range(2))
-    dv, d_initial_state = sweep.per_token(v, *v.shape[2:]), sweep.state()
+    output_mask: list[bool],
+) -> tuple[Tensor, ...]:
+    """``(dq, dk, dv, dg, dg_gamma, d_initial_state)``, empty where `output_mask` does not want them."""
+    inputs = q, k, v, g, g_gamma, initial_state
+    wants_q, wants_k, wants_v, wants_g, wants_gamma, wants_state = (
+        wanted and x is not None for wanted, x in zip(output_mask, inputs)
+    )
+    gradient_of_gates = wants_g or wants_gamma
+    sweep = _Sweep(q, v, g, g_gamma, cu_seqlens, scale, gradient_of_gates, fine=wants_gamma)
+    # There is one gradient for each head of values; those that share one of queries and keys are summed at the end.
+    B, T, H, K = q.shape
+    HV = v.shape[2]
+    dq_dtype, dk_dtype = (x.dtype if H == HV else torch.float32 for x in (q, k))
+    dq = sweep.per_token(HV, K, dtype=dq_dtype) if wants_q else None
+    dk = sweep.per_token(HV, K, dtype=dk_dtype) if wants_k else None
+    dv = sweep.per_token(HV, v.shape[3], dtype=v.dtype) if wants_v else None
+    d_initial_state = sweep.state(initial_state.dtype) if initial_state is not None and wants_state else None
     do = torch.zeros_like(v) if do is None else do
     q, k, v, do = operand(q), operand(k), operand(v), operand(do)
-    initial_state, d_final_state = given(initial_state), given(d_final_state)
+    initial_state, d_final_state = operand(initial_state), operand(d_final_state)
 
-    gates = sweep.gates(g, gate_kind == FIXED)
-    gradient = sweep.gradient_parts() if sweep.with_gate_gradient else None
-    ends = sweep.segment_ends(k, v, gates, initial_state)
-    sweep(do, v, k, gates, initial_state, ends, dq, gradient=gradient, y=q, transpose=True)
-    ends = sweep.segment_ends(q, do, gates, d_final_state, reverse=True)
-    sweep(k, q, do, gates, d_final_state, ends, dv, final=d_initial_state, reverse=True)
-    sweep(v, do, q, gates, d_final_state, ends, dk, gradient=gradient, y=k, transpose=True, reverse=True)
+    parts = sweep.gate_gradient_parts() if gradient_of_gates else {}
+    y_of_dq, y_of_dk = (q, k) if gradient_of_gates else (None, None)
+    if wants_q or gradient_of_gates:
+        ends = sweep.segment_ends(k, v, initial_state)
+        sweep(do, v, k, initial_state, out=dq, y=y_of_dq, transpose=True, **ends, **parts)
+    sweeps_dk = wants_k or gradient_of_gates
+    if sweeps_dk or wants_v or wants_state:
+        # One of these sweeps ends with the gradient of the initial state, or is made for that alone.
+        ends, final = sweep.segment_ends(q, do, d_final_state, reverse=True), d_initial_state
+        if wants_v or not sweeps_dk:
+            sweep(k, q, do, d_final_state, out=dv, final=final, reverse=True, **ends)
+            final = None
+        if sweeps_dk:
+            ends |= {"out": dk, "final": final, "y": y_of_dk}
+            sweep(v, do, q, d_final_state, transpose=True, reverse=True, **ends, **parts)
 
-    if g is None:
-        dg = q.new_empty(0, dtype=q_dtype)
-    elif gradient is None:
-        dg = g.new_zeros(g.shape)
-    else:
-        dg = sweep.per_token(g, sweep.HV)
-        sweep.gate_gradient(gradient, gates, dg)
-        dg = batched(dg, sweep.T)
-    dq, dk, dv = (batched(x, sweep.T) for x in (dq, dk, dv))
-    if shared > 1:
-        dq, dk = (x.unflatten(2, (-1, shared)).sum(3).to(q_dtype) for x in (dq, dk))
-    if state_dtype is None:
-        return dq, dk, dv, dg, q.new_empty(0, dtype=q_dtype)
-    return dq, dk, dv, dg, d_initial_state.to(state_dtype)
+    def of_heads(dx: Tensor | None, x: Tensor) -> Tensor | None:
+        if dx is None:
+            return None
+        return sweep.batched(dx) if H == HV else dx.view(B, T, H, HV // H, K).sum(3).to(x.dtype)
+
+    dg = dg_gamma = None
+    if gradient_of_gates:
+        d_gate = sweep.gate_gradient(parts, torch.float32 if g is None or wants_gamma else g.dtype)
+        if g_gamma is not None and wants_gamma:
+            dg_gamma = d_gate.sum(0).to(g_gamma.dtype)
+        if g is not None and wants_g:
+            dg = sweep.batched(d_gate).to(g.dtype)
+    dq, dk, dv = of_heads(dq, inputs[0]), of_heads(dk, inputs[1]), None if dv is None else sweep.batched(dv)
+    return none_as_empty(inputs[0], dq, dk, dv, dg, dg_gamma, d_initial_state)
 
 
 chunk.backward = backward
@@ -104,148 +109,107 @@ def recurrent(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
+    g_gamma: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_kind: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    if g is not None and gate_kind == FIXED:
-        g = g[0, 0]
-    return _launch.recurrent(q, k, v, g, None, None, initial_state, cu_seqlens, scale)
+    return _launch.recurrent(q, k, v, initial_state, cu_seqlens, scale, g=g, g_gamma=g_gamma)
 
 
-class _Gates(NamedTuple):
-    """Gates that are those of every token, or what `gate_kernel` makes of others."""
-
-    gamma: Tensor | None = None
-    sums: Tensor | None = None
-    rest: Tensor | None = None
-    bounds: Tensor | None = None
-
-
-class _GateGradient(NamedTuple):
-    """What two sweeps leave for the gradient of gates, as `gate_gradient_kernel` takes it, and share."""
-
-    states: Tensor | None = None
-    read: Tensor | None = None
-    write: Tensor | None = None
-    met: Tensor | None = None
-    through: Tensor | None = None
-
-
-class _Sweep:
-    """The launches of one call, and the memory that they fill."""
+class _Sweep(Sequences):
+    """The launches of one call: what its sweeps have in common, and the gates as they take them."""
 
     def __init__(
         self,
         q: Tensor,
         v: Tensor,
-        gated: bool,
-        gradient_of: int | None,
+        g: Tensor | None,
+        g_gamma: Tensor | None,
         cu_seqlens: Tensor | None,
         scale: float,
+        gradient_of_gates: bool = False,
+        fine: bool = False,
     ) -> None:
-        B, self.T, _, self.K = q.shape
-        self.HV, self.V = v.shape[2:]
+        self.K, (self.HV, self.V) = q.shape[3], v.shape[2:]
         self.scale = scale
         self.bfloat16 = q.dtype == torch.bfloat16
-        self.gated, self.with_gate_gradient = gated, gradient_of is not None
-        self.fine = gradient_of == SUMMED and self.bfloat16
-        self.C = chunk_size(self.bfloat16, max(self.K, self.V), gated, self.with_gate_gradient)
+        self.gated, self.gradient_of_gates = g is not None or g_gamma is not None, gradient_of_gates
+        self.fine = fine and self.bfloat16
+        self.C = chunk_size(self.bfloat16, max(self.K, self.V), self.gated, gradient_of_gates)
+        super().__init__(q, cu_seqlens, self.C)
+        self.arguments["H"] = self.HV
         self.BH = block(self.HV, 16)
-        self.device = q.device
-        self.cu_seqlens = None if cu_seqlens is None else bounds(cu_seqlens, self.T)
-        self.N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        NT = (self.T + self.C - 1) // self.C
-        # Longer by one than is used: a leading dimension that may be 1 is a guard on the length when it is symbolic.
-        self.rows = (B * NT if cu_seqlens is None else NT + self.N) + 1
         programs = self.HV * max(self.tiles(x) for x in (False, True))
-        self.segments = segment_count(NT, programs if cu_seqlens is None else programs * self.N)
-        self.split = not (isinstance(self.segments, int) and self.segments == 1)
+        self.SEGMENTS, self.split = self.segments(self.chunks_of_row, programs)
+        # Gates that are those of every token, or running sums, in two parts for float32 products.
+        self.gates: dict[str, Tensor | None] = {"gamma": operand(g_gamma), "sums": None, "rest": None}
+        if g is None and not gradient_of_gates:
+            return
+        sums = self.per_chunk(self.HV, self.C)
+        rest = None if self.bfloat16 else self.per_chunk(self.HV, self.C)
+        launch(
+            gate_kernel,
+            (self.chunks, tile_count(self.HV, self.BH)),
+            g=operand(g),
+            gamma=self.gates["gamma"],
+            sums=sums,
+            rest=rest,
+            **self.arguments,
+            C=self.C,
+            BH=self.BH,
+        )
+        self.gates = {"gamma": None, "sums": sums, "rest": rest}
 
-    def config(self, transpose: bool) -> tuple[int, int, int, int]:
+    def config(self, transpose: bool) -> dict[str, int]:
         D1, D2 = (self.V, self.K) if transpose else (self.K, self.V)
-        return sweep_config(self.bfloat16, self.C, D1, D2, self.gated, self.with_gate_gradient and transpose)
+        return sweep_config(self.bfloat16, self.C, D1, D2, self.gated, self.gradient_of_gates and transpose)
 
     def tiles(self, transpose: bool) -> int:
-        return tile_count(self.K if transpose else self.V, self.config(transpose)[1])
+        return tile_count(self.K if transpose else self.V, self.config(transpose)["BD2"])
 
-    def per_token(self, x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return per_token(x, *shape, packed=self.cu_seqlens is not None, dtype=dtype)
+    def state(self, dtype: torch.dtype) -> Tensor:
+        return self.per_sequence(self.HV, self.K, self.V, dtype=dtype)
 
-    def state(self) -> Tensor:
-        return torch.empty(self.N, self.HV, self.K, self.V, dtype=torch.float32, device=self.device)
+    def gate_gradient_parts(self) -> dict[str, Any]:
+        """Memory that the sweeps of dq and dk share and fill, by the names of their arguments."""
+        dtype = torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32
+        return {
+            "states": self.per_chunk(self.HV, self.V, self.K, dtype=dtype),
+            "d_sums": self.per_chunk(3, self.tiles(transpose=True), self.HV, self.C),
+            "d_whole": self.per_chunk(self.HV, self.K),
+        }
 
-    def gates(self, g: Tensor | None, fixed: bool) -> _Gates:
-        if g is None:
-            return _Gates()
-        if fixed:
-            return _Gates(gamma=operand(g[0, 0]))
-        shape = (self.rows, self.HV, self.C)
-        sums, rest = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
-        bounds = torch.empty(self.rows, 2, dtype=torch.int64, device=self.device)
-        # In two parts for float32 products.
-        gates = _Gates(None, sums, None if self.bfloat16 else rest, bounds)
-        # Steps of the search for a chunk's sequence.
-        steps = self.N.bit_length() if isinstance(self.N, int) else 32
-        sizes = self.T, self.N, self.HV, steps
-        launch(
-            gate_kernel, self._by_row(), operand(g), *gates[1:], self.cu_seqlens, *sizes, C=self.C, BH=self.BH
-        )
-        return gates
-
-    def gradient_parts(self) -> _GateGradient:
-        parts = self.rows, self.tiles(transpose=True), self.HV, self.C
-
-        def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-
-        return _GateGradient(
-            new(
-                self.rows,
-                self.HV,
-                self.V,
-                self.K,
-                dtype=torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32,
-            ),
-            read=new(*parts),
-            write=new(*parts),
-            met=new(*parts),
-            through=new(self.rows, self.HV, self.K),
-        )
-
-    def gate_gradient(self, gradient: _GateGradient, gates: _Gates, dg: Tensor) -> None:
-        """Fill `dg` from what two sweeps have left."""
+    def gate_gradient(self, parts: dict[str, Any], dtype: torch.dtype) -> Tensor:
+        """``[B * T, HV]``, from what the sweeps have stored."""
+        dg = self.per_token(self.HV, dtype=dtype)
         launch(
             gate_gradient_kernel,
-            self._by_row(),
-            *gradient[1:],
-            gates.bounds,
-            dg,
-            self.HV,
-            self.scale,
+            (self.chunks, tile_count(self.HV, self.BH)),
+            d_sums=parts["d_sums"],
+            d_whole=parts["d_whole"],
+            dg=dg,
+            **self.arguments,
+            scale=self.scale,
             D=self.K,
             C=self.C,
             BH=self.BH,
             BD=block(self.K, 256),
             PARTS=self.tiles(transpose=True),
         )
-
-    def _by_row(self) -> tuple[int, int]:
-        """One program for each chunk and `BH` heads."""
-        return self.rows - 1, tile_count(self.HV, self.BH)
+        return dg
 
     def segment_ends(
-        self, b: Tensor, x: Tensor, gates: _Gates, initial: Tensor | None, reverse: bool = False
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """What each segment leaves when it begins at zero, and its summed gates; nothing if there is but one."""
+        self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False
+    ) -> dict[str, Any]:
+        """The state at each segment's end, begun at zero, and its summed gates; nothing if there is but one."""
         if not self.split:
-            return None, None
-        N, HV, K, V = self.N, self.HV, self.K, self.V
-        new = torch.empty(self.segments + 1, N, HV, K, V, dtype=torch.float32, device=self.device)
-        ends = new, new.new_empty(self.segments + 1, N, HV) if self.gated else None
-        self(None, b, x, gates, initial, ends, None, reverse=reverse)
+            return {}
+        ends: dict[str, Any] = {"segment_state": self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)}
+        if self.gated:
+            ends["segment_gate"] = self.per_segment(self.SEGMENTS, self.HV)
+        self(None, b, x, initial, find_ends=True, reverse=reverse, **ends)
         return ends
 
     def __call__(
@@ -253,54 +217,43 @@ class _Sweep:
         a: Tensor | None,
         b: Tensor,
         x: Tensor,
-        gates: _Gates,
         initial: Tensor | None,
-        ends: tuple[Tensor | None, Tensor | None],
-        out: Tensor | None,
-        gradient: _GateGradient | None = None,
-        y: Tensor | None = None,
-        final: Tensor | None = None,
+        find_ends: bool = False,
         transpose: bool = False,
         reverse: bool = False,
+        **tensors: Tensor | None,
     ) -> None:
-        """``S <- e^g S + b_t x_t^T``, ``out_t = scale * S^T a_t``; `transpose` where `b` has the size of values."""
-        BD1, BD2, warps, stages = self.config(transpose)
-        D1, D2, strides = (self.V, self.K, (1, self.V)) if transpose else (self.K, self.V, (self.V, 1))
+        """Launch `sweep_kernel`; with `transpose`, `b` has the size of values and `x` that of keys.
+
+        The other `tensors` are its arguments by name, of which those left out are absent.
+        """
+        D1, D2, stride1, stride2 = (self.V, self.K, 1, self.V) if transpose else (self.K, self.V, self.V, 1)
+        optional = ("y", "segment_state", "segment_gate", "out", "states", "d_sums", "d_whole", "final")
         launch(
             sweep_kernel,
-            (self.N * self.HV * self.tiles(transpose) * self.segments,),
-            a,
-            b,
-            x,
-            None if gradient is None else y,
-            *gates[:3],
-            initial,
-            *ends,
-            out,
-            *(gradient or _GateGradient()),
-            final,
-            self.cu_seqlens,
-            self.scale,
-            self.T,
-            self.N,
-            self.HV,
-            b.shape[2],
-            x.shape[2],
-            self.segments,
+            (self.tiles(transpose) * self.SEGMENTS * self.N * self.HV,),
+            a=a,
+            b=b,
+            x=x,
+            initial=initial,
+            **dict.fromkeys(optional) | tensors,
+            **self.gates,
+            **self.arguments,
+            scale=self.scale,
+            HA=b.shape[2],
+            HX=x.shape[2],
+            SEGMENTS=self.SEGMENTS,
             D1=D1,
             D2=D2,
-            stride1=strides[0],
-            stride2=strides[1],
+            stride1=stride1,
+            stride2=stride2,
             C=self.C,
-            BD1=BD1,
-            BD2=BD2,
-            GATED=self.gated,
             SPLIT=self.split,
+            ENDS=find_ends,
             REVERSE=reverse,
-            FINE=self.fine and gradient is not None,
+            FINE=self.fine and "states" in tensors,
             DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
-            num_warps=warps,
-            num_stages=stages,
+            **self.config(transpose),
         )
 
 
@@ -311,12 +264,13 @@ def chunk_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
 
 def sweep_config(
     bfloat16: bool, C: int, D1: int, D2: int, gated: bool, gate_gradient: bool
-) -> tuple[int, int, int, int]:
+) -> dict[str, int]:
     """Block sizes of the contracted axis, which is one block, and of the other, warps and pipeline stages."""
     BD1 = block(D1, 256)
     if not bfloat16:
-        return BD1, block(D2, 4096 // BD1), 4, 2
+        return {"BD1": BD1, "BD2": block(D2, 4096 // BD1), "num_warps": 4, "num_stages": 2}
     if BD1 == 256 and D2 > 32 and gated and not gate_gradient:
-        return BD1, 64, 8, 2
+        return {"BD1": BD1, "BD2": 64, "num_warps": 8, "num_stages": 2}
     narrow = BD1 == 256 or (BD1 == 128 and gate_gradient)
-    return BD1, block(D2, 32 if narrow else 64), 4, 2 if BD1 >= 128 and gated and C == 64 else 3
+    stages = 2 if BD1 >= 128 and gated and C == 64 else 3
+    return {"BD1": BD1, "BD2": block(D2, 32 if narrow else 64), "num_warps": 4, "num_stages": stages}

@@ -1,6 +1,6 @@
 """Chunked PyTorch for scalar decay: what every device without a Triton kernel runs.
 
-    S_t = exp(g_t) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
+    S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
 
 Between chunks the state is swept. Within a chunk every pair of tokens ``t >= s`` meets with the weight
 ``exp(g_{s+1} + ... + g_t)``: sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and
@@ -12,14 +12,13 @@ queries and keys are a dimension ``n`` beside it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from flacompose.ops._dtype import upcast
 from flacompose.ops.families._chunks import Chunks
-
-# What `gate_kind` may be: all tokens have the same constant gates, of gradient 0; they have one gradient per token;
-# or these are going to be summed over tokens, where they cancel, so that they have to be finer.
-FIXED, PER_TOKEN, SUMMED = range(3)
 
 
 def forward(
@@ -27,19 +26,51 @@ def forward(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
+    g_gamma: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_kind: int,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    if q.shape[1] == 1 and cu_seqlens is None:
+        return _token(q, k, v, g, g_gamma, initial_state, scale)
     chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = _by_group(chunks, q, k, v)
-    q_, decay = q_ * scale, _Decay(chunks, q, g)
+    q_, decay = q_ * scale, _Decay(chunks, q, g, g_gamma)
 
     S, final_state = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
     o = (q_ * decay.read) @ S + (q_ @ k_.mT * decay.pair) @ v_
     return chunks.join(o.flatten(1, 2)).to(v.dtype), final_state
+
+
+def _token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    initial_state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`forward` of one token: the recurrence itself."""
+    q_, k_, v_ = (upcast(x[:, 0]) for x in (q, k, v))  # [B, H, D]
+    H, HV = q.shape[2], v.shape[2]
+    if HV != H:
+        q_, k_ = (x.repeat_interleave(HV // H, 1) for x in (q_, k_))
+    S = k_.unsqueeze(-1) * v_.unsqueeze(-2)
+    if initial_state is not None:
+        before = initial_state.to(S.dtype)
+        if g is not None or g_gamma is not None:
+            before = before * _gates(q_, None if g is None else g[:, 0], g_gamma).exp().unsqueeze(-1)
+        S = S + before
+    o = ((q_ * scale).unsqueeze(-2) @ S).squeeze(-2)
+    return o.unsqueeze(1).to(v.dtype, copy=True), S.contiguous()  # an op returns no view
+
+
+def _gates(x: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor:
+    """``[B, T, HV, 1]``, or ``[HV, 1]`` without `g`: the sum of both decays, in the dtype of `x`."""
+    gates = [y.to(x.dtype) for y in (g, g_gamma) if y is not None]
+    return sum(gates[1:], start=gates[0]).unsqueeze(-1)
 
 
 def backward(
@@ -47,47 +78,53 @@ def backward(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
+    g_gamma: Tensor | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
-    gate_kind: int,
     do: Tensor | None,
     d_final_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dg, d_initial_state)``, empty for inputs that are absent; `dg` is 0 for `FIXED` gates."""
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """``(dq, dk, dv, dg, dg_gamma, d_initial_state)``, empty where `output_mask` is False or the input is absent."""
+    want_q, want_k, want_v, want_g, want_g_gamma, want_state = output_mask
+    gates_wanted = want_g or want_g_gamma
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
     q_, k_, v_, do_ = _by_group(chunks, q, k, v, do)
-    q_, decay = q_ * scale, _Decay(chunks, q, g)
+    q_, decay = q_ * scale, _Decay(chunks, q, g, g_gamma)
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it.
-    S, _ = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
-    dS, d_initial_state = _sweep(chunks, q_ * decay.read, do_, decay, d_final_state, reverse=True)
-    dq, dk = do_ @ S.mT * decay.read, v_ @ dS.mT * decay.write
+    if want_q or gates_wanted:
+        S, _ = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
+        dq = do_ @ S.mT * decay.read
+    if want_k or want_v or gates_wanted or want_state:
+        dS, d_initial_state = _sweep(chunks, q_ * decay.read, do_, decay, d_final_state, reverse=True)
+        dk = v_ @ dS.mT * decay.write
 
     # From this chunk, and together.
     A = q_ @ k_.mT
     dA = do_ @ v_.mT * decay.pair
-    dv = (A * decay.pair).mT @ do_ + (k_ * decay.write) @ dS
-    dg = None
-    if g is not None:
-        dg = g.new_zeros(g.shape)
-        if gate_kind != FIXED:
-            through = (S * dS).sum((-2, -1), keepdim=True) * decay.total
-            dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), through)
-            dg = chunks.join(dg.flatten(1, 2)).squeeze(-1)
+    if gates_wanted:
+        whole = (S * dS).sum((-2, -1), keepdim=True) * decay.total
+        dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), whole)
+        dg = chunks.join(dg.flatten(1, 2)).squeeze(-1)
     dA = dA.sum(2, True)
-    dq, dk = dq.sum(2, True) + dA @ k_, dk.sum(2, True) + dA.mT @ q_
 
-    def grad(x: Tensor | None, dx: Tensor | None) -> Tensor:
-        return q.new_empty(0) if x is None or dx is None else dx.to(x.dtype)
+    def gradient(wanted: bool, x: Tensor | None, dx: Callable[[], Tensor]) -> Tensor:
+        return dx().to(x.dtype) if wanted and x is not None else q.new_empty(0)
 
     return (
-        grad(q, chunks.join(dq.flatten(1, 2)) * scale),
-        grad(k, chunks.join(dk.flatten(1, 2))),
-        grad(v, chunks.join(dv.flatten(1, 2))),
-        grad(g, dg),
-        grad(initial_state, d_initial_state),
+        gradient(want_q, q, lambda: chunks.join((dq.sum(2, True) + dA @ k_).flatten(1, 2)) * scale),
+        gradient(want_k, k, lambda: chunks.join((dk.sum(2, True) + dA.mT @ q_).flatten(1, 2))),
+        gradient(
+            want_v,
+            v,
+            lambda: chunks.join(((A * decay.pair).mT @ do_ + (k_ * decay.write) @ dS).flatten(1, 2)),
+        ),
+        gradient(want_g, g, lambda: dg),
+        gradient(want_g_gamma, g_gamma, lambda: dg.sum((0, 1))),
+        gradient(want_state, initial_state, lambda: d_initial_state),
     )
 
 
@@ -103,13 +140,17 @@ class _Decay:
     and the end of the chunk, `total` ``[..., 1, 1]`` those two.
     """
 
-    def __init__(self, chunks: Chunks, q: Tensor, g: Tensor | None) -> None:
+    def __init__(self, chunks: Chunks, q: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> None:
         ones = torch.ones(chunks.size, chunks.size, dtype=chunks.dtype, device=q.device)
         self.before = ones.tril(-1)  # [t, s], 1 where s < t
-        if g is None:
+        if g is None and g_gamma is None:
             self.pair, self.read, self.write, self.total = ones.tril(), ones[0, 0], ones[0, 0], ones[0, 0]
             return
-        (g,) = _by_group(chunks, q, g.unsqueeze(-1))[1:]
+        gates = _gates(ones, g, g_gamma)
+        if g is None:
+            gates = gates.expand(*q.shape[:2], -1, 1)
+        # Padding is no token, and does not decay.
+        g = chunks.split(gates).unflatten(1, (q.shape[2], -1))
         sums = torch.where(self.before > 0, g, 0).cumsum(-2)  # [..., t, s], gates s + 1 to t
         self.pair = sums.exp().tril()
         self.read = g.cumsum(-2).exp()
@@ -119,8 +160,8 @@ class _Decay:
     def gradient(self, pair: Tensor, read: Tensor, write: Tensor, total: Tensor) -> Tensor:
         """The gradient of every gate ``[..., C, 1]``, from those of the sums that hold it."""
         from_here = 1 - self.before  # [j, t], 1 where t >= j
-        met = (from_here @ pair * self.before).sum(-1, True)
-        return met + from_here @ read + self.before @ write + total
+        pairs = (from_here @ pair * self.before).sum(-1, True)
+        return pairs + from_here @ read + self.before @ write + total
 
 
 def _sweep(
@@ -128,5 +169,5 @@ def _sweep(
 ) -> tuple[Tensor, Tensor]:
     """The states of ``a^T x``, as `Chunks.sweep` returns them, by group."""
     decays = [] if decay.total.dim() == 0 else [decay.total.flatten(1, 2)]
-    S, end = chunks.sweep((a.mT @ x).flatten(1, 2), decays, start, reverse)
-    return S.unflatten(1, x.shape[1:3]), end
+    S, end = chunks.decaying_sweep((a.mT @ x).flatten(1, 2), decays, start, reverse)
+    return S if S.dim() == 2 else S.unflatten(1, x.shape[1:3]), end

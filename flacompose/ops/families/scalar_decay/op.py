@@ -1,15 +1,80 @@
 """The registered ops of scalar decay: a chunked form and a recurrent one, of the same function, with one backward.
 
-    S_t = exp(g_t) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
+    S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
 
-`v`, `g` and states may have a multiple of the heads of `q` and `k`. `gate_kind` says what `g` and its gradient are, as
-`eager` explains; with `FIXED` every token must have the gates of the first, which may be all that is read.
+`g` is a decay per token and head, `g_gamma` one per head, the same for every token. `v`, the gates and states may have
+a multiple of the heads of `q` and `k`.
 """
 
-from flacompose.ops.families._op import define_family
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flacompose.ops._dtype import state_dtype
+from flacompose.ops._varlen import sequence_count
+from flacompose.ops.families._op import define_forms
 from flacompose.ops.families.scalar_decay import eager
-from flacompose.ops.families.scalar_decay.eager import FIXED, PER_TOKEN, SUMMED
 
-__all__ = ["FIXED", "PER_TOKEN", "SUMMED", "chunk", "recurrent"]
 
-chunk, recurrent = define_family("scalar_decay", eager, ("g",), options="int gate_kind")
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    g_gamma: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    N, (HV, V), K = sequence_count(q, cu_seqlens), v.shape[2:], q.shape[3]
+    return v.new_empty(v.shape), v.new_empty(N, HV, K, V, dtype=state_dtype(q.dtype))
+
+
+def _flops(q, k, v, *_, **__) -> int:
+    """One write and one read of the state a token."""
+    B, T, HV, V = v
+    return 4 * B * T * HV * q[-1] * V
+
+
+def by_keywords(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`op`, called by keywords, with defaults for what most recurrences of the family have not."""
+
+    def form(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        g: Tensor | None = None,
+        g_gamma: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return op(q, k, v, g, g_gamma, initial_state, cu_seqlens, scale)
+
+    return form
+
+
+_chunk, _recurrent = define_forms(
+    "scalar_decay",
+    eager,
+    arguments="Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, "
+    "Tensor? initial_state, Tensor? cu_seqlens, float scale",
+    gradients="Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dg_gamma, Tensor d_initial_state",
+    axes={
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T HV V",
+        "g": "B T HV",
+        "g_gamma": "HV",
+        "o": "B T HV V",
+        "initial_state": "N HV K V",
+        "final_state": "N HV K V",
+    },
+    autocast={"q": None, "k": None, "v": None},
+    fake=_fake,
+    flops=_flops,
+)
+chunk, recurrent = by_keywords(_chunk), by_keywords(_recurrent)

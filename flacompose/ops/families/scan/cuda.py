@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._define import launch
-from flacompose.ops._varlen import bounds
 from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._launch import batched, block, per_token, segment_count, tile_count
-from flacompose.ops.families._op import rows
+from flacompose.ops.families._launch import block, none_as_empty, tile_count
+from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families.scan.kernels import scan_kernel
 
 # Tokens of a tile, a divisor of `UNIT`, and pipeline stages: of a scan, of one that finds segments' ends, and by token.
@@ -21,14 +20,14 @@ def chunk(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
-    return _forward(_Scan(x, cu_seqlens), x, g, initial_state)
+    return _Scan(x, cu_seqlens).forward(x, g, initial_state)
 
 
 def recurrent(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
-    return _forward(_Scan(x, cu_seqlens, by_token=True), x, g, initial_state)
+    return _Scan(x, cu_seqlens, by_token=True).forward(x, g, initial_state)
 
 
 @compile_ahead
@@ -39,119 +38,100 @@ def backward(
     cu_seqlens: Tensor | None,
     do: Tensor | None,
     d_final_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dx, dg, d_initial_state)``, the last empty if the state is absent."""
+    output_mask: list[bool],
+) -> tuple[Tensor, ...]:
+    """``(dx, dg, d_initial_state)``, empty where `output_mask` does not want them."""
+    wants_x, wants_g, wants_state = output_mask
     scan = _Scan(x, cu_seqlens)
-    dx, dg = scan.per_token(x), scan.per_token(g)
-    # float16 does not reach down to what strong gates leave.
-    left = dg if g.dtype != torch.float16 else scan.per_token(g, torch.float32)
-    d_initial_state = None if initial_state is None else scan.state(initial_state.dtype)
+    dx = scan.per_token(scan.D, dtype=x.dtype) if wants_x else None
+    d_initial_state = None
+    if initial_state is not None and wants_state:
+        d_initial_state = scan.per_sequence(scan.D, dtype=initial_state.dtype)
+    dg = decayed = None
     do = torch.zeros_like(x) if do is None else do
     g = g.contiguous()
-
-    scan(x.contiguous(), g, initial_state, out=left, only_left=True)
+    if wants_g:
+        dg = scan.per_token(scan.D, dtype=g.dtype)
+        # The decayed states are in `dg` until it overwrites them, unless it is float16, whose range does not reach
+        # down to what strong gates leave of them.
+        decayed = dg if g.dtype != torch.float16 else scan.per_token(scan.D, dtype=torch.float32)
+        scan(x.contiguous(), g, initial_state, out=decayed, only_decayed=True)
     scan(
         do.contiguous(),
         g,
         d_final_state,
-        left=None if left is dg else left,
+        decayed=None if decayed is dg else decayed,
         out=dx,
         dg=dg,
         final=d_initial_state,
         reverse=True,
     )
-    d_initial_state = x.new_empty(0) if d_initial_state is None else d_initial_state
-    return batched(dx, scan.T), batched(dg, scan.T), d_initial_state
+    dx, dg = (None if y is None else scan.batched(y) for y in (dx, dg))
+    return none_as_empty(x, dx, dg, d_initial_state)
 
 
 chunk.backward = backward
 
 
-def _forward(scan: _Scan, x: Tensor, g: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    o, final_state = scan.per_token(x), scan.state(torch.float32)
-    scan(x.contiguous(), g.contiguous(), initial_state, out=o, final=final_state)
-    return batched(o, scan.T), final_state
-
-
-class _Scan:
-    """The launches of one call, and the memory that they fill."""
+class _Scan(Sequences):
+    """The launches of one call."""
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None, by_token: bool = False) -> None:
-        _, self.T, self.D = x.shape
+        super().__init__(x, cu_seqlens)
+        self.D = x.shape[2]
         self.by_token = by_token
-        self.device = x.device
-        self.cu_seqlens = None if cu_seqlens is None else bounds(cu_seqlens, self.T)
-        self.N = rows(x, cu_seqlens)
 
-    def per_token(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        return per_token(x, self.D, packed=self.cu_seqlens is not None, dtype=dtype)
-
-    def state(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.N, self.D, dtype=dtype, device=self.device)
+    def forward(self, x: Tensor, g: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        o, final_state = self.per_token(self.D, dtype=x.dtype), self.per_sequence(self.D)
+        self(x.contiguous(), g.contiguous(), initial_state, out=o, final=final_state)
+        return self.batched(o), final_state
 
     def __call__(
         self,
         x: Tensor,
         g: Tensor,
         initial: Tensor | None,
-        left: Tensor | None = None,
+        decayed: Tensor | None = None,
         out: Tensor | None = None,
         dg: Tensor | None = None,
         final: Tensor | None = None,
-        only_left: bool = False,
+        only_decayed: bool = False,
         reverse: bool = False,
     ) -> None:
-        """Fill `out` and `final` from the state `initial`, and `dg` backwards in time, where `x` is the gradient of h.
+        """Fill what is given of `out`, `dg` and `final` from the state `initial`.
 
-        `only_left`: with what is left of the state before each token, instead of h.
+        With `reverse`, backwards in time, where `x` is the gradient of h; only this fills `dg`. With `only_decayed`,
+        `out` is the decayed state before each token, instead of h.
         """
         BD = block(self.D, 256 if self.by_token else 64)
         tiles = tile_count(self.D, BD)
-        programs = tiles if self.cu_seqlens is None else tiles * self.N
         # A segment has 2,048 tokens at least, and so 64 times 32.
-        segments = 1 if self.by_token else segment_count(self.T // 32, programs)
-        split = not (isinstance(segments, int) and segments == 1)
+        SEGMENTS, split = (1, False) if self.by_token else self.segments(self.T // 32, tiles)
+        state, gate = (self.per_segment(SEGMENTS, self.D) if split else None for _ in range(2))
         initial = None if initial is None else initial.contiguous()
-        ends: tuple[Tensor | None, Tensor | None] = None, None
-        if split:
-            # Longer by one than is used: a leading dimension that may be 1 is a guard on a symbolic length.
-            shape = segments + 1, self.N, self.D
-            state, gate = (torch.empty(shape, dtype=torch.float32, device=self.device) for _ in range(2))
-            ends = state, gate
-
-        def sweep(
-            config: tuple[int, int],
-            left: Tensor | None,
-            out: Tensor | None,
-            dg: Tensor | None,
-            final: Tensor | None,
-        ) -> None:
-            C, stages = config
+        for find_ends in (True, False) if split else (False,):
+            C, stages = END_CONFIG if find_ends else TOKEN_CONFIG if self.by_token else SCAN_CONFIG
             launch(
                 scan_kernel,
-                (self.N * tiles * segments,),
-                x,
-                g,
-                left,
-                initial,
-                *ends,
-                out,
-                dg,
-                final,
-                self.cu_seqlens,
-                self.T,
-                self.N,
-                segments,
+                (self.N * tiles * SEGMENTS,),
+                x=x,
+                g=g,
+                decayed_h=None if find_ends else decayed,
+                initial=initial,
+                segment_state=state,
+                segment_gate=gate,
+                out=None if find_ends else out,
+                dg=None if find_ends else dg,
+                final=None if find_ends else final,
+                **self.arguments,
+                SEGMENTS=SEGMENTS,
                 D=self.D,
                 C=C,
                 BD=BD,
                 STAGES=stages,
                 SPLIT=split,
-                LEFT=only_left and out is not None,
+                ENDS=find_ends,
+                DECAYED=only_decayed and not find_ends,
                 REVERSE=reverse,
                 num_warps=1,
             )
-
-        if split:
-            sweep(END_CONFIG, left=None, out=None, dg=None, final=None)
-        sweep(TOKEN_CONFIG if self.by_token else SCAN_CONFIG, left, out, dg, final)

@@ -11,9 +11,12 @@ Everything is functional, differentiable PyTorch, so derivatives of any order ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from flacompose.ops._dtype import upcast
 from flacompose.ops.families._chunks import Chunks
 
 
@@ -21,6 +24,12 @@ def forward(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
+    if x.shape[1] == 1 and cu_seqlens is None:
+        h = upcast(x[:, 0])
+        if initial_state is not None:
+            h = torch.addcmul(h, g[:, 0].to(h.dtype).exp(), initial_state.to(h.dtype))
+        h = h.clone(memory_format=torch.contiguous_format)
+        return h.unsqueeze(1).to(x.dtype, copy=True), h  # an op returns no view
     scan = _Scan(x, g, cu_seqlens)
     x_ = scan.tokens(x)
     h, final_state = scan.states(x_, initial_state)
@@ -38,28 +47,33 @@ def backward(
     cu_seqlens: Tensor | None,
     do: Tensor | None,
     d_final_state: Tensor | None,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(dx, dg, d_initial_state)``, the last empty if the state is absent."""
+    """``(dx, dg, d_initial_state)``, empty where `output_mask` is False or the state is absent."""
+    want_x, want_g, want_state = output_mask
     scan = _Scan(x, g, cu_seqlens)
     x_, do_ = scan.tokens(x), scan.tokens(torch.zeros_like(x) if do is None else do)
-    h, _ = scan.states(x_, initial_state)
     # exp(g_t) * h_{t-1}, what is left of the state.
     left = []
-    for a, x_t in zip(scan.decay, x_, strict=True):
-        left.append(a * h)
-        h = left[-1] + x_t
+    if want_g:
+        h, _ = scan.states(x_, initial_state)
+        for a, x_t in zip(scan.decay, x_, strict=True):
+            left.append(a * h)
+            h = left[-1] + x_t
 
     # dh_t = do_t + exp(g_{t+1}) * dh_{t+1}; `dh` is its second term.
     dh, d_initial_state = scan.states(do_, d_final_state, reverse=True)
-    dx, dg = [], []
-    for a, left_t, do_t in zip(*map(reversed, (scan.decay, left, do_)), strict=True):
+    dx = []
+    for a, do_t in zip(reversed(scan.decay), reversed(do_), strict=True):
         dx.append(do_t + dh)
-        dg.append(dx[-1] * left_t)
         dh = a * dx[-1]
+    dx.reverse()
     return (
-        scan.join(dx[::-1]).to(x.dtype),
-        scan.join(dg[::-1]).to(g.dtype),
-        x.new_empty(0) if initial_state is None else d_initial_state.to(initial_state.dtype),
+        scan.join(dx).to(x.dtype) if want_x else x.new_empty(0),
+        scan.join([d * h for d, h in zip(dx, left, strict=True)]).to(g.dtype) if want_g else x.new_empty(0),
+        d_initial_state.to(initial_state.dtype)
+        if want_state and initial_state is not None
+        else x.new_empty(0),
     )
 
 
@@ -98,5 +112,5 @@ class _Scan:
             for a, x_t in zip(self.decay, x, strict=True):
                 h = torch.addcmul(x_t, a, h)
         start = None if start is None else start[:, None, None]
-        S, end = self.chunks.sweep(h.unsqueeze(-2), [self.total], start, reverse)
+        S, end = self.chunks.decaying_sweep(h.unsqueeze(-2), [self.total], start, reverse)
         return S.squeeze(-2), end.flatten(1).clone()

@@ -1,7 +1,7 @@
 """Triton kernel for the elementwise scan: a sweep over a sequence, its state in registers.
 
-Forwards in time it gives h, or what is left of the state before each token, which the gradient of gates needs;
-backwards it gives the gradients.
+Forwards in time it gives h or, for the gradient of gates, the decayed state ``exp(g_t) * h_{t-1}`` to which each token
+is added; backwards it gives the gradients.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._kernels import decayed
+from flacompose.ops.families._kernels import decayed, find_segment, find_sequence, split_program
 
-UNIT = tl.constexpr(16)  # tokens that segments are multiples of
+UNIT = tl.constexpr(16)  # segments have a multiple of so many tokens, whatever the tile
 
 
 @triton.jit
@@ -32,11 +32,11 @@ def _before(a, e):
 def scan_kernel(
     x,  # [tokens, D]; backwards do
     g,  # [tokens, D]
-    left,  # [tokens, D]: backwards, what is left of the state before each token; None if `dg` holds it
+    decayed_h,  # [tokens, D]: backwards, the decayed state before each token; None if `dg` holds it
     initial,  # [N, D]
     segment_state,  # [SEGMENTS, N, D]: each segment's end, begun at 0 (the first at `initial`)
     segment_gate,  # [SEGMENTS, N, D]: its summed gates
-    out,  # [tokens, D]: h or, with LEFT, what is left of it; backwards dx
+    out,  # [tokens, D]: h or, with DECAYED, the decayed state before each token; backwards dx
     dg,  # [tokens, D], backwards
     final,  # [N, D]
     cu_seqlens,
@@ -48,42 +48,36 @@ def scan_kernel(
     BD: tl.constexpr,
     STAGES: tl.constexpr,
     SPLIT: tl.constexpr,
-    LEFT: tl.constexpr,
+    ENDS: tl.constexpr,
+    DECAYED: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """``h <- exp(g_t) * h + x_t``, or with `REVERSE`, backwards in time, ``dh_t = do_t + exp(g_{t+1}) * dh_{t+1}``.
 
-    One program sweeps one segment of one sequence. Without `out` from zero, to find the segments' ends; with it from
-    the true state, folded from those. What is carried backwards is ``exp(g_t) * dh_t``, the gradient of the state
-    before the token.
+    One program sweeps one segment of one sequence. With `ENDS` it begins at zero, and stores the state at the segment's
+    end. Otherwise it begins at the true state, computed from those ends, and stores what is given of `out`, `dg` and
+    `final`. What is carried backwards is ``exp(g_t) * dh_t``, the gradient of the state before the token.
     """
-    tiles = tl.cdiv(D, BD)
-    pid = tl.program_id(0).to(tl.int64)
-    tile = pid % tiles
-    segment = (pid // tiles) % SEGMENTS
-    n = pid // tiles // SEGMENTS
-    if out is None:
+    tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
+    if ENDS:
         if segment == SEGMENTS - 1:
+            return
+    elif out is None and dg is None:
+        if segment < SEGMENTS - 1:
             return
     # Axes in this order, tokens the second, give a thread two channels and all tokens of a tile: its scan crosses no
     # threads where BD is 64.
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD // 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
     in_d = d < D
-    if cu_seqlens is not None:
-        lo = tl.load(cu_seqlens + n)
-        hi = tl.load(cu_seqlens + n + 1)
-    else:
-        lo = n * T
-        hi = lo + T
-    # The same tokens whatever the tile.
-    per_segment = tl.cdiv(tl.cdiv(hi - lo, UNIT), SEGMENTS) * (UNIT // C)
-    begin = segment * per_segment
-    stop = tl.minimum(begin + per_segment, tl.cdiv(hi - lo, C))
+    lo, hi, _ = find_sequence(n, T, cu_seqlens, C)
+    begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, UNIT))
+    begin *= UNIT // C
+    stop = tl.minimum(stop * (UNIT // C), tl.cdiv(hi - lo, C))
 
     h = tl.zeros([BD // 2, 2], dtype=tl.float32)
     if initial is not None:
         h += tl.load(initial + n * D + d, mask=in_d & (segment == 0), other=0.0).to(tl.float32)
-    if SPLIT and out is not None:
+    if SPLIT and not ENDS:
         for i in range(segment):
             at = (i * N + n) * D + d
             h = decayed(h, tl.load(segment_gate + at, mask=in_d, other=0.0))
@@ -92,7 +86,7 @@ def scan_kernel(
 
     t = tl.arange(0, C)[None, :, None]
     from_start = (-t if REVERSE else t) * D + d[:, None, :]
-    # With its own stages: those of a launch are for loads that feed products.
+    # With stages of its own: those of a launch are for loads that feed products.
     for i in tl.range(begin, stop, num_stages=STAGES):
         # Past the end nothing decays, and nothing is added.
         mask = t < (hi - lo - i * C).to(tl.int32)
@@ -105,21 +99,26 @@ def scan_kernel(
         e_ = a_ * x_ if REVERSE else x_
         decay, before = _before(a_, e_)
         end = tl.sum(tl.where(t == C - 1, a_ * before + e_, 0.0), 1)
-        if out is not None:
+        if not ENDS:
             before += decay * h[:, None, :]
             if REVERSE:
                 dh = before + x_
-                left_ = tl.load((dg if left is None else left) + start + from_start, mask=mask, other=0.0)
-                tl.store(out + start + from_start, dh.to(out.dtype.element_ty), mask=mask)
-                tl.store(dg + start + from_start, (dh * left_).to(dg.dtype.element_ty), mask=mask)
+                if dg is not None:
+                    h_ = tl.load(
+                        (dg if decayed_h is None else decayed_h) + start + from_start, mask=mask, other=0.0
+                    )
+                if out is not None:
+                    tl.store(out + start + from_start, dh.to(out.dtype.element_ty), mask=mask)
+                if dg is not None:
+                    tl.store(dg + start + from_start, (dh * h_).to(dg.dtype.element_ty), mask=mask)
             else:
-                out_ = a_ * before if LEFT else a_ * before + x_
+                out_ = a_ * before if DECAYED else a_ * before + x_
                 tl.store(out + start + from_start, out_.to(out.dtype.element_ty), mask=mask)
         total = tl.sum(g_, 1)
         h = decayed(h, total) + end
         gates += total
 
-    if out is None:
+    if ENDS:
         at = (segment * N + n) * D + d
         tl.store(segment_state + at, h, mask=in_d)
         tl.store(segment_gate + at, gates, mask=in_d)

@@ -7,20 +7,20 @@ import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._define import launch
-from flacompose.ops._varlen import ChunkTable, chunk_table
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._launch import block, given, operand, operand_dtype, segment_count, tile_count
+from flacompose.ops.families._launch import block, none_as_empty, operand, operand_dtype, tile_count
+from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families.vector_decay import slots
 from flacompose.ops.families.vector_decay.kernels import (
+    C,
     gated_kernel,
     plain_kernel,
     score_kernel,
     state_kernel,
 )
 
-CHUNK = 64
-LEVELS = CHUNK.bit_length() - 1
+CHUNK = C.value
 
 
 @compile_ahead
@@ -35,21 +35,22 @@ def chunk(
     cu_seqlens: Tensor | None,
     scale: float,
     softmax: bool,
-    wide: bool,
+    full_precision: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     if softmax:
         q = slots.softmax(q, operand_dtype(v))
-    work = _Work(q, v, u, cu_seqlens, scale)
-    o = work.per_token(v, torch.float32 if wide else None)
-    q, k, v = operand(q), operand(k), operand(v)
-    gk, gv, u, initial_state = given(gk), given(gv), given(u), given(initial_state)
-    S, final_state = work.sweep(k, v, gk, gv, initial_state)
+    chunks = _Chunks(q, v, u, cu_seqlens, scale)
+    o = chunks.per_token(*v.shape[2:], dtype=torch.float32 if full_precision else v.dtype)
+    final_state = chunks.state(torch.float32)
+    q, k, v, initial_state = operand(q), operand(k), operand(v), operand(initial_state)
+    gk, gv, u = operand(gk), operand(gv), operand(u)
+    S = chunks.states(k, v, gk, gv, initial_state, final_state)
     if gv is None:
-        work.plain(q, k, v, gk, u, S, o)
+        chunks.plain(q, k, v, gk, u, S, o)
     else:
-        work.gated(q, k, v, None, gk, gv, u, S, None, o)
-    return o, final_state
+        chunks.gated(q, k, v, None, gk, gv, u, S, None, read=o)
+    return chunks.batched(o), final_state
 
 
 @compile_ahead
@@ -64,50 +65,61 @@ def backward(
     cu_seqlens: Tensor | None,
     scale: float,
     softmax: bool,
-    wide: bool,
+    full_precision: bool,
     do: Tensor | None,
     d_final_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty for inputs that are absent."""
+    output_mask: list[bool],
+) -> tuple[Tensor, ...]:
+    """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty where `output_mask` does not want them."""
     logits = q
     if softmax:
         q = slots.softmax(q, operand_dtype(v))
-    work = _Work(q, v, u, cu_seqlens, scale)
-    absent = logits.new_empty(0)
-    # Of probabilities in float32: it cancels, and may be larger than what float16 holds.
-    dq = work.per_token(q, torch.float32 if softmax else None)
-    dk, dv, dgk, dgv = (absent if x is None else work.per_token(x) for x in (k, v, gk, gv))
-    u_dtype, state_dtype = (None if x is None else x.dtype for x in (u, initial_state))
+    chunks = _Chunks(q, v, u, cu_seqlens, scale)
+    tokens = zip((q, k, v, gk, gv), output_mask)
+    dq, dk, dv, dgk, dgv = (
+        # That of probabilities is in float32: it cancels, and may be larger than what float16 holds.
+        chunks.per_token(*x.shape[2:], dtype=torch.float32 if softmax and x is q else x.dtype)
+        if x is not None and wanted
+        else None
+        for x, wanted in tokens
+    )
+    du, d_initial_state, u_dtype = None, None, None if u is None else u.dtype
+    if u is not None and output_mask[5]:
+        # By chunk, and zeros where there is none.
+        du = q.new_zeros(chunks.chunks + 1, *u.shape, dtype=torch.float32)
+    if initial_state is not None and output_mask[6]:
+        d_initial_state = chunks.state(initial_state.dtype)
     do = torch.zeros_like(v) if do is None else do
     q, k, v, do = operand(q), operand(k), operand(v), operand(do)
-    gk, gv, u = given(gk), given(gv), given(u)
-    initial_state, d_final_state = given(initial_state), given(d_final_state)
+    gk, gv, u = operand(gk), operand(gv), operand(u)
 
-    S, _ = work.sweep(k, v, gk, gv, initial_state)
-    dS, d_initial_state = work.sweep(q, do, gk, gv, d_final_state, reverse=True)
-    mild_k = mild_v = du = None
-    if gv is None:
-        mild_k = work.plain(k, q, do, gk, u, dS, dv, reverse=True)
+    S = dS = mild_k = mild_v = None
+    of_gates = dgk is not None or dgv is not None
+    if dq is not None or of_gates:
+        S = chunks.states(k, v, gk, gv, operand(initial_state))
+    stored = dk is not None or dv is not None or of_gates
+    if stored or d_initial_state is not None:
+        final = operand(d_final_state)
+        dS = chunks.states(q, do, gk, gv, final, d_initial_state, stored=stored, reverse=True)
+    if gv is None and dv is not None:
+        mild_k = chunks.plain(k, q, do, gk, u, dS, dv, reverse=True)
     if gk is None and u is None:
-        mild_v = work.plain(do, v, k, gv, None, S, dq, transpose=True)
-        work.plain(v, do, q, gv, None, dS, dk, reverse=True, transpose=True)
+        if dq is not None:
+            mild_v = chunks.plain(do, v, k, gv, None, S, dq, transpose=True)
+        if dk is not None:
+            mild_v = chunks.plain(v, do, q, gv, None, dS, dk, reverse=True, transpose=True)
     if gv is not None:
-        work.gated(q, k, v, do, gk, gv, u, S, dS, None, dv, dgv, mild=mild_v)
+        chunks.gated(q, k, v, do, gk, gv, u, S, dS, write=dv, dg2=dgv, mild=mild_v)
     if gk is not None or u is not None:
-        # A bonus is weighed in where a gate is.
-        gate, d_gate = (torch.zeros_like(k), torch.empty_like(k)) if gk is None else (gk, dgk)
-        if u is not None:  # by chunk, and zeros where there is none
-            du = q.new_zeros(work.padded_rows, *u.shape, dtype=torch.float32)
-        work.gated(do, v, k, q, gv, gate, u, S, dS, dq, dk, d_gate, du, mild_k, transpose=True)
-    return (
-        slots.softmax_gradient(logits, dq) if softmax else dq,
-        dk,
-        dv,
-        dgk,
-        dgv,
-        absent if du is None else du.sum(0).to(u_dtype),
-        absent if state_dtype is None else d_initial_state.to(state_dtype),
-    )
+        outputs = {"read": dq, "write": dk, "dg2": dgk, "du": du}
+        chunks.gated(do, v, k, q, gv, gk, u, S, dS, mild=mild_k, transpose=True, **outputs)
+
+    dq, dk, dv, dgk, dgv = (None if x is None else chunks.batched(x) for x in (dq, dk, dv, dgk, dgv))
+    if softmax and dq is not None:
+        dq = slots.softmax_gradient(logits, dq)
+    if du is not None:
+        du = du.sum(0).to(u_dtype)
+    return none_as_empty(logits, dq, dk, dv, dgk, dgv, du, d_initial_state)
 
 
 chunk.backward = backward
@@ -124,144 +136,111 @@ def recurrent(
     cu_seqlens: Tensor | None,
     scale: float,
     softmax: bool,
-    wide: bool,
+    full_precision: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(q, k, v, None, gk, gv, initial_state, cu_seqlens, scale, u, softmax, wide)
+    gates = {"gk": gk, "gv": gv, "u": u}
+    return _launch.recurrent(
+        q, k, v, initial_state, cu_seqlens, scale, softmax=softmax, full_precision=full_precision, **gates
+    )
 
 
-class _Work:
-    """How the chunks of one call are laid out, and the launches over them."""
+class _Chunks(Sequences):
+    """The launches of one call, and what they have in common."""
 
     def __init__(
         self, q: Tensor, v: Tensor, u: Tensor | None, cu_seqlens: Tensor | None, scale: float
     ) -> None:
-        B, self.T, self.H, self.K = q.shape
-        self.V = v.shape[-1]
-        self.scale = scale
-        self.table: ChunkTable | None = None
-        self.NT = (self.T + CHUNK - 1) // CHUNK
-        if cu_seqlens is None:
-            self.N, self.rows = B, B * self.NT
-        else:
-            self.N = cu_seqlens.shape[0] - 1
-            self.table = chunk_table(cu_seqlens, self.T, CHUNK)
-            self.rows = self.table.start.shape[0]
-        # Of buffers: a leading dimension that may be 1 is a guard on the length when it is symbolic.
-        self.padded_rows = self.rows + 1
+        super().__init__(q, cu_seqlens, CHUNK)
+        self.H, self.K = q.shape[2:]
+        self.V = v.shape[3]
         self.bfloat16 = q.dtype == torch.bfloat16
-        self.state_dtype = torch.bfloat16 if self.bfloat16 else torch.float32
-        self.flags = {
+        self.arguments |= {
+            "scale": scale,
+            "H": self.H,
             "READ_BEFORE": u is not None,
-            "PACKED": self.table is not None,
             "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
-            "C": CHUNK,
         }
 
-    def per_token(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An output like `x`; tokens in no sequence are written by nobody."""
-        new = x.new_empty if self.table is None else x.new_zeros
-        return new(x.shape, dtype=dtype)
+    def state(self, dtype: torch.dtype) -> Tensor:
+        return self.per_sequence(self.H, self.K, self.V, dtype=dtype)
 
-    def sweep(
+    def axes(self, transpose: bool) -> dict[str, int]:
+        """Sizes and strides in a state of the axis that is contracted and of the one that is written."""
+        K, V = self.K, self.V
+        D1, D2, stride1, stride2 = (V, K, 1, V) if transpose else (K, V, V, 1)
+        return {"D1": D1, "D2": D2, "stride1": stride1, "stride2": stride2}
+
+    def states(
         self,
         a: Tensor,
         x: Tensor,
         gk: Tensor | None,
         gv: Tensor | None,
         initial: Tensor | None,
+        final: Tensor | None = None,
+        stored: bool = True,
         reverse: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """States before each chunk, ``[rows, H, K, V]``, and the final ones; with `reverse`, backwards in time."""
-        N, H, K, V = self.N, self.H, self.K, self.V
-        BK, BV, warps, stages = state_config(self.bfloat16, K, V, gk is not None)
-        tiles = tile_count(K, BK) * tile_count(V, BV)
-        programs = H * tiles if self.table is None else H * tiles * N
-        segments = segment_count(self.NT, programs)
-        states = a.new_empty(self.padded_rows, H, K, V, dtype=self.state_dtype)
-        final = a.new_empty(N, H, K, V, dtype=torch.float32)
-        segment_state = segment_gk = segment_gv = None
-        split = not (isinstance(segments, int) and segments == 1)
-        arguments = {
-            "SPLIT": split,
-            "BK": BK,
-            "BV": BV,
-            "HAS_GK": gk is not None,
-            "HAS_GV": gv is not None,
-            "HAS_INITIAL": initial is not None,
-            "REVERSE": reverse,
-            **self.flags,
-            "num_warps": warps,
-            "num_stages": stages,
-        }
+    ) -> Tensor | None:
+        """The state before each chunk, ``[chunks, H, K, V]``, if `stored`; with `reverse`, backwards in time.
 
-        def run(whole: bool) -> None:
+        Fills `final`, if it is given.
+        """
+        H, K, V = self.H, self.K, self.V
+        config = state_config(self.bfloat16, K, V, gk is not None)
+        tiles = tile_count(K, config["BK"]) * tile_count(V, config["BV"])
+        SEGMENTS, split = self.segments(self.chunks_of_row, H * tiles)
+        dtype = torch.bfloat16 if self.bfloat16 else torch.float32
+        states = self.per_chunk(H, K, V, dtype=dtype) if stored else None
+        ends: dict[str, Tensor | None] = dict.fromkeys(("segment_state", "segment_gk", "segment_gv"))
+        if split:
+            ends["segment_state"] = self.per_segment(SEGMENTS, H, K, V)
+            ends["segment_gk"] = None if gk is None else self.per_segment(SEGMENTS, H, K)
+            ends["segment_gv"] = None if gv is None else self.per_segment(SEGMENTS, H, V)
+        for find_ends in (True, False) if split else (False,):
             launch(
                 state_kernel,
-                (N * H * tiles * segments,),
-                a,
-                x,
-                gk,
-                gv,
-                initial,
-                segment_state,
-                segment_gk,
-                segment_gv,
-                states,
-                final,
-                *self._table("start", "end", "first", "last"),
-                self.scale,
-                self.T,
-                self.NT,
-                N,
-                H,
-                K,
-                V,
-                segments,
-                WHOLE=whole,
-                **arguments,
+                (tiles * SEGMENTS * self.N * H,),
+                a=a,
+                x=x,
+                gk=gk,
+                gv=gv,
+                initial=initial,
+                **ends,
+                states=None if find_ends else states,
+                final=None if find_ends else final,
+                **self.arguments,
+                K=K,
+                V=V,
+                SEGMENTS=SEGMENTS,
+                SPLIT=split,
+                ENDS=find_ends,
+                REVERSE=reverse,
+                **config,
             )
-
-        if split:
-            # Longer by one, as `padded_rows` are.
-            segment_state = final.new_empty(segments + 1, N, H, K, V)
-            segment_gk = None if gk is None else final.new_empty(segments + 1, N, H, K)
-            segment_gv = None if gv is None else final.new_empty(segments + 1, N, H, V)
-            run(whole=False)
-        run(whole=True)
-        return states, final
+        return states
 
     def score(
         self, a: Tensor, b: Tensor, g: Tensor | None, u: Tensor | None, mild: Tensor | None = None
     ) -> Tensor:
         """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`, or for ``s = t`` weighted by `u`.
 
-        Nothing for the chunks that are ``mild [rows, H]``.
+        Nothing for the chunks that are ``mild [chunks, H]``.
         """
         D = a.shape[-1]
-        BD, warps, stages = score_config(self.bfloat16, D)
-        P = a.new_empty(self.padded_rows, self.H, CHUNK, CHUNK, dtype=torch.float32)
+        P = self.per_chunk(self.H, CHUNK, CHUNK)
         launch(
             score_kernel,
-            (self.rows * self.H,),
-            a,
-            b,
-            g,
-            u,
-            P,
-            mild,
-            *self._table("start", "end"),
-            self.scale,
-            self.T,
-            self.NT,
-            self.H,
-            D,
-            LEVELS=LEVELS,
-            BD=BD,
-            HAS_G=g is not None,
-            **self.flags,
-            num_warps=warps,
-            num_stages=stages,
+            (self.chunks * self.H,),
+            a=a,
+            b=b,
+            g=g,
+            u=u,
+            P=P,
+            mild=mild,
+            **self.arguments,
+            D=D,
+            **score_config(self.bfloat16, D),
         )
         return P
 
@@ -272,7 +251,7 @@ class _Work:
         x: Tensor,
         g: Tensor | None,
         u: Tensor | None,
-        S: Tensor,
+        S: Tensor | None,
         out: Tensor,
         reverse: bool = False,
         transpose: bool = False,
@@ -281,39 +260,26 @@ class _Work:
 
         Returns which chunks of `g` are mild.
         """
-        D1, D2, strides = self._axes(transpose)
-        BD1, BD2, warps, stages = plain_config(self.bfloat16, D1, D2)
-        mild = None if g is None else x.new_empty(self.padded_rows, self.H, dtype=torch.int8)
-
+        axes = self.axes(transpose)
+        config = plain_config(self.bfloat16, axes["D1"], axes["D2"])
+        mild = None if g is None else self.per_chunk(self.H, dtype=torch.int8)
         for only_mild in (True,) if g is None else (True, False):
             launch(
                 plain_kernel,
-                (self.rows * self.H * tile_count(D2, BD2),),
-                a,
-                b,
-                x,
-                g,
-                u,
-                S,
-                out,
-                mild,
-                *self._table("start", "end"),
-                self.scale,
-                self.T,
-                self.NT,
-                self.H,
-                D1,
-                D2,
-                *strides,
-                LEVELS=LEVELS,
-                BD1=BD1,
-                BD2=BD2,
-                HAS_G=g is not None,
+                (tile_count(axes["D2"], config["BD2"]) * self.chunks * self.H,),
+                a=a,
+                b=b,
+                x=x,
+                g=g,
+                u=u,
+                S=S,
+                out=out,
+                mild=mild,
+                **self.arguments,
+                **axes,
                 MILD=only_mild,
                 REVERSE=reverse,
-                **self.flags,
-                num_warps=warps,
-                num_stages=stages,
+                **config,
             )
         return mild
 
@@ -324,107 +290,93 @@ class _Work:
         x: Tensor,
         y: Tensor | None,
         g1: Tensor | None,
-        g2: Tensor,
+        g2: Tensor | None,
         u: Tensor | None,
-        S: Tensor,
+        S: Tensor | None,
         dS: Tensor | None,
-        read: Tensor | None,
+        read: Tensor | None = None,
         write: Tensor | None = None,
-        gate: Tensor | None = None,
+        dg2: Tensor | None = None,
         du: Tensor | None = None,
         mild: Tensor | None = None,
         transpose: bool = False,
     ) -> None:
-        """Fill what is given of `read`, `write`, `gate` and `du`.
+        """Fill what is given of `read`, `write`, `dg2` and `du`.
 
         Along the value axis or, with `transpose`, along the key axis, that of `u`. `mild` is what `plain` has found of
         `g2`; without it, each tile finds out for itself.
         """
-        D1, D2, strides = self._axes(transpose)
-        BD1, BD2, warps, stages = gated_config(self.bfloat16, D1, D2)
-        tiles = tile_count(D2, BD2)
+        writes, reads = write is not None or dg2 is not None, read is not None or dg2 is not None
+        if not (writes or reads or du is not None):
+            return
+        if g2 is None:  # beside a bonus
+            g2 = torch.zeros_like(x)
+        axes = self.axes(transpose)
+        config = gated_config(self.bfloat16, axes["D1"], axes["D2"])
+        tiles = tile_count(axes["D2"], config["BD2"])
         # Where its gates are mild, the one tile of an axis that is only read along makes P for itself. What it finds
         # mild is then of whole chunks, as `score` takes it.
-        fused = write is None and g1 is None and u is None and isinstance(tiles, int) and tiles == 1
+        fused = not writes and g1 is None and u is None and isinstance(tiles, int) and tiles == 1
         P = None if fused else self.score(a, b, g1, None if transpose else u)
         known = mild is not None
-        if not known:
-            mild = x.new_empty(self.padded_rows, self.H, tiles, dtype=torch.int8)
+        if mild is None:
+            mild = self.per_chunk(self.H, tiles, dtype=torch.int8)
         for only_mild in (True, False):
             if fused and not only_mild:
                 P = self.score(a, b, None, None, mild)
             launch(
                 gated_kernel,
-                (self.rows * self.H * tiles,),
-                P,
-                a,
-                b,
-                x,
-                y,
-                g1,
-                g2,
-                u if transpose else None,
-                S,
-                dS,
-                read,
-                write,
-                gate,
-                du,
-                mild,
-                *self._table("start", "end"),
-                self.scale,
-                self.T,
-                self.NT,
-                self.H,
-                D1,
-                D2,
-                *strides,
-                LEVELS=LEVELS,
-                BD1=BD1,
-                BD2=BD2,
-                HAS_G1=g1 is not None,
+                (tiles * self.chunks * self.H,),
+                P=P,
+                a=a,
+                b=b,
+                x=x,
+                y=y,
+                g1=g1,
+                g2=g2,
+                u=u if transpose else None,
+                S=S if reads else None,
+                dS=dS if writes else None,
+                read=read,
+                write=write,
+                dg2=dg2,
+                du=du,
+                mild=mild,
+                **self.arguments,
+                **axes,
                 MILD=only_mild,
                 KNOWN=known,
-                WRITE=write is not None,
-                **self.flags,
-                num_warps=warps,
-                num_stages=stages,
+                **config,
             )
 
-    def _axes(self, transpose: bool) -> tuple[int, int, tuple[int, int]]:
-        """Sizes and strides in a state of the axis that is contracted and of the other."""
-        return (self.V, self.K, (1, self.V)) if transpose else (self.K, self.V, (self.V, 1))
 
-    def _table(self, *columns: str) -> list[Tensor | None]:
-        return [None if self.table is None else getattr(self.table, c) for c in columns]
-
-
-def state_config(bfloat16: bool, K: int, V: int, has_gk: bool) -> tuple[int, int, int, int]:
+def state_config(bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
     """Block sizes of the state, warps and pipeline stages.
 
     Gates are worked on once for each tile of the other axis, which is therefore cut least.
     """
     if not bfloat16:
-        return block(K, 32), block(V, 32), 4, 2
-    if has_gk:
-        return _cut(K), block(V, 128), 4, 3
-    return block(K, 128), _cut(V), 4, 3
+        return {"BK": block(K, 32), "BV": block(V, 32), "num_warps": 4, "num_stages": 2}
+    BK, BV = (_cut(K), block(V, 128)) if has_gk else (block(K, 128), _cut(V))
+    return {"BK": BK, "BV": BV, "num_warps": 4, "num_stages": 3}
 
 
 def _cut(D: int) -> int:
     return block(D, 64 if D > 64 else 32)
 
 
-def score_config(bfloat16: bool, D: int) -> tuple[int, int, int]:
+def score_config(bfloat16: bool, D: int) -> dict[str, int]:
     """Block size of the contracted axis, warps and pipeline stages."""
-    return (block(D, 64), 4, 1) if bfloat16 else (block(D, 32), 4, 2)
+    return {"BD": block(D, 64 if bfloat16 else 32), "num_warps": 4, "num_stages": 1 if bfloat16 else 2}
 
 
-def plain_config(bfloat16: bool, D1: int, D2: int) -> tuple[int, int, int, int]:
+def plain_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
     """Block sizes of the contracted and the other axis, warps and pipeline stages."""
-    return (block(D1, 32), block(D2, 128), 4, 3) if bfloat16 else (block(D1, 32), block(D2, 32), 4, 2)
+    BD2, stages = (block(D2, 128), 3) if bfloat16 else (block(D2, 32), 2)
+    return {"BD1": block(D1, 32), "BD2": BD2, "num_warps": 4, "num_stages": stages}
 
 
-def gated_config(bfloat16: bool, D1: int, D2: int) -> tuple[int, int, int, int]:
+def gated_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
     """As `plain_config`. Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper."""
-    return (64, 64, 4, 2) if bfloat16 else (block(D1, 32), block(D2, 32), 4, 2)
+    BD1, BD2 = (64, 64) if bfloat16 else (block(D1, 32), block(D2, 32))
+    return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}

@@ -14,11 +14,13 @@ Everything is functional, differentiable PyTorch, so derivatives of any order ex
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flacompose.ops._dtype import state_dtype, upcast
 from flacompose.ops.families._chunks import Chunks
 
 
@@ -33,21 +35,51 @@ def forward(
     cu_seqlens: Tensor | None,
     scale: float,
     softmax: bool,
-    wide: bool,
+    full_precision: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    chunks = Chunks(q, cu_seqlens)
+    dtype = state_dtype(q.dtype)
     if softmax:
-        q = q.softmax(-1, dtype=chunks.dtype)
+        q = q.softmax(-1, dtype=dtype)
+    if q.shape[1] == 1 and cu_seqlens is None:
+        o, final_state = _token(q, k, v, gk, gv, u, initial_state, scale)
+        return o if full_precision else o.to(v.dtype), final_state
+    chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
     gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
 
     S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
     o = _read(_read(q_, gate_k) @ S, gate_v)
-    own = _dot(q_, _times(k_, _bonus(u, k_)))
-    o = o + _pair(q_, k_, own, v_, None, gate_k, gate_v).read
-    o = chunks.join(o)
-    return o if wide else o.to(v.dtype), final_state
+    itself = _dot(q_, _times(k_, _bonus(u, k_)))
+    o = chunks.join(o + _pair(q_, k_, itself, v_, None, gate_k, gate_v).read)
+    return o if full_precision else o.to(v.dtype), final_state
+
+
+def _token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    u: Tensor | None,
+    initial_state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`forward` of one token, the recurrence itself; `o` in the dtype of states."""
+    q_, k_, v_ = (upcast(x[:, 0]) for x in (q, k, v))  # [B, H, D]
+    written = S = k_.unsqueeze(-1) * v_.unsqueeze(-2)
+    read = S if u is None else u.to(S.dtype).unsqueeze(-1) * written
+    if initial_state is not None:
+        before = initial_state.to(S.dtype)
+        read = read if u is None else read + before
+        if gk is not None:
+            before = before * gk[:, 0].to(S.dtype).exp().unsqueeze(-1)
+        if gv is not None:
+            before = before * gv[:, 0].to(S.dtype).exp().unsqueeze(-2)
+        S = written + before
+        read = S if u is None else read
+    o = ((q_ * scale).unsqueeze(-2) @ read).squeeze(-2)
+    return o.unsqueeze(1).clone(), S.contiguous()  # an op returns no view
 
 
 def backward(
@@ -61,11 +93,13 @@ def backward(
     cu_seqlens: Tensor | None,
     scale: float,
     softmax: bool,
-    wide: bool,
+    full_precision: bool,
     do: Tensor | None,
     d_final_state: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty for inputs that are absent."""
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty where `output_mask` is False or the input is absent."""
+    want_q, want_k, want_v, want_gk, want_gv, want_u, want_state = output_mask
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
     logits = q
@@ -73,40 +107,56 @@ def backward(
         q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
     gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
+    bonus, itself = _bonus(u, k_), _dot(do_, v_)
 
-    # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it.
-    S, _ = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
-    dS, d_initial_state = _sweep(chunks, q_, do_, gate_k, gate_v, d_final_state, reverse=True)
-    dq = _read(_read(do_, gate_v) @ S.mT, gate_k)
-    dk = _write(_write(v_, gate_v) @ dS.mT, gate_k)
-    dv = _write(_write(k_, gate_k) @ dS, gate_v)
-    through = _decay(S, gate_k, gate_v) * dS
+    def gradient(wanted: bool, x: Tensor | None, dx: Callable[[], Tensor]) -> Tensor:
+        return dx().to(x.dtype) if wanted and x is not None else logits.new_empty(0)
 
-    # From this chunk, by exchange of roles: dq, dk and dgk along the key axis, dv and dgv along the value axis.
-    bonus, own = _bonus(u, k_), _dot(do_, v_)
-    along_k = _pair(do_, v_, _times(own, bonus), k_, q_, gate_v, gate_k)
-    along_v = _pair(q_, k_, _dot(q_, _times(k_, bonus)), v_, do_, gate_k, gate_v)
-    dgk = dgv = None
-    if gate_k is not None:
-        dgk = gate_k.gradient(along_k.exponents, q_ * dq, k_ * dk, through.sum(-1)[..., None, :])
-    if gate_v is not None:
+    # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it. From this
+    # chunk, by exchange of roles: dq, dk and dgk along the key axis, dv and dgv along the value axis.
+    along_k = want_q or want_k or want_gk
+    along_v = want_v or want_gv
+    if want_q or want_gk or want_gv:
+        S, _ = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
+    if want_k or want_gk or along_v or want_state:
+        dS, d_initial_state = _sweep(chunks, q_, do_, gate_k, gate_v, d_final_state, reverse=True)
+    if along_k:
+        pairs_k = _pair(do_, v_, _times(itself, bonus), k_, q_, gate_v, gate_k)
+    if along_v:
+        pairs_v = _pair(q_, k_, _dot(q_, _times(k_, bonus)), v_, do_, gate_k, gate_v)
+    if want_q or want_gk:
+        dq = _read(_read(do_, gate_v) @ S.mT, gate_k)
+    if want_k or want_gk:
+        dk = _write(_write(v_, gate_v) @ dS.mT, gate_k)
+    if along_v:
+        dv = _write(_write(k_, gate_k) @ dS, gate_v)
+
+    def of_q() -> Tensor:
+        d_read = chunks.join((dq + pairs_k.read) * scale)
+        if not softmax:
+            return d_read
+        d_read = d_read.to(q.dtype)
+        return q * (d_read - (q * d_read).sum(-1, keepdim=True))
+
+    def of_gk() -> Tensor:
+        assert gate_k is not None
+        total = (_decay(S, gate_k, gate_v) * dS).sum(-1)[..., None, :]
+        return chunks.join(gate_k.gradient(pairs_k.exponents, q_ * dq, k_ * dk, total))
+
+    def of_gv() -> Tensor:
+        assert gate_v is not None
         o = _read(_read(q_, gate_k) @ S, gate_v)
-        dgv = gate_v.gradient(along_v.exponents, do_ * o, v_ * dv, through.sum(-2)[..., None, :])
+        total = (_decay(S, gate_k, gate_v) * dS).sum(-2)[..., None, :]
+        return chunks.join(gate_v.gradient(pairs_v.exponents, do_ * o, v_ * dv, total))
 
-    def grad(x: Tensor | None, dx: Tensor | None) -> Tensor:
-        return logits.new_empty(0) if x is None or dx is None else chunks.join(dx).to(x.dtype)
-
-    dq = grad(q, (dq + along_k.read) * scale)
-    if softmax:
-        dq = (q * (dq - (q * dq).sum(-1, keepdim=True))).to(logits.dtype)
     return (
-        dq,
-        grad(k, dk + along_k.write),
-        grad(v, dv + along_v.write),
-        grad(gk, dgk),
-        grad(gv, dgv),
-        logits.new_empty(0) if u is None else (own * q_ * k_).sum((0, 2, 3)).to(u.dtype),
-        logits.new_empty(0) if initial_state is None else d_initial_state.to(initial_state.dtype),
+        gradient(want_q, logits, of_q),
+        gradient(want_k, k, lambda: chunks.join(dk + pairs_k.write)),
+        gradient(want_v, v, lambda: chunks.join(dv + pairs_v.write)),
+        gradient(want_gk, gk, of_gk),
+        gradient(want_gv, gv, of_gv),
+        gradient(want_u, u, lambda: (itself * q_ * k_).sum((0, 2, 3))),
+        gradient(want_state, initial_state, lambda: d_initial_state),
     )
 
 
@@ -192,7 +242,7 @@ def _sweep(
     weigh = _read if reverse else _write
     decays = [] if gate_k is None else [gate_k.total.mT]
     decays += [] if gate_v is None else [gate_v.total]
-    return chunks.sweep(weigh(a, gate_k).mT @ weigh(x, gate_v), decays, start, reverse)
+    return chunks.decaying_sweep(weigh(a, gate_k).mT @ weigh(x, gate_v), decays, start, reverse)
 
 
 class _Pairs(NamedTuple):
@@ -204,7 +254,7 @@ class _Pairs(NamedTuple):
 def _pair(
     a: Tensor,
     b: Tensor,
-    own: Tensor,
+    itself: Tensor,
     x: Tensor,
     y: Tensor | None,
     inner: _Gate | None,
@@ -212,14 +262,14 @@ def _pair(
 ) -> _Pairs:
     """All pairs of one chunk: ``P[t, s] = a_t . b_s``, decayed by `inner`, joins x_s to y_t, decayed by `outer`.
 
-    ``P[t, t]`` is `own`, which may differ from one element of x and y to the next.
+    ``P[t, t]`` is `itself`, which may differ from one element of x and y to the next.
     """
-    a, b, own, x = (z.unsqueeze(-2) for z in (a, b, own, x))  # [..., C / b, b, D] with b = 1
-    read, write = own * x, a.new_empty(1, 1, 0)
+    a, b, itself, x = (z.unsqueeze(-2) for z in (a, b, itself, x))  # [..., C / b, b, D] with b = 1
+    read, write = itself * x, a.new_empty(1, 1, 0)
     exponents: list[tuple[Tensor, Tensor]] = []
     if y is not None:
         y = y.unsqueeze(-2)
-        write = own * y
+        write = itself * y
     level = 0
     while a.shape[-3] > 1:
         (_, a_1), (b_0, _), (x_0, x_1) = map(_halves, (a, b, x))

@@ -6,6 +6,22 @@ of one matrix product. Local sums of gates are products with a 0/1 matrix, their
 
 Where the gates of a chunk are mild, the levels are not needed: a single product referred to the chunk's middle holds
 all pairs, and half of its exponents may be positive (`_MILD` bounds them).
+
+Output and gradients within a chunk are one computation. The vectors `a` and `b` of two tokens are contracted along one
+axis, D1, into the weight of the pair, ``P[t, s]``, which joins a third vector, `x` or `y`, along the other axis, D2:
+
+    result                         a   b   x   y   D1  D2   kernel, where the gates `gk` and `gv` are given or not
+    o_t  = sum over s of P v_s     q   k   v       K   V    plain without gv, gated with it (`read`)
+    dv_s = sum over t of P do_t    q   k       do  K   V    gated with gv (`write`)
+                                   k   q   do      K   V    plain, `REVERSE`, without gv
+    dq_t = sum over s of P k_s     do  v   k       V   K    plain without gk, gated with it (`read`)
+    dk_s = sum over t of P q_t     do  v       q   V   K    gated with gk (`write`)
+                                   v   do  q       V   K    plain, `REVERSE`, without gk
+
+So `plain_kernel` writes along an axis that no gate decays, and computes P itself. `gated_kernel` writes along an axis
+that a gate decays, and computes the gradient of this gate too; it takes P from `score_kernel`, as its registers do not
+suffice to compute it, except where it only reads and its axis is one tile. What other chunks add comes from the states
+`S` before each chunk and their gradients `dS` after it, both of which `state_kernel` stores.
 """
 
 from __future__ import annotations
@@ -13,8 +29,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._kernels import LOWEST_GATE, dot, load_tile, split_dot, store_tile
+from flacompose.ops.families._kernels import (
+    LOWEST_GATE,
+    dot,
+    find_chunk,
+    find_segment,
+    find_sequence,
+    load_tile,
+    split_dot,
+    split_program,
+    store_tile,
+)
 
+C = tl.constexpr(64)  # tokens of a chunk
+LEVELS = tl.constexpr(6)  # of blocks in a chunk
 # Leaves float32 room for products of queries, keys, values and their gradients from 1e-18 to 1e18.
 _MILD = tl.constexpr(45.0)
 
@@ -25,22 +53,22 @@ def _gates(g, token, end, h, d, H, D):
 
 
 @triton.jit
-def _select(rows, x, DOT: tl.constexpr):
-    """``rows @ x`` for a matrix of 0 and 1 (and -1), `x` to at least 16 bits."""
+def _select(choice, x, DOT: tl.constexpr):
+    """``choice @ x`` for a matrix of 0 and 1 (and -1), `x` to at least 16 bits."""
     if x.dtype != tl.float32:
-        out = tl.dot(rows.to(x.dtype), x)
+        out = tl.dot(choice.to(x.dtype), x)
     elif DOT == tl.float32:
-        out = tl.dot(rows.to(tl.float32), x, input_precision="tf32x3")
+        out = tl.dot(choice.to(tl.float32), x, input_precision="tf32x3")
     else:
         high = x.to(DOT)
         low = (x - high.to(tl.float32)).to(DOT)
-        out = tl.dot(rows.to(DOT), high, acc=tl.dot(rows.to(DOT), low))
+        out = tl.dot(choice.to(DOT), high, acc=tl.dot(choice.to(DOT), low))
     return out
 
 
 @triton.jit
 def _round(x, DOT: tl.constexpr):
-    """`x` to the 11 bits that a TF32 product keeps; the hardware would cut the others off."""
+    """`x`, rounded to the 11 bits that a TF32 product keeps, as the hardware would cut the others off."""
     if DOT == tl.float32:
         out = x
     else:
@@ -51,7 +79,7 @@ def _round(x, DOT: tl.constexpr):
 
 @triton.jit
 def _fine_dot(a, b, DOT: tl.constexpr):
-    """``a @ b`` for float32 factors, each in two parts: where gates are strong a few neighbours are all that counts."""
+    """``a @ b`` for float32 factors, each in two parts: under strong gates few pairs count, errors do not cancel."""
     return tl.dot(a, b, input_precision="tf32x3" if DOT == tl.float32 else "bf16x3")
 
 
@@ -76,7 +104,7 @@ def _reads(t, j, READ_BEFORE: tl.constexpr):
 @triton.jit
 def _level(t, j, level, READ_BEFORE: tl.constexpr):
     """Whether gate `j` is in the local sum of token `t`: from its block's start if odd, to its block's end if even."""
-    # Written in `level` throughout: what does not depend on it would be kept in registers across the levels.
+    # Every term depends on `level`: the compiler would keep in registers, across the levels, what does not.
     in_t = t & ((1 << level) - 1)
     in_j = j & ((1 << level) - 1)
     odd = ((t >> level) & 1) == 1
@@ -84,100 +112,81 @@ def _level(t, j, level, READ_BEFORE: tl.constexpr):
 
 
 @triton.jit
-def _meet(t, s, level):
-    """Whether `t` and `s` are in sibling blocks, one the reader and one the writer."""
+def _siblings(t, s, level):
+    """Whether `t` and `s` are in sibling blocks, so that one of them is the reader and the other the writer."""
     return ((t >> level) ^ (s >> level)) == 1
 
 
 @triton.jit
-def _from_middle(t, j, C: tl.constexpr):
-    """The sign of gate `j` in the sum from the chunk's middle to the write of token `t`; the other sums lack it."""
+def _from_middle(t, j):
+    """The sign of gate `j` in the sum from the chunk's middle to the write of token `t`, and 0 if it is not in it."""
     late = t >= C // 2
     inside = late == (j >= C // 2)
     return tl.where(inside & (late == (t >= j)), tl.where(late, 1.0, -1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "N", "H", "SEGMENTS", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "H", "SEGMENTS", "scale"])
 def state_kernel(
-    a,
-    x,
-    gk,
-    gv,
+    a,  # [tokens, H, K]
+    x,  # [tokens, H, V]
+    gk,  # [tokens, H, K]
+    gv,  # [tokens, H, V]
     initial,  # [N, H, K, V]
     segment_state,  # [SEGMENTS, N, H, K, V]: each segment's end, begun at 0 (the first at `initial`)
     segment_gk,  # [SEGMENTS, N, H, K]: its summed gates
     segment_gv,  # [SEGMENTS, N, H, V]
-    states,  # [rows, H, K, V]
+    states,  # [chunks, H, K, V]
     final,  # [N, H, K, V]
-    row_start,
-    row_end,
-    first_row,
-    last_row,
-    scale,
+    cu_seqlens,
     T,
-    NT,
     N,
+    scale,
     H,
     K,
     V,
     SEGMENTS,
-    C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    HAS_GK: tl.constexpr,
-    HAS_GV: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
     SPLIT: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ENDS: tl.constexpr,
     REVERSE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """``S <- diag(exp sum gk) S diag(exp sum gv) + a^T x`` from chunk to chunk, `a` and `x` decayed to the chunk's end.
 
-    One program sweeps one segment of one sequence. Not `WHOLE`: from zero, to find the segments' ends. `WHOLE`: from
-    the true state, folded from those, storing the state before every chunk. `REVERSE` sweeps backwards in time.
+    One program sweeps one segment of one sequence. With `ENDS` it begins at zero, and stores the state at the segment's
+    end. Otherwise it begins at the true state, computed from those ends, and stores what is given of `states`, the
+    state before every chunk, and `final`. `REVERSE` sweeps backwards in time.
     """
     tiles_v = tl.cdiv(V, BV)
-    tiles = tl.cdiv(K, BK) * tiles_v
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    pid = tl.program_id(0).to(tl.int64)
-    tile = pid % tiles
-    segment = (pid // tiles) % SEGMENTS
-    if not WHOLE and segment == SEGMENTS - 1:
-        return
-    nh = pid // tiles // SEGMENTS
+    tile, segment, nh = split_program(tl.cdiv(K, BK) * tiles_v, SEGMENTS)
+    if ENDS:
+        if segment == SEGMENTS - 1:
+            return
+    elif states is None:
+        if segment < SEGMENTS - 1:
+            return
     n = nh // H
     h = nh % H
     dk = (tile // tiles_v) * BK + tl.arange(0, BK)
     dv = (tile % tiles_v) * BV + tl.arange(0, BV)
     in_state = (dk < K)[:, None] & (dv < V)[None, :]
     at_state = dk[:, None] * V + dv[None, :]
-
-    if PACKED:
-        row0 = tl.load(first_row + n)
-        rows = tl.load(last_row + n) - row0
-        lo = tl.load(row_start + row0, mask=rows > 0, other=0)
-        hi = tl.load(row_end + row0, mask=rows > 0, other=0)
-    else:
-        row0 = n * NT
-        rows = NT + tl.zeros([], tl.int64)
-        lo = n * T
-        hi = lo + T
-    per_segment = tl.cdiv(rows, SEGMENTS)
-    begin = segment * per_segment
-    stop = tl.minimum(begin + per_segment, rows)
+    lo, hi, row0 = find_sequence(n, T, cu_seqlens, C)
+    chunks = tl.cdiv(hi - lo, C)
+    begin, stop = find_segment(segment, SEGMENTS, chunks)
 
     S = tl.zeros([BK, BV], dtype=tl.float32)
-    if HAS_INITIAL:
+    if initial is not None:
         S = tl.load(initial + nh * K * V + at_state, mask=in_state & (segment == 0), other=0.0).to(tl.float32)
-    if WHOLE and SPLIT:
+    if SPLIT and not ENDS:
         for i in range(segment):
             inh = i * N * H + nh
-            if HAS_GK:
+            if gk is not None:
                 S *= tl.exp(tl.load(segment_gk + inh * K + dk, mask=dk < K, other=0.0))[:, None]
-            if HAS_GV:
+            if gv is not None:
                 S *= tl.exp(tl.load(segment_gv + inh * V + dv, mask=dv < V, other=0.0))[None, :]
             S += tl.load(segment_state + inh * K * V + at_state, mask=in_state, other=0.0)
     sum_k = tl.zeros([BK], dtype=tl.float32)
@@ -185,25 +194,25 @@ def state_kernel(
 
     t = tl.arange(0, C)
     for i in range(begin, stop):
-        row = rows - 1 - i if REVERSE else i
-        if WHOLE:
-            at = states + ((row0 + row) * H + h) * K * V + at_state
+        chunk = chunks - 1 - i if REVERSE else i
+        if states is not None:
+            at = states + ((row0 + chunk) * H + h) * K * V + at_state
             tl.store(at, S.to(states.dtype.element_ty), mask=in_state)
-        token = lo + row * C + t
+        token = lo + chunk * C + t
         at_k = (token * H + h)[None, :] * K + dk[:, None]
         in_k = (token < hi)[None, :] & (dk < K)[:, None]
         a_ = tl.load(a + at_k, mask=in_k, other=0.0)  # [BK, C]
         x_ = load_tile(x, token, hi, h, dv, H, V)  # [C, BV]
         if REVERSE:
             a_ = a_ * scale
-        if HAS_GK:
+        if gk is not None:
             g = tl.maximum(tl.load(gk + at_k, mask=in_k, other=0.0), LOWEST_GATE).to(gk.dtype.element_ty)
             to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             a_ = a_ * tl.exp(tl.trans(_select(to_edge, tl.trans(g), DOT)))
             total = tl.sum(g.to(tl.float32), 1)
             S *= tl.exp(total)[:, None]
             sum_k += total
-        if HAS_GV:
+        if gv is not None:
             g = _gates(gv, token, hi, h, dv, H, V)
             to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             x_ = x_ * tl.exp(_select(to_edge, g, DOT))
@@ -212,66 +221,53 @@ def state_kernel(
             sum_v += total
         S += dot(a_, x_, DOT)
 
-    if WHOLE:
-        if segment == SEGMENTS - 1:
-            tl.store(final + nh * K * V + at_state, S, mask=in_state)
-    else:
+    if ENDS:
         inh = segment * N * H + nh
         tl.store(segment_state + inh * K * V + at_state, S, mask=in_state)
-        if HAS_GK:
+        if gk is not None:
             tl.store(segment_gk + inh * K + dk, sum_k, mask=dk < K)
-        if HAS_GV:
+        if gv is not None:
             tl.store(segment_gv + inh * V + dv, sum_v, mask=dv < V)
+    elif final is not None:
+        if segment == SEGMENTS - 1:
+            tl.store(final + nh * K * V + at_state, S.to(final.dtype.element_ty), mask=in_state)
 
 
 @triton.jit
-def _middle_sums(g, t, s, C: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+def _middle_sums(g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
     """The sums of gates from the chunk's middle to each write and to each read."""
-    write = _select(_from_middle(t, s, C), g, DOT)
+    write = _select(_from_middle(t, s), g, DOT)
     read = write
     if READ_BEFORE:
-        # A read lacks the token's own. A difference of sums, but of sums below `_MILD` where it is used.
+        # A read stops before the token's gate. This difference of sums is used where both are below `_MILD`.
         read = write - g.to(tl.float32)
     return write, read
 
 
 @triton.jit
 def _size(g, write, read, DOT: tl.constexpr):
-    """What is below `_MILD` where gates are mild: their sums, and a multiple of each.
+    """The size of the sums of gates, and of a multiple of each gate: all are below `_MILD` where gates are mild.
 
-    The gradient of a gate that lets through less than some exp(-4), or exp(-8) where products are rounded to bfloat16,
-    would drown in the rounding of the pairs that it does not touch.
+    The multiple is there for the gradient of a gate: if a gate weakens what it decays to less than exp(-4), or exp(-8)
+    where products are rounded to bfloat16, its gradient would drown in the rounding of the pairs it does not decay.
     """
     single = tl.abs(g.to(tl.float32)) * (_MILD / (4.0 if DOT == tl.float32 else 8.0))
     return tl.maximum(tl.maximum(tl.abs(write), tl.abs(read)), single)
 
 
 @triton.jit
-def _chunk(row, T, NT, row_start, row_end, C: tl.constexpr, PACKED: tl.constexpr):
-    """The first token of a chunk and the end of its sequence."""
-    if PACKED:
-        lo = tl.load(row_start + row)
-        hi = tl.load(row_end + row)
-    else:
-        n = row // NT
-        lo = n * T + (row % NT) * C
-        hi = (n + 1) * T
-    return lo, hi
-
-
-@triton.jit
-def _pairs(a, b, g, t, s, LEVELS: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
-    """``a_t . b_s``, decayed by any gates, for readers `t` and writers `s`, both ways: symmetric."""
+def _pairs(a, b, g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+    """``a_t . b_s`` for each reader `t` and writer `s`, decayed by any gates, at ``[t, s]`` and at ``[s, t]``."""
     out = tl.where(t == s, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[:, None], 0.0)
     for level in range(LEVELS):
         role = tl.where(((t >> level) & 1) == 1, a, b)
         role = role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
-        out += tl.where(_meet(t, s, level), _fine_dot(role, tl.trans(role), DOT), 0.0)
+        out += tl.where(_siblings(t, s, level), _fine_dot(role, tl.trans(role), DOT), 0.0)
     return out
 
 
 @triton.jit
-def _own_pair(a, b, u, h, d, D):
+def _diagonal(a, b, u, h, d, D):
     """``a_t . b_t``, weighted by any bonus ``u [H, D]``."""
     product = a.to(tl.float32) * b.to(tl.float32)
     if u is not None:
@@ -279,27 +275,22 @@ def _own_pair(a, b, u, h, d, D):
     return tl.sum(product, 1)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def score_kernel(
     a,  # [tokens, H, D]
-    b,
-    g,
+    b,  # [tokens, H, D]
+    g,  # [tokens, H, D]
     u,  # [H, D]
-    P,  # [rows, H, C, C]
-    mild,  # [rows, H], those to leave out
-    row_start,
-    row_end,
-    scale,
+    P,  # [chunks, H, C, C]
+    mild,  # [chunks, H], those to leave out
+    cu_seqlens,
     T,
-    NT,
+    N,
+    scale,
     H,
     D,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
     BD: tl.constexpr,
-    HAS_G: tl.constexpr,
     READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """``P[t, s] = scale * a_t . b_s`` within a chunk, decayed by `g`, for ``s <= t``, with `u` for ``s = t``.
@@ -307,11 +298,8 @@ def score_kernel(
     Only of chunks that are not `mild`, if that is given.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    pid = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0) // H
-    row = pid % rows
-    h = pid // rows
-    lo, hi = _chunk(row, T, NT, row_start, row_end, C, PACKED)
+    row, h, _ = split_program(tl.num_programs(0) // H, H)
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     if lo >= hi:
         return
     if mild is not None:
@@ -322,78 +310,69 @@ def score_kernel(
     s = i[None, :]
     token = lo + i
     lower = tl.zeros([C, C], dtype=tl.float32)
-    own = tl.zeros([C], dtype=tl.float32)
+    diagonal = tl.zeros([C], dtype=tl.float32)
     for d0 in range(0, D, BD):
         d = d0 + tl.arange(0, BD)
         a_ = load_tile(a, token, hi, h, d, H, D)
         b_ = load_tile(b, token, hi, h, d, H, D)
-        if not HAS_G:
+        if g is None:
             lower += dot(a_, tl.trans(b_), DOT)
         else:
             g_ = _gates(g, token, hi, h, d, H, D)
-            write, read = _middle_sums(g_, t, s, C, READ_BEFORE, DOT)
+            write, read = _middle_sums(g_, t, s, READ_BEFORE, DOT)
             if tl.max(_size(g_, write, read, DOT)) < _MILD:
                 lower += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             else:
-                lower += _pairs(a_, b_, g_, t, s, LEVELS, READ_BEFORE, DOT)
-        if READ_BEFORE and (HAS_G or u is not None):
-            own += _own_pair(a_, b_, u, h, d, D)
+                lower += _pairs(a_, b_, g_, t, s, READ_BEFORE, DOT)
+        if READ_BEFORE and (g is not None or u is not None):
+            diagonal += _diagonal(a_, b_, u, h, d, D)
     lower = tl.where(s <= t, lower, 0.0)
-    if READ_BEFORE and (HAS_G or u is not None):
-        # The gates of a read before the decay are not those of the write in the same token.
-        lower = tl.where(t == s, own[:, None], lower)
+    if READ_BEFORE and (g is not None or u is not None):
+        # In the same token, a read before the decay and the write have different gates, which must not part them.
+        lower = tl.where(t == s, diagonal[:, None], lower)
     at = P + (row * H + h) * C * C + t * C + s
     tl.store(at, lower * scale)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def plain_kernel(
     a,  # [tokens, H, D1]
-    b,
+    b,  # [tokens, H, D1]
     x,  # [tokens, H, D2]
-    g,  # of the axis D1
+    g,  # [tokens, H, D1]
     u,  # [H, D1]
-    S,  # [rows, H, K, V]
+    S,  # [chunks, H, D1, D2], with the strides of states
     out,  # [tokens, H, D2]
-    mild,  # [rows, H]
-    row_start,
-    row_end,
-    scale,
+    mild,  # [chunks, H]
+    cu_seqlens,
     T,
-    NT,
+    N,
+    scale,
     H,
     D1,
     D2,
     stride1,
     stride2,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
     BD1: tl.constexpr,
     BD2: tl.constexpr,
-    HAS_G: tl.constexpr,
     MILD: tl.constexpr,
     REVERSE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """``out_t = sum over s of (scale * a_t . b_s) x_s + scale * S^T a_t``, along an axis that no gate decays.
 
-    `g` decays the products `a_t . b_s` and what is read from `S`, the state before the chunk, with strides for (D1,
-    D2); `u` weighs in ``a_t . b_t``. `REVERSE`, backwards in time: later tokens `s`, and `S` the gradient of the state
-    after the chunk, which holds `scale` already.
+    `g` decays the products `a_t . b_s` and what is read from `S`, the state before the chunk; `u` weighs in ``a_t .
+    b_t``. `REVERSE`, backwards in time: later tokens `s`, and `S` the gradient of the state after the chunk, which
+    holds `scale` already.
 
     With `g` it runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one
     kernel for both would need twice the registers.
     """
     tiles = tl.cdiv(D2, BD2)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    pid = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0) // (H * tiles)
-    tile = pid % tiles
-    row = pid // tiles % rows
-    h = pid // tiles // rows
-    lo, hi = _chunk(row, T, NT, row_start, row_end, C, PACKED)
+    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     if lo >= hi:
         return
     if not MILD:
@@ -407,230 +386,289 @@ def plain_kernel(
 
     acc = tl.zeros([C, BD2], dtype=tl.float32)
     pairs = tl.zeros([C, C], dtype=tl.float32)
-    own = tl.zeros([C], dtype=tl.float32)
+    diagonal = tl.zeros([C], dtype=tl.float32)
     sizes = tl.zeros([C, BD1], dtype=tl.float32)
     for d in range(0, D1, BD1):
         d1 = d + tl.arange(0, BD1)
         a_ = load_tile(a, token, hi, h, d1, H, D1)
         b_ = load_tile(b, token, hi, h, d1, H, D1)
-        if not HAS_G:
+        if g is None:
             pairs += dot(a_, tl.trans(b_), DOT)
         else:
             g_ = _gates(g, token, hi, h, d1, H, D1)
             if MILD:
-                write, read = _middle_sums(g_, t, s, C, READ_BEFORE, DOT)
+                write, read = _middle_sums(g_, t, s, READ_BEFORE, DOT)
                 sizes = tl.maximum(sizes, _size(g_, write, read, DOT))
                 if REVERSE:
                     pairs += _fine_dot(a_ * tl.exp(-write), tl.trans(b_ * tl.exp(read)), DOT)
                 else:
                     pairs += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             elif REVERSE:
-                pairs += _pairs(b_, a_, g_, t, s, LEVELS, READ_BEFORE, DOT)
+                pairs += _pairs(b_, a_, g_, t, s, READ_BEFORE, DOT)
             else:
-                pairs += _pairs(a_, b_, g_, t, s, LEVELS, READ_BEFORE, DOT)
+                pairs += _pairs(a_, b_, g_, t, s, READ_BEFORE, DOT)
         if u is not None:
-            own += _own_pair(a_, b_, u, h, d1, D1)
-        if HAS_G:
+            diagonal += _diagonal(a_, b_, u, h, d1, D1)
+        if g is not None:
             a_ = a_ * tl.exp(_select(s > t if REVERSE else _reads(t, s, READ_BEFORE), g_, DOT))
         at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
         acc += dot(a_, tl.load(S + at, mask=(d1 < D1)[:, None] & (d2 < D2)[None, :], other=0.0), DOT)
     if not REVERSE:
         acc *= scale
 
-    if MILD and HAS_G:
+    if MILD and g is not None:
         is_mild = tl.max(sizes) < _MILD
         tl.store(mild + row * H + h, is_mild.to(tl.int8))
         if not is_mild:
             return
     pairs = tl.where(_reads(s, t, READ_BEFORE) if REVERSE else _reads(t, s, READ_BEFORE), pairs * scale, 0.0)
     if u is not None:
-        pairs = tl.where(t == s, own[:, None] * scale, pairs)
+        pairs = tl.where(t == s, diagonal[:, None] * scale, pairs)
     acc += split_dot(pairs, load_tile(x, token, hi, h, d2, H, D2), DOT)
     store_tile(out, acc, token, hi, h, d2, H, D2)
 
 
-@triton.jit(do_not_specialize=["T", "NT", "H", "scale"])
+@triton.jit
+def _other_chunks(
+    P, a, b, g1, S, dS, tile, D1, state, BD1: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr
+):
+    """What other chunks add to a `tile` of `gated_kernel`, before `g2` decays it, from states that lie at `state`.
+
+    Returns ``S^T a_t``, ``dS^T b_s`` and the gradient of the sum of `g2` over the chunk, ``sum over D1 of S dS``; and
+    where there is no `P`, the products ``a_t . b_s``.
+    """
+    token, end, h, d2, H, D2 = tile
+    offset, stride1, stride2 = state
+    BD2: tl.constexpr = d2.shape[0]
+    t = tl.arange(0, C)[:, None]
+    s = tl.arange(0, C)[None, :]
+    before = tl.zeros([C, BD2], dtype=tl.float32)
+    after = tl.zeros([C, BD2], dtype=tl.float32)
+    whole = tl.zeros([BD2], dtype=tl.float32)
+    pairs = tl.zeros([C, C], dtype=tl.float32)
+    for d in range(0, D1, BD1):
+        d1 = d + tl.arange(0, BD1)
+        at = offset + d1[:, None] * stride1 + d2[None, :] * stride2
+        in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
+        if S is not None:
+            a_ = load_tile(a, token, end, h, d1, H, D1)
+            if P is None:
+                pairs += dot(a_, tl.trans(load_tile(b, token, end, h, d1, H, D1)), DOT)
+        if g1 is not None:
+            gate = _gates(g1, token, end, h, d1, H, D1)
+        if S is not None:
+            if g1 is not None:
+                a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), gate, DOT))
+            S_ = tl.load(S + at, mask=in_state, other=0.0)
+            before += dot(a_, S_, DOT)
+        if dS is not None:
+            b_ = load_tile(b, token, end, h, d1, H, D1)
+            if g1 is not None:
+                b_ = b_ * tl.exp(_select(s > t, gate, DOT))
+            dS_ = tl.load(dS + at, mask=in_state, other=0.0)
+            after += dot(b_, dS_, DOT)
+        if S is not None and dS is not None:
+            kept = S_.to(tl.float32) * dS_.to(tl.float32)
+            if g1 is not None:
+                kept *= tl.exp(tl.sum(gate.to(tl.float32), 0))[:, None]
+            whole += tl.sum(kept, 0)
+    return before, after, whole, pairs
+
+
+@triton.jit
+def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+    """`sums` as `_other_chunks` gives them, decayed by `g2`, with the pairs of this chunk, those of one token excepted.
+
+    The gates are mild: one product, referred to the chunk's middle, holds all pairs. Fills `dg2`.
+    """
+    before, after, whole, pairs = sums
+    t = tl.arange(0, C)[:, None]
+    s = tl.arange(0, C)[None, :]
+    late = t >= C // 2
+    g = _gates(g2, *tile)
+    write_sum, read_sum = _middle_sums(g, t, s, READ_BEFORE, DOT)
+    if S is not None:
+        writer = _round(load_tile(x, *tile) * tl.exp(-write_sum), DOT)
+        before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
+    if dS is not None:
+        reader = _round(load_tile(y, *tile) * tl.exp(read_sum), DOT)
+        after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
+    if dg2 is not None:
+        whole *= tl.exp(tl.sum(g.to(tl.float32), 0))
+        late_sum = whole + tl.sum(writer * after, 0)
+        early_sum = whole + tl.sum(reader * before, 0)
+    if S is not None:
+        if P is not None:
+            pairs = tl.load(P + t * C + s)
+        before += _round_dot(tl.where(t == s, 0.0, pairs), writer, DOT)
+    if dS is not None:
+        after += _round_dot(tl.load(P + s * C + t, mask=t != s, other=0.0), reader, DOT)
+    if dg2 is not None:
+        # A pair that the gate does not decay is added and subtracted. Both times it is a product of the same rounded
+        # factors, so that it cancels.
+        dg = tl.where(late, late_sum[None, :], early_sum[None, :])
+        dg += _select(_from_middle(s, t), reader * before - writer * after, DOT)
+        if READ_BEFORE:
+            dg -= reader * before
+    if dS is not None:
+        after *= tl.exp(-write_sum)
+    if dg2 is not None:
+        store_tile(dg2, dg, *tile)
+    if read is not None:
+        if DOT != tl.float32:
+            # What `_round` took from P. It is added last, as the gate's gradient needs two products of equal factors.
+            if P is not None:
+                pairs = tl.load(P + t * C + s)
+            rest = tl.where(t == s, 0.0, pairs - _round(pairs, DOT))
+            before += dot(rest, writer, DOT)
+        before *= tl.exp(read_sum)
+    return before, after
+
+
+@triton.jit
+def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+    """As `_mild_chunk`, for any gates: at each level of blocks one product holds the pairs of sibling blocks."""
+    before, after, whole, _ = sums
+    t = tl.arange(0, C)[:, None]
+    s = tl.arange(0, C)[None, :]
+    g = _gates(g2, *tile)
+    if S is not None:
+        x_ = load_tile(x, *tile)
+        before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
+    if dS is not None:
+        y_ = load_tile(y, *tile)
+        after *= tl.exp(_select(s > t, g, DOT))
+    if dg2 is not None:
+        dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
+        dg += (whole * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
+    for level in range(LEVELS):
+        odd = ((t >> level) & 1) == 1
+        weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
+        # Readers and writers in one product: P where a reader is the row, its transpose where a writer is.
+        at = tl.where(odd, t * C + s, s * C + t)
+        pairs = tl.load(P + at, mask=_siblings(t, s, level), other=0.0)
+        if S is None:
+            role = tl.where(odd, y_, 0.0)
+        elif dS is None:
+            role = tl.where(odd, 0.0, x_)
+        else:
+            role = tl.where(odd, y_, x_)
+        out = weight * _round_dot(pairs, _round(role * weight, DOT), DOT)
+        if S is not None:
+            before += tl.where(odd, out, 0.0)
+        if dS is not None:
+            after += tl.where(odd, 0.0, out)
+        if dg2 is not None:
+            dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
+    if dg2 is not None:
+        store_tile(dg2, dg, *tile)
+    return before, after
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def gated_kernel(
-    P,  # [rows, H, C, C], from `a` and `b` here if there is none
+    P,  # [chunks, H, C, C], from `a` and `b` here if there is none
     a,  # [tokens, H, D1]
-    b,
+    b,  # [tokens, H, D1]
     x,  # [tokens, H, D2]
-    y,
-    g1,
-    g2,
+    y,  # [tokens, H, D2]
+    g1,  # [tokens, H, D1]
+    g2,  # [tokens, H, D2]
     u,  # [H, D2]
-    S,  # [rows, H, K, V]
-    dS,
+    S,  # [chunks, H, D1, D2], with the strides of states; given with `read` and with `dg2`
+    dS,  # [chunks, H, D1, D2], likewise; given with `write` and with `dg2`
     read,  # [tokens, H, D2]
-    write,
-    dg2,
-    du,  # [rows, H, D2], the sums over chunks
-    mild,  # [rows, H] if `KNOWN`, otherwise [rows, H, D2 / BD2]
-    row_start,
-    row_end,
-    scale,
+    write,  # [tokens, H, D2]
+    dg2,  # [tokens, H, D2]
+    du,  # [chunks, H, D2], the sums over chunks
+    mild,  # [chunks, H] if `KNOWN`, otherwise [chunks, H, tiles of D2]
+    cu_seqlens,
     T,
-    NT,
+    N,
+    scale,
     H,
     D1,
     D2,
     stride1,
     stride2,
-    C: tl.constexpr,
-    LEVELS: tl.constexpr,
     BD1: tl.constexpr,
     BD2: tl.constexpr,
-    HAS_G1: tl.constexpr,
     MILD: tl.constexpr,
     KNOWN: tl.constexpr,
-    WRITE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
-    PACKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """``read_t = sum over s of P[t, s] x_s + scale * S^T a_t``, along an axis that the gate `g2` decays.
 
-    `S` is the state before the chunk, with strides for (D1, D2). `WRITE`: ``write_s = sum over t of P[t, s] y_t + dS^T
-    b_s`` and the gradient of `g2` too, `dS` the gradient of the state after the chunk. `u` weighs in ``P[t, t]``, and
-    gets its gradient.
+    And ``write_s = sum over t of P[t, s] y_t + dS^T b_s``, and the gradients of `g2` and of `u`, which weighs in ``P[t,
+    t]``: what is given of the four is filled. `S` is the state before the chunk, `dS` the gradient of the state after
+    it.
 
     It runs twice, for the tiles whose gates are mild (`MILD`), which it notes unless that is `KNOWN`, and then for the
-    others: one kernel for both would need twice the registers.
+    others: one kernel for both would need twice the registers. Registers are scarce, so inputs are loaded again rather
+    than kept.
     """
     tiles = tl.cdiv(D2, BD2)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    pid = tl.program_id(0).to(tl.int64)
-    rows = tl.num_programs(0) // (H * tiles)
-    tile = pid % tiles
-    row = pid // tiles % rows
-    h = pid // tiles // rows
-    lo, hi = _chunk(row, T, NT, row_start, row_end, C, PACKED)
+    column, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     if lo >= hi:
         return
     i = tl.arange(0, C)
     t = i[:, None]
     s = i[None, :]
     token = lo + i
-    d2 = tile * BD2 + tl.arange(0, BD2)
-    at_mild = mild + (row * H + h if KNOWN else (row * H + h) * tiles + tile)
+    d2 = column * BD2 + tl.arange(0, BD2)
+    at_mild = mild + (row * H + h if KNOWN else (row * H + h) * tiles + column)
     if KNOWN or not MILD:
         if (tl.load(at_mild) != 0) != MILD:
             return
     else:
         g = _gates(g2, token, hi, h, d2, H, D2)
-        write_sum, read_sum = _middle_sums(g, t, s, C, READ_BEFORE, DOT)
+        write_sum, read_sum = _middle_sums(g, t, s, READ_BEFORE, DOT)
         is_mild = tl.max(_size(g, write_sum, read_sum, DOT)) < _MILD
         tl.store(at_mild, is_mild.to(tl.int8))
         if not is_mild:
             return
 
-    # From other chunks.
-    before = tl.zeros([C, BD2], dtype=tl.float32)
-    after = tl.zeros([C, BD2], dtype=tl.float32)
-    through = tl.zeros([BD2], dtype=tl.float32)
-    pairs = tl.zeros([C, C], dtype=tl.float32)
-    for d in range(0, D1, BD1):
-        d1 = d + tl.arange(0, BD1)
-        at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
-        in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
-        a_ = load_tile(a, token, hi, h, d1, H, D1)
-        if P is None:
-            pairs += dot(a_, tl.trans(load_tile(b, token, hi, h, d1, H, D1)), DOT)
-        if HAS_G1:
-            gate = _gates(g1, token, hi, h, d1, H, D1)
-            a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), gate, DOT))
-        S_ = tl.load(S + at, mask=in_state, other=0.0)
-        before += dot(a_, S_, DOT)
-        if WRITE:
-            b_ = load_tile(b, token, hi, h, d1, H, D1)
-            if HAS_G1:
-                b_ = b_ * tl.exp(_select(s > t, gate, DOT))
-            dS_ = tl.load(dS + at, mask=in_state, other=0.0)
-            after += dot(b_, dS_, DOT)
-            kept = S_.to(tl.float32) * dS_.to(tl.float32)
-            if HAS_G1:
-                kept *= tl.exp(tl.sum(gate.to(tl.float32), 0))[:, None]
-            through += tl.sum(kept, 0)
+    tile = token, hi, h, d2, H, D2
+    state = (row * H + h) * D1 * D2, stride1, stride2
+    before, after, whole, pairs = _other_chunks(P, a, b, g1, S, dS, tile, D1, state, BD1, READ_BEFORE, DOT)
     before *= scale
-
-    # From this chunk. The pair of a token with itself, which no gate decays, joins last: it would drown the others in
-    # the gate's gradient. What is cheap to load again is: registers are short.
     if P is None:
         pairs = tl.where(s <= t, pairs * scale, 0.0)
     else:
         P += (row * H + h) * C * C
-    g = _gates(g2, token, hi, h, d2, H, D2)
-    if MILD:
-        late = t >= C // 2
-        write_sum, read_sum = _middle_sums(g, t, s, C, READ_BEFORE, DOT)
-        writer = _round(load_tile(x, token, hi, h, d2, H, D2) * tl.exp(-write_sum), DOT)
-        before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
-        if WRITE:
-            reader = _round(load_tile(y, token, hi, h, d2, H, D2) * tl.exp(read_sum), DOT)
-            after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
-            through *= tl.exp(tl.sum(g.to(tl.float32), 0))
-            late_sum = through + tl.sum(writer * after, 0)
-            early_sum = through + tl.sum(reader * before, 0)
-        if P is not None:
-            pairs = tl.load(P + t * C + s)
-        before += _round_dot(tl.where(t == s, 0.0, pairs), writer, DOT)
-        if WRITE:
-            after += _round_dot(tl.load(P + s * C + t, mask=t != s, other=0.0), reader, DOT)
-            # A pair counts twice, with opposite signs: from the same rounded factors, so that it cancels.
-            dg = tl.where(late, late_sum[None, :], early_sum[None, :])
-            dg += _select(_from_middle(s, t, C), reader * before - writer * after, DOT)
-            if READ_BEFORE:
-                dg -= reader * before
-            after *= tl.exp(-write_sum)
-            store_tile(dg2, dg, token, hi, h, d2, H, D2)
-        if read is not None and DOT != tl.float32:
-            # What `_round` took from P; not before, as `dg` needs both products of the same factors.
-            if P is not None:
-                pairs = tl.load(P + t * C + s)
-            rest = tl.where(t == s, 0.0, pairs - _round(pairs, DOT))
-            before += dot(rest, writer, DOT)
-        before *= tl.exp(read_sum)
-    else:
-        x_ = load_tile(x, token, hi, h, d2, H, D2)
-        before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
-        if WRITE:
-            y_ = load_tile(y, token, hi, h, d2, H, D2)
-            after *= tl.exp(_select(s > t, g, DOT))
-            dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
-            dg += (through * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
-        for level in range(LEVELS):
-            odd = ((t >> level) & 1) == 1
-            weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
-            # Readers and writers in one product: P where a reader is the row, its transpose where a writer is.
-            at = tl.where(odd, t * C + s, s * C + t)
-            met = tl.load(P + at, mask=_meet(t, s, level), other=0.0)
-            role = tl.where(odd, y_, x_) if WRITE else tl.where(odd, 0.0, x_)
-            out = weight * _round_dot(met, _round(role * weight, DOT), DOT)
-            before += tl.where(odd, out, 0.0)
-            if WRITE:
-                after += tl.where(odd, 0.0, out)
-                dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
-        if WRITE:
-            store_tile(dg2, dg, token, hi, h, d2, H, D2)
-    own = tl.sum(tl.where(t == s, pairs, 0.0), 1)[:, None] if P is None else tl.load(P + i * C + i)[:, None]
-    diagonal = own
+    sums = before, after, whole, pairs
+    if S is not None or dS is not None:
+        if MILD:
+            before, after = _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE, DOT)
+        else:
+            before, after = _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE, DOT)
+    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
+    diagonal = (
+        tl.sum(tl.where(t == s, pairs, 0.0), 1)[:, None] if P is None else tl.load(P + i * C + i)[:, None]
+    )
+    weighted = diagonal
     if u is not None:
-        diagonal = own * tl.load(u + h * D2 + d2, mask=d2 < D2, other=0.0).to(tl.float32)[None, :]
-    x_ = load_tile(x, token, hi, h, d2, H, D2)
+        weighted = diagonal * tl.load(u + h * D2 + d2, mask=d2 < D2, other=0.0).to(tl.float32)[None, :]
+    if read is not None or du is not None:
+        x_ = load_tile(x, *tile)
     if read is not None:
-        store_tile(read, before + diagonal * x_, token, hi, h, d2, H, D2)
-    if WRITE:
-        y_ = load_tile(y, token, hi, h, d2, H, D2)
-        store_tile(write, after + diagonal * y_, token, hi, h, d2, H, D2)
-        if u is not None:
-            tl.store(du + (row * H + h) * D2 + d2, tl.sum(own * x_ * y_, 0), mask=d2 < D2)
+        store_tile(read, before + weighted * x_, *tile)
+    if write is not None or du is not None:
+        y_ = load_tile(y, *tile)
+    if write is not None:
+        store_tile(write, after + weighted * y_, *tile)
+    if du is not None:
+        tl.store(du + (row * H + h) * D2 + d2, tl.sum(diagonal * x_ * y_, 0), mask=d2 < D2)
 
 
 @triton.jit(do_not_specialize=["N"])
 def softmax_kernel(
     logits,  # [N, M]
-    dp,
-    out,
+    dp,  # [N, M]
+    out,  # [N, M]
     N,
     M,
     ROWS: tl.constexpr,

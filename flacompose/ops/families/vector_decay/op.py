@@ -3,19 +3,88 @@
     S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T        o_t = scale * S_t^T q_t
 
 With `u`, the bonus of the current token, the state is read before the decay and the write, and the token's own pair
-joins with that weight: ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``. `softmax` reads with the softmax of `q`,
-which may be wider than the other inputs. `wide` gives the output in the dtype of states, whatever that of the inputs.
+joins with that weight: ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``. With `softmax`, `q` holds logits, and the
+state is read with their softmax; they may be wider than the other inputs. With `full_precision`, the output has the
+dtype of states, whatever that of the inputs.
 """
 
-from flacompose.ops.families._op import define_family
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flacompose.ops._dtype import state_dtype
+from flacompose.ops._varlen import sequence_count
+from flacompose.ops.families._op import define_forms
 from flacompose.ops.families.vector_decay import eager
 
-chunk, recurrent = define_family(
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    u: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    softmax: bool,
+    full_precision: bool,
+) -> tuple[Tensor, Tensor]:
+    N, (H, K), V, dtype = sequence_count(q, cu_seqlens), q.shape[2:], v.shape[3], state_dtype(q.dtype)
+    o = v.new_empty(v.shape, dtype=dtype if full_precision else v.dtype)
+    return o, q.new_empty(N, H, K, V, dtype=dtype)
+
+
+def _flops(q, k, v, *_, **__) -> int:
+    """One write and one read of the state a token."""
+    B, T, H, V = v
+    return 4 * B * T * H * q[-1] * V
+
+
+def by_keywords(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`op`, called by keywords, with defaults for what most recurrences of the family have not."""
+
+    def form(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        gk: Tensor | None = None,
+        gv: Tensor | None = None,
+        u: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        softmax: bool = False,
+        full_precision: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        return op(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision)
+
+    return form
+
+
+_chunk, _recurrent = define_forms(
     "vector_decay",
     eager,
-    ("gk", "gv"),
-    shared=("u",),
-    options="bool softmax",
-    wide=True,
-    exempt="softmax",
+    arguments="Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor? u, "
+    "Tensor? initial_state, Tensor? cu_seqlens, float scale, bool softmax, bool full_precision",
+    gradients="Tensor dq, Tensor dk, Tensor dv, Tensor dgk, Tensor dgv, Tensor du, Tensor d_initial_state",
+    axes={
+        "q": "B T H K",
+        "k": "B T H K",
+        "v": "B T H V",
+        "gk": "B T H K",
+        "gv": "B T H V",
+        "u": "H K",
+        "o": "B T H V",
+        "initial_state": "N H K V",
+        "final_state": "N H K V",
+    },
+    autocast={"q": "softmax", "k": None, "v": None},
+    fake=_fake,
+    flops=_flops,
 )
+chunk, recurrent = by_keywords(_chunk), by_keywords(_recurrent)

@@ -26,6 +26,7 @@ def softmax_gradient(logits: Tensor, dp: Tensor) -> Tensor:
 
 def _launch(logits: Tensor, dp: Tensor | None, out: Tensor) -> None:
     B, T, H, M = logits.shape
-    BM = block(M, 256)
-    rows = 4096 // BM
-    launch(softmax_kernel, (tile_count(B * T * H, rows),), logits, dp, out, B * T * H, M, ROWS=rows, BM=BM)
+    N, BM = B * T * H, block(M, 256)
+    ROWS = 4096 // BM
+    grid = (tile_count(N, ROWS),)
+    launch(softmax_kernel, grid, logits=logits, dp=dp, out=out, N=N, M=M, ROWS=ROWS, BM=BM)

@@ -1,0 +1,72 @@
+"""How the tokens of one call lie: in sequences, these in chunks and segments, with memory for each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._varlen import bounds
+
+
+class Sequences:
+    """The sequences of ``x [B, T, ...]``: its rows, or with `cu_seqlens` the parts of its one row.
+
+    Each is cut into chunks of `C` tokens. Kernels number the chunks of all sequences as `find_chunk` says; `chunks` is
+    the capacity, which depends on shapes alone, so that nothing is read on the host.
+    """
+
+    def __init__(self, x: Tensor, cu_seqlens: Tensor | None, C: int = 1) -> None:
+        self.B, self.T = x.shape[:2]
+        self.device = x.device
+        self.chunks_of_row = (self.T + C - 1) // C
+        if cu_seqlens is None:
+            self.cu_seqlens, self.N = None, self.B
+            self.chunks = self.B * self.chunks_of_row
+        else:
+            self.cu_seqlens, self.N = bounds(cu_seqlens, self.T), cu_seqlens.shape[0] - 1
+            self.chunks = self.chunks_of_row + self.N
+        # The arguments of every launch, those with which kernels find sequences and chunks among them.
+        self.arguments: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "T": self.T, "N": self.N}
+
+    def per_token(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory for an output ``[B * T, *shape]``. Kernels do not visit tokens that are in no packed sequence.
+
+        The batch axis is added by `batched`, last: PyTorch 2.11's Inductor clones memory that a kernel fills, and fails
+        to where this axis is 1.
+        """
+        new = torch.empty if self.cu_seqlens is None else torch.zeros
+        return new(self.B * self.T, *shape, dtype=dtype, device=self.device)
+
+    def batched(self, x: Tensor) -> Tensor:
+        """``[B, T, ...]`` of what `per_token` gave: no view to autograd, so that it may be changed in place."""
+        return torch.ops.aten._unsafe_view.default(x, [self.B, self.T, *x.shape[1:]])
+
+    def per_chunk(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for ``[chunks, *shape]``.
+
+        It is longer by one than is used: a symbolic length gets a guard from a leading dimension that may be 1.
+        """
+        return torch.empty(self.chunks + 1, *shape, dtype=dtype, device=self.device)
+
+    def per_sequence(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(self.N, *shape, dtype=dtype, device=self.device)
+
+    def per_segment(self, segments: int, *shape: int) -> Tensor:
+        """Memory for ``[segments, N, *shape]``, longer by one as that of `per_chunk` is."""
+        return torch.empty(segments + 1, self.N, *shape, dtype=torch.float32, device=self.device)
+
+    def segments(self, units: int, programs: int) -> tuple[int, bool]:
+        """`segment_count` of a row of `units`, if `programs` sweep a sequence, and whether it may be more than 1."""
+        count = segment_count(units, programs if self.cu_seqlens is None else programs * self.N)
+        return count, not (isinstance(count, int) and count == 1)
+
+
+def segment_count(units: int, programs: int) -> int:
+    """Parts in which to sweep a sequence of `units` (chunks, mostly), `programs` to a part: enough for a large chip.
+
+    By the shape of one row, so that its bits do not depend on the batch size.
+    """
+    # Not `max` and `min`, which would ask a symbolic length and so bound it.
+    return torch.sym_max(1, torch.sym_min(units // 64, 512 // programs))

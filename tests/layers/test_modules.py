@@ -1,0 +1,207 @@
+"""Layers among PyTorch's tools: whatever stands for a projection, where parameters are, traces, shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_two_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from .truth import EVERY, assert_close, assert_states_close, build, random_state, tensors
+
+each_layer = pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
+
+
+class Quantised(nn.Module):
+    """A linear layer by integers, in a parameter called ``weight``, or, as in GPTQ, in a buffer of another name."""
+
+    def __init__(self, linear: nn.Linear, as_weight: bool) -> None:
+        super().__init__()
+        self.scale = nn.Buffer(linear.weight.detach().abs().max() / 127)
+        integers = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.bias = linear.bias
+        self.as_weight = as_weight
+        if as_weight:
+            self.weight = nn.Parameter(integers, requires_grad=False)
+        else:
+            self.qweight = nn.Buffer(integers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, (self.weight if self.as_weight else self.qweight) * self.scale, self.bias)
+
+
+class Offloaded(nn.Module):
+    """A linear layer whose parameters are on the meta device but while it computes."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.kept = {name: p.detach() for name, p in linear.named_parameters()}
+        self.linear = linear.to("meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.functional_call(self.linear, self.kept, x)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer beside a low-rank one."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, linear.in_features))
+        self.up = nn.Parameter(torch.randn(linear.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x @ self.down.T @ self.up.T
+
+
+def replace_linears(module: nn.Module, by: Callable[[nn.Linear], nn.Module]) -> None:
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, by(child))
+        else:
+            replace_linears(child, by)
+
+
+@pytest.mark.parametrize("kind", ["int8", "without a weight", "Sequential", "offloaded"])
+@each_layer
+def test_replaced_projections(config, kind):
+    """A layer calls its projections and asks them nothing."""
+    layer = build(config)
+    x, state = torch.randn(2, 5, 24), random_state(layer, 2)
+    with torch.no_grad():
+        for linear in (m for m in layer.modules() if isinstance(m, nn.Linear)):
+            scale = linear.weight.abs().max() / 127
+            linear.weight.copy_((linear.weight / scale).round() * scale)
+    expected, last = layer(x, state)
+    wrappers = {"Sequential": nn.Sequential, "offloaded": Offloaded}
+    replace_linears(layer, wrappers.get(kind, lambda linear: Quantised(linear, kind == "int8")))
+    y, new = layer(x, state)
+    assert_close(y, expected, 1e-5)
+    assert_states_close(new, last, 1e-5)
+    start = layer.init_state(2, device="cpu")
+    assert [t.dtype for t in tensors(start)] == [t.dtype for t in tensors(state)]
+    assert_close(layer(x, start)[0], layer(x)[0], 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+@each_layer
+def test_dynamic_quantisation(config):
+    layer = torch.ao.quantization.quantize_dynamic(build(config).eval(), {nn.Linear}, dtype=torch.qint8)
+    x = torch.randn(2, 5, 24)
+    y, state = layer(x)
+    assert y.isfinite().all()
+    assert_close(layer(x, layer.init_state(2))[0], y, 1e-6)
+    assert [t.dtype for t in tensors(layer.init_state(2))] == [t.dtype for t in tensors(state)]
+
+
+@each_layer
+def test_every_adapter_trains(config):
+    layer = build(config)
+    replace_linears(layer, Adapted)
+    y, state = layer(torch.randn(2, 9, 24))
+    sum(t.square().sum() for t in (y, *tensors(state)) if t.is_floating_point()).backward()
+    adapters = {name: p for name, p in layer.named_parameters() if name.endswith(("down", "up"))}
+    assert adapters
+    assert all(p.grad is not None and p.grad.any() for p in adapters.values())
+
+
+@each_layer
+def test_device_and_dtype(config):
+    """Of every parameter; without a dtype, the first values and the dtypes do not depend on a device."""
+    arguments = dict(config)
+    make = arguments.pop("layer")
+    half = make(**arguments, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert half(torch.randn(1, 3, 24, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
+    assert {p.dtype for p in make(**arguments, dtype=torch.float64).parameters()} == {torch.float64}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        expected, meta = (make(**arguments, device=device) for device in (None, "meta"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(p.is_meta for p in meta.parameters())
+    assert [p.dtype for p in meta.parameters()] == [p.dtype for p in expected.parameters()]
+
+
+@each_layer
+def test_init_state_elsewhere(config):
+    layer = build(config)
+    state = layer.init_state(3, device="meta", dtype=torch.bfloat16)
+    expected = layer.bfloat16().init_state(3)
+    assert all(t.is_meta for t in tensors(state))
+    assert [(t.shape, t.dtype) for t in tensors(state)] == [(t.shape, t.dtype) for t in tensors(expected)]
+    with pytest.raises(TypeError, match="dtype must be float32, bfloat16, float16 or float64, got int8"):
+        layer.init_state(3, dtype=torch.int8)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@each_layer
+def test_jit_trace(config):
+    """A trace is exact at lengths and batch sizes that were not traced."""
+    layer = build(config)
+    state = random_state(layer, 2)
+    leaves, structure = pytree.tree_flatten(state)
+
+    class WithLeaves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+            y, new = self.layer(x, pytree.tree_unflatten(list(leaves), structure))
+            return y, *tensors(new)
+
+    traced = torch.jit.trace(layer, (torch.randn(2, 9, 24),))
+    with_leaves = torch.jit.trace(WithLeaves(), (torch.randn(2, 9, 24), *leaves))
+    for T in (9, 70, 2, 1):
+        x = torch.randn(2, T, 24)
+        assert_close(traced(x[:1])[0], layer(x[:1])[0], 1e-5)
+        expected, last = layer(x, state)
+        for a, b in zip(with_leaves(x, *leaves), (expected, *tensors(last)), strict=True):
+            assert_close(a, b, 1e-5)
+
+
+def sharded(mesh: DeviceMesh, by: str, names: list[str]) -> None:
+    """A layer gives the outputs and gradients of one rank on two, of half the rows or half the projections each."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    for name in names:
+        torch.manual_seed(0)
+        even = (
+            {"expand_ratio": 6} if "expand_ratio" in EVERY[name] else {}
+        )  # heads of which each rank has half
+        even |= {"n_groups": 2} if name == "mamba2" else {}
+        layer = build(EVERY[name] | even, dtype=torch.float64)
+        x = torch.randn(2, 6, 24, dtype=torch.float64)
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0]]) if by == "rows" else None
+        first, state = layer(x, attention_mask=mask)
+        second = layer(x, state)[0] if by == "rows" else first
+        (first + second).sin().sum().backward()
+        expected = {name: p.grad for name, p in layer.named_parameters()}
+        layer.zero_grad()
+        if by == "columns":
+            outputs = ("o_proj", "out_proj")
+            linears = [n for n, m in layer.named_modules() if isinstance(m, nn.Linear) and n not in outputs]
+            parallelize_module(layer, mesh, {n: ColwiseParallel(use_local_output=False) for n in linears})
+        distribute_module(layer, mesh)
+        x = distribute_tensor(x, mesh, [Shard(0) if by == "rows" else Replicate()])
+        y, state = layer(x, attention_mask=mask)
+        again = layer(x, state)[0] if by == "rows" else y
+        (y + again).sin().sum().backward()
+        results = [(y, first), (again, second), *((p.grad, expected[n]) for n, p in layer.named_parameters())]
+        for a, b in results:
+            torch.testing.assert_close(a.full_tensor(), b, msg=lambda text, name=name: f"{name}: {text}")
+        if by == "rows":
+            assert y.placements == (Shard(0),), name
+
+
+@pytest.mark.parametrize("by", ["rows", "columns"])
+def test_sharded(by):
+    on_two_ranks(sharded, by, list(EVERY))
