@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .recurrences import CASES
 
 Functions = ModuleType | SimpleNamespace
 """The functions of a library, by name."""
@@ -48,6 +50,16 @@ class Shape(NamedTuple):
     @property
     def HV(self) -> int:
         return self.H * self.group
+
+    @property
+    def HQ(self) -> int:
+        """Heads of queries where they may share one of keys; here each has its own."""
+        return self.H
+
+    @property
+    def N(self) -> int:
+        """Sequences."""
+        return self.B
 
     @property
     def D(self) -> int:
@@ -169,121 +181,51 @@ def more_shapes(op: Op, taken: Sequence[Shape]) -> list[Shape]:
     return shapes
 
 
-def _gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    from flacompose.ops.families.vector_decay.reference import vector_decay
+def _op(name: str, entry: str, targets: Targets, **fields) -> Op:
+    """The op of this entry of the table of recurrences: its inputs and states with their axes, and its reference."""
+    case = next(case for case in CASES if case.name == entry)
 
-    return vector_decay(q, k, v, g, scale=q.shape[-1] ** -0.5)
+    def reference(**inputs: Tensor) -> tuple[Tensor, Tensor]:
+        arguments: dict[str, Any] = dict(inputs)
+        if case.scaled:
+            arguments["scale"] = inputs[case.first].shape[-1] ** -0.5
+        return case.joint_reference(**arguments)
 
+    def label(shape: Shape) -> str:
+        if "D" in case.inputs[case.first]:
+            return f"B{shape.B} T{shape.T} D={shape.D}"
+        slots = any("M" in axes for axes in case.inputs.values())
+        return f"{shape.label} M={shape.M}" if slots else shape.label
 
-def _scalar_decay_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, g_gamma: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    from flacompose.ops.families.scalar_decay.reference import scalar_decay
-
-    return scalar_decay(q, k, v, g, g_gamma, scale=q.shape[-1] ** -0.5)
-
-
-def _retention_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    g_gamma = torch.log1p(-(2.0 ** (-5 - torch.arange(v.shape[2], dtype=v.dtype))))
-    return _scalar_decay_reference(q, k, v, g_gamma=g_gamma)
-
-
-def _rwkv6_reference(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    from flacompose.ops.families.vector_decay.reference import vector_decay
-
-    return vector_decay(r, k, v, w, u=u, scale=r.shape[-1] ** -0.5)
-
-
-def _gsa_reference(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    from flacompose.ops.families.vector_decay.reference import vector_decay
-
-    logits, _ = vector_decay(q, k, s, None, g, scale=q.shape[-1] ** -0.5)
-    return vector_decay(logits.softmax(-1), s, v, g)
-
-
-def _hgrn_reference(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    from flacompose.ops.families.scan.reference import scan
-
-    return scan(x, g)
+    names = {1: ("state",), 2: ("Hk", "Hv")}[len(case.states)]
+    return Op(
+        name=name,
+        chunk=f"chunk_{name}",
+        recurrent=f"fused_recurrent_{name}",
+        inputs={x: Draw(" ".join(axes)) for x, axes in case.inputs.items()}
+        | {x: Draw(" ".join(axes), F.logsigmoid) for x, axes in case.gates.items()},
+        reference=reference,
+        output=case.output,
+        states={x: Draw(" ".join(axes)) for x, axes in zip(names, case.states.values(), strict=True)},
+        label=label,
+        grouped=any("HV" in axes for axes in case.inputs.values()),
+        targets=targets,
+        **fields,
+    )
 
 
-QKV = {"q": Draw("B T H K"), "k": Draw("B T H K"), "v": Draw("B T HV V")}
+TARGETS = Targets(forward=0.6, decode_gpu_us=70.0)
 
 OPS = {
     op.name: op
     for op in (
-        Op(
-            name="gla",
-            chunk="chunk_gla",
-            recurrent="fused_recurrent_gla",
-            inputs={**QKV, "g": Draw("B T H K", F.logsigmoid)},
-            reference=_gla_reference,
-            recurrent_names={"g": "gk"},
-            targets=Targets(forward=0.6, decode_gpu_us=70.0),
-        ),
-        Op(
-            name="simple_gla",
-            chunk="chunk_simple_gla",
-            recurrent="fused_recurrent_simple_gla",
-            inputs={**QKV, "g": Draw("B T HV", F.logsigmoid)},
-            reference=_scalar_decay_reference,
-            grouped=True,
-            targets=Targets(forward=0.6, decode_gpu_us=70.0),
-        ),
-        Op(
-            name="retention",
-            chunk="chunk_retention",
-            recurrent="fused_recurrent_retention",
-            inputs=QKV,
-            reference=_retention_reference,
-            grouped=True,
-            targets=Targets(forward=0.6, decode_gpu_us=70.0),
-        ),
-        Op(
-            name="linear_attn",
-            chunk="chunk_linear_attn",
-            recurrent="fused_recurrent_linear_attn",
-            inputs=QKV,
-            reference=_scalar_decay_reference,
-            options={"normalize": False},  # the peer's chunk form would
-            grouped=True,
-            targets=Targets(forward=0.6, decode_gpu_us=70.0),
-        ),
-        Op(
-            name="gsa",
-            chunk="chunk_gsa",
-            recurrent="fused_recurrent_gsa",
-            inputs={**QKV, "s": Draw("B T H M"), "g": Draw("B T H M", F.logsigmoid)},
-            reference=_gsa_reference,
-            states={"Hk": Draw("B H K M"), "Hv": Draw("B H M V")},
-            label=lambda shape: f"{shape.label} M={shape.M}",
-            targets=Targets(forward=0.6, decode_gpu_us=70.0),
-        ),
-        Op(
-            name="rwkv6",
-            chunk="chunk_rwkv6",
-            recurrent="fused_recurrent_rwkv6",
-            inputs={
-                "r": Draw("B T H K"),
-                "k": Draw("B T H K"),
-                "v": Draw("B T H V"),
-                "w": Draw("B T H K", F.logsigmoid),
-                "u": Draw("H K"),
-            },
-            reference=_rwkv6_reference,
-            targets=Targets(forward=0.6, decode_gpu_us=70.0),
-        ),
-        Op(
-            name="hgrn",
-            chunk="chunk_hgrn",
-            recurrent="fused_recurrent_hgrn",
-            inputs={"x": Draw("B T D"), "g": Draw("B T D", F.logsigmoid)},
-            reference=_hgrn_reference,
-            output="x",
-            states={"state": Draw("B D")},
-            label=lambda shape: f"B{shape.B} T{shape.T} D={shape.D}",
-            state_gradients=False,
-            targets=Targets(forward=0.6),
-        ),
+        _op("gla", "chunk_gla", TARGETS, recurrent_names={"g": "gk"}),
+        _op("simple_gla", "chunk_simple_gla-g", TARGETS),
+        _op("retention", "chunk_retention", TARGETS),
+        # The peer's chunk form would normalise, unless it is told not to.
+        _op("linear_attn", "chunk_linear_attn", TARGETS, options={"normalize": False}),
+        _op("gsa", "chunk_gsa", TARGETS),
+        _op("rwkv6", "chunk_rwkv6", TARGETS),
+        _op("hgrn", "chunk_hgrn", Targets(forward=0.6), state_gradients=False),
     )
 }

@@ -1,40 +1,29 @@
-"""The first forward and backward of a fresh process with empty caches, imports and CUDA's start aside."""
+"""The first forward and backward in a fresh process with empty caches; imports and CUDA's start are not counted."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 
 import torch
 
 from . import measure, peer
-from .cases import OPS, ROOT, Shape
+from .cases import OPS, Shape
+from .processes import Process, answer, command, empty_caches
 
 
 def first_step_s(op: str, side: str, shape: Shape, timeout_s: float) -> float:
-    """Seconds from the first call to the last gradient, in a process of its own; raises if it fails."""
-    with tempfile.TemporaryDirectory() as caches:
-        empty = {
-            name: os.path.join(caches, name.lower())
-            for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.cold", op, side, str(shape)],
-            cwd=ROOT,
-            env={**os.environ, **empty},
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["the process ended"])[-1])
-    return json.loads(done.stdout.splitlines()[-1])["seconds"]
+    """Seconds from the first call to the last gradient, in a process of its own. Raises if that fails."""
+    with (
+        empty_caches() as env,
+        contextlib.closing(Process(command("cold", [op, side, str(shape)]), env)) as run,
+    ):
+        reply = run.receive(timeout_s)
+    if reply is None:
+        raise RuntimeError("the process ended")
+    return reply["seconds"]
 
 
 def main() -> None:
@@ -48,7 +37,7 @@ def main() -> None:
     module = peer.load() if arguments.side == "fla" else importlib.import_module("flacompose.ops")
     inputs = op.draw(arguments.shape, torch.bfloat16, "cuda", grad=True)
     do = op.draw_do(arguments.shape, torch.bfloat16, "cuda")
-    # Autograd's device thread and its context are the process's, not the op's.
+    # The start of autograd's thread for the device is no part of the op.
     x = inputs[op.output]
     torch.autograd.grad((x * 2).sum(), x)
     step = measure.step(op.chunk_of(module), inputs, do)
@@ -59,7 +48,7 @@ def main() -> None:
     else:
         step()
     torch.cuda.synchronize()
-    print(json.dumps({"seconds": time.perf_counter() - start}))
+    answer(seconds=time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The CPU's figures: training steps in float32 beside what PyTorch users have without kernels."""
+"""Figures on a CPU: training steps in float32, beside implementations in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP = "forward + backward, float32"
 
 
 def training(op: Op, module: Functions, shape: Shape) -> Iterator[Row]:
-    """An op beside the token-by-token reference under autograd."""
+    """An op beside its reference, which goes token by token, under autograd."""
     inputs = op.draw(shape, torch.float32, "cpu", grad=True)
     do = op.draw_do(shape, torch.float32, "cpu")
     ours = measure.cpu_ms(measure.step(op.chunk_of(module), inputs, do), runs=5)
@@ -24,7 +24,7 @@ def training(op: Op, module: Functions, shape: Shape) -> Iterator[Row]:
 
 
 def mamba2(module: Functions, shape: Shape) -> Iterator[Row]:
-    """Mamba-2's scan, 256 tokens a chunk, beside the one of transformers for machines without its kernels."""
+    """Mamba-2's scan in chunks of 256 tokens, beside the one that transformers uses without Mamba-2's kernels."""
     from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
     B, T, H, S, P = shape[:5]

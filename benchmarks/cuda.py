@@ -1,4 +1,4 @@
-"""The GPU's figures of one op: every case yields rows as soon as they are taken."""
+"""Figures of one op on a GPU. Every function yields its rows as soon as they are taken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import measure, peer
-from .cases import ACCURACY, DECODE_GPU, DECODE_HOST, HOST_BOUND, Functions, Op, Shape
+from .cases import ACCURACY, DECODE_GPU, DECODE_HOST, Functions, Op, Shape
 from .cold import first_step_s
 from .report import Row
 
@@ -19,7 +19,7 @@ Sides = Mapping[str, Functions]
 DEVICE = "cuda"
 
 STATES = 8
-"""Independent states a decode graph goes through: 64 MiB each at batch 64, so a 50 MB L2 holds none."""
+"""Different states that one decoding graph uses in turn: with 64 MiB each at batch 64, none stays in 50 MB of L2."""
 
 
 def failure(side: str, error: Exception) -> str:
@@ -30,7 +30,7 @@ def failure(side: str, error: Exception) -> str:
 def both(
     sides: Sides, function: Callable[[Functions], Callable], take: Callable[[Callable], float]
 ) -> tuple[float | None, float | None, str]:
-    """``take`` each side's function; one that fails leaves ``None`` and its message, and the run goes on."""
+    """Apply ``take`` to each side's function. A side that fails gives ``None`` and a message, and the run goes on."""
     values: list[float | None] = []
     notes = []
     for side, module in sides.items():
@@ -44,7 +44,7 @@ def both(
 
 
 def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[Row]:
-    """Forward, forward and backward, and peak memory, in bfloat16. One side alone has no targets."""
+    """Forward, forward and backward, and peak memory, in bfloat16. Targets need both sides."""
     inputs = op.draw(shape, torch.bfloat16, DEVICE, grad=True)
     do = op.draw_do(shape, torch.bfloat16, DEVICE)
     forwards: dict[str, Callable[[], object]] = {}
@@ -78,24 +78,8 @@ def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[R
     yield row("peak memory over the inputs", "MiB", memory, op.targets.memory)
 
 
-def host_bound(op: Op, sides: Sides) -> Iterator[Row]:
-    """A short input, where launches and Python are all there is."""
-    inputs = op.draw(HOST_BOUND, torch.bfloat16, DEVICE, grad=True)
-    do = op.draw_do(HOST_BOUND, torch.bfloat16, DEVICE)
-
-    def forward_us(fn: Callable) -> float:
-        return measure.wall_us(functools.partial(fn, **inputs))
-
-    def step_us(fn: Callable) -> float:
-        return measure.wall_us(measure.step(fn, inputs, do))
-
-    for quantity, take in (("forward", forward_us), ("forward + backward", step_us)):
-        ours, other, note = both(sides, op.chunk_of, take)
-        yield Row(op.name, op.label(HOST_BOUND), f"{quantity}, wall clock", "us", ours, other, note=note)
-
-
 def decode(op: Op, sides: Sides) -> Iterator[Row]:
-    """One token: the device's time at batch 64, replayed from a graph; the host's at batch 1, in eager."""
+    """One token: the time on the device at batch 64, from a CUDA graph, and on the host at batch 1, in eager mode."""
 
     def gpu_us(fn: Callable) -> float:
         calls = []
@@ -131,7 +115,7 @@ def decode(op: Op, sides: Sides) -> Iterator[Row]:
 
 
 def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
-    """Both sides' bfloat16 results against float64 on the same rounded inputs: never above the peer's."""
+    """The errors of both sides in bfloat16, against float64 on the same rounded inputs. Ours may not be larger."""
     inputs = op.draw(ACCURACY, torch.bfloat16, DEVICE)
     states = op.draw_states(ACCURACY, DEVICE)
     upstream = [op.draw_do(ACCURACY, torch.bfloat16, DEVICE)]
@@ -178,7 +162,7 @@ def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
 
 
 def cold(op: Op, shape: Shape, timeouts: Mapping[str, float | None]) -> Iterator[Row]:
-    """The first step with empty caches, per side; a side whose time limit is ``None`` is left out."""
+    """The first step of each side with empty caches. A side whose time limit is ``None`` is left out."""
     values: dict[str, float | None] = {}
     notes = []
     for side, timeout_s in timeouts.items():

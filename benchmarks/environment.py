@@ -1,4 +1,4 @@
-"""Where a run took place: everything a reader needs to repeat it."""
+"""Where a run took place: what a reader needs to know to repeat it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from .cases import ROOT
+from .processes import ROOT
 
 
-def _output(*command: str) -> str:
+def _output(*command: str, cwd: Path = ROOT) -> str:
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
@@ -33,8 +33,15 @@ def _cpu() -> str:
     return models[0] if models else platform.machine()
 
 
+def commit(checkout: Path = ROOT) -> str:
+    """The commit of a checkout, or nothing for files without a repository of their own."""
+    if not (checkout / ".git").exists():
+        return ""
+    return _output("git", "rev-parse", "--short=12", "HEAD", cwd=checkout)
+
+
 def environment(device: str, argv: Sequence[str]) -> dict[str, str]:
-    """Device, versions, date, commit and command line, in the order they are printed in."""
+    """Device, versions, date, commit and command line, in the order in which they are printed."""
     facts: dict[str, str] = {}
     if device == "cuda":
         facts["device"] = torch.cuda.get_device_name()
@@ -48,7 +55,7 @@ def environment(device: str, argv: Sequence[str]) -> dict[str, str]:
         facts["triton"] = metadata.version("triton")
     except metadata.PackageNotFoundError:
         facts["triton"] = ""
-    facts["commit"] = _output("git", "rev-parse", "--short=12", "HEAD")
+    facts["commit"] = commit()
     facts["date"] = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     facts["command"] = shlex.join(["python", "-m", "benchmarks.run", *argv])
     return {name: value for name, value in facts.items() if value}

@@ -1,4 +1,4 @@
-"""How one figure is taken. Nothing here knows an op; ``fn`` is a call with its inputs bound."""
+"""How one figure is taken. ``fn`` is a call without arguments: nothing here knows which op is measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def step(fn: Callable[..., tuple], inputs: Mapping[str, Tensor], do: Tensor) -> Callable[[], tuple]:
-    """A training step: the forward and every input's gradient, none accumulated into ``.grad``."""
+    """A training step: the forward and the gradient of every input, which is not added to ``.grad``."""
     wanted = list(inputs.values())
     return lambda: torch.autograd.grad(fn(**inputs)[0], wanted, do)
 
@@ -26,9 +26,11 @@ def host_s(fn: Callable[[], object]) -> float:
 
 
 def gpu_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30) -> list[float]:
-    """Median GPU milliseconds of each function; they take turns, so that a drifting clock drifts for all.
+    """Median GPU milliseconds of each function.
 
-    Before each run the L2 cache is cleared, for so long that the host is ahead of the GPU: its time is not in.
+    The functions take turns, so that a clock rate that drifts affects all of them. Before each run the GPU clears
+    its L2 cache, for long enough that the host has launched the whole call before the GPU starts it: the host's own
+    time is not measured.
     """
     other_memory = torch.empty(4 << 30, dtype=torch.int8, device="cuda")
 
@@ -60,7 +62,7 @@ def gpu_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30)
 
 
 def peak_mib(fn: Callable[[], object]) -> float:
-    """Most device memory that one call allocates on top of what was there, results included."""
+    """The most device memory that one call allocates beyond what was allocated before it; its results count."""
     fn()
     gc.collect()
     torch.cuda.synchronize()
@@ -74,9 +76,9 @@ def peak_mib(fn: Callable[[], object]) -> float:
 
 
 def graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
-    """Capture the calls, each warmed up first, into one CUDA graph; returns its replay.
+    """Capture the calls into one CUDA graph, after a warm-up, and return a function that replays it.
 
-    All results stay alive, so that no call writes where the one before it did.
+    All results are kept, so that no call reuses the memory that an earlier one has written.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -95,10 +97,15 @@ def graph(calls: Sequence[Callable[[], object]]) -> Callable[[], None]:
     return replay
 
 
-def host_us(fn: Callable[[], object], calls: int = 200, rounds: int = 7) -> float:
-    """Host microseconds a call: wall clock without waiting for the device, which the calls leave idle."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for _ in range(20):
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def host_us(fn: Callable[[], object], calls: int = 200, rounds: int = 7, warm: int = 20) -> float:
+    """Host microseconds per call: wall-clock time until the calls return, without waiting for the device."""
+    for _ in range(warm):
         fn()
     taken = []
     for _ in range(rounds):
@@ -112,22 +119,22 @@ def host_us(fn: Callable[[], object], calls: int = 200, rounds: int = 7) -> floa
 
 
 def wall_us(fn: Callable[[], object], calls: int = 50, rounds: int = 5) -> float:
-    """Microseconds a call from the first launch to the device's last result, back to back."""
+    """Wall-clock microseconds per call, for calls back to back, until the device has finished the last."""
     for _ in range(5):
         fn()
     taken = []
     for _ in range(rounds):
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         for _ in range(calls):
             fn()
-        torch.cuda.synchronize()
+        synchronize()
         taken.append((time.perf_counter() - start) / calls)
     return median(taken) * 1e6
 
 
 def cpu_ms(fn: Callable[[], object], runs: int, enough_s: float = 20.0) -> float:
-    """Median wall-clock milliseconds after one warm-up; fewer runs where they add up to ``enough_s``."""
+    """Median wall-clock milliseconds after one warm-up. No further run starts once they took ``enough_s`` in all."""
     fn()
     taken: list[float] = []
     while len(taken) < runs and sum(taken) < enough_s:

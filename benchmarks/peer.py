@@ -1,4 +1,4 @@
-"""flash-linear-attention, the peer: finding it, and the check of its that timing has to pass."""
+"""flash-linear-attention, the peer: how to find it, and how to time what it refuses to run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 
 def load() -> SimpleNamespace:
-    """All functions of ``fla.ops``; exits with what to install where it is missing."""
+    """All functions of ``fla.ops``. Where the package is missing, the program ends and says what to install."""
     try:
-        # `fla.ops` does not pass on all of HGRN.
+        # `fla.ops` lacks some functions of HGRN.
         modules = [importlib.import_module(name) for name in ("fla.ops", "fla.ops.hgrn")]
         return SimpleNamespace(**{name: x for module in modules for name, x in vars(module).items()})
     except ModuleNotFoundError as error:
@@ -24,10 +24,10 @@ def version() -> str:
 
 
 def lift_hopper_check() -> None:
-    """Let the peer's scalar-gated backward run on Hopper under Triton 3.4 to 3.7.0, for timing alone.
+    """Let the peer's backward with one gate per head run on Hopper under Triton 3.4 to 3.7.0, only to time it.
 
-    ``chunk_bwd_dqkwg`` refuses there because Triton miscompiles it (flash-linear-attention issue 640): what
-    it computes may be wrong, what it costs is the same. GLA's backward has kernels of its own and never asks.
+    ``chunk_bwd_dqkwg`` refuses to run there, because Triton compiles it wrongly (flash-linear-attention issue 640):
+    its results may be wrong, but it takes the same time. GLA's backward has kernels of its own without this check.
     """
     module = importlib.import_module("fla.ops.common.chunk_o")
     if not hasattr(module, "TRITON_ABOVE_3_7_1"):

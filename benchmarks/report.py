@@ -1,7 +1,7 @@
 """Results as JSON, as a Markdown table and as a plot.
 
-To render saved results anew:
-``python -m benchmarks.report benchmarks/results/gla-*.json --update-docs docs/performance.md``
+To render saved results anew, and the summary that README.md and the documentation open with:
+``python -m benchmarks.report --update-docs docs/performance.md --summary``
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+RESULTS = Path(__file__).with_name("results")
+
 BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both sides. ``None`` is what was not measured; ``note`` says why."""
+    """One figure of both sides, ``None`` where there is no measurement; ``note`` says why."""
 
     op: str
     case: str
@@ -29,6 +31,8 @@ class Row:
     max_ratio: float | None = None
     max_value: float | None = None
     note: str = ""
+    beside: str = ""
+    """The side compared with, where it is not the one that the whole run is compared with."""
 
     @property
     def ratio(self) -> float | None:
@@ -36,7 +40,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether every target is; ``None`` without a target, and a missing figure meets none."""
+        """Whether all targets are met; ``None`` without targets. A missing figure meets no target."""
         if self.max_ratio is None and self.max_value is None:
             return None
         by_ratio = self.max_ratio is None or (self.ratio is not None and self.ratio <= self.max_ratio)
@@ -46,7 +50,7 @@ class Row:
 
 @dataclass
 class Results:
-    """One run: where it ran, what it gave. ``other`` names the side that flacompose is compared with."""
+    """One run: where it took place and its rows. ``other`` names the side that flacompose is compared with."""
 
     other: str
     environment: dict[str, str]
@@ -54,7 +58,7 @@ class Results:
     notes: list[str] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
-        """Replace the file at once, so that an interrupted run leaves the last whole one."""
+        """Replace the file in one go: an interrupted run leaves the last complete one."""
         rows = [{**asdict(row), "ratio": row.ratio, "met": row.met} for row in self.rows]
         content = {
             "other": self.other,
@@ -70,12 +74,13 @@ class Results:
     @classmethod
     def load(cls, path: Path) -> Results:
         content = json.loads(path.read_text())
-        rows = [Row(**{name: row[name] for name in Row.__dataclass_fields__}) for row in content["rows"]]
+        names = Row.__dataclass_fields__  # results of earlier versions lack the newer ones
+        rows = [Row(**{name: row[name] for name in names if name in row}) for row in content["rows"]]
         return cls(content["other"], content["environment"], rows, content["notes"])
 
 
 def number(x: float | None) -> str:
-    """Three significant digits, plain where that is short."""
+    """Three significant digits, in scientific notation where the number would be long."""
     if x is None:
         return ""
     if x != x:
@@ -113,11 +118,13 @@ def table(results: Results) -> str:
     if "command" in results.environment:
         lines.append(f"- command: `{results.environment['command']}`")
     lines += [f"- note: {note}" for note in results.notes]
-    for op in dict.fromkeys(row.op for row in results.rows):
-        header = ["shape", op, "flacompose", results.other, "ratio", "target", ""]
+    for op, beside in dict.fromkeys((row.op, row.beside) for row in results.rows):
+        header = ["shape", op, "flacompose", beside or results.other, "ratio", "target", ""]
         lines += ["", "| " + " | ".join(header) + " |", "|---|---|--:|--:|--:|---|---|"]
         lines += [
-            "| " + " | ".join(cells(row)).replace("\n", " ") + " |" for row in results.rows if row.op == op
+            "| " + " | ".join(cells(row)).replace("\n", " ") + " |"
+            for row in results.rows
+            if (row.op, row.beside) == (op, beside)
         ]
     return "\n".join(lines) + "\n"
 
@@ -136,7 +143,7 @@ def plot(results: Results, path: Path) -> None:
     positions = list(range(len(rows)))
     colours = {True: "#2a7f62", False: "#c1554d", None: "#7a8ca3"}
     ratios = [row.ratio or 1.0 for row in rows]
-    # From 1, so that shorter to the left is better and nothing depends on where the axis starts.
+    # Bars start at 1: the further a bar goes to the left, the better.
     axes.barh(positions, [ratio - 1 for ratio in ratios], left=1, color=[colours[row.met] for row in rows])
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
@@ -148,39 +155,62 @@ def plot(results: Results, path: Path) -> None:
         values = f" {number(row.ours)} / {number(row.other)} {row.unit}"
         axes.text(max(ratios[i], 1.0), i, values, va="center", fontsize=7)
     axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(positions, [f"{row.op}  {row.case}  {row.quantity}" for row in rows], fontsize=7)
+    axes.set_yticks(
+        positions, [f"{row.op}  {row.case}  {row.quantity}  {row.beside}" for row in rows], fontsize=7
+    )
     axes.invert_yaxis()
     axes.set_xlabel(f"flacompose / {results.other}, less is better (| is the target)")
     axes.set_title(results.environment.get("device", ""), fontsize=9)
     figure.savefig(path, dpi=140)
 
 
+def put_between(page: Path, text: str, begin: str, end: str, block: str) -> str:
+    """`text`, that of `page`, with `block` between its two markers in place of what is there."""
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"{page} must have the markers {begin} and {end} once each, in this order")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{block}\n{end}{rest.split(end)[1]}"
+
+
 def update_docs(page: Path, runs: Sequence[Results]) -> None:
     """Put the tables between the page's markers, the rest untouched; a page that is missing is made."""
     titled = [f"## {title(run)}\n\n{table(run)}" for run in runs]
-    block = "\n".join(titled)
     text = page.read_text() if page.exists() else f"# Performance\n\n{BEGIN}\n{END}\n"
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"{page} must have the markers {BEGIN} and {END} once each, in this order")
-    before, rest = text.split(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n\n{block}\n{END}{rest.split(END)[1]}")
+    page.write_text(put_between(page, text, BEGIN, END, "\n".join(titled)))
+
+
+def saved(folder: Path) -> list[Path]:
+    """The results in a folder."""
+    return [path for path in sorted(folder.glob("*.json")) if path.name != "peer-configs.json"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Render saved results.")
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files that benchmarks.run wrote")
+    parser.add_argument(
+        "results",
+        nargs="*",
+        type=Path,
+        help="JSON files that benchmarks.run wrote (default: all in the repository)",
+    )
     parser.add_argument(
         "--update-docs", type=Path, metavar="PAGE", help="write the tables between its markers"
     )
+    parser.add_argument(
+        "--summary", action="store_true", help="write the plot and the table of README.md and of the docs"
+    )
     arguments = parser.parse_args()
     runs = []
-    for path in arguments.results:
+    for path in arguments.results or saved(RESULTS):
         runs.append(Results.load(path))
         path.with_suffix(".md").write_text(table(runs[-1]))
         plot(runs[-1], path.with_suffix(".png"))
         print(table(runs[-1]))
     if arguments.update_docs:
         update_docs(arguments.update_docs, runs)
+    if arguments.summary:
+        from . import summary
+
+        summary.write(runs)
 
 
 if __name__ == "__main__":

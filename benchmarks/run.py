@@ -3,6 +3,8 @@
 python -m benchmarks.run --ops gla --against fla         both libraries in one process, on a GPU
 python -m benchmarks.run --ops gla --against reference   the CPU path beside the recurrence itself
 python -m benchmarks.run --against transformers          Mamba-2's scan on a CPU beside transformers' PyTorch one
+python -m benchmarks.run --parts host                    the host's time per call, beside softmax attention
+python -m benchmarks.run --parts model                   whole models: compilation, training steps, decoding
 
 Against flash-linear-attention, inputs are what its own benchmark takes: q, k, v standard normal, gates
 ``logsigmoid(normal)``, all bfloat16. Forward is that of a training step, gradients enabled.
@@ -14,6 +16,7 @@ import argparse
 import functools
 import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -22,15 +25,16 @@ from pathlib import Path
 
 import torch
 
-from . import cases, cpu, cuda, peer, report, tuned, warm
+from . import cases, cpu, cuda, host, model, models, peer, report, tuned, warm
 from .cases import OPS, Op, Shape
-from .environment import environment
+from .environment import commit, environment
 
 DEVICE = {"fla": "cuda", "reference": "cpu", "transformers": "cpu"}
 
-PARTS = ("training", "more", "decode", "host-bound", "accuracy", "cold")
+PARTS = ("training", "more", "decode", "accuracy", "cold", "host", "model")
 
-RESULTS = Path(__file__).with_name("results")
+APART = {"host", "model"}
+"""Parts whose figures are taken in other processes than this one, without the peer and on a CPU too."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,12 +48,32 @@ def parser() -> argparse.ArgumentParser:
         "--parts",
         nargs="+",
         choices=PARTS,
-        default=[part for part in PARTS if part != "more"],
+        default=[part for part in PARTS if part not in ("more", "model")],
         metavar="PART",
-        help=f"on a GPU, of {', '.join(PARTS)} (flacompose alone at more shapes; default: all others)",
+        help=f"of {', '.join(PARTS)}; more is flacompose alone at more shapes (default: all but more and model)",
     )
-    add("--out", type=Path, default=RESULTS, help="folder for the results (default: %(default)s)")
+    add(
+        "--before",
+        type=Path,
+        metavar="PATH",
+        help="another checkout, whose flacompose the parts host and model measure beside this one's",
+    )
+    add("--out", type=Path, default=report.RESULTS, help="folder for the results (default: %(default)s)")
     add("--update-docs", type=Path, metavar="PAGE", help="write the tables between the page's markers")
+    add = p.add_argument_group("the host's time per call").add_argument
+    add("--host-shape", type=Shape.parse, default=cases.HOST_BOUND, metavar="BxTxHxKxV")
+    add("--host-rounds", type=int, default=5, help="turns of each side (default: %(default)s)")
+    add("--host-calls", type=float, default=1.0, help="factor on the number of calls that are timed together")
+    add = p.add_argument_group("whole models").add_argument
+    add("--models", nargs="+", choices=models.MIXERS, default=list(models.MIXERS), metavar="MIXER")
+    add("--peer-model", action="store_true", help="the peer's model of gated linear attention too")
+    add("--quantities", nargs="+", choices=model.QUANTITIES, default=["compile", "step"])
+    add(
+        "--jobs", type=int, default=1, help="models compiled at the same time; only with --quantities compile"
+    )
+    add("--backend", default="inductor", help="torch.compile's (default: %(default)s)")
+    add("--model-timeout", type=float, default=400.0, metavar="S", help="seconds for a model (default: 400)")
+    model.add_size(add)
     add = p.add_argument_group("the peer").add_argument
     add("--peer-configs", default="shipped", help="shipped (default), none, or a file saved by a run")
     add("--warm-peer", action="store_true", help="compile its candidates in parallel before it tunes")
@@ -67,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Run:
-    """Results as they come: every row is printed, and the file is whole after each."""
+    """A run in progress: every row is printed when it is taken, and the file is complete after each."""
 
     def __init__(self, results: report.Results, path: Path) -> None:
         self.results, self.path = results, path
@@ -98,8 +122,41 @@ class Run:
             self.say(f"no plot: {error}")
 
 
+def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: argparse.Namespace) -> None:
+    """One of the parts `APART`, with a results file of its own."""
+    before = arguments.before
+    names = [op.name for op in ops]
+    if part == "model":
+        names = [*arguments.models, *([models.PEER] if arguments.peer_model else [])]
+    other = "softmax attention"
+    path = arguments.out / f"{'-'.join([part, *names, device])}.json"
+    run = Run(report.Results(other, environment(device, argv)), path)
+    if before is not None:
+        run.results.environment["before"] = commit(before) or before.name
+    try:
+        if part == "host":
+            rounds, calls = arguments.host_rounds, arguments.host_calls
+            run.take(host.take(ops, device, arguments.host_shape, before, rounds=rounds, calls=calls))
+            return
+        figures: list[model.Figure] = []
+        options = {name: getattr(arguments, name) for name in ("jobs", "backend")}
+        size, timeout_s = model.size_of(arguments), arguments.model_timeout
+        for figure in model.take(
+            names, size, arguments.quantities, device, before, timeout_s=timeout_s, **options
+        ):
+            if isinstance(figure, str):
+                run.note(figure)
+            else:
+                figures.append(figure)
+                run.say(f"{figure.model} {figure.side}  {figure.case}  {figure.quantity}: {figure.value:.4g}")
+            run.results.rows = model.rows(figures)
+            run.results.save(run.path)
+    finally:
+        run.finish()
+
+
 def tuned_file(choice: str) -> Path | None:
-    """The shipped configurations are for Hopper; elsewhere the peer tunes unless a file is given."""
+    """The file with the peer's configurations. The shipped one is for Hopper; on other GPUs the peer tunes."""
     if choice == "none" or (choice == "shipped" and torch.cuda.get_device_capability() != (9, 0)):
         return None
     return tuned.H100 if choice == "shipped" else Path(choice)
@@ -134,8 +191,6 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
                 run.take(cuda.training(op, alone, shape, run.results.notes))
         if "decode" in parts:
             run.take(cuda.decode(op, sides))
-        if "host-bound" in parts:
-            run.take(cuda.host_bound(op, sides))
         if "accuracy" in parts:
             run.take(cuda.accuracy(op, sides))
         save()
@@ -151,11 +206,31 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     arguments = p.parse_args(argv)
     device = DEVICE[arguments.against]
-    if arguments.device not in (None, device):
+    parts = [part for part in PARTS if part in arguments.parts]
+    only_apart = arguments.against == "fla" and APART.issuperset(parts)
+    if only_apart:
+        device = arguments.device or device
+    elif arguments.device not in (None, device):
         p.error(f"--against {arguments.against} is not measured on {arguments.device}")
     if device == "cuda" and not torch.cuda.is_available():
-        p.error("--against fla needs a CUDA GPU; on a CPU: --against reference --device cpu")
+        p.error("a GPU is needed; on a CPU: --against reference, or --parts host model --device cpu")
+    if arguments.jobs < 1 or (arguments.jobs > 1 and arguments.quantities != ["compile"]):
+        p.error("--jobs above 1 needs --quantities compile: steps that run side by side cannot be timed")
     ops = [OPS[name] for name in arguments.ops]
+    if not only_apart:
+        in_this_process(ops, device, argv, arguments)
+    if arguments.against == "fla":
+        for part in parts:
+            if part in APART:
+                apart(part, ops, device, argv, arguments)
+    if arguments.update_docs:
+        # Runs of before, such as those on another device, stay on the page.
+        runs = [report.Results.load(path) for path in report.saved(arguments.out)]
+        report.update_docs(arguments.update_docs, runs)
+
+
+def in_this_process(ops: list[Op], device: str, argv: list[str], arguments: argparse.Namespace) -> None:
+    """All parts but those `APART`, and the CPU's figures."""
     measured = ["mamba2"] if arguments.against == "transformers" else arguments.ops
     name = "-".join([*measured, arguments.against, device])
     run = Run(report.Results(arguments.against, environment(device, argv)), arguments.out / f"{name}.json")
@@ -174,11 +249,9 @@ def main(argv: list[str] | None = None) -> None:
                     run.take(cpu.training(op, module, shape))
     finally:
         run.finish()
-    if arguments.update_docs:
-        # The other device's last run stays on the page.
-        saved = [path for path in sorted(arguments.out.glob("*.json")) if path.name != "peer-configs.json"]
-        report.update_docs(arguments.update_docs, [report.Results.load(path) for path in saved])
 
 
 if __name__ == "__main__":
+    # A run that is stopped ends its processes and writes its table.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     main()

@@ -1,8 +1,8 @@
-"""The peer's launch configurations: put saved ones in place of minutes of autotuning, save what it chose.
+"""The peer's launch configurations: install saved ones, which spares minutes of autotuning, and save its choices.
 
-The file has, per kernel, ``{"when": {key argument: value}, "dtypes": [...], "config": {...}}``. Keys go by name,
-as the peer reorders and extends them between releases; an entry whose names are not the kernel's is left out, and
-what is not found tunes as usual.
+The file has, per kernel, ``{"when": {key argument: value}, "dtypes": [...], "config": {...}}``. Key arguments are
+saved by name, because the peer reorders and extends them between releases. An entry with other names than the
+kernel's is ignored. A kernel that finds no configuration tunes as usual.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 H100 = Path(__file__).with_name("tuned_h100.json")
 """For bfloat16, H = 16, K = V = 128; chosen by flash-linear-attention 0.6.0's own tuning, and 0.5.2's, on an H100.
 
-Calls with states, which are measured for their errors alone, have what was chosen without.
+Calls with states have the configurations that were chosen without; only their errors are measured.
 """
 
 
 def autotuners(package: str = "fla") -> Iterator[Any]:
-    """Every autotuned kernel of the package's loaded modules, once."""
+    """Every autotuned kernel in the loaded modules of the package, each once."""
     from triton.runtime.autotuner import Autotuner, Heuristics
 
     seen = set()
@@ -48,7 +48,7 @@ def install(path: Path, package: str = "fla") -> set[tuple[str, tuple]]:
             when, config = entry["when"], entry["config"]
             if set(when) != set(tuner.keys):
                 continue
-            # Triton's form: the key arguments in order, then the tensors' dtypes.
+            # Triton's own key: the key arguments in order, then the dtypes of the tensors.
             key = (*(when[k] for k in tuner.keys), *(f"torch.{dtype}" for dtype in entry["dtypes"]))
             tuner.cache[key] = Config(
                 config["kwargs"], num_warps=config["num_warps"], num_stages=config["num_stages"]
@@ -58,7 +58,7 @@ def install(path: Path, package: str = "fla") -> set[tuple[str, tuple]]:
 
 
 def origin(path: Path) -> str:
-    """A line on where the file's choices come from."""
+    """A line that says who made the choices in the file, and where."""
     content = json.loads(path.read_text())
     return (
         f"launch configurations in {path.name} were chosen by {content['tuned_with']} on {content['device']}"
@@ -66,7 +66,7 @@ def origin(path: Path) -> str:
 
 
 def cached(package: str = "fla") -> set[tuple[str, tuple]]:
-    """All (kernel, key) that have a configuration now."""
+    """All pairs of a kernel and a key that have a configuration now."""
     return {(tuner.base_fn.__name__, key) for tuner in autotuners(package) for key in tuner.cache}
 
 
@@ -77,7 +77,7 @@ def save(path: Path, device: str, version: str, package: str = "fla") -> None:
         for key, config in tuner.cache.items():
             values, dtypes = key[: len(tuner.keys)], key[len(tuner.keys) :]
             if len(values) < len(tuner.keys) or not all(str(dtype).startswith("torch.") for dtype in dtypes):
-                continue  # a key argument was left to its default, so the values cannot be named
+                continue  # a key argument kept its default, so that the values cannot be matched with names
             kernels.setdefault(tuner.base_fn.__name__, []).append(
                 {
                     "when": dict(zip(tuner.keys, values, strict=True)),

@@ -1,8 +1,8 @@
 """Compile the peer's candidate kernels in parallel, so that its tuning afterwards only has to time them.
 
-Each worker process makes the same calls but launches nothing: of every kernel that is about to be tuned it
-compiles its share of the candidates into Triton's disk cache. The measuring process then tunes on a device of its
-own, as the peer would; timings taken by workers side by side would choose by noise.
+Each worker process makes the same calls but launches no kernel. For every kernel that is about to be tuned, it
+compiles its share of the candidates into Triton's disk cache. The measuring process tunes afterwards, alone on the
+device: workers that time candidates side by side disturb each other, and would choose at random.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any
 import torch
 
 from . import measure, peer, tuned
-from .cases import DECODE_HOST, OPS, ROOT, Op, Shape
+from .cases import DECODE_HOST, OPS, Op, Shape
+from .processes import ROOT
 
 
 def compile_candidates(
     op: str, shapes: Sequence[Shape], configs: Path | None, timeout_s: float, workers: int
 ) -> str:
-    """Run the workers, ending those that outlast ``timeout_s``; returns a line on how it went."""
+    """Run the workers and end those that take longer than ``timeout_s``. Returns a line that says how it went."""
     start = time.monotonic()
     command = [
         sys.executable,
@@ -39,7 +40,7 @@ def compile_candidates(
         ",".join(map(str, shapes)),
         str(configs or "none"),
     ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # the workers fill the cores
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # one core for each worker
     late, failed = 0, []
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]
@@ -70,8 +71,9 @@ def compile_candidates(
 
 
 def compile_only(tuner: Any, index: int, workers: int) -> None:
-    """Make the autotuner compile every ``workers``-th candidate and launch nothing."""
-    # Kernels with few candidates start at different workers.
+    """Make the autotuner compile every ``workers``-th candidate, and launch none."""
+    # The first candidate goes to a worker that depends on the kernel, so that kernels with few candidates do not all
+    # go to the same workers.
     first = (index + zlib.crc32(tuner.base_fn.__name__.encode())) % workers
 
     def run(*args: Any, **kwargs: Any) -> None:
@@ -83,7 +85,7 @@ def compile_only(tuner: Any, index: int, workers: int) -> None:
         for config in itertools.islice(candidates, first, None, workers):
             try:
                 tuner.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
-            except Exception as error:  # a candidate that does not compile is the tuning's to reject
+            except Exception as error:  # the tuning will reject it
                 print(f"{tuner.base_fn.__name__} {config}: {error}", file=sys.stderr)
 
     tuner.run = run
@@ -93,7 +95,7 @@ def calls(op: Op, shapes: Sequence[Shape]) -> None:
     """A training step at each shape, without states and with them, and one recurrent step."""
     module = peer.load()
     chunk, recurrent = op.chunk_of(module), op.recurrent_of(module)
-    # No tuning key holds the length, past one chunk: short inputs leave memory for every worker.
+    # Beyond one chunk the choice does not depend on the length, and short inputs leave memory for every worker.
     for short in dict.fromkeys(shape._replace(T=256) for shape in shapes):
         inputs = op.draw(short, torch.bfloat16, "cuda", grad=True)
         do = op.draw_do(short, torch.bfloat16, "cuda")
