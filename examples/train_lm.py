@@ -121,8 +121,8 @@ def read_text(path: Path | None) -> bytes:
 
 
 def split(text: bytes, batch: int, length: int) -> tuple[Streams, Streams]:
-    """The last tenth (64 KiB at most) is held out."""
-    held_out = min(len(text) // 10, 1 << 16)
+    """The last tenth (32 KiB at most) is held out."""
+    held_out = min(len(text) // 10, 1 << 15)
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
     train = Streams(data[: len(data) - held_out], batch, length)
     valid = Streams(data[len(data) - held_out :], batch, length)
@@ -175,10 +175,11 @@ class Trainer:
     ) -> None:
         self.model, self.train, self.valid, self.args, self.run = model, train, valid, args, run
         self.device = next(model.parameters()).device
+        for block in model.blocks:  # one graph serves all blocks and is compiled once
+            block.compile(fullgraph=True)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1
         )
-        self.loss = torch.compile(segment_loss, fullgraph=True)
         self.step = 0
         self.states = model.init_states(args.batch)
         self.train_losses: list[float] = []
@@ -195,7 +196,7 @@ class Trainer:
     def train_step(self) -> None:
         position = self.step % self.train.segments
         states = self.states if position else self.model.init_states(self.args.batch)
-        loss, states = self.loss(self.model, self.train.segment(position, self.device), states)
+        loss, states = segment_loss(self.model, self.train.segment(position, self.device), states)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
@@ -207,6 +208,7 @@ class Trainer:
         self.step += 1
 
     @torch.no_grad()
+    @torch.compiler.set_stance("force_eager")  # the blocks are compiled for training alone
     def validate(self) -> float:
         """Mean nats per held-out byte, the state carried from segment to segment."""
         states, total = self.model.init_states(self.args.batch), 0.0
@@ -216,14 +218,14 @@ class Trainer:
         return total / self.valid.segments
 
     def advance(self, stop: StopOnInterrupt) -> None:
-        """One step, and a validation at every tenth of the run."""
+        """One step, and a validation at every fifth of the run."""
         try:
             self.train_step()
         except Exception:
             if stop.requested:  # the same Ctrl-C reached the C++ compiler: this step has not happened
                 return
             raise
-        if self.step % max(1, self.args.steps // 10) == 0 or self.step == self.args.steps:
+        if self.step % max(1, self.args.steps // 5) == 0 or self.step == self.args.steps:
             self.valid_losses.append((self.step, self.validate()))
 
     def fit(self, checkpoint: Path) -> None:
@@ -232,7 +234,7 @@ class Trainer:
         with StopOnInterrupt() as stop:
             if self.step < steps:
                 stop.compiling = True
-                print("compiling the first step, which takes about half a minute", flush=True)
+                print("compiling the first step, which can take a minute", flush=True)
                 self.advance(stop)
                 stop.compiling = False
             # Its clock starts here, so that the rate is that of compiled steps.
@@ -342,6 +344,7 @@ def tensors(logits: Tensor, states: States) -> list[Tensor]:
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")
 def check(program: ExportedProgram, model: ByteLM, text: Tensor) -> None:
     """Compare logits and states with eager, at lengths that the program was not traced with."""
     device = next(model.parameters()).device
@@ -394,7 +397,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="bytes to learn (default: the topics of Python's own help)")
     add("--out", type=Path, default=Path("runs/train_lm"), metavar="DIR", help="default: %(default)s")
-    add("--steps", type=positive, default=600, metavar="N", help="optimizer steps (default: %(default)s)")
+    add("--steps", type=positive, default=160, metavar="N", help="optimizer steps (default: %(default)s)")
     add("--batch", type=positive, default=8, metavar="N", help="parallel streams (default: %(default)s)")
     add(
         "--segment",

@@ -1,13 +1,13 @@
-"""Train a small model in segments, with truncated and with exact gradients, on what only exact ones can learn.
+"""Train a small model in segments, with truncated and with exact gradients, on a task that only exact ones can learn.
 
     python examples/train_segments.py                     # both, one after the other
     python examples/train_segments.py --gradients exact
 
-A sequence holds one of eight cues among the noise of its first segment, and ends with a query: which cue was it? The
-loss is at the query alone. At first all cues have the same embedding, so what one writes into the states has to be
-learnt from a loss that is segments away. The states carry it there in either way of training. Truncated
-backpropagation detaches them between segments, and nothing ever tells a cue what to write; without the detach, one
-backward pass goes through all segments.
+A sequence contains one of eight cues among the noise of its first segment, and ends with a query: which cue was it?
+Only the answer to the query has a loss. At first all cues have the same embedding, so the model must learn what a cue
+writes into the states from a loss that is several segments later. In both ways of training the states carry this
+information forwards. Truncated backpropagation detaches them between segments, so no gradient ever reaches the cue.
+Without the detach, one backward pass goes through all segments and reaches it.
 
 On one CPU thread a run gives the same numbers each time.
 """
