@@ -380,8 +380,8 @@ CASES = [
     scalar("chunk_linear_attn", chunk, chunk_linear_attn, fused_recurrent_linear_attn, scalar_decay),
     scalar("chunk_linear_attn-normalize", chunk, *normalized, linear_attn_normalized_reference,
            # Values share a z where they share a head of keys; here each has its own.
-           states={**MATRIX_GROUPED, "initial_state[1]": ("N", "H", "K")},
-           draws=dict.fromkeys(("q", "k", "initial_state"), F.softplus), nodes=2, around=None,
+           states={"initial_state[0]": ("N", "HV", "K", "V"), "initial_state[1]": ("N", "H", "K")},
+           draws=dict.fromkeys(("q", "k", "initial_state[0]"), F.softplus), nodes=2, around=None,
            # Outputs are means, so what q does to the numerator the denominator undoes, but for differences of values.
            term=partial(linear_attn_normalized_reference, constant_weight=True)),
     channels("chunk_hgrn", chunk, chunk_hgrn, fused_recurrent_hgrn, scan, {"g": X}, inductor=True),

@@ -62,6 +62,11 @@ Compiled = list[tuple[str, bool]]
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     kernels: Compiled = []
+    pools: list[ThreadPoolExecutor] = []
+
+    def pool(workers: int | None) -> ThreadPoolExecutor:
+        pools.append(ThreadPoolExecutor(workers))
+        return pools[-1]
 
     def note(fn: Any, is_manual_warmup: bool, **_: Any) -> None:
         kernels.append((fn.name, is_manual_warmup and _compile.launching.how is not None))
@@ -85,7 +90,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
         monkeypatch.setattr(driver, "_active", Hopper())
         monkeypatch.setattr(triton.compiler.CompiledKernel, "run", None)
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+    monkeypatch.setattr(_compile, "ThreadPoolExecutor", pool)
     yield kernels
+    for started in pools:  # what is left compiles for the driver that this test put in place
+        started.shutdown(cancel_futures=True)
     for kernel in KERNELS:
         kernel.device_caches.clear()
 

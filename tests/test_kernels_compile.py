@@ -219,11 +219,15 @@ def test_launches_at_every_length(gates, N, bonus, softmax, monkeypatch: pytest.
         (torch.bfloat16, torch.float32, True),
     ],
 )
-def test_gradients_are_as_a_trace_has_them(dtype, q_dtype, softmax, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of absent inputs too, in whatever dtypes the kernels compute."""
+@pytest.mark.parametrize("wanted", [(0, 1, 2), (1,), (0, 3)], ids=str)
+def test_gradients_are_as_a_trace_has_them(
+    dtype, q_dtype, softmax, wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are not wanted and those of absent inputs too, in whatever dtypes the kernels compute."""
     launch_with(lambda *_, **__: None, monkeypatch)
     k, v = torch.zeros(2, 1, 5, 2, 16, dtype=dtype)
-    args = k.to(q_dtype), k, v, None, None, None, None, None, 1.0, softmax, False, v, None
+    mask = [i in wanted for i in range(7)]
+    args = k.to(q_dtype), k, v, None, None, None, None, None, 1.0, softmax, False, v, None, mask
     launched = vector_decay.backward(*args)
     with FakeTensorMode(allow_non_fake_inputs=True):
         traced = torch.ops.flacompose.vector_decay_backward(*args)

@@ -155,15 +155,15 @@ def test_against_the_paper(form, device: torch.device) -> None:
 TUPLE = "initial_state must be a tuple (S, z) with normalize, got {}"
 STATES = [
     (True, lambda S, z: S, TypeError, TUPLE.format("Tensor")),
-    (True, lambda S, z: (S,), TypeError, TUPLE.format("tuple")),
-    (True, lambda S, z: (S, z, z), TypeError, TUPLE.format("tuple")),
+    (True, lambda S, z: (S,), TypeError, TUPLE.format("tuple of 1")),
+    (True, lambda S, z: (S, z, z), TypeError, TUPLE.format("tuple of 3")),
     (True, lambda S, z: 1.0, TypeError, TUPLE.format("float")),
     (True, lambda S, z: (S, None), TypeError, "initial_state[1] must be a tensor, got NoneType"),
     (True, lambda S, z: (S, z[..., :1]), ValueError, "initial_state[1] must have shape (2, 2, 16), got (2, 2, 1)"),
-    (True, lambda S, z: (z, z), ValueError, "initial_state must have shape (2, 2, 16, 32), got (2, 2, 16)"),
+    (True, lambda S, z: (z, z), ValueError, "initial_state[0] must have shape (2, 2, 16, 32), got (2, 2, 16)"),
     (True, lambda S, z: (S, z.int()), TypeError,
      "initial_state[1] must be float32, bfloat16, float16 or float64, got int32"),
-    (False, lambda S, z: (S, z), TypeError, "initial_state must be a tensor S without normalize, got tuple"),
+    (False, lambda S, z: (S, z), TypeError, "initial_state must be a tensor S without normalize, got tuple of 2"),
 ]  # fmt: skip
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._C import _AutoDispatchBelowAutograd
+from torch._ops import OpOverload
 
 pytest.importorskip("triton")
 
@@ -17,6 +20,9 @@ from triton.runtime import driver
 from flacompose.ops._define import launch, launching_by
 from flacompose.ops.families import _replay
 from flacompose.ops.families._replay import Replay
+from flacompose.ops.families.scalar_decay import cuda as scalar_decay
+from flacompose.ops.families.scan import cuda as scan
+from flacompose.ops.families.vector_decay import cuda as vector_decay
 
 
 class Driver:
@@ -133,19 +139,25 @@ def test_one_tensor_given_twice_is_not_taken_for_two(kernel: Kernel) -> None:
     assert len(calls) == 2
 
 
-def test_a_kind_too_large_to_record_is_not(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay, calls = make(kernel)
-
-    def out_of_memory(*_: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(_replay._Recorder, "__torch_dispatch__", out_of_memory)
-    x, y = torch.randn(2, 6, 4)
-    for _ in range(4):
-        torch.testing.assert_close(replay(x, y, 2.0, [True, True]), expected(x, y, 2.0))
-
-
 def test_temporary_memory_is_free_after_its_last_use(kernel: Kernel) -> None:
+    """In a call that is recorded, too."""
+    given_up: list[weakref.ref[Tensor]] = []
+
+    def implementation(x: Tensor) -> tuple[Tensor, ...]:
+        for _ in range(3):
+            assert all(y() is None for y in given_up)
+            y = torch.empty_like(x)
+            launch(kernel, (1,), x, y, factor=1.0, BLOCK=16)
+            given_up.append(weakref.ref(y))
+            del y
+        return (x.new_empty(0),)
+
+    replay = Replay(implementation)
+    for _ in range(3):
+        replay(torch.randn(6, 4))
+    gc.collect()
+    assert len(given_up) == 6 and len(kernel.launched) == 9
+
     replay, _ = make(kernel)
     for _ in range(3):
         results = replay(torch.randn(6, 4), None, 2.0, [True, True])
@@ -166,7 +178,7 @@ def test_no_more_kinds_are_kept_than_a_number(kernel: Kernel, monkeypatch: pytes
     for T in (1, 2, 3, 4):
         for _ in range(3):
             replay(torch.randn(T, 4), None, 2.0, [True, True])
-    assert len(replay.recorded) == 3 and len(calls) == 8
+    assert len(replay.recorded) == len(replay.seen) == 3 and len(calls) == 8
     replay(torch.randn(1, 4), None, 2.0, [True, True])  # forgotten
     assert len(calls) == 9
 
@@ -181,3 +193,55 @@ def test_nothing_is_recorded_while_another_launches(kernel: Kernel) -> None:
         for _ in range(4):
             replay(torch.randn(6, 4), None, 2.0, [True, True])
     assert len(calls) == 4 and not replay.recorded
+
+
+def test_a_kind_forgotten_while_it_is_recorded_stays_so(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_replay, "MAX_KINDS", 1)
+    calls: list[int] = []
+
+    def implementation(x: Tensor) -> tuple[Tensor, ...]:
+        calls.append(len(x))
+        if calls == [6, 6]:  # the second call, which is recorded
+            other = Thread(target=replay, args=(torch.randn(5),))
+            other.start()
+            other.join()
+        return (x.new_empty(0),)
+
+    replay = Replay(implementation)
+    for _ in range(2):
+        replay(torch.randn(6))
+    assert calls == [6, 6, 5] and len(replay.seen) == 1 and not replay.recorded
+
+
+@pytest.mark.parametrize("family", ["scalar", "scan", "vector"])
+def test_nothing_but_allocations_and_launches_is_repeated(
+    family: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a training step's forward and backward, whose inputs are as the kernels take them."""
+    q, k, v, g, do = torch.randn(5, 1, 70, 2, 24, dtype=torch.bfloat16)
+    module, args, do = {
+        "scalar": (scalar_decay, (q, k, v, g[..., 0].contiguous(), None, None, None, 1.0), do),
+        "scan": (
+            scan,
+            (q[:, :, 0].contiguous(), g[:, :, 0].contiguous(), None, None),
+            do[:, :, 0].contiguous(),
+        ),
+        "vector": (vector_decay, (q, k, v, g, None, None, None, None, 1.0, False, False), do),
+    }[family]
+    mask = [x is not None for x in args[: {"scalar": 6, "scan": 3, "vector": 7}[family]]]
+
+    def launched(recorder: Any, kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        recorder.lines.append(recorder.call(print, *args, **kwargs))
+
+    monkeypatch.setattr(_replay._Recorder, "launch", launched)
+    calls = (module.chunk, args), (module.backward, (*args, do, None, mask))
+    for implementation, arguments in calls:
+        replay = Replay(implementation)
+        with _AutoDispatchBelowAutograd():
+            replay.seen[0] = None
+            replay.record(0, arguments)
+        called = {x for x in replay.recorded[0].__globals__.values() if callable(x)}
+        assert {print, torch.empty_strided} <= called
+        assert not any(isinstance(x, OpOverload) for x in called), called

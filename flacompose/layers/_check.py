@@ -17,6 +17,7 @@ from flacompose.ops._check import (
     count,
     finite,
     floating,
+    integer,
     like,
     number,
     sequences,
@@ -50,11 +51,6 @@ def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:
     """Check that `x` is one of `choices`."""
     if x not in tuple(choices):  # a tuple, since `x` may be something that cannot be hashed
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {x!r}{why}")
-
-
-def integer(name: str, x: object) -> None:
-    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
 
 
 def head_size(name: str, x: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ MAX_HEAD_SIZE = 256
 def tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
 
 
 def floating(name: str, x: Tensor) -> None:
@@ -29,14 +32,14 @@ def floating(name: str, x: Tensor) -> None:
 def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False, of: str = "q") -> tuple[int, int, int]:
     """Check ``q, k [B, T, H, K]`` and ``v [B, T, HV, V]``, return ``HV, K, V``; ``HV = H`` unless `grouped`.
 
-    The user knows `q` as `of`.
+    In errors, `q` is called `of`, its name in the function that the user has called.
     """
-    for name, x in ((of, q), ("k", k), ("v", v)):
-        floating(name, x)
+    floating(of, q)
     if q.dim() != 4:
         raise ValueError(f"{of} must have shape [B, T, H, K], got {tuple(q.shape)}")
     B, T, H, K = q.shape
     like(q, "k", k, q.shape, of)
+    floating("v", v)
     if v.dim() != 4:
         raise ValueError(f"v must have shape [B, T, {'HV' if grouped else 'H'}, V], got {tuple(v.shape)}")
     V = v.shape[3]
@@ -71,7 +74,7 @@ def not_empty(name: str, x: Tensor) -> None:
 
 
 def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], of: str = "q") -> None:
-    """Check that `x` is a float tensor of this shape on the device of `q`, which the user knows as `of`."""
+    """Check that `x` is a float tensor of this shape on the device of `q`, which errors call `of`."""
     floating(name, x)
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
@@ -79,8 +82,14 @@ def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], of: str = "q")
         raise ValueError(f"{name} must be on the device of {of}, {q.device}, got {x.device}")
 
 
+def optional(q: Tensor, name: str, x: Tensor | None, shape: tuple[int, ...], of: str = "q") -> None:
+    """`like`, unless `x` is absent."""
+    if x is not None:
+        like(q, name, x, shape, of)
+
+
 def sequences(q: Tensor, cu_seqlens: Tensor | None, of: str = "q") -> int:
-    """Check `cu_seqlens` for `q`, which the user knows as `of`, return the number of sequences ``N``."""
+    """Check `cu_seqlens` for `q`, which errors call `of`, return the number of sequences ``N``."""
     B = q.shape[0]
     if cu_seqlens is None:
         return B
@@ -96,10 +105,15 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None, of: str = "q") -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def count(name: str, x: object) -> None:
-    """Check that `x` is a positive int."""
-    if isinstance(x, bool) or not isinstance(x, (int, torch.SymInt)):
+def integer(name: str, x: Any) -> None:
+    """Check that `x` is an int."""
+    if isinstance(x, bool) or not isinstance(x, (Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+
+
+def count(name: str, x: Any) -> None:
+    """Check that `x` is a positive int."""
+    integer(name, x)
     if x < 1:
         raise ValueError(f"{name} must be at least 1, got {x}")
 
@@ -124,6 +138,11 @@ def scale(x: float | None, K: int) -> float:
         return K**-0.5
     finite("scale", x)
     return x
+
+
+def kind(x: object) -> str:
+    """What to call `x` in an error: its type, and its length if it is a tuple or a list."""
+    return type(x).__name__ + (f" of {len(x)}" if isinstance(x, (tuple, list)) else "")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -87,6 +87,11 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         launching.how(kernel, grid, *args, **kwargs)
 
 
+def launches_into_graph() -> bool:
+    """Whether the kernels that this thread launches become parts of a graph."""
+    return launching.how is _record
+
+
 def _record(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
     torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
 
@@ -184,7 +189,7 @@ def _unwanted(op: OpOverload, args: Sequence[Any]) -> set[str]:
     return {name for name, wanted in zip(_names(op._schema.returns), mask) if not wanted}
 
 
-def _primal(name: str, names: Any) -> str:
+def primal_of(name: str, names: Any) -> str:
     """The name whose gradient ``name`` is (``x`` for ``dx`` and ``d_x``), or ``name`` itself."""
     return next((x for x in (name, name.removeprefix("d_"), name.removeprefix("d")) if x in names), name)
 
@@ -249,7 +254,7 @@ def _differentiate(
         for x, exempt in autocast.items()
     )
     if backward_op is not None:
-        gradients = [arguments.index(_primal(x, arguments)) for x in _names(backward_op._schema.returns)]
+        gradients = [arguments.index(primal_of(x, arguments)) for x in _names(backward_op._schema.returns)]
 
     def restore(ctx: Any) -> list[Any]:
         args = list(ctx.constants)
@@ -382,7 +387,7 @@ def _vmap_rule(op: OpOverload, heads: Mapping[str, int | None]) -> Callable[...,
     def rule(size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
         folded = list(args)
         for i, (name, x, in_dim) in enumerate(zip(arguments, args, in_dims)):
-            dim = heads.get(_primal(name, heads))
+            dim = heads.get(primal_of(name, heads))
             if dim is None and isinstance(in_dim, int):  # of a list it is a list
                 raise ValueError(
                     f"{name} must not be mapped by vmap over flacompose::{op._opname}, got a batch of it"
@@ -394,8 +399,8 @@ def _vmap_rule(op: OpOverload, heads: Mapping[str, int | None]) -> Callable[...,
         unwanted = _unwanted(op, args)
         outputs, out_dims = [], []
         for name, y in zip(returns, op(*folded)):
-            empty = name in unwanted or _primal(name, arguments) in absent
-            dim = None if empty else heads[_primal(name, heads)]
+            empty = name in unwanted or primal_of(name, arguments) in absent
+            dim = None if empty else heads[primal_of(name, heads)]
             outputs.append(y if dim is None else y.unflatten(dim, (size, y.shape[dim] // size)))
             out_dims.append(dim)
         return tuple(outputs), tuple(out_dims)
@@ -420,7 +425,7 @@ def _shardings(
         absent = (tensors - present) | _unwanted(op, args)
 
         def placement(name: str, dims: Mapping[str, int | None]) -> Any:
-            primal = _primal(name, dims)
+            primal = primal_of(name, dims)
             if name in absent or primal in absent or primal not in dims:
                 return Replicate()
             dim = dims[primal]
@@ -430,11 +435,13 @@ def _shardings(
 
         choices: list[Mapping[str, int | None]] = [{}]
         headed = [
-            (x, name) for name, x in zip(arguments, args) if name in present and _primal(name, heads) in heads
+            (x, name)
+            for name, x in zip(arguments, args)
+            if name in present and primal_of(name, heads) in heads
         ]
-        if _same_shards([(x, heads[_primal(name, heads)]) for x, name in headed]):
+        if _same_shards([(x, heads[primal_of(name, heads)]) for x, name in headed]):
             choices.append(heads)
-        if all(_primal(name, batch) in batch for name in present):
+        if all(primal_of(name, batch) in batch for name in present):
             choices.append(batch)
         return [
             (

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flacompose.ops._dtensor import replicated
+
 
 def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """The number of sequences ``N`` in ``x [B, T, ...]``: one per row of the batch, or those that are packed."""
@@ -26,7 +28,7 @@ def stretched(cu_seqlens: Tensor | None, factor: int) -> Tensor | None:
 def inside(cu_seqlens: Tensor, T: int) -> Tensor:
     """``[T]``, whether a token is in any sequence."""
     cu = bounds(cu_seqlens, T)
-    t = torch.arange(T, device=cu.device)
+    t = replicated(torch.arange(T, device=cu.device), cu)
     return (t >= cu[0]) & (t < cu[-1])
 
 

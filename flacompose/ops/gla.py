@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from flacompose.ops import _check
@@ -91,18 +93,27 @@ def fused_recurrent_gla(
         TypeError: If an argument has the wrong type or dtype.
     """
     shape = _check.qkv(q, k, v)
-    if gk is not None:
-        _check.like(q, "gk", gk, q.shape)
-    if gv is not None:
-        _check.like(q, "gv", gv, v.shape)
+    _check.optional(q, "gk", gk, q.shape)
+    _check.optional(q, "gv", gv, v.shape)
     return _run(op.recurrent, shape, q, k, v, gk, gv, scale, initial_state, output_final_state, cu_seqlens)
 
 
-def _run(form, shape, q, k, v, gk, gv, scale, initial_state, output_final_state, cu_seqlens):
+def _run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    shape: tuple[int, int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None,
+    gv: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     H, K, V = shape
     N = _check.sequences(q, cu_seqlens)
-    if initial_state is not None:
-        _check.like(q, "initial_state", initial_state, (N, H, K, V))
+    _check.optional(q, "initial_state", initial_state, (N, H, K, V))
     o, final_state = form(
         q, k, v,
         gk=gk, gv=gv, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, K),

@@ -107,10 +107,7 @@ def run(
     Hk = Hv = z = None
     if initial_state is not None:
         if not isinstance(initial_state, (tuple, list)) or len(initial_state) != len(names):
-            got = type(initial_state).__name__
-            if isinstance(initial_state, (tuple, list)):
-                got += f" of {len(initial_state)}"
-            with_g = "with" if g is not None else "without"
+            with_g, got = "with" if g is not None else "without", _check.kind(initial_state)
             raise TypeError(f"initial_state must be a tuple ({', '.join(names)}) {with_g} g, got {got}")
         shapes = ((N, H, K, M), (N, H, M, V), (N, H, M))
         for i, (x, shape) in enumerate(zip(initial_state, shapes, strict=False)):
@@ -158,8 +155,7 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) 
         _check.like(q, name, x, (B, T, H, D))
     if H != 0 and HQ % H != 0:
         raise ValueError(f"q must have a multiple of the {H} heads of k, got {HQ}")
-    if g is not None:
-        _check.like(q, "g", g, s.shape)
+    _check.optional(q, "g", g, s.shape)
     _check.same_dtype(q, "k", k)
     _check.same_dtype(q, "v", v)
     for name, x in (("q", q), ("k", k), ("v", v), ("s", s)):

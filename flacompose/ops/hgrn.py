@@ -72,7 +72,6 @@ def _run(
     _check.like(x, "g", g, x.shape, of="x")
     _check.not_empty("x", x)
     N = _check.sequences(x, cu_seqlens, of="x")
-    if initial_state is not None:
-        _check.like(x, "initial_state", initial_state, (N, x.shape[2]), of="x")
+    _check.optional(x, "initial_state", initial_state, (N, x.shape[2]), of="x")
     o, final_state = form(x, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return o, final_state if output_final_state else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flacompose.ops import _check
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops.families.scalar_decay import op
@@ -58,11 +59,10 @@ def chunk_lightning_attn(
             no layer of `num_layers`, or `decay` is unknown.
         TypeError: If an argument has the wrong type or dtype.
     """
-
-    def gates(HV: int) -> Tensor:
-        return log_decay(HV, layer_idx, num_layers, decay, q)
-
-    return run(op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, gates)
+    return run(
+        op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens,
+        decay=lambda HV: log_decay(HV, layer_idx, num_layers, decay, q),
+    )  # fmt: skip
 
 
 def fused_recurrent_lightning_attn(
@@ -81,11 +81,10 @@ def fused_recurrent_lightning_attn(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-
-    def gates(HV: int) -> Tensor:
-        return log_decay(HV, layer_idx, num_layers, decay, q)
-
-    return run(op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, gates)
+    return run(
+        op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens,
+        decay=lambda HV: log_decay(HV, layer_idx, num_layers, decay, q),
+    )  # fmt: skip
 
 
 def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:
@@ -102,9 +101,8 @@ def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -
 
 
 def check_decay(layer_idx: int, num_layers: int, decay: str) -> None:
-    for name, x in (("layer_idx", layer_idx), ("num_layers", num_layers)):
-        if isinstance(x, bool) or not isinstance(x, int):
-            raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+    _check.integer("layer_idx", layer_idx)
+    _check.integer("num_layers", num_layers)
     if not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}, got {layer_idx}")
     if decay not in ("tnl", "minimax"):

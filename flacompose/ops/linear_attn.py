@@ -95,20 +95,24 @@ def _run(
 ) -> tuple[Tensor, LinearAttentionState | None]:
     if not normalize:
         if isinstance(initial_state, (tuple, list)):
-            name = type(initial_state).__name__
-            raise TypeError(f"initial_state must be a tensor S without normalize, got {name}")
+            got = _check.kind(initial_state)
+            raise TypeError(f"initial_state must be a tensor S without normalize, got {got}")
         return run(form, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens)
 
-    _, K, _ = _check.qkv(q, k, v, grouped=True)
+    HV, K, V = _check.qkv(q, k, v, grouped=True)
     B, T, H, _ = q.shape
     S, z = None, None
     if initial_state is not None:
         if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 2:
-            name = type(initial_state).__name__
-            raise TypeError(f"initial_state must be a tuple (S, z) with normalize, got {name}")
+            raise TypeError(
+                f"initial_state must be a tuple (S, z) with normalize, got {_check.kind(initial_state)}"
+            )
         S, z = initial_state
-        _check.like(q, "initial_state[1]", z, (_check.sequences(q, cu_seqlens), H, K))
+        N = _check.sequences(q, cu_seqlens)
+        _check.like(q, "initial_state[0]", S, (N, HV, K, V))
+        _check.like(q, "initial_state[1]", z, (N, H, K))
         z = z.unsqueeze(-1)
+    scale = _check.scale(scale, K)
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

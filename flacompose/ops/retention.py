@@ -47,11 +47,10 @@ def chunk_retention(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-
-    def gates(HV: int) -> Tensor:
-        return log_decay(HV, q)
-
-    return run(op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, gates)
+    return run(
+        op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens,
+        decay=lambda HV: log_decay(HV, q),
+    )  # fmt: skip
 
 
 def fused_recurrent_retention(
@@ -67,11 +66,10 @@ def fused_recurrent_retention(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-
-    def gates(HV: int) -> Tensor:
-        return log_decay(HV, q)
-
-    return run(op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, gates)
+    return run(
+        op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens,
+        decay=lambda HV: log_decay(HV, q),
+    )  # fmt: skip
 
 
 def log_decay(HV: int, q: Tensor) -> Tensor:

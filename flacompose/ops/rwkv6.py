@@ -88,8 +88,7 @@ def _run(
     _check.like(r, "w", w, r.shape, of="r")
     _check.like(r, "u", u, (H, K), of="r")
     N = _check.sequences(r, cu_seqlens, of="r")
-    if initial_state is not None:
-        _check.like(r, "initial_state", initial_state, (N, H, K, V), of="r")
+    _check.optional(r, "initial_state", initial_state, (N, H, K, V), of="r")
     o, final_state = form(
         r, k, v,
         gk=w, u=u, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, K),

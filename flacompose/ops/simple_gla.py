@@ -89,17 +89,14 @@ def run(
     `decay` makes `g_gamma` of the number of heads.
     """
     HV, K, V = _check.qkv(q, k, v, grouped=True)
-    if g is not None:
-        _check.like(q, "g", g, (*q.shape[:2], HV))
-    if g_gamma is not None:
-        _check.like(q, "g_gamma", g_gamma, (HV,))
+    _check.optional(q, "g", g, (*q.shape[:2], HV))
+    _check.optional(q, "g_gamma", g_gamma, (HV,))
+    N = _check.sequences(q, cu_seqlens)
+    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
+    scale = _check.scale(scale, K)
     if decay is not None:
         g_gamma = decay(HV)
-    N = _check.sequences(q, cu_seqlens)
-    if initial_state is not None:
-        _check.like(q, "initial_state", initial_state, (N, HV, K, V))
     o, final_state = form(
-        q, k, v,
-        g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, K),
-    )  # fmt: skip
+        q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
+    )
     return o, final_state if output_final_state else None

@@ -64,11 +64,10 @@ def mamba_chunk_scan_combined(
         ValueError: If a shape, a device or a bound is wrong, or ``P`` or ``S`` is above 256.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.tensor("x", x)
+    _check.floating("x", x)
     if x.dim() != 4:
         raise ValueError(f"x must have shape [B, T, H, P], got {tuple(x.shape)}")
     batch, T, H, P = x.shape
-    _check.like(x, "x", x, x.shape)
     _check.like(x, "dt", dt, (batch, T, H), of="x")
     _check.like(x, "A", A, (H,), of="x")
     _check.tensor("B", B)
@@ -87,13 +86,11 @@ def mamba_chunk_scan_combined(
     _check.count("chunk_size", chunk_size)
     if D is not None:
         _check.like(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")
-    if z is not None:
-        _check.like(x, "z", z, x.shape, of="x")
-    if dt_bias is not None:
-        _check.like(x, "dt_bias", dt_bias, (H,), of="x")
+    _check.optional(x, "z", z, x.shape, of="x")
+    _check.optional(x, "dt_bias", dt_bias, (H,), of="x")
     check_dt_limit(dt_limit)
+    _check.optional(x, "initial_states", initial_states, (N, H, P, S), of="x")
     if initial_states is not None:
-        _check.like(x, "initial_states", initial_states, (N, H, P, S), of="x")
         initial_states = initial_states.mT
 
     tokens = None
@@ -158,10 +155,9 @@ def selective_state_update(
         ValueError: If a shape or a device is wrong.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.tensor("state", state)
+    _check.floating("state", state)
     if state.dim() not in (3, 4):
         raise ValueError(f"state must have shape [N, H, P, S] or [N, P, S], got {tuple(state.shape)}")
-    _check.like(state, "state", state, state.shape)
     heads = state.dim() == 4
     N, S = state.shape[0], state.shape[-1]
     channels = tuple(state.shape[1:-1])  # (H, P), or (P,)
@@ -176,8 +172,7 @@ def selective_state_update(
     ):  # fmt: skip
         _check.like(state, name, y, shape, of="state")
     for name, option, shape in (("D", D, channels), ("z", z, token), ("dt_bias", dt_bias, channels)):
-        if option is not None:
-            _check.like(state, name, option, shape, of="state")
+        _check.optional(state, name, option, shape, of="state")
 
     dt = time_step(dt, dt_bias, dt_softplus, state).unsqueeze(-1)
     if heads:

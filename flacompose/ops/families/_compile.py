@@ -1,10 +1,11 @@
-"""Compilation of kernels ahead of their launches: of an op's, and with them of its backward's."""
+"""Compilation of kernels ahead of their launches: all kernels of an op together, and those of its backward too."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from contextvars import Context
 from functools import update_wrapper
 from itertools import chain, takewhile
@@ -29,8 +30,9 @@ class compile_ahead:
     may still need another kernel.
 
     Where an argument requires a gradient, compilation of what `backward` launches for the gradient of `o` alone starts
-    too, and is waited for when that is called, or when the process ends. So it does while a graph with the op is traced
-    (`begin`), whose own compilation takes longer.
+    too, and is waited for when that is called, or when the process ends. While a graph with the op is traced, `begin`
+    starts the compilation of its kernels, which is done before that of the graph. A call that `Replay` repeats does not
+    come here: after two calls without gradients, the backward's kernels are compiled at its own first call.
     """
 
     backward: compile_ahead | None = None
@@ -60,20 +62,17 @@ class compile_ahead:
         kernels = self.started.pop(kind, None) or self.started.pop((False, *kind[1:]), None)
         if kernels is None:
             differentiated, device, *_ = kind
-            *inputs, _ = takewhile(
-                lambda x: x is None or isinstance(x, Tensor), args
-            )  # the last is cu_seqlens
+            # Tensors come first. The last of them is cu_seqlens, which has no gradient.
+            *inputs, _ = takewhile(lambda x: x is None or isinstance(x, Tensor), args)
             mask = [x is not None and x.requires_grad for x in inputs]
             args = tuple(map(_meta, args))
-            pool = ThreadPoolExecutor(os.cpu_count())
-            mode = AsyncCompileMode(pool)
-            kernels, (o, *_) = self.start(mode, args)
-            if differentiated and self.backward is not None:
-                args = *args, o, None, mask
-                kind_of_backward = self.backward.kind(device, args)
-                if kind_of_backward not in self.backward.ready:
-                    self.backward.started[kind_of_backward], _ = self.backward.start(mode, args)
-            pool.shutdown(wait=False)
+            with _compiling_in_threads() as mode:
+                kernels, (o, *_) = self.start(mode, args)
+                if differentiated and self.backward is not None:
+                    args = *args, o, None, mask
+                    kind_of_backward = self.backward.kind(device, args)
+                    if kind_of_backward not in self.backward.ready:
+                        self.backward.started[kind_of_backward], _ = self.backward.start(mode, args)
         _load(kernels)
         self.ready.add(kind)
 
@@ -88,9 +87,8 @@ class compile_ahead:
         kind = False, args[0].device, *map(_kind, args)
         with _lock, outside_fake_mode():
             if kind not in self.ready and kind not in self.started:
-                pool = ThreadPoolExecutor(os.cpu_count())
-                self.started[kind], _ = self.start(AsyncCompileMode(pool), tuple(map(_meta, args)))
-                pool.shutdown(wait=False)
+                with _compiling_in_threads() as mode:
+                    self.started[kind], _ = self.start(mode, tuple(map(_meta, args)))
 
     def start(self, mode: AsyncCompileMode, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """Start to compile what a call with `args` launches: the kernels to be, and what the call returns."""
@@ -109,6 +107,16 @@ class compile_ahead:
         return kernels, Context().run(run)
 
 
+@contextmanager
+def _compiling_in_threads() -> Iterator[AsyncCompileMode]:
+    """A mode that has kernels compiled in threads, which go on after it is left and end with their work."""
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield AsyncCompileMode(pool)
+    finally:
+        pool.shutdown(wait=False)
+
+
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.shape[-1] if x.dim() > 1 else 0
@@ -124,7 +132,7 @@ def _meta(x: Any) -> Any:
 
 
 def _load(kernels: list[Any]) -> None:
-    """One at a time, as they come.
+    """Load kernels one at a time, in the order in which their compilation ends.
 
     When Triton 3.6 loads a launcher that it has loaded before, it writes that into the module of the last one it has
     loaded, which another thread may be about to read. What is compiled at a launch, it loads there.

@@ -1,4 +1,4 @@
-"""What the Triton kernels of all families are made of, and the token-by-token kernel of all."""
+"""What the Triton kernels of all families are made of, and the token-by-token kernel of both decays."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import triton.language as tl
 
 # exp of it is 0 in float32, so a sum that includes a gate at this bound weighs nothing, as -inf would.
 LOWEST_GATE = tl.constexpr(-128.0)
+
+
+@triton.jit
+def bounded(g):
+    """The gate `g`, at least `LOWEST_GATE`. A NaN stays NaN, where the hardware's maximum would take the bound."""
+    return tl.maximum(g, LOWEST_GATE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

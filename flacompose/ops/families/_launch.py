@@ -1,4 +1,4 @@
-"""What the launches of all families share, that of the token-by-token kernel among it."""
+"""What the launches of all families share, and the launch of the token-by-token kernel of both decays."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from flacompose.ops._define import define_op
+from flacompose.ops._define import define_op, primal_of
 
 if TYPE_CHECKING:
     from flacompose.ops.families._replay import Replay
@@ -47,10 +47,7 @@ def define_forms(
         flops: of a form; the backward has twice as many.
     """
     names = [argument.split()[-1] for argument in arguments.split(", ")]
-    wanted_of = [
-        names.index(gradient.split()[-1].removeprefix("d_").removeprefix("d"))
-        for gradient in gradients.split(", ")
-    ]
+    wanted_of = [names.index(primal_of(gradient.split()[-1], names)) for gradient in gradients.split(", ")]
 
     def backward_fake(*args: Any) -> tuple[Tensor, ...]:
         inputs = [args[i] if wanted else None for i, wanted in zip(wanted_of, args[-1], strict=True)]
@@ -95,7 +92,8 @@ def _compiling(fake: Callable[..., Any], load: Callable[[], Replay]) -> Callable
 
     def compiling_fake(*args: Any) -> Any:
         x = args[0]
-        if CUDA and x.is_cuda and x.dtype is not torch.float64 and torch.cuda.is_available():
+        launches = CUDA and x.is_cuda and x.dtype is not torch.float64 and torch.cuda.is_available()
+        if launches and not torch.compiler.is_exporting():
             # What fails here fails again, and says so, when it is called.
             with torch.cuda.device(x.device), suppress(Exception):
                 load().implementation.begin(args)

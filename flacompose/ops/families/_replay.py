@@ -8,13 +8,13 @@ the compiled kernel. Both are done once for each kind of arguments.
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from triton.runtime import driver
 
 from flacompose.ops._define import TorchDispatchMode, launching, launching_by, tree_leaves
@@ -31,11 +31,7 @@ _ALLOCATIONS = (
     torch.ops.aten.new_empty_strided.default,
 )
 
-_VIEWS = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
-
 Implementation = Callable[..., tuple[Tensor, ...]]
-Call = tuple[Callable[..., Any], Sequence[Any], dict[str, Any], Any]
-"""What is called, positional arguments, keyword arguments, and the result; of a launch, None."""
 
 
 class Replay:
@@ -46,7 +42,8 @@ class Replay:
 
     def __init__(self, implementation: Any) -> None:
         self.implementation = implementation
-        self.recorded: dict[Any, Implementation | None] = {}
+        self.seen: dict[Any, None] = {}  # the kinds that were called, the oldest first
+        self.recorded: dict[Any, Implementation] = {}
         self.lock = Lock()
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
@@ -65,12 +62,13 @@ class Replay:
         if repeat is not None:
             return repeat(*args)
         with self.lock:
-            seen = kind in self.recorded
-            if not seen:
-                if len(self.recorded) >= MAX_KINDS:
-                    del self.recorded[next(iter(self.recorded))]
-                self.recorded[kind] = None
-        return self.record(kind, args) if seen else self.implementation(*args)
+            first = kind not in self.seen
+            self.seen[kind] = None
+            while len(self.seen) > MAX_KINDS:
+                oldest = next(iter(self.seen))
+                del self.seen[oldest]
+                self.recorded.pop(oldest, None)
+        return self.implementation(*args) if first else self.record(kind, args)
 
     def record(self, kind: Any, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         # Tensors are told apart by identity, so one that is given twice gets a second one.
@@ -79,135 +77,82 @@ class Replay:
             x.detach() if isinstance(x, Tensor) and id(x) in tensors else tensors.setdefault(id(x), x)
             for x in args
         )
-        try:
-            with _Recorder() as recorder, launching_by(recorder.launch):
-                results = self.implementation(*args)
-        except torch.OutOfMemoryError:  # recording holds all temporary memory to its end
-            self.recorded[kind] = self.implementation
-            return self.implementation(*args)
-        self.recorded[kind] = recorder.repetition(args, results)
+        with _Recorder(args) as recorder, launching_by(recorder.launch):
+            results = self.implementation(*args)
+        repeat = recorder.function(results)
+        with self.lock:
+            if kind in self.seen:
+                self.recorded[kind] = repeat
         return results
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every operation and every launch, and does them."""
+    """Does every operation and every launch, and writes each down as a line of Python.
 
-    def __init__(self) -> None:
+    It keeps no tensor alive, so that recording takes no more memory than the calls before it.
+    """
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.parameters = [f"a{i}" for i in range(len(args))]
+        self.names = WeakTensorKeyDictionary(
+            {x: name for x, name in zip(args, self.parameters) if isinstance(x, Tensor)}
+        )
+        self.locals = 0
+        self.constants: dict[str, Any] = {"current_stream": driver.active.get_current_stream}
+        self.lines = [f"stream = current_stream({args[0].get_device()})"]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        new = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x not in self.names]
+        if not new and not func._schema.is_mutable:  # a conversion that had nothing to convert
+            return result
         if func in _ALLOCATIONS:
-            options = {"dtype": result.dtype, "device": result.device}
-            self.calls.append((torch.empty_strided, (result.shape, result.stride()), options, result))
-        else:
-            self.calls.append((func, args, kwargs or {}, result))
+            func, args = torch.empty_strided, (result.shape, result.stride())
+            kwargs = {"dtype": result.dtype, "device": result.device}
+        line = self.call(func, *args, **(kwargs or {}))
+        for x in new:
+            self.names[x] = f"t{self.locals}"
+            self.locals += 1
+        if new:
+            comma = "," if isinstance(result, (tuple, list)) else ""
+            line = f"{', '.join(self.names[x] for x in new)}{comma} = {line}"
+        self.lines.append(line)
         return result
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        """As `CompiledKernel.__getitem__` launches, but for Triton's own hooks, which take half of its time."""
         compiled = kernel[grid](*args, **kwargs)
         values = dict(zip(kernel.arg_names, args)) | kwargs
-        self.calls.append((compiled, [grid, *(values[name] for name in kernel.arg_names)], {}, None))
+        inputs = [self.expression(x) for x in (*grid, 1, 1)[:3]]
+        inputs += ["stream", self.expression(compiled.function), self.expression(compiled.packed_metadata)]
+        inputs += ["None"] * 3 + [self.expression(values[name]) for name in kernel.arg_names]
+        self.lines.append(f"{self.expression(compiled.run)}({', '.join(inputs)})")
 
-    def repetition(self, args: Sequence[Any], results: tuple[Tensor, ...]) -> Implementation:
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> str:
+        inputs = [self.expression(x) for x in args]
+        inputs += [f"{name}={self.expression(x)}" for name, x in kwargs.items()]
+        return f"{self.expression(function)}({', '.join(inputs)})"
+
+    def expression(self, value: Any) -> str:
+        if isinstance(value, Tensor):
+            return self.names[value]
+        if any(isinstance(x, Tensor) for x in tree_leaves(value)):
+            return f"[{', '.join(self.expression(x) for x in value)}]"
+        name = f"c{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def function(self, results: tuple[Tensor, ...]) -> Implementation:
         """The calls as a function of the same arguments: straight Python, written out and compiled.
 
         Every tensor is a local variable, given up after its last use, so that memory is free as early as before.
         """
-        names: dict[int, str] = {}  # of tensors, by identity; all of them are alive in `calls`
-        constants: dict[str, Any] = {"current_stream": driver.active.get_current_stream}
-        for i, x in enumerate(args):
-            if isinstance(x, Tensor):
-                names[id(x)] = f"a{i}"
-
-        def constant(value: Any) -> str:
-            name = f"c{len(constants)}"
-            constants[name] = value
-            return name
-
-        def expression(value: Any) -> str:
-            if isinstance(value, Tensor):
-                return names[id(value)]
-            if any(isinstance(x, Tensor) for x in tree_leaves(value)):
-                return f"[{', '.join(expression(x) for x in value)}]"
-            return constant(value)
-
-        lines: list[str] = []
-        views = _shapes_of_views(self.calls)
-        for call, positional, keywords, result in self.calls:
-            if result is None:
-                lines.append(_launch_line(call, positional[0], positional[1:], constant, expression))
-                continue
-            if call in _VIEWS and id(result) in names:
-                continue
-            if call is torch.empty_strided and id(result) in views:
-                # Kernels take pointers, so the memory may have from the start the shape in which it is used.
-                view = views[id(result)]
-                names[id(result)] = names[id(view)] = f"t{len(names)}"
-                positional = view.shape, view.stride()
-                lines.append(
-                    f"{names[id(view)]} = {constant(call)}({', '.join(map(constant, positional))}, "
-                    f"dtype={constant(view.dtype)}, device={constant(view.device)})"
-                )
-                continue
-            inputs = [expression(x) for x in positional]
-            inputs += [f"{name}={expression(x)}" for name, x in keywords.items()]
-            written = f"{constant(call)}({', '.join(inputs)})"
-            new = [x for x in tree_leaves(result) if isinstance(x, Tensor) and id(x) not in names]
-            for x in new:
-                names[id(x)] = f"t{len(names)}"
-            if new:  # and not the argument of an operation in place
-                comma = "," if isinstance(result, (tuple, list)) else ""
-                written = f"{', '.join(names[id(x)] for x in new)}{comma} = {written}"
-            lines.append(written)
-        returned = f"return {', '.join(names[id(x)] for x in results)},"
-
-        last = _last_uses([*lines, returned], names.values())
+        lines = [*self.lines, f"return {', '.join(self.names[x] for x in results)},"]
+        last_use = {name: i for i, line in enumerate(lines) for name in re.findall(r"\bt\d+\b", line)}
         body = []
         for i, line in enumerate(lines):
             body.append(line)
-            body += [f"del {name}" for name, at in last.items() if at == i]
-        body.append(returned)
-        parameters = ", ".join(f"a{i}" for i in range(len(args)))
-        stream = f"stream = current_stream({args[0].get_device()})"
-        source = "\n    ".join([f"def repeat({parameters}):", stream, *body])
-        exec(source, constants)
-        return constants["repeat"]
-
-
-def _launch_line(
-    compiled: Any,
-    grid: Sequence[int],
-    arguments: Sequence[Any],
-    constant: Callable[[Any], str],
-    expression: Callable[[Any], str],
-) -> str:
-    """One launch as `CompiledKernel.__getitem__` makes it, but for Triton's own hooks, which take half of its time."""
-    grid = (*grid, 1, 1)[:3]
-    inputs = [*map(constant, grid), "stream", constant(compiled.function), constant(compiled.packed_metadata)]
-    inputs += ["None"] * 3 + [expression(x) for x in arguments]
-    return f"{constant(compiled.run)}({', '.join(inputs)})"
-
-
-def _shapes_of_views(calls: Sequence[Call]) -> dict[int, Tensor]:
-    """By the identity of memory that only kernels fill, the one view of it that is taken."""
-    allocated = {id(result) for call, _, _, result in calls if call is torch.empty_strided}
-    uses = Counter(
-        id(x)
-        for _, positional, keywords, result in calls
-        if result is not None
-        for x in tree_leaves((positional, keywords))
-        if isinstance(x, Tensor)
-    )
-    return {
-        id(x): view
-        for call, (x, *_), _, view in calls
-        if call in _VIEWS and id(x) in allocated and uses[id(x)] == 1
-    }
-
-
-def _last_uses(lines: Sequence[str], names: Iterable[str]) -> dict[str, int]:
-    """The index of the last line with each of these names, but for those of arguments, which the caller holds."""
-    local = {name for name in names if name.startswith("t")}
-    return {name: i for i, line in enumerate(lines) for name in re.findall(r"\w+", line) if name in local}
+            body += [f"del {name}" for name, last in last_use.items() if last == i < len(lines) - 1]
+        exec("\n    ".join([f"def repeat({', '.join(self.parameters)}):", *body]), self.constants)
+        return self.constants["repeat"]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flacompose.ops._define import launches_into_graph
 from flacompose.ops._varlen import bounds
 
 
@@ -19,6 +20,9 @@ class Sequences:
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None, C: int = 1) -> None:
         self.B, self.T = x.shape[:2]
+        # PyTorch 2.11's Inductor clones memory that a kernel in its graph fills, and fails to where the batch axis is
+        # 1. So that memory gets its batch axis last, from `batched`.
+        self.tokens = (self.B * self.T,) if launches_into_graph() else (self.B, self.T)
         self.device = x.device
         self.chunks_of_row = (self.T + C - 1) // C
         if cu_seqlens is None:
@@ -31,17 +35,16 @@ class Sequences:
         self.arguments: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "T": self.T, "N": self.N}
 
     def per_token(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Memory for an output ``[B * T, *shape]``. Kernels do not visit tokens that are in no packed sequence.
+        """Memory for an output of each token, which is ``[B, T, *shape]`` after `batched`.
 
-        The batch axis is added by `batched`, last: PyTorch 2.11's Inductor clones memory that a kernel fills, and fails
-        to where this axis is 1.
+        It is zeros where kernels do not visit every token, as some may be in no packed sequence.
         """
         new = torch.empty if self.cu_seqlens is None else torch.zeros
-        return new(self.B * self.T, *shape, dtype=dtype, device=self.device)
+        return new(*self.tokens, *shape, dtype=dtype, device=self.device)
 
     def batched(self, x: Tensor) -> Tensor:
-        """``[B, T, ...]`` of what `per_token` gave: no view to autograd, so that it may be changed in place."""
-        return torch.ops.aten._unsafe_view.default(x, [self.B, self.T, *x.shape[1:]])
+        """``[B, T, ...]`` of what `per_token` gave."""
+        return x if len(self.tokens) == 2 else x.view(self.B, self.T, *x.shape[1:])
 
     def per_chunk(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for ``[chunks, *shape]``.

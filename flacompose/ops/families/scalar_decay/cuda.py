@@ -94,9 +94,9 @@ def backward(
     if gradient_of_gates:
         d_gate = sweep.gate_gradient(parts, torch.float32 if g is None or wants_gamma else g.dtype)
         if g_gamma is not None and wants_gamma:
-            dg_gamma = d_gate.sum(0).to(g_gamma.dtype)
+            dg_gamma = d_gate.sum((0, 1)).to(g_gamma.dtype)
         if g is not None and wants_g:
-            dg = sweep.batched(d_gate).to(g.dtype)
+            dg = d_gate.to(g.dtype)
     dq, dk, dv = of_heads(dq, inputs[0]), of_heads(dk, inputs[1]), None if dv is None else sweep.batched(dv)
     return none_as_empty(inputs[0], dq, dk, dv, dg, dg_gamma, d_initial_state)
 
@@ -182,7 +182,7 @@ class _Sweep(Sequences):
         }
 
     def gate_gradient(self, parts: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        """``[B * T, HV]``, from what the sweeps have stored."""
+        """``[B, T, HV]``, from what the sweeps have stored."""
         dg = self.per_token(self.HV, dtype=dtype)
         launch(
             gate_gradient_kernel,
@@ -198,7 +198,7 @@ class _Sweep(Sequences):
             BD=block(self.K, 256),
             PARTS=self.tiles(transpose=True),
         )
-        return dg
+        return self.batched(dg)
 
     def segment_ends(
         self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False

@@ -100,16 +100,20 @@ def backward(
         dq = do_ @ S.mT * decay.read
     if want_k or want_v or gates_wanted or want_state:
         dS, d_initial_state = _sweep(chunks, q_ * decay.read, do_, decay, d_final_state, reverse=True)
+    if want_k or gates_wanted:
         dk = v_ @ dS.mT * decay.write
 
     # From this chunk, and together.
-    A = q_ @ k_.mT
-    dA = do_ @ v_.mT * decay.pair
+    if want_v or gates_wanted:
+        A = q_ @ k_.mT
+    if want_q or want_k or gates_wanted:
+        dA = do_ @ v_.mT * decay.pair
     if gates_wanted:
         whole = (S * dS).sum((-2, -1), keepdim=True) * decay.total
         dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), whole)
         dg = chunks.join(dg.flatten(1, 2)).squeeze(-1)
-    dA = dA.sum(2, True)
+    if want_q or want_k:
+        dA = dA.sum(2, True)
 
     def gradient(wanted: bool, x: Tensor | None, dx: Callable[[], Tensor]) -> Tensor:
         return dx().to(x.dtype) if wanted and x is not None else q.new_empty(0)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
-    LOWEST_GATE,
+    bounded,
     dot,
     dot_split,
     find_chunk,
@@ -78,7 +78,7 @@ def gate_kernel(
     if gamma is not None:
         gamma_ = tl.load(gamma + h, mask=h < H, other=0.0).to(tl.float32)
         g_ += tl.where(mask, gamma_[None, :], 0.0)
-    g_ = tl.maximum(g_, LOWEST_GATE, propagate_nan=tl.PropagateNan.ALL) * LOG2_E
+    g_ = bounded(g_) * LOG2_E
     at = (row * H + h)[None, :] * C + t[:, None]
     if rest is not None:
         high = tl.floor(g_ * 512.0) / 512.0
@@ -219,8 +219,7 @@ def sweep_kernel(
     i_ = t[:, None]
     j_ = t[None, :]
     if gamma is not None:
-        rate = tl.load(gamma + h).to(tl.float32)
-        rate = tl.maximum(rate, LOWEST_GATE, propagate_nan=tl.PropagateNan.ALL) * LOG2_E
+        rate = bounded(tl.load(gamma + h).to(tl.float32)) * LOG2_E
         between = tl.exp2(rate * tl.abs(i_ - j_))
     for i in range(begin, stop):
         chunk = chunks - 1 - i if REVERSE else i

@@ -64,10 +64,11 @@ def backward(
     # dh_t = do_t + exp(g_{t+1}) * dh_{t+1}; `dh` is its second term.
     dh, d_initial_state = scan.states(do_, d_final_state, reverse=True)
     dx = []
-    for a, do_t in zip(reversed(scan.decay), reversed(do_), strict=True):
-        dx.append(do_t + dh)
-        dh = a * dx[-1]
-    dx.reverse()
+    if want_x or want_g:
+        for a, do_t in zip(reversed(scan.decay), reversed(do_), strict=True):
+            dx.append(do_t + dh)
+            dh = a * dx[-1]
+        dx.reverse()
     return (
         scan.join(dx).to(x.dtype) if want_x else x.new_empty(0),
         scan.join([d * h for d, h in zip(dx, left, strict=True)]).to(g.dtype) if want_g else x.new_empty(0),

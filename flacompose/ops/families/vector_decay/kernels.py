@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
-    LOWEST_GATE,
+    bounded,
     dot,
     find_chunk,
     find_segment,
@@ -49,7 +49,7 @@ _MILD = tl.constexpr(45.0)
 
 @triton.jit
 def _gates(g, token, end, h, d, H, D):
-    return tl.maximum(load_tile(g, token, end, h, d, H, D), LOWEST_GATE).to(g.dtype.element_ty)
+    return bounded(load_tile(g, token, end, h, d, H, D)).to(g.dtype.element_ty)
 
 
 @triton.jit
@@ -206,7 +206,7 @@ def state_kernel(
         if REVERSE:
             a_ = a_ * scale
         if gk is not None:
-            g = tl.maximum(tl.load(gk + at_k, mask=in_k, other=0.0), LOWEST_GATE).to(gk.dtype.element_ty)
+            g = bounded(tl.load(gk + at_k, mask=in_k, other=0.0)).to(gk.dtype.element_ty)
             to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             a_ = a_ * tl.exp(tl.trans(_select(to_edge, tl.trans(g), DOT)))
             total = tl.sum(g.to(tl.float32), 1)
