@@ -8,43 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from flacompose.ops._check import (
-    _FLOATS,
-    MAX_HEAD_SIZE,
-    _name,
-    count,
-    finite,
-    floating,
-    integer,
-    like,
-    number,
-    sequences,
-    tensor,
-)
-
-__all__ = [
-    "ascending",
-    "count",
-    "finite",
-    "float_dtype",
-    "floating",
-    "head_size",
-    "integer",
-    "integral",
-    "integral_state_of",
-    "is_one",
-    "not_negative",
-    "number",
-    "one_of",
-    "packed",
-    "positive",
-    "same_device",
-    "state_of",
-    "tensor",
-    "whole",
-]
+from flacompose.ops._check import _FLOATS, MAX_HEAD_SIZE, _name, like, sequences
+from flacompose.ops._check import count as count
+from flacompose.ops._check import finite as finite
+from flacompose.ops._check import floating as floating
+from flacompose.ops._check import integer as integer
+from flacompose.ops._check import number as number
+from flacompose.ops._check import tensor as tensor
+from flacompose.ops._define import always_true
 
 
 def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:
@@ -119,16 +91,21 @@ def integral_state_of(x: Tensor, name: str, state: Any, shape: tuple[int, ...]) 
         raise ValueError(f"{name} must have shape {shape}, got {tuple(state.shape)}")
 
 
+def is_float(dtype: torch.dtype) -> bool:
+    """Whether `dtype` is one that the ops take."""
+    return dtype in _FLOATS
+
+
 def float_dtype(dtype: torch.dtype) -> None:
     """Check that the argument `dtype` is one that the ops take."""
-    if dtype not in _FLOATS:
+    if not is_float(dtype):
         got = _name(dtype) if isinstance(dtype, torch.dtype) else type(dtype).__name__
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {got}")
 
 
 def is_one(size: int) -> bool:
     """Whether `size` is 1 and always will be: not if it is symbolic, or a tensor under ``torch.jit.trace``."""
-    return not isinstance(size, Tensor) and statically_known_true(size == 1)
+    return not isinstance(size, Tensor) and always_true(size == 1)
 
 
 def packed(name: str, x: Tensor, cu_seqlens: Tensor) -> int:

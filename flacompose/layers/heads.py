@@ -63,10 +63,12 @@ def expanded_heads(
             )
     assert num_heads is not None
     if hidden_size % num_heads != 0:
-        raise ValueError(f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}")
+        raise ValueError(
+            f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}{hint}"
+        )
     V = hidden_size // num_heads
     if V > MAX_HEAD_SIZE:
-        raise ValueError(f"hidden_size / num_heads must be at most {MAX_HEAD_SIZE}, got {V}")
+        raise ValueError(f"hidden_size / num_heads must be at most {MAX_HEAD_SIZE}, got {V}{hint}")
     return Heads(num_heads, num_heads, V if expand_ratio is None else expand_ratio, V)
 
 

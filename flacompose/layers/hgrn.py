@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.forget_gate import forget_gate
-from flacompose.layers.layout import Layout
+from flacompose.layers.layout import Layout, beside
 from flacompose.layers.norm import GatedRMSNorm
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
@@ -118,6 +118,7 @@ class HGRNAttention(RecurrentLayer):
     ) -> tuple[Tensor, RecurrentState]:
         if lower_bound is not None:
             _check.state_of(x, "lower_bound", lower_bound, (self.input_dim,))
+            lower_bound = beside(x, lower_bound)
         i, f, conv = self.i_proj(x), self.f_proj(x), past.conv
         if self.use_short_conv:
             (i, f), conv = convolved((i, f), (self.i_conv1d, self.f_conv1d), past.conv, tokens)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flacompose.layers import _check
 from flacompose.layers.forget_gate import forget_gate
 from flacompose.layers.heads import expanded_heads
-from flacompose.layers.layout import Layout
+from flacompose.layers.layout import Layout, beside
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
@@ -121,6 +121,7 @@ class HGRN2Attention(RecurrentLayer):
     ) -> tuple[Tensor, RecurrentState]:
         if lower_bound is not None:
             _check.state_of(x, "lower_bound", lower_bound, (self.key_dim,))
+            lower_bound = beside(x, lower_bound)
         q, f, i, conv = self.q_proj(x), self.f_proj(x), self.i_proj(x), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d

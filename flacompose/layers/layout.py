@@ -65,13 +65,13 @@ def layout(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    _check.floating("hidden_states", hidden_states)
-    if hidden_states.is_nested:
+    if isinstance(hidden_states, Tensor) and hidden_states.is_nested:
         raise TypeError(
             "hidden_states must be a dense tensor, got a nested one: put the sequences of different lengths "
             "one after another in a row, [1, T, hidden_size], and give their bounds as cu_seqlens "
             "(of jagged hidden_states: hidden_states.values()[None] and hidden_states.offsets())"
         )
+    _check.floating("hidden_states", hidden_states)
     if hidden_states.ndim != 3 or hidden_states.shape[2] != hidden_size:
         raise ValueError(
             f"hidden_states must have shape (B, T, {hidden_size}), got {tuple(hidden_states.shape)}"
@@ -84,6 +84,10 @@ def layout(
         return _padded(hidden_states, attention_mask)
     if cu_seqlens is not None:
         _check.packed("hidden_states", hidden_states, cu_seqlens)
+        if hasattr(hidden_states, "device_mesh"):
+            raise TypeError(
+                "cu_seqlens must not be given where hidden_states are a DTensor: its rows cannot be packed"
+            )
         counts = inside(cu_seqlens, hidden_states.shape[1])[None]
         return Layout(beside(hidden_states, counts), cu_seqlens=cu_seqlens)
     return Layout()

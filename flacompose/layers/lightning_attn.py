@@ -13,12 +13,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops import (
-    chunk_lightning_attn,
-    chunk_simple_gla,
-    fused_recurrent_lightning_attn,
-    fused_recurrent_simple_gla,
-)
+from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops.lightning_attn import check_decay, log_decay
 
 
@@ -77,6 +72,7 @@ class LightningAttention(RecurrentLayer):
                     f"got {hidden_size}"
                 )
             head_dim = hidden_size // num_heads
+            _check.head_size("hidden_size / num_heads", head_dim)
         _check.head_size("head_dim", head_dim)
         check_decay(layer_idx, num_layers, decay)
         _check.not_negative("norm_eps", norm_eps)
@@ -100,24 +96,16 @@ class LightningAttention(RecurrentLayer):
         # Each head has its q, k and v side by side.
         qkv = self.act(self.qkv_proj(x)).unflatten(-1, (self.num_heads, 3 * self.head_dim))
         q, k, v = qkv.split(self.head_dim, -1)
-        if tokens.lengths is None:
-            lightning_attn = fused_recurrent_lightning_attn if self._recurrent(x) else chunk_lightning_attn
-            o, recurrent = lightning_attn(
-                q, k, v, self.layer_idx, self.num_layers,
-                scale=1.0,
-                initial_state=past.recurrent,
-                output_final_state=True,
-                cu_seqlens=tokens.cu_seqlens,
-                decay=self.decay,
-            )  # fmt: skip
-        else:  # lightning attention decays at every token, pads too
-            g = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q).expand(q.shape[:3])
-            simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
-            o, recurrent = simple_gla(
-                q, tokens.masked(k), v, tokens.masked(g),
-                scale=1.0,
-                initial_state=past.recurrent,
-                output_final_state=True,
-            )  # fmt: skip
+        decay = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q)
+        # Lightning attention would decay at pads too.
+        g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
+        simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
+        o, recurrent = simple_gla(
+            q, tokens.masked(k), v, g, decay if g is None else None,
+            scale=1.0,
+            initial_state=past.recurrent,
+            output_final_state=True,
+            cu_seqlens=tokens.cu_seqlens,
+        )  # fmt: skip
         o = self.norm(o.flatten(-2)) * self.output_gate(x).sigmoid()
         return self.out_proj(o), RecurrentState(recurrent)

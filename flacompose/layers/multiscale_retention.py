@@ -16,12 +16,7 @@ from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops import (
-    chunk_retention,
-    chunk_simple_gla,
-    fused_recurrent_retention,
-    fused_recurrent_simple_gla,
-)
+from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops.retention import log_decay
 
 
@@ -137,15 +132,16 @@ class MultiScaleRetention(RecurrentLayer):
         q, k = rotary(q, k, position)
         k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
 
-        if tokens.lengths is None:
-            retention = fused_recurrent_retention if self._recurrent(x) else chunk_retention
-            o, recurrent = retention(
-                q, k, v, initial_state=past.recurrent, output_final_state=True, cu_seqlens=tokens.cu_seqlens
-            )
-        else:  # retention decays at every token, pads too
-            g = tokens.masked(log_decay(self.num_heads, q).expand(q.shape[:3]))
-            simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
-            o, recurrent = simple_gla(q, k, v, g, initial_state=past.recurrent, output_final_state=True)
+        decay = log_decay(self.num_heads, q)
+        # Retention would decay at pads too.
+        g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
+        simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
+        o, recurrent = simple_gla(
+            q, k, v, g, decay if g is None else None,
+            initial_state=past.recurrent,
+            output_final_state=True,
+            cu_seqlens=tokens.cu_seqlens,
+        )  # fmt: skip
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))
         else:

@@ -14,9 +14,8 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
     A weight is multiplied afterwards: given one of another dtype than the input, PyTorch's function warns.
     """
-    if hasattr(
-        x, "device_mesh"
-    ):  # on the CPU, PyTorch's function adds in place, which a sharded mean does not support
+    # On the CPU, PyTorch's function adds in place, which a sharded mean does not support.
+    if hasattr(x, "device_mesh"):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return F.rms_norm(x, x.shape[-1:], None, eps)
 
@@ -64,6 +63,10 @@ class RMSNorm(nn.Module):
 
     def _normed(self, x: Tensor) -> Tensor:
         """The norm before it is rounded."""
+        if x.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"x must have a last axis of size {self.hidden_size}, got shape {tuple(x.shape)}"
+            )
         y = rms_norm(upcast(x), self.eps)
         return y if self.weight is None else y * self.weight
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.layout import layout
+from flacompose.layers.layout import beside, layout
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._define import autocast_dtype
+from flacompose.ops._varlen import sequence_count
 
 _SHOWN = ("mode", "num_heads", "num_kv_heads", "head_dim", "state_size", "n_groups", "input_dim", "decay")
 
@@ -19,7 +20,9 @@ _SHOWN = ("mode", "num_heads", "num_kv_heads", "head_dim", "state_size", "n_grou
 class RecurrentLayer(nn.Module):
     """A layer around one recurrence, whose op has a chunked form and a recurrent one."""
 
-    chunk_modes: ClassVar[tuple[str, ...]] = ()  # the peer's other names of modes that compute in chunks
+    chunk_modes: ClassVar[
+        tuple[str, ...]
+    ] = ()  # other names of "chunk" in flash-linear-attention, which are refused
     state_shapes: StateShapes
     # The formulas of a layer. It takes the tokens x [B, T, hidden_size], the state before them and their layout, and
     # returns the output [B, T, hidden_size] and the new state. In a call without a state, every part of it is None.
@@ -50,10 +53,11 @@ class RecurrentLayer(nn.Module):
 
         Args:
             batch_size: ``N``, the number of rows of a batch or of packed sequences.
-            device: Default: that of the layer's first parameter. Give it where parameters are kept elsewhere than they
-                are computed with, as in a model that is offloaded to the CPU.
-            dtype: What projections give: float32, bfloat16, float16 or float64. Default: that of autocast where it is
-                on, else that of the layer's first floating-point parameter.
+            device: Default: the device of the layer's parameters. Give it where parameters are kept elsewhere than
+                they are computed with, as in a model that is offloaded to the CPU.
+            dtype: What projections give: float32, bfloat16, float16 or float64. Default: the dtype of autocast where
+                it is on, else the dtype of the layer's weight matrices. Give it where these are neither, as under the
+                mixed precision of FSDP2.
 
         Raises:
             ValueError: If `batch_size` is below 0.
@@ -61,8 +65,12 @@ class RecurrentLayer(nn.Module):
         """
         _check.integer("batch_size", batch_size)
         _check.not_negative("batch_size", batch_size)
-        # Quantised weights may be integers, or no parameters at all.
-        parameter = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(0))
+        # Quantised weights may be integers, eight-bit floats, or no parameters at all. Vectors, such as the weights of
+        # norms, and the layer's own parameters are at times kept in float32 beside projections in bfloat16.
+        usable = [p for p in self.parameters() if _check.is_float(p.dtype)]
+        own = {id(p) for p in self.parameters(recurse=False)}
+        matrices = [p for p in usable if p.ndim == 2 and id(p) not in own]
+        parameter = next(iter(matrices + usable), torch.empty(0))
         device = parameter.device if device is None else torch.device(device)
         if dtype is None:
             autocast = None if parameter.dtype == torch.float64 else autocast_dtype(device)
@@ -111,13 +119,14 @@ class RecurrentLayer(nn.Module):
         cu_seqlens: Tensor | None,
         *others: Any,
     ) -> tuple[Tensor, RecurrentState]:
-        """Check the arguments and compute the layer; `others` are the arguments that other layers do not have."""
+        """Check the arguments and compute the layer; `others` are arguments of this layer alone, as `lower_bound`."""
         tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
         if state is None:
             state = self.state_shapes.absent()
         else:
-            N = hidden_states.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            self.state_shapes.check(state, N, hidden_states)
+            self.state_shapes.check(state, sequence_count(hidden_states, cu_seqlens), hidden_states)
+            if hasattr(hidden_states, "device_mesh"):
+                state = state.map(lambda t: beside(hidden_states, t))
         y, state = self._compute(tokens.enter(hidden_states), state, tokens, *others)
         return tokens.leave(y), state
 

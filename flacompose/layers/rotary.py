@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flacompose.layers.layout import beside
 from flacompose.ops._dtype import state_dtype, upcast
-from flacompose.ops._varlen import bounds, sequence_of
+from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
 
 def rotary(q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def positions(
         ``[B, T]`` and ``[N]``, int64; tokens that do not count have positions without a meaning.
     """
     B, T, _ = x.shape
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = sequence_count(x, cu_seqlens)
     start = torch.zeros(N, dtype=torch.int64, device=x.device) if start is None else start.long()
     start, t = beside(x, start), beside(x, torch.arange(T, device=x.device))
     if cu_seqlens is None:

@@ -121,7 +121,8 @@ class RWKV6Attention(RecurrentLayer):
             x = x.to(dtype)
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens)
         delta = before - x
-        mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = (x + delta * self._mix(x, delta)).unbind(0)
+        mixed = (x + delta * self._mix(x, delta)).to(x.dtype)
+        mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = mixed.unbind(0)
         r, k, v = self.r_proj(mixed_r), self.k_proj(mixed_k), self.v_proj(mixed_v)
         # The op takes -inf, but its gradient times that is NaN. e^80 forgets everything too, and sums of it are finite.
         w = -upcast(self.w_proj(mixed_w)).clamp(max=80).exp()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flacompose.layers import _check
+from flacompose.layers.layout import beside
 from flacompose.ops._dtype import state_dtype
 
 
@@ -59,11 +60,13 @@ class RecurrentState(NamedTuple):
             ValueError: If they are not of one dimension.
         """
         if isinstance(indices, (list, tuple)):
-            indices = torch.tensor(indices, device=pytree.tree_leaves(self)[0].device)
+            for i, index in enumerate(indices):
+                _check.integer(f"indices[{i}]", index)
+            indices = torch.tensor(indices, dtype=torch.int64, device=pytree.tree_leaves(self)[0].device)
         _check.integral("indices", indices)
         if indices.ndim != 1:
             raise ValueError(f"indices must have shape [M], got {tuple(indices.shape)}")
-        return self.map(lambda t: t.index_select(0, indices))
+        return self.map(lambda t: t.index_select(0, beside(t, indices.long())))
 
     def to(
         self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
@@ -71,17 +74,19 @@ class RecurrentState(NamedTuple):
         """The state on `device`, for a layer whose parameters have `dtype`, as `init_state` makes it for these.
 
         So `dtype` is that of `conv` and `shift`, while `recurrent` and `normalizer` become float32, or float64 if
-        `dtype` is. Positions stay int64. What changes in nothing is not copied. To give every part the same dtype,
-        for instance to store a state in half the memory, use `map`; layers take a state of any floating dtype.
+        `dtype` is. Positions stay int64. A part that does not change is returned itself. To give every part the
+        same dtype, for instance to store a state in half the memory, use `map`; layers take any floating dtype.
 
         Args:
             device: Default: no change. A dtype may stand here too, as in ``state.to(torch.bfloat16)``.
             dtype: float32, bfloat16, float16 or float64. Default: no change.
 
         Raises:
-            TypeError: If `dtype` is none of these.
+            TypeError: If `dtype` is none of these, or two dtypes are given.
         """
         if isinstance(device, torch.dtype):
+            if dtype is not None:
+                raise TypeError(f"device must be a device where dtype is given, got {device}")
             device, dtype = None, device
         if dtype is not None:
             _check.float_dtype(dtype)
@@ -152,7 +157,7 @@ class StateShapes(NamedTuple):
         )
 
     def absent(self) -> RecurrentState:
-        """What stands for the state in a call without one: None for every part, and for every convolution."""
+        """The state that a call without one has: None in the place of every part and of every convolution."""
         conv: Any = (None,) * len(self.conv)
         return RecurrentState(None, conv, None, None, None)
 

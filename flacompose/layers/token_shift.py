@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops._varlen import bounds, sequence_of
+from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
 
 def token_shift(
@@ -16,7 +16,7 @@ def token_shift(
 ) -> tuple[Tensor, Tensor]:
     """``x_{t-1}`` for every ``x_t``, ``[B, T, D]``, and the last token of each sequence, ``[N, D]``, a new tensor."""
     B, T, D = x.shape
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = sequence_count(x, cu_seqlens)
     last = x.new_zeros(N, D) if last is None else last.to(x.dtype)
     if cu_seqlens is not None:
         return _packed(x, last, cu_seqlens)

@@ -57,6 +57,15 @@ outside_fake_mode = unset_fake_temporarily  # within it, new tensors are none of
 vjp: Callable[..., Any] = torch.func.vjp
 
 
+def always_true(condition: bool | torch.SymBool) -> bool:
+    """Whether `condition` holds whatever its symbols stand for; asking adds no guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(condition)
+
+
 def autocast_on(device: torch.device) -> bool:
     """Whether autocast is on; only devices that have it may be asked."""
     return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)

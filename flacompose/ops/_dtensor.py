@@ -27,6 +27,10 @@ def by_shard(function: Callable[..., Sequence[Tensor]], s: Any, z: Any, cu_seqle
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    if z is not None and not isinstance(z, DTensor):
+        raise TypeError(
+            "initial_state[2], the running logsumexp, must be a DTensor, as s is, got a plain tensor"
+        )
     mesh, joined = s.device_mesh, (1,) if cu_seqlens is None else (0, 1)
     # Not `p.dim`, which the compiler takes for dynamic.
     dims = [

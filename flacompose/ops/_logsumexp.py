@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from flacompose.ops._define import always_true
 from flacompose.ops._dtensor import by_shard
 from flacompose.ops._dtype import upcast
-from flacompose.ops._varlen import bounds, inside, sequence_of
+from flacompose.ops._varlen import bounds, inside, sequence_count, sequence_of
 
 LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
 LEVELS = 20  # of the scan, where it is traced: of up to 2 ** 20 tokens, and another graph for more
@@ -36,7 +36,7 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
         return Normalized(*by_shard(running_logsumexp, s, z, cu_seqlens))
     B, T = s.shape[:2]
     dtype = upcast(s).dtype
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = sequence_count(s, cu_seqlens)
     shape = s.shape[2:]
     x = s.double().clamp(min=LOWEST).flatten(2)  # [B, T, D]
     z = x.new_full((N, x.shape[2]), LOWEST) if z is None else z.double().clamp(min=LOWEST).flatten(1)
@@ -83,7 +83,7 @@ def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     if torch.jit.is_tracing():
         levels = LEVELS
     else:
-        levels = LEVELS if torch.compiler.is_compiling() and not statically_known_true(T == 1) else 0
+        levels = LEVELS if torch.compiler.is_compiling() and not always_true(T == 1) else 0
     while 1 << levels < T:
         levels += 1
     for level in range(levels):

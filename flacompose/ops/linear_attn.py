@@ -112,7 +112,7 @@ def _run(
         _check.like(q, "initial_state[0]", S, (N, HV, K, V))
         _check.like(q, "initial_state[1]", z, (N, H, K))
         z = z.unsqueeze(-1)
-    scale = _check.scale(scale, K)
+    _check.scale(scale, K)  # before anything is computed
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

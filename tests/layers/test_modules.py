@@ -14,25 +14,28 @@ from torch.utils import _pytree as pytree
 
 from .truth import EVERY, assert_close, assert_states_close, build, random_state, tensors
 
+STEPS = 15  # of a quantised weight on each side of 0; integers up to it are exact in float8 too
+
 each_layer = pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
 
 
 class Quantised(nn.Module):
-    """A linear layer by integers, in a parameter called ``weight``, or, as in GPTQ, in a buffer of another name."""
+    """A linear layer by eight bits, in a parameter called ``weight``, or, as in GPTQ, in a buffer of another name."""
 
-    def __init__(self, linear: nn.Linear, as_weight: bool) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, as_weight: bool = True) -> None:
         super().__init__()
-        self.scale = nn.Buffer(linear.weight.detach().abs().max() / 127)
-        integers = (linear.weight.detach() / self.scale).round().to(torch.int8)
+        self.scale = nn.Buffer(linear.weight.detach().abs().max() / STEPS)
+        rounded = (linear.weight.detach() / self.scale).round().to(dtype)
         self.bias = linear.bias
         self.as_weight = as_weight
         if as_weight:
-            self.weight = nn.Parameter(integers, requires_grad=False)
+            self.weight = nn.Parameter(rounded, requires_grad=False)
         else:
-            self.qweight = nn.Buffer(integers)
+            self.qweight = nn.Buffer(rounded)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, (self.weight if self.as_weight else self.qweight) * self.scale, self.bias)
+        weight = self.weight if self.as_weight else self.qweight
+        return F.linear(x, weight.to(x.dtype) * self.scale, self.bias)
 
 
 class Offloaded(nn.Module):
@@ -68,7 +71,16 @@ def replace_linears(module: nn.Module, by: Callable[[nn.Linear], nn.Module]) -> 
             replace_linears(child, by)
 
 
-@pytest.mark.parametrize("kind", ["int8", "without a weight", "Sequential", "offloaded"])
+KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "int8": lambda linear: Quantised(linear, torch.int8),
+    "float8": lambda linear: Quantised(linear, torch.float8_e4m3fn),
+    "without a weight": lambda linear: Quantised(linear, torch.int8, as_weight=False),
+    "Sequential": nn.Sequential,
+    "offloaded": Offloaded,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @each_layer
 def test_replaced_projections(config, kind):
     """A layer calls its projections and asks them nothing."""
@@ -76,15 +88,14 @@ def test_replaced_projections(config, kind):
     x, state = torch.randn(2, 5, 24), random_state(layer, 2)
     with torch.no_grad():
         for linear in (m for m in layer.modules() if isinstance(m, nn.Linear)):
-            scale = linear.weight.abs().max() / 127
+            scale = linear.weight.abs().max() / STEPS
             linear.weight.copy_((linear.weight / scale).round() * scale)
     expected, last = layer(x, state)
-    wrappers = {"Sequential": nn.Sequential, "offloaded": Offloaded}
-    replace_linears(layer, wrappers.get(kind, lambda linear: Quantised(linear, kind == "int8")))
+    replace_linears(layer, KINDS[kind])
     y, new = layer(x, state)
     assert_close(y, expected, 1e-5)
     assert_states_close(new, last, 1e-5)
-    start = layer.init_state(2, device="cpu")
+    start = layer.init_state(2, device="cpu" if kind == "offloaded" else None)
     assert [t.dtype for t in tensors(start)] == [t.dtype for t in tensors(state)]
     assert_close(layer(x, start)[0], layer(x)[0], 1e-6)
 
@@ -140,6 +151,18 @@ def test_init_state_elsewhere(config):
         layer.init_state(3, dtype=torch.int8)
 
 
+@each_layer
+def test_init_state_where_dtypes_are_mixed(config):
+    """A layer in bfloat16 whose norms, biases and other parameters of its own are float32, as trainers keep them."""
+    layer = build(config).bfloat16()
+    own = dict(layer.named_parameters(recurse=False))
+    for name, p in layer.named_parameters():
+        if p.ndim == 1 and not name.endswith("bias") or name in own:
+            p.data = p.data.float()
+    _, state = layer(torch.randn(2, 3, 24, dtype=torch.bfloat16))
+    assert [t.dtype for t in tensors(layer.init_state(2))] == [t.dtype for t in tensors(state)]
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @each_layer
 def test_jit_trace(config):
@@ -181,8 +204,8 @@ def sharded(mesh: DeviceMesh, by: str, names: list[str]) -> None:
         layer = build(EVERY[name] | even, dtype=torch.float64)
         x = torch.randn(2, 6, 24, dtype=torch.float64)
         mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0]]) if by == "rows" else None
-        first, state = layer(x, attention_mask=mask)
-        second = layer(x, state)[0] if by == "rows" else first
+        first, plain = layer(x, attention_mask=mask)
+        second = layer(x, plain)[0] if by == "rows" else first
         (first + second).sin().sum().backward()
         expected = {name: p.grad for name, p in layer.named_parameters()}
         layer.zero_grad()
@@ -196,6 +219,13 @@ def sharded(mesh: DeviceMesh, by: str, names: list[str]) -> None:
         again = layer(x, state)[0] if by == "rows" else y
         (y + again).sin().sum().backward()
         results = [(y, first), (again, second), *((p.grad, expected[n]) for n, p in layer.named_parameters())]
+        # Plain tensors beside them are taken to be the same on every rank.
+        bound = {"lower_bound": torch.zeros(layer.f_proj.out_features)} if name in ("hgrn", "hgrn2") else {}
+        results.append((layer(x, layer.init_state(2), attention_mask=mask, **bound)[0], first))
+        if by == "rows":
+            results += zip(tensors(state.select([1, 0])), tensors(plain.select([1, 0])), strict=True)
+        with pytest.raises(TypeError, match="cu_seqlens must not be given where hidden_states are a DTensor"):
+            layer(x[:1], cu_seqlens=torch.tensor([0, 2, 6]))
         for a, b in results:
             torch.testing.assert_close(a.full_tensor(), b, msg=lambda text, name=name: f"{name}: {text}")
         if by == "rows":
