@@ -40,7 +40,7 @@ class GatedSlotAttention(RecurrentLayer):
         mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
         hidden_size: Size of the input and of the output.
         expand_k: The keys of all heads take ``hidden_size * expand_k``.
-        expand_v: The values of all heads take ``hidden_size * expand_v``, which the norm wants to be `hidden_size`.
+        expand_v: The values of all heads take ``hidden_size * expand_v``, which must be `hidden_size`.
         num_heads: Number of heads of queries.
         num_kv_heads: Number of heads ``H`` that keys, values and slots have, each shared by ``num_heads / H``
             neighbouring heads of queries. Default: `num_heads`.
@@ -61,7 +61,7 @@ class GatedSlotAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys or
             values.
         TypeError: If an argument has the wrong type.
     """

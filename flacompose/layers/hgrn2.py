@@ -35,8 +35,8 @@ class HGRN2Attention(RecurrentLayer):
         mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
             "fused_chunk" is refused: there is no such op, and "chunk" is the same function.
         hidden_size: Size of the input and of the output.
-        num_heads: Number of heads ``H``. Default: ``hidden_size // expand_ratio``, and it is nothing else unless
-            `expand_ratio` is None.
+        num_heads: Number of heads ``H``. Default: ``hidden_size // expand_ratio``, the only value allowed where
+            `expand_ratio` is given.
         expand_ratio: Forget gates, the keys, of each head, ``K``. None for ``hidden_size // num_heads``.
         use_short_conv: Whether queries, forget gates and inputs pass a `ShortConvolution`, without activation.
         conv_size: Its width ``W``.

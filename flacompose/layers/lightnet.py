@@ -50,7 +50,7 @@ class LightNetAttention(RecurrentLayer):
 
     Raises:
         ValueError: If neither `num_heads` nor `expand_ratio` is given, the heads do not divide `hidden_size`, or one
-            takes over 256 keys or values.
+            has over 256 keys or values.
         TypeError: If an argument has the wrong type.
     """
 

@@ -54,7 +54,7 @@ class LinearAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 values,
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 values,
             or keys after the feature map.
         TypeError: If an argument has the wrong type.
     """

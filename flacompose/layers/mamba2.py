@@ -43,7 +43,8 @@ class Mamba2(RecurrentLayer):
         expand: The values of all heads take ``hidden_size * expand``.
         n_groups: Number of heads ``G`` that B and C have, each shared by ``H / G`` neighbouring heads; the norm's too.
         conv_kernel: Width ``W`` of the convolution.
-        conv_init: First weights of the convolution are uniform up to it. Default: those of `torch.nn.Conv1d`.
+        conv_init: The first weights of the convolution are uniform in ``[-conv_init, conv_init]``. Default: those of
+            `torch.nn.Conv1d`.
         use_conv_bias: Whether the convolution has a bias.
         hidden_act: Activation after the convolution: "relu", "sigmoid", "logsigmoid", "silu" or "swish", "sqrelu",
             "gelu" (its tanh form).
@@ -52,8 +53,8 @@ class Mamba2(RecurrentLayer):
         rmsnorm: Whether the output is normed.
         norm_before_gate: Whether it is normed before it is gated, rather than after.
         dt_min: Least first time step ``softplus(dt_bias)``.
-        dt_max: Greatest one.
-        dt_init_floor: What they are clamped to.
+        dt_max: Greatest first time step.
+        dt_init_floor: Bound that first time steps are raised to.
         dt_limit: Bounds that time steps are clamped to.
         use_bias: Whether the projections have biases.
         norm_eps: Added to the mean square in the norm.

@@ -56,7 +56,7 @@ class RWKV6Attention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or one takes over 256 keys or
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys or
             values.
         TypeError: If an argument has the wrong type.
     """

@@ -173,18 +173,16 @@ class StateShapes(NamedTuple):
         else:
             _check.state_of(x, "state.recurrent", state.recurrent, (N, *self.recurrent[0]))
         _check_tensors(x, "state.conv", state.conv, self.conv, N)
-        if self.normalizer is None:
-            _check_absent("state.normalizer", state.normalizer)
-        else:
-            _check.state_of(x, "state.normalizer", state.normalizer, (N, *self.normalizer))
-        if not self.position:
-            _check_absent("state.position", state.position)
-        else:
-            _check.integral_state_of(x, "state.position", state.position, (N,))
-        if self.shift is None:
-            _check_absent("state.shift", state.shift)
-        else:
-            _check.state_of(x, "state.shift", state.shift, (N, self.shift))
+        optional: list[tuple[str, Any, tuple[int, ...] | None, Callable[..., None]]] = [
+            ("normalizer", state.normalizer, self.normalizer, _check.state_of),
+            ("position", state.position, () if self.position else None, _check.integral_state_of),
+            ("shift", state.shift, None if self.shift is None else (self.shift,), _check.state_of),
+        ]
+        for name, value, shape, check in optional:
+            if shape is not None:
+                check(x, f"state.{name}", value, (N, *shape))
+            elif isinstance(value, Tensor) or value != ():
+                raise ValueError(f"state.{name} must be () in this layer, got {type(value).__name__}")
 
 
 def _check_tensors(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, ...], ...], N: int) -> None:
@@ -194,8 +192,3 @@ def _check_tensors(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, .
         raise ValueError(f"{name} must hold {len(shapes)} tensors, got {len(values)}")
     for i, (value, shape) in enumerate(zip(values, shapes, strict=True)):
         _check.state_of(x, f"{name}[{i}]", value, (N, *shape))
-
-
-def _check_absent(name: str, value: Tensor | tuple[()]) -> None:
-    if isinstance(value, Tensor) or value != ():
-        raise ValueError(f"{name} must be () in this layer, got {type(value).__name__}")

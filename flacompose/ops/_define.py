@@ -3,8 +3,8 @@
 :func:`define_op` turns a schema and pure-PyTorch functions into an operator that every part of PyTorch takes as one
 node. :func:`launch` launches a Triton kernel from an implementation, in eager and while it is traced.
 
-The private names of PyTorch that ops use are all in this file: those imported or resolved at the top, and the
-dispatch keys.
+The private names of PyTorch that ops use are all in this file: those imported or resolved at the top, the dispatch
+keys, and `statically_known_true`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 
-outside_fake_mode = unset_fake_temporarily  # within it, new tensors are none of a trace
+outside_fake_mode = (
+    unset_fake_temporarily  # within it, new tensors are real ones, also while a graph is traced
+)
 vjp: Callable[..., Any] = torch.func.vjp
 
 
@@ -397,7 +399,7 @@ def _vmap_rule(op: OpOverload, heads: Mapping[str, int | None]) -> Callable[...,
         folded = list(args)
         for i, (name, x, in_dim) in enumerate(zip(arguments, args, in_dims)):
             dim = heads.get(primal_of(name, heads))
-            if dim is None and isinstance(in_dim, int):  # of a list it is a list
+            if dim is None and isinstance(in_dim, int):  # a list of bools has a list
                 raise ValueError(
                     f"{name} must not be mapped by vmap over flacompose::{op._opname}, got a batch of it"
                 )
@@ -470,7 +472,7 @@ def _same_shards(split: Sequence[tuple[Any, int | None]]) -> bool:
         return True
     mesh = split[0][0].mesh.shape
     counts = [prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)]
-    # PyTorch shards none into more than it has.
+    # PyTorch never cuts a dimension into more shards than it has elements.
     return all(size % count == 0 for count in counts if count <= min(sizes) for size in sizes)
 
 

@@ -24,7 +24,7 @@ def tile_count(D: int, B: int) -> int:
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:
-    """Of computations with `x`: float16 overflows where a state or a sum of products is large."""
+    """The dtype in which kernels take `x`. Not float16, which overflows where a state or a sum of products is large."""
     return torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
 
 
@@ -34,7 +34,7 @@ def operand(x: MaybeTensor) -> MaybeTensor:
 
 
 def none_as_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """The results of a backward: for each gradient that there is none of, a new tensor without elements."""
+    """The results of a backward: each gradient, or, where it is None, a new tensor without elements."""
     return tuple(like.new_empty(0) if x is None else x for x in gradients)
 
 

@@ -88,7 +88,7 @@ def _on_cuda(family: str, name: str) -> Replay:
 
 
 def _compiling(fake: Callable[..., Any], load: Callable[[], Replay]) -> Callable[..., Any]:
-    """`fake`, which has the kernels compiled for a GPU while the graph that it is called for is."""
+    """`fake`, which also starts to compile the kernels for a GPU, while a graph with the operator is traced."""
 
     def compiling_fake(*args: Any) -> Any:
         x = args[0]

@@ -31,7 +31,7 @@ class Sequences:
         else:
             self.cu_seqlens, self.N = bounds(cu_seqlens, self.T), cu_seqlens.shape[0] - 1
             self.chunks = self.chunks_of_row + self.N
-        # The arguments of every launch, those with which kernels find sequences and chunks among them.
+        # The arguments of every launch, first of all those with which kernels find sequences and chunks.
         self.arguments: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "T": self.T, "N": self.N}
 
     def per_token(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -49,7 +49,7 @@ class Sequences:
     def per_chunk(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for ``[chunks, *shape]``.
 
-        It is longer by one than is used: a symbolic length gets a guard from a leading dimension that may be 1.
+        One more is allocated than is used: PyTorch would guard on whether a leading symbolic dimension is 1.
         """
         return torch.empty(self.chunks + 1, *shape, dtype=dtype, device=self.device)
 
@@ -57,7 +57,7 @@ class Sequences:
         return torch.empty(self.N, *shape, dtype=dtype, device=self.device)
 
     def per_segment(self, segments: int, *shape: int) -> Tensor:
-        """Memory for ``[segments, N, *shape]``, longer by one as that of `per_chunk` is."""
+        """Memory for ``[segments, N, *shape]``, and one segment more, as in `per_chunk`."""
         return torch.empty(segments + 1, self.N, *shape, dtype=torch.float32, device=self.device)
 
     def segments(self, units: int, programs: int) -> tuple[int, bool]:

@@ -15,6 +15,8 @@ from flacompose.ops.families._launch import block, none_as_empty, operand, tile_
 from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
 
+BH = 16  # heads of a program that works on gates alone
+
 
 @compile_ahead
 def chunk(
@@ -28,7 +30,7 @@ def chunk(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    sweep = _Sweep(q, v, g, g_gamma, cu_seqlens, scale)
+    sweep = _Launches(q, v, g, g_gamma, cu_seqlens, scale)
     o, final_state = sweep.per_token(sweep.HV, sweep.V, dtype=v.dtype), sweep.state(torch.float32)
     q, k, v, initial_state = operand(q), operand(k), operand(v), operand(initial_state)
     ends = sweep.segment_ends(k, v, initial_state)
@@ -56,7 +58,7 @@ def backward(
         wanted and x is not None for wanted, x in zip(output_mask, inputs)
     )
     gradient_of_gates = wants_g or wants_gamma
-    sweep = _Sweep(q, v, g, g_gamma, cu_seqlens, scale, gradient_of_gates, fine=wants_gamma)
+    sweep = _Launches(q, v, g, g_gamma, cu_seqlens, scale, gradient_of_gates, fine=wants_gamma)
     # There is one gradient for each head of values; those that share one of queries and keys are summed at the end.
     B, T, H, K = q.shape
     HV = v.shape[2]
@@ -118,7 +120,7 @@ def recurrent(
     return _launch.recurrent(q, k, v, initial_state, cu_seqlens, scale, g=g, g_gamma=g_gamma)
 
 
-class _Sweep(Sequences):
+class _Launches(Sequences):
     """The launches of one call: what its sweeps have in common, and the gates as they take them."""
 
     def __init__(
@@ -140,7 +142,6 @@ class _Sweep(Sequences):
         self.C = chunk_size(self.bfloat16, max(self.K, self.V), self.gated, gradient_of_gates)
         super().__init__(q, cu_seqlens, self.C)
         self.arguments["H"] = self.HV
-        self.BH = block(self.HV, 16)
         programs = self.HV * max(self.tiles(x) for x in (False, True))
         self.SEGMENTS, self.split = self.segments(self.chunks_of_row, programs)
         # Gates that are those of every token, or running sums, in two parts for float32 products.
@@ -151,14 +152,14 @@ class _Sweep(Sequences):
         rest = None if self.bfloat16 else self.per_chunk(self.HV, self.C)
         launch(
             gate_kernel,
-            (self.chunks, tile_count(self.HV, self.BH)),
+            (self.chunks, tile_count(self.HV, BH)),
             g=operand(g),
             gamma=self.gates["gamma"],
             sums=sums,
             rest=rest,
             **self.arguments,
             C=self.C,
-            BH=self.BH,
+            BH=BH,
         )
         self.gates = {"gamma": None, "sums": sums, "rest": rest}
 
@@ -186,7 +187,7 @@ class _Sweep(Sequences):
         dg = self.per_token(self.HV, dtype=dtype)
         launch(
             gate_gradient_kernel,
-            (self.chunks, tile_count(self.HV, self.BH)),
+            (self.chunks, tile_count(self.HV, BH)),
             d_sums=parts["d_sums"],
             d_whole=parts["d_whole"],
             dg=dg,
@@ -194,7 +195,7 @@ class _Sweep(Sequences):
             scale=self.scale,
             D=self.K,
             C=self.C,
-            BH=self.BH,
+            BH=BH,
             BD=block(self.K, 256),
             PARTS=self.tiles(transpose=True),
         )

@@ -171,7 +171,7 @@ class _Decay:
 def _sweep(
     chunks: Chunks, a: Tensor, x: Tensor, decay: _Decay, start: Tensor | None, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The states of ``a^T x``, as `Chunks.sweep` returns them, by group."""
+    """The states of ``a^T x``, as `Chunks.decaying_sweep` returns them, by group."""
     decays = [] if decay.total.dim() == 0 else [decay.total.flatten(1, 2)]
     S, end = chunks.decaying_sweep((a.mT @ x).flatten(1, 2), decays, start, reverse)
     return S if S.dim() == 2 else S.unflatten(1, x.shape[1:3]), end

@@ -20,14 +20,14 @@ def chunk(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
-    return _Scan(x, cu_seqlens).forward(x, g, initial_state)
+    return _Launches(x, cu_seqlens).forward(x, g, initial_state)
 
 
 def recurrent(
     x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
-    return _Scan(x, cu_seqlens, by_token=True).forward(x, g, initial_state)
+    return _Launches(x, cu_seqlens, by_token=True).forward(x, g, initial_state)
 
 
 @compile_ahead
@@ -42,7 +42,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """``(dx, dg, d_initial_state)``, empty where `output_mask` does not want them."""
     wants_x, wants_g, wants_state = output_mask
-    scan = _Scan(x, cu_seqlens)
+    scan = _Launches(x, cu_seqlens)
     dx = scan.per_token(scan.D, dtype=x.dtype) if wants_x else None
     d_initial_state = None
     if initial_state is not None and wants_state:
@@ -73,7 +73,7 @@ def backward(
 chunk.backward = backward
 
 
-class _Scan(Sequences):
+class _Launches(Sequences):
     """The launches of one call."""
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None, by_token: bool = False) -> None:

@@ -40,7 +40,7 @@ def chunk(
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     if softmax:
         q = slots.softmax(q, operand_dtype(v))
-    chunks = _Chunks(q, v, u, cu_seqlens, scale)
+    chunks = _Launches(q, v, u, cu_seqlens, scale)
     o = chunks.per_token(*v.shape[2:], dtype=torch.float32 if full_precision else v.dtype)
     final_state = chunks.state(torch.float32)
     q, k, v, initial_state = operand(q), operand(k), operand(v), operand(initial_state)
@@ -74,10 +74,10 @@ def backward(
     logits = q
     if softmax:
         q = slots.softmax(q, operand_dtype(v))
-    chunks = _Chunks(q, v, u, cu_seqlens, scale)
+    chunks = _Launches(q, v, u, cu_seqlens, scale)
     tokens = zip((q, k, v, gk, gv), output_mask)
     dq, dk, dv, dgk, dgv = (
-        # That of probabilities is in float32: it cancels, and may be larger than what float16 holds.
+        # The gradient of probabilities is float32: its terms cancel, and may be larger than float16 can hold.
         chunks.per_token(*x.shape[2:], dtype=torch.float32 if softmax and x is q else x.dtype)
         if x is not None and wanted
         else None
@@ -145,7 +145,7 @@ def recurrent(
     )
 
 
-class _Chunks(Sequences):
+class _Launches(Sequences):
     """The launches of one call, and what they have in common."""
 
     def __init__(
@@ -314,8 +314,8 @@ class _Chunks(Sequences):
         axes = self.axes(transpose)
         config = gated_config(self.bfloat16, axes["D1"], axes["D2"])
         tiles = tile_count(axes["D2"], config["BD2"])
-        # Where its gates are mild, the one tile of an axis that is only read along makes P for itself. What it finds
-        # mild is then of whole chunks, as `score` takes it.
+        # Where only reads are wanted and one tile holds the whole axis, the kernel makes P itself for chunks whose
+        # gates are mild. The tile sees all gates of a chunk, so `mild` tells `score` which whole chunks to leave out.
         fused = not writes and g1 is None and u is None and isinstance(tiles, int) and tiles == 1
         P = None if fused else self.score(a, b, g1, None if transpose else u)
         known = mild is not None

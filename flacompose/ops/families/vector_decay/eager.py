@@ -238,7 +238,7 @@ def _sweep(
     start: Tensor | None,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The states of ``a^T x``, decayed by both gates, as `Chunks.sweep` returns them."""
+    """The states of ``a^T x``, decayed by both gates, as `Chunks.decaying_sweep` returns them."""
     weigh = _read if reverse else _write
     decays = [] if gate_k is None else [gate_k.total.mT]
     decays += [] if gate_v is None else [gate_v.total]

@@ -45,7 +45,7 @@ def _flops(q, k, v, *_, **__) -> int:
 
 
 def by_keywords(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`op`, called by keywords, with defaults for what most recurrences of the family have not."""
+    """`op`, called by keywords, with defaults for what most recurrences of the family do without."""
 
     def form(
         q: Tensor,

@@ -11,7 +11,7 @@ from flacompose.ops.families.vector_decay.kernels import softmax_kernel
 
 
 def softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """That of the last axis, computed in float32."""
+    """The softmax of the last axis, computed in float32."""
     p = torch.empty_like(logits, dtype=dtype, memory_format=torch.contiguous_format)
     _launch(logits.contiguous(), None, p)
     return p
