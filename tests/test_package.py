@@ -8,6 +8,7 @@ import sys
 import zipfile
 from email.message import Message
 from email.parser import Parser
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,12 @@ def test_nothing_imports_the_reference() -> None:
 
 def test_torch_is_recent_enough() -> None:
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+
+@pytest.mark.parametrize("family", ["scalar_decay", "scan", "vector_decay"])
+def test_schemas_have_the_inputs_in_their_order(family: str) -> None:
+    inputs = import_module(f"flacompose.ops.families.{family}.inputs").Inputs
+    for form in ("chunk", "recurrent", "backward"):
+        schema = getattr(torch.ops.flacompose, f"{family}_{form}").default._schema
+        names = tuple(argument.name for argument in schema.arguments)
+        assert names == inputs._fields + ("do", "d_final_state", "output_mask") * (form == "backward")

@@ -29,6 +29,7 @@ from contract.problems import Problem, call, draw, evaluate, permuted
 from torch import Tensor
 
 from flacompose.ops.families import _sequences
+from flacompose.ops.families._op import with_names
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
@@ -70,7 +71,8 @@ def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         for form in ("chunk", "recurrent"):
             op = part(case, "op")
-            patch.setattr(op, form, op.by_keywords(partial(Launched.apply, part(case, "cuda"), form)))
+            launch = partial(Launched.apply, part(case, "cuda"), form)
+            patch.setattr(op, form, with_names(launch, op.Inputs))
         return call(problem, **tensors)
 
 

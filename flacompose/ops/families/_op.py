@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from flacompose.ops._define import define_op, primal_of
 
 if TYPE_CHECKING:
     from flacompose.ops.families._replay import Replay
+
+Form = Callable[..., tuple[Tensor, Tensor]]
 
 CUDA = torch.version.cuda is not None and find_spec("triton") is not None
 
@@ -25,39 +26,48 @@ CUDA = torch.version.cuda is not None and find_spec("triton") is not None
 def define_forms(
     family: str,
     eager: ModuleType,
+    inputs: type[Any],
     *,
     arguments: str,
     gradients: str,
     axes: Mapping[str, str],
     autocast: Mapping[str, str | None],
-    fake: Callable[..., tuple[Tensor, Tensor]],
+    fake: Callable[[Any], tuple[Tensor, Tensor]],
     flops: Callable[..., int],
-) -> tuple[OpOverload, OpOverload]:
-    """Register ``<family>_chunk``, ``<family>_recurrent`` and ``<family>_backward``, return the first two.
+) -> tuple[Form, Form]:
+    """Register ``<family>_chunk``, ``<family>_recurrent`` and ``<family>_backward``; return the first two as functions.
+
+    Both take the fields of `inputs`, as `with_names` says.
 
     Args:
         family: the name of the family, and of its folder.
-        eager: its `forward` and `backward` in PyTorch.
+        eager: its `forward` and `backward` in PyTorch, which take `inputs`, and the latter the other three arguments.
+        inputs: the named tuple of the arguments of both forms.
         arguments: of both forms, as a schema has them. Those of the backward are these, then ``Tensor? do``, ``Tensor?
             d_final_state`` and ``bool[] output_mask``.
         gradients: what the backward returns, as a schema has it.
         axes: as `define_op` takes it.
         autocast: as `define_op` takes it.
-        fake: ``(o, final_state)`` of the forms, without values.
+        fake: ``(o, final_state)`` of the forms for `inputs`, without values.
         flops: of a form; the backward has twice as many.
     """
-    names = [argument.split()[-1] for argument in arguments.split(", ")]
-    wanted_of = [names.index(primal_of(gradient.split()[-1], names)) for gradient in gradients.split(", ")]
+    names = inputs._fields
+    differentiable = [
+        names.index(primal_of(gradient.split()[-1], names)) for gradient in gradients.split(", ")
+    ]
 
     def backward_fake(*args: Any) -> tuple[Tensor, ...]:
-        inputs = [args[i] if wanted else None for i, wanted in zip(wanted_of, args[-1], strict=True)]
-        return tuple(args[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
+        wanted = [args[i] if want else None for i, want in zip(differentiable, args[-1], strict=True)]
+        return tuple(args[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
+
+    def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+        return fake(inputs(*args))
 
     load = {form: cache(partial(_on_cuda, family, form)) for form in ("chunk", "recurrent", "backward")}
     backward = define_op(
         f"{family}_backward",
         f"({arguments}, Tensor? do, Tensor? d_final_state, bool[] output_mask) -> ({gradients})",
-        eager=eager.backward,
+        eager=lambda *args: eager.backward(inputs(*args[:-3]), *args[-3:]),
         triton=load["backward"],
         fake=_compiling(backward_fake, load["backward"]),
         axes=axes,
@@ -67,9 +77,10 @@ def define_forms(
         define_op(
             f"{family}_{form}",
             f"({arguments}) -> (Tensor o, Tensor final_state)",
-            eager=eager.forward,
+            eager=lambda *args: eager.forward(inputs(*args)),
             triton=load[form],
-            fake=fake if form == "recurrent" else _compiling(fake, load[form]),  # recurrent is one kernel
+            # The recurrent form is one kernel, compiled at its launch.
+            fake=forward_fake if form == "recurrent" else _compiling(forward_fake, load[form]),
             backward=backward,
             axes=axes,
             autocast=autocast,
@@ -77,7 +88,16 @@ def define_forms(
         )
         for form in ("chunk", "recurrent")
     )
-    return chunk, recurrent
+    return with_names(chunk, inputs), with_names(recurrent, inputs)
+
+
+def with_names(op: Callable[..., Any], inputs: type[Any]) -> Form:
+    """`op` as a function of the fields of `inputs`, by position or by keyword, with its defaults."""
+
+    def form(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return op(*inputs(*args, **kwargs))
+
+    return form
 
 
 def _on_cuda(family: str, name: str) -> Replay:

@@ -13,23 +13,16 @@ from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, tile_count
 from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families.scalar_decay.inputs import Inputs
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
 
 BH = 16  # heads of a program that works on gates alone
 
 
 @compile_ahead
-def chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_gamma: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = Inputs(*args)
     sweep = _Launches(q, v, g, g_gamma, cu_seqlens, scale)
     o, final_state = sweep.per_token(sweep.HV, sweep.V, dtype=v.dtype), sweep.state(torch.float32)
     q, k, v, initial_state = operand(q), operand(k), operand(v), operand(initial_state)
@@ -39,21 +32,10 @@ def chunk(
 
 
 @compile_ahead
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_gamma: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    do: Tensor | None,
-    d_final_state: Tensor | None,
-    output_mask: list[bool],
-) -> tuple[Tensor, ...]:
+def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dg, dg_gamma, d_initial_state)``, empty where `output_mask` does not want them."""
-    inputs = q, k, v, g, g_gamma, initial_state
+    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = inputs
     wants_q, wants_k, wants_v, wants_g, wants_gamma, wants_state = (
         wanted and x is not None for wanted, x in zip(output_mask, inputs)
     )
@@ -99,24 +81,16 @@ def backward(
             dg_gamma = d_gate.sum((0, 1)).to(g_gamma.dtype)
         if g is not None and wants_g:
             dg = d_gate.to(g.dtype)
-    dq, dk, dv = of_heads(dq, inputs[0]), of_heads(dk, inputs[1]), None if dv is None else sweep.batched(dv)
-    return none_as_empty(inputs[0], dq, dk, dv, dg, dg_gamma, d_initial_state)
+    dq, dk, dv = of_heads(dq, inputs.q), of_heads(dk, inputs.k), None if dv is None else sweep.batched(dv)
+    return none_as_empty(inputs.q, dq, dk, dv, dg, dg_gamma, d_initial_state)
 
 
 chunk.backward = backward
 
 
-def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_gamma: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = Inputs(*args)
     return _launch.recurrent(q, k, v, initial_state, cu_seqlens, scale, g=g, g_gamma=g_gamma)
 
 

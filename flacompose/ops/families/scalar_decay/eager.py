@@ -19,21 +19,14 @@ from torch import Tensor
 
 from flacompose.ops._dtype import upcast
 from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families.scalar_decay.inputs import Inputs
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_gamma: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = inputs
     if q.shape[1] == 1 and cu_seqlens is None:
-        return _token(q, k, v, g, g_gamma, initial_state, scale)
+        return _token(inputs)
     chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = _by_group(chunks, q, k, v)
     q_, decay = q_ * scale, _Decay(chunks, q, g, g_gamma)
@@ -43,16 +36,9 @@ def forward(
     return chunks.join(o.flatten(1, 2)).to(v.dtype), final_state
 
 
-def _token(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_gamma: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _token(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """`forward` of one token: the recurrence itself."""
+    q, k, v, g, g_gamma, initial_state, _, scale = inputs
     q_, k_, v_ = (upcast(x[:, 0]) for x in (q, k, v))  # [B, H, D]
     H, HV = q.shape[2], v.shape[2]
     if HV != H:
@@ -74,19 +60,10 @@ def _gates(x: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor:
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_gamma: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    do: Tensor | None,
-    d_final_state: Tensor | None,
-    output_mask: Sequence[bool],
+    inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dg, dg_gamma, d_initial_state)``, empty where `output_mask` is False or the input is absent."""
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = inputs
     want_q, want_k, want_v, want_g, want_g_gamma, want_state = output_mask
     gates_wanted = want_g or want_g_gamma
     chunks = Chunks(q, cu_seqlens)

@@ -8,26 +8,17 @@ a multiple of the heads of `q` and `k`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families._op import define_forms
 from flacompose.ops.families.scalar_decay import eager
+from flacompose.ops.families.scalar_decay.inputs import Inputs
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_gamma: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = inputs
     N, (HV, V), K = sequence_count(q, cu_seqlens), v.shape[2:], q.shape[3]
     return v.new_empty(v.shape), v.new_empty(N, HV, K, V, dtype=state_dtype(q.dtype))
 
@@ -38,28 +29,10 @@ def _flops(q, k, v, *_, **__) -> int:
     return 4 * B * T * HV * q[-1] * V
 
 
-def by_keywords(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`op`, called by keywords, with defaults for what most recurrences of the family do without."""
-
-    def form(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        g: Tensor | None = None,
-        g_gamma: Tensor | None = None,
-        initial_state: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return op(q, k, v, g, g_gamma, initial_state, cu_seqlens, scale)
-
-    return form
-
-
-_chunk, _recurrent = define_forms(
+chunk, recurrent = define_forms(
     "scalar_decay",
     eager,
+    Inputs,
     arguments="Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, "
     "Tensor? initial_state, Tensor? cu_seqlens, float scale",
     gradients="Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dg_gamma, Tensor d_initial_state",
@@ -77,4 +50,3 @@ _chunk, _recurrent = define_forms(
     fake=_fake,
     flops=_flops,
 )
-chunk, recurrent = by_keywords(_chunk), by_keywords(_recurrent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from flacompose.ops._define import launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, tile_count
 from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families.scan.inputs import Inputs
 from flacompose.ops.families.scan.kernels import scan_kernel
 
 # Tokens of a tile, a divisor of `UNIT`, and pipeline stages: of a scan, of one that finds segments' ends, and by token.
@@ -16,31 +19,23 @@ SCAN_CONFIG, END_CONFIG, TOKEN_CONFIG = (8, 4), (16, 1), (1, 1)
 
 
 @compile_ahead
-def chunk(
-    x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
+    x, g, initial_state, cu_seqlens = Inputs(*args)
     return _Launches(x, cu_seqlens).forward(x, g, initial_state)
 
 
-def recurrent(
-    x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
+    x, g, initial_state, cu_seqlens = Inputs(*args)
     return _Launches(x, cu_seqlens, by_token=True).forward(x, g, initial_state)
 
 
 @compile_ahead
-def backward(
-    x: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    do: Tensor | None,
-    d_final_state: Tensor | None,
-    output_mask: list[bool],
-) -> tuple[Tensor, ...]:
+def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dx, dg, d_initial_state)``, empty where `output_mask` does not want them."""
+    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
+    x, g, initial_state, cu_seqlens = inputs
     wants_x, wants_g, wants_state = output_mask
     scan = _Launches(x, cu_seqlens)
     dx = scan.per_token(scan.D, dtype=x.dtype) if wants_x else None

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from flacompose.ops._dtype import upcast
 from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families.scan.inputs import Inputs
 
 
-def forward(
-    x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
+    x, g, initial_state, cu_seqlens = inputs
     if x.shape[1] == 1 and cu_seqlens is None:
         h = upcast(x[:, 0])
         if initial_state is not None:
@@ -41,15 +41,10 @@ def forward(
 
 
 def backward(
-    x: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    do: Tensor | None,
-    d_final_state: Tensor | None,
-    output_mask: Sequence[bool],
+    inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dx, dg, d_initial_state)``, empty where `output_mask` is False or the state is absent."""
+    x, g, initial_state, cu_seqlens = inputs
     want_x, want_g, want_state = output_mask
     scan = _Scan(x, g, cu_seqlens)
     x_, do_ = scan.tokens(x), scan.tokens(torch.zeros_like(x) if do is None else do)

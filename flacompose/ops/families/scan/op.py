@@ -5,7 +5,6 @@ h_t = exp(g_t) * h_{t-1} + x_t        o_t = h_t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 
 from torch import Tensor
@@ -14,11 +13,11 @@ from flacompose.ops._dtype import state_dtype
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families._op import define_forms
 from flacompose.ops.families.scan import eager
+from flacompose.ops.families.scan.inputs import Inputs
 
 
-def _fake(
-    x: Tensor, g: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    x, g, initial_state, cu_seqlens = inputs
     N = sequence_count(x, cu_seqlens)
     return x.new_empty(x.shape), x.new_empty(N, x.shape[2], dtype=state_dtype(x.dtype))
 
@@ -28,20 +27,10 @@ def _flops(x, *_, **__) -> int:
     return 2 * prod(x)
 
 
-def by_keywords(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`op`, called by keywords."""
-
-    def form(
-        x: Tensor, g: Tensor, *, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return op(x, g, initial_state, cu_seqlens)
-
-    return form
-
-
-_chunk, _recurrent = define_forms(
+chunk, recurrent = define_forms(
     "scan",
     eager,
+    Inputs,
     arguments="Tensor x, Tensor g, Tensor? initial_state, Tensor? cu_seqlens",
     gradients="Tensor dx, Tensor dg, Tensor d_initial_state",
     axes={"x": "B T D", "g": "B T D", "o": "B T D", "initial_state": "N D", "final_state": "N D"},
@@ -49,4 +38,3 @@ _chunk, _recurrent = define_forms(
     fake=_fake,
     flops=_flops,
 )
-chunk, recurrent = by_keywords(_chunk), by_keywords(_recurrent)

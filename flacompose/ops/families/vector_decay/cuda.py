@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -12,6 +14,7 @@ from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, operand_dtype, tile_count
 from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families.vector_decay import slots
+from flacompose.ops.families.vector_decay.inputs import Inputs
 from flacompose.ops.families.vector_decay.kernels import (
     C,
     gated_kernel,
@@ -24,20 +27,9 @@ CHUNK = C.value
 
 
 @compile_ahead
-def chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    u: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    softmax: bool,
-    full_precision: bool,
-) -> tuple[Tensor, Tensor]:
+def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = Inputs(*args)
     if softmax:
         q = slots.softmax(q, operand_dtype(v))
     chunks = _Launches(q, v, u, cu_seqlens, scale)
@@ -54,23 +46,10 @@ def chunk(
 
 
 @compile_ahead
-def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    u: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    softmax: bool,
-    full_precision: bool,
-    do: Tensor | None,
-    d_final_state: Tensor | None,
-    output_mask: list[bool],
-) -> tuple[Tensor, ...]:
+def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty where `output_mask` does not want them."""
+    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
+    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = inputs
     logits = q
     if softmax:
         q = slots.softmax(q, operand_dtype(v))
@@ -125,20 +104,9 @@ def backward(
 chunk.backward = backward
 
 
-def recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    u: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    softmax: bool,
-    full_precision: bool,
-) -> tuple[Tensor, Tensor]:
+def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = Inputs(*args)
     gates = {"gk": gk, "gv": gv, "u": u}
     return _launch.recurrent(
         q, k, v, initial_state, cu_seqlens, scale, softmax=softmax, full_precision=full_precision, **gates

@@ -22,27 +22,17 @@ from torch import Tensor
 
 from flacompose.ops._dtype import state_dtype, upcast
 from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families.vector_decay.inputs import Inputs
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    u: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    softmax: bool,
-    full_precision: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = inputs
     dtype = state_dtype(q.dtype)
     if softmax:
         q = q.softmax(-1, dtype=dtype)
     if q.shape[1] == 1 and cu_seqlens is None:
-        o, final_state = _token(q, k, v, gk, gv, u, initial_state, scale)
+        o, final_state = _token(inputs._replace(q=q))
         return o if full_precision else o.to(v.dtype), final_state
     chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
@@ -55,17 +45,9 @@ def forward(
     return o if full_precision else o.to(v.dtype), final_state
 
 
-def _token(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    u: Tensor | None,
-    initial_state: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _token(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """`forward` of one token, the recurrence itself; `o` in the dtype of states."""
+    q, k, v, gk, gv, u, initial_state, _, scale, *_ = inputs
     q_, k_, v_ = (upcast(x[:, 0]) for x in (q, k, v))  # [B, H, D]
     written = S = k_.unsqueeze(-1) * v_.unsqueeze(-2)
     read = S if u is None else u.to(S.dtype).unsqueeze(-1) * written
@@ -83,22 +65,10 @@ def _token(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    u: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    softmax: bool,
-    full_precision: bool,
-    do: Tensor | None,
-    d_final_state: Tensor | None,
-    output_mask: Sequence[bool],
+    inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty where `output_mask` is False or the input is absent."""
+    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = inputs
     want_q, want_k, want_v, want_gk, want_gv, want_u, want_state = output_mask
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do

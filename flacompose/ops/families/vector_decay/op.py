@@ -10,29 +10,17 @@ dtype of states, whatever that of the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families._op import define_forms
 from flacompose.ops.families.vector_decay import eager
+from flacompose.ops.families.vector_decay.inputs import Inputs
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gk: Tensor | None,
-    gv: Tensor | None,
-    u: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    softmax: bool,
-    full_precision: bool,
-) -> tuple[Tensor, Tensor]:
+def _fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = inputs
     N, (H, K), V, dtype = sequence_count(q, cu_seqlens), q.shape[2:], v.shape[3], state_dtype(q.dtype)
     o = v.new_empty(v.shape, dtype=dtype if full_precision else v.dtype)
     return o, q.new_empty(N, H, K, V, dtype=dtype)
@@ -44,31 +32,10 @@ def _flops(q, k, v, *_, **__) -> int:
     return 4 * B * T * H * q[-1] * V
 
 
-def by_keywords(op: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`op`, called by keywords, with defaults for what most recurrences of the family do without."""
-
-    def form(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        gk: Tensor | None = None,
-        gv: Tensor | None = None,
-        u: Tensor | None = None,
-        initial_state: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        softmax: bool = False,
-        full_precision: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        return op(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision)
-
-    return form
-
-
-_chunk, _recurrent = define_forms(
+chunk, recurrent = define_forms(
     "vector_decay",
     eager,
+    Inputs,
     arguments="Tensor q, Tensor k, Tensor v, Tensor? gk, Tensor? gv, Tensor? u, "
     "Tensor? initial_state, Tensor? cu_seqlens, float scale, bool softmax, bool full_precision",
     gradients="Tensor dq, Tensor dk, Tensor dv, Tensor dgk, Tensor dgv, Tensor du, Tensor d_initial_state",
@@ -87,4 +54,3 @@ _chunk, _recurrent = define_forms(
     fake=_fake,
     flops=_flops,
 )
-chunk, recurrent = by_keywords(_chunk), by_keywords(_recurrent)

@@ -1,0 +1,20 @@
+"""What the ops of scalar decay take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """The arguments of the forms, in the order of their schema; the backward takes these first."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor | None = None  # [B, T, HV], a decay per token and head
+    g_gamma: Tensor | None = None  # [HV], a decay per head, the same for every token
+    initial_state: Tensor | None = None  # [N, HV, K, V]
+    cu_seqlens: Tensor | None = None  # [N + 1]
+    scale: float = 1.0
