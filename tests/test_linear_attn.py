@@ -12,14 +12,12 @@ from contract.cases import NAMED
 from contract.graphs import recorded
 from contract.problems import draw
 from torch import Tensor
-from torch.export import Dim, export
 
-from benchmarks.recurrences import linear_attn_normalized_reference
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
 
 FORMS = [chunk_linear_attn, fused_recurrent_linear_attn]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
-PLAIN, NORMALIZED = NAMED["chunk_linear_attn"], NAMED["chunk_linear_attn-normalize"]
+NORMALIZED = NAMED["chunk_linear_attn-normalize"]
 
 
 def qkv(device: torch.device, **options) -> list[Tensor]:
@@ -128,28 +126,6 @@ def test_compiled_with_a_state(form, autocast: bool, device: torch.device) -> No
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
         for x, y in zip(compiled(q, k, v), twice(q, k, v), strict=True):
             assert x.dtype == y.dtype and error(x, y) <= 1e-6
-
-
-def test_exported_as_two_nodes(device: torch.device) -> None:
-    class Normalized(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return chunk_linear_attn(F.elu(q) + 1, F.elu(k) + 1, v, normalize=True)[0]
-
-    T = Dim("T", min=2, max=2**20)
-    program = export(Normalized(), tuple(qkv(device)), dynamic_shapes=({1: T},) * 3)
-    for length in (2, 3, 65, 165):
-        inputs = qkv(device, T=length)
-        assert torch.equal(program.module()(*inputs), Normalized()(*inputs))
-
-
-@each_form
-def test_against_the_paper(form, device: torch.device) -> None:
-    """A feature map of the paper's before, equation 20 of it after."""
-    problem = draw(PLAIN, device, torch.float64, state=False)
-    q, k, v = problem.tensors.values()
-    q, k = F.elu(q) + 1, F.elu(k) + 1
-    o, _ = form(q, k, v, normalize=True)
-    assert error(o, linear_attn_normalized_reference(q, k, v, scale=q.shape[-1] ** -0.5)[0]) <= 1e-12
 
 
 TUPLE = "initial_state must be a tuple (S, z) with normalize, got {}"

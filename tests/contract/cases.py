@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.recurrences import CASES, GATES_ON_BOTH_AXES, SOFTMAX, SSD, OpCase
 
-__all__ = ["CASES", "GATES_ON_BOTH_AXES", "NAMED", "SOFTMAX", "SSD", "OpCase"]
+__all__ = ["CASES", "GATES_ON_BOTH_AXES", "NAMED", "ONE_EACH", "SOFTMAX", "SSD", "TWO_FORMS", "OpCase"]
 
 NAMED = {case.name: case for case in (*CASES, SSD)}
 
@@ -22,5 +22,14 @@ each_op_and_ssd = every(NAMED.values())
 each_gated_op = every([case for case in CASES if case.gates])
 each_scaled_op = every([case for case in CASES if case.scaled])
 each_softmax = every(SOFTMAX)
-each_op_of_two_forms = every([case for case in CASES if case.other is not None])
+# Where both forms have an entry of the same gates, one of the two.
+PAIRS = {
+    (frozenset((case.function, case.other)), *case.gates, case.groups): case
+    for case in reversed(CASES)
+    if case.other is not None
+}
+TWO_FORMS = [*reversed(PAIRS.values())]
+each_op_of_two_forms = every(TWO_FORMS)
+# One entry of each recurrence, where a form of it more would take long and show nothing new.
+ONE_EACH = [*{case.reference: case for case in reversed(NAMED.values())}.values()]
 one_op_a_form = every([case for case in CASES if case.inductor])

@@ -13,11 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.recurrences import BATCH, HEADS
 
-from .cases import NAMED
+from .cases import NAMED, ONE_EACH
 from .problems import call_named, draw, named
-
-# One entry of each recurrence: compilation takes long.
-ONE_EACH = {case.reference: case.name for case in reversed(NAMED.values())}
 
 
 def check(mesh: DeviceMesh, name: str, compiled: bool, state: bool) -> None:
@@ -60,4 +57,4 @@ def test_dtensor(state: bool) -> None:
 
 
 def test_compiled_dtensor() -> None:
-    on_two_ranks(check_all, list(ONE_EACH.values()), True, True)
+    on_two_ranks(check_all, [case.name for case in ONE_EACH], True, True)
