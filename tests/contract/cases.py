@@ -22,7 +22,7 @@ each_op_and_ssd = every(NAMED.values())
 each_gated_op = every([case for case in CASES if case.gates])
 each_scaled_op = every([case for case in CASES if case.scaled])
 each_softmax = every(SOFTMAX)
-# Where both forms have an entry of the same gates, one of the two.
+# The entries with another form; where both forms of one function have an entry, the first of the two.
 PAIRS = {
     (frozenset((case.function, case.other)), *case.gates, case.groups): case
     for case in reversed(CASES)
@@ -30,6 +30,6 @@ PAIRS = {
 }
 TWO_FORMS = [*reversed(PAIRS.values())]
 each_op_of_two_forms = every(TWO_FORMS)
-# One entry of each recurrence, where a form of it more would take long and show nothing new.
+# One entry of each recurrence, for tests that take long and to which forms make no difference.
 ONE_EACH = [*{case.reference: case for case in reversed(NAMED.values())}.values()]
 one_op_a_form = every([case for case in CASES if case.inductor])
