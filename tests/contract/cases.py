@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+import torch
 
 from benchmarks.recurrences import CASES, GATES_ON_BOTH_AXES, SOFTMAX, SSD, OpCase
 
@@ -32,4 +33,9 @@ TWO_FORMS = [*reversed(PAIRS.values())]
 each_op_of_two_forms = every(TWO_FORMS)
 # One entry of each recurrence, for tests that take long and to which forms make no difference.
 ONE_EACH = [*{case.reference: case for case in reversed(NAMED.values())}.values()]
-one_op_a_form = every([case for case in CASES if case.inductor])
+INDUCTOR = [case for case in CASES if case.inductor]
+one_op_a_form = every(INDUCTOR)
+# On a CPU both forms of a family run the same code under two names.
+one_op_a_form_of_kernels = every(
+    [case for case in INDUCTOR if case.form == "chunk" or torch.cuda.is_available()]
+)

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from flacompose.ops import _logsumexp
 
 from .accuracy import assert_close
-from .cases import OpCase, each_op, one_op_a_form
+from .cases import OpCase, each_op, one_op_a_form, one_op_a_form_of_kernels
 from .problems import Problem, Results, call, draw, evaluate
 
 LENGTHS = [64, 2, 3, 63, 65, 130, 165]
@@ -87,7 +87,7 @@ def test_one_graph_for_every_packing(case: OpCase, N: int, device: torch.device)
     assert counter.frame_count == 1
 
 
-@one_op_a_form
+@one_op_a_form_of_kernels
 @one_graph
 def test_training_through_inductor(case: OpCase, device: torch.device) -> None:
     compiled = torch.compile(layered(case), fullgraph=True, dynamic=True)
@@ -96,7 +96,7 @@ def test_training_through_inductor(case: OpCase, device: torch.device) -> None:
         assert_close(run(problem, compiled), run(problem, layered(case)), 1e-5)
 
 
-@one_op_a_form
+@one_op_a_form_of_kernels
 @one_graph
 def test_packed_training_through_inductor(case: OpCase, device: torch.device) -> None:
     compiled = torch.compile(layered(case), fullgraph=True, dynamic=True)

@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
 
 from .accuracy import assert_close, assert_equal
-from .cases import OpCase, each_op, one_op_a_form
+from .cases import OpCase, each_op, one_op_a_form_of_kernels
 from .graphs import around, op_arguments, op_nodes
 from .problems import Problem, Results, call, draw
 
@@ -171,7 +171,7 @@ class Both(nn.Module):
         return self.op(dense), self.op(one, cu_one), self.op(five, cu_five)
 
 
-@one_op_a_form
+@one_op_a_form_of_kernels
 @pytest.mark.usefixtures("aoti_packages_load")
 def test_aotinductor(case: OpCase, device: torch.device, tmp_path: Path) -> None:
     traced = draw(case, device, T=37), packed(case, device, 1), packed(case, device, 5)
