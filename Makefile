@@ -28,8 +28,8 @@ test: lint types docs pytest ## Everything that has to hold: lint, types, strict
 pytest: export OMP_NUM_THREADS := 1
 pytest: export TORCHINDUCTOR_COMPILE_THREADS := 1
 pytest: $(VENV)/dev.stamp ## The test suite, then the Triton kernels under the interpreter
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --timeout 600 $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --timeout 600 tests/interpreter
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 tests/interpreter
 
 lint: $(VENV)/dev.stamp ## ruff, without changing anything
 	$(BIN)/ruff check

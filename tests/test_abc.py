@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo
-from contract.accuracy import assert_close, error
+from contract.accuracy import assert_close, assert_equal, error
 from contract.cases import NAMED
 from contract.problems import draw, evaluate
 from ranks import check_sharded, on_two_ranks
@@ -20,10 +20,10 @@ from torch.export import Dim, export
 from torch.func import grad, jvp, vmap
 
 from benchmarks.recurrences import slots_reference
-from flacompose.ops import chunk_abc, chunk_gsa, fused_recurrent_gsa
+from flacompose.ops import _logsumexp, chunk_abc, chunk_gsa, fused_recurrent_gsa
 from flacompose.ops._logsumexp import running_logsumexp
 
-FORMS = [chunk_abc, chunk_gsa, fused_recurrent_gsa]
+FORMS = [chunk_abc, fused_recurrent_gsa]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 CASE = NAMED["chunk_abc"]
 INF = torch.inf
@@ -135,14 +135,21 @@ def test_no_nan_in_derivatives(strength: float, device: torch.device) -> None:
     torch.testing.assert_close(vmap(grad(loss))(many), torch.stack([grad(loss)(x) for x in many]))
 
 
+@pytest.fixture
+def few_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are traced for at most 256 tokens, so that their compilation is short."""
+    monkeypatch.setattr(_logsumexp, "LEVELS", 8)
+
+
 class Model(torch.nn.Module):
     def forward(self, tensors: dict[str, Tensor]):
         return chunk_abc(**tensors, output_final_state=True)
 
 
+@pytest.mark.usefixtures("few_levels")
 def test_one_graph_for_every_length_through_inductor(device: torch.device) -> None:
     compiled = torch.compile(Model(), fullgraph=True, dynamic=True)
-    for i, T in enumerate((64, 2, 3, 65, 600)):
+    for i, T in enumerate((64, 2, 3, 65, 256)):
         tensors = inputs(device, B=1, T=T)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             results = []
@@ -174,15 +181,15 @@ def test_levels_of_a_static_length(T: int, levels: int, device: torch.device) ->
     assert len(nodes) <= 50 + 10 * levels
 
 
-@pytest.mark.usefixtures("aoti_packages_load")
+@pytest.mark.usefixtures("aoti_packages_load", "few_levels")
 def test_aotinductor(device: torch.device, tmp_path) -> None:
-    T = Dim("T", min=2, max=2**20)
+    T = Dim("T", min=2, max=256)
     tensors = inputs(device, T=37)
     with torch.no_grad():
         program = export(Model(), (tensors,), dynamic_shapes=({name: {1: T} for name in tensors},))
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "abc.pt2"))
         package = torch._inductor.aoti_load_package(path)
-        for length in (2, 64, 65, 700):
+        for length in (2, 64, 65, 256):
             tensors = inputs(device, T=length)
             (o, state), (expected, after) = package(tensors), Model()(tensors)
             assert error(o, expected) <= 1e-5
@@ -190,11 +197,11 @@ def test_aotinductor(device: torch.device, tmp_path) -> None:
                 assert error(x, y) <= 1e-5
 
 
-@each_form
-def test_one_function(form, device: torch.device) -> None:
+def test_slots_without_gates(device: torch.device) -> None:
+    """`chunk_gsa` without gates is `chunk_abc`, to the bit."""
     problem = draw(CASE, device, T=70)
-    other = replace(problem, case=replace(CASE, function=form))
-    assert_close(evaluate(other), evaluate(problem), 1e-5)
+    other = replace(problem, case=replace(CASE, function=chunk_gsa))
+    assert_equal(evaluate(other), evaluate(problem))
 
 
 @each_form
@@ -209,22 +216,6 @@ def test_means_of_keys_and_values(form, device: torch.device) -> None:
     p = (torch.einsum("bhk,bhkm->bhm", q[:, -1], Hk) / 4).softmax(-1)
     torch.testing.assert_close(o[:, -1], torch.einsum("bhm,bhmv->bhv", p, Hv))
     assert error(form(q, k, torch.full_like(v, 3.0), s)[0], torch.full_like(v, 3.0)) <= 1e-12
-
-
-@pytest.mark.parametrize("first", FORMS, ids=lambda form: form.__name__)
-@pytest.mark.parametrize("second", FORMS, ids=lambda form: form.__name__)
-@pytest.mark.parametrize("cut", [1, 64, 69])
-def test_a_split_sequence_is_the_whole(first, second, cut: int, device: torch.device) -> None:
-    """By z, which says what the slots weigh against what follows."""
-    tensors = inputs(device, T=70, gates="rare")
-    whole, final = chunk_abc(**tensors, output_final_state=True)
-    o1, state = first(**CASE.at(slice(cut), tensors, "T"), output_final_state=True)
-    o2, state = second(
-        **CASE.at(slice(cut, None), tensors, "T"), initial_state=state, output_final_state=True
-    )
-    assert error(torch.cat([o1, o2], 1), whole) <= 2e-5
-    for x, y in zip(state, final, strict=True):
-        assert error(x, y) <= 2e-5
 
 
 def test_z_is_float32_from_nothing(device: torch.device) -> None:
@@ -305,6 +296,7 @@ def logsumexp_by_shard(mesh: DeviceMesh, compiled: bool) -> None:
     s, z = torch.randn(3, 9, 4, 5), torch.randn(3, 4, 5)
     layouts = [(Shard(2), Shard(1)), (Shard(0), Shard(0))]
     if compiled:
+        _logsumexp.LEVELS = 4  # in this process, which ends with the test
         run = torch.compile(running_logsumexp, fullgraph=True, backend="aot_eager")
         for layout in layouts:
             check_sharded(mesh, run, [s, z], layout, whole=running_logsumexp)

@@ -7,7 +7,7 @@ import torch
 from contract.accuracy import error
 from contract.cases import NAMED
 
-from flacompose.ops import chunk_retention, fused_recurrent_retention, fused_recurrent_simple_gla
+from flacompose.ops import chunk_retention, fused_recurrent_retention
 from flacompose.ops.retention import log_decay
 
 RETENTION = NAMED["chunk_retention"]
@@ -41,12 +41,3 @@ def test_late_heads_decay_too(device: torch.device) -> None:
     """Head 30 forgets 2**-35 a token, which ``1 - 2**-35`` would round away in float32."""
     exact = torch.log1p(-(2 ** (-5 - torch.arange(31, dtype=torch.float64, device=device))))
     assert ((log_decay(31, torch.empty(1, device=device)) / exact - 1).abs() <= 1e-6).all()
-
-
-@each_form
-def test_decays_are_those_of_the_heads_of_values(form, device: torch.device) -> None:
-    q, k = torch.randn(2, 1, 20, 2, 8, device=device)
-    v = torch.randn(1, 20, 6, 4, device=device)
-    o, _ = form(q, k, v)
-    g_gamma = torch.log1p(-(2.0 ** (-5 - torch.arange(6, device=device))))
-    assert error(o, fused_recurrent_simple_gla(q, k, v, g_gamma=g_gamma)[0]) <= 2e-5

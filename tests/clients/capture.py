@@ -77,9 +77,12 @@ def assert_same_generation(model: nn.Module, on_flacompose: Callable[[], None]) 
 
 
 def assert_one_compilation(model: nn.Module, lengths: Sequence[int], training: bool) -> None:
-    """One graph for all lengths, right at each at batch 1: logits, in training the gradient of every parameter."""
-    eager = Logits(model)
-    compiled = torch.compile(eager, fullgraph=True, dynamic=True)
+    """One graph for all lengths, right at each at batch 1: logits, in training the gradient of every parameter.
+
+    Inductor takes long, and compiles the graph without gradients for a package already.
+    """
+    eager, backend = Logits(model), "inductor" if training else "aot_eager"
+    compiled = torch.compile(eager, fullgraph=True, dynamic=True, backend=backend)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def run(call: nn.Module, ids: Tensor) -> list[Tensor]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+import torch
 
 from benchmarks.recurrences import CASES, GATES_ON_BOTH_AXES, SOFTMAX, SSD, OpCase
 
-__all__ = ["CASES", "GATES_ON_BOTH_AXES", "NAMED", "SOFTMAX", "SSD", "OpCase"]
+__all__ = ["CASES", "GATES_ON_BOTH_AXES", "NAMED", "ONE_EACH", "SOFTMAX", "SSD", "TWO_FORMS", "OpCase"]
 
 NAMED = {case.name: case for case in (*CASES, SSD)}
 
@@ -22,5 +23,19 @@ each_op_and_ssd = every(NAMED.values())
 each_gated_op = every([case for case in CASES if case.gates])
 each_scaled_op = every([case for case in CASES if case.scaled])
 each_softmax = every(SOFTMAX)
-each_op_of_two_forms = every([case for case in CASES if case.other is not None])
-one_op_a_form = every([case for case in CASES if case.inductor])
+# The entries with another form; where both forms of one function have an entry, the first of the two.
+PAIRS = {
+    (frozenset((case.function, case.other)), *case.gates, case.groups): case
+    for case in reversed(CASES)
+    if case.other is not None
+}
+TWO_FORMS = [*reversed(PAIRS.values())]
+each_op_of_two_forms = every(TWO_FORMS)
+# One entry of each recurrence, for tests that take long and to which forms make no difference.
+ONE_EACH = [*{case.reference: case for case in reversed(NAMED.values())}.values()]
+INDUCTOR = [case for case in CASES if case.inductor]
+one_op_a_form = every(INDUCTOR)
+# On a CPU both forms of a family run the same code under two names.
+one_op_a_form_of_kernels = every(
+    [case for case in INDUCTOR if case.form == "chunk" or torch.cuda.is_available()]
+)

@@ -13,45 +13,48 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.recurrences import BATCH, HEADS
 
-from .cases import NAMED
+from .cases import NAMED, ONE_EACH
 from .problems import call_named, draw, named
 
-# One entry of each recurrence: compilation takes long.
-ONE_EACH = {case.reference: case.name for case in reversed(NAMED.values())}
 
-
-def check(mesh: DeviceMesh, name: str, compiled: bool, state: bool) -> None:
-    """Results lie as the inputs do, by their axes; without a state, and compiled, of one form."""
-    from torch.distributed.tensor import Replicate, Shard
+def check(mesh: DeviceMesh, name: str, compiled: bool, state: bool, lengths: list[int] | None) -> None:
+    """Results lie as the inputs do, by their axes; without a state, compiled, and packed, of one form."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     case = NAMED[name]
-    tensors = named(draw(case, torch.device("cpu"), T=5, K=4, V=6, M=3, state=state))
+    problem = draw(case, torch.device("cpu"), T=5, K=4, V=6, M=3, state=state, lengths=lengths)
+    tensors, bounds = named(problem), problem.cu_seqlens
+    everywhere = None if bounds is None else distribute_tensor(bounds, mesh, [Replicate()])
     output = case.output_axes or case.inputs[case.output]
     axes_of = {**case.inputs, **case.gates, **case.states}
 
-    def run(form, *x: Tensor) -> tuple[Tensor, ...]:
-        o, final = call_named(case, form, **dict(zip(tensors, x, strict=True)), output_final_state=True)
+    def run(form, cu_seqlens: Tensor | None, *x: Tensor) -> tuple[Tensor, ...]:
+        arguments = dict(zip(tensors, x, strict=True))
+        o, final = call_named(case, form, **arguments, output_final_state=True, cu_seqlens=cu_seqlens)
         return (o, final) if isinstance(final, Tensor) else (o, *final)
 
-    for sharded_axes in (BATCH, HEADS):
+    for sharded_axes in (BATCH, HEADS) if bounds is None else (HEADS,):
 
         def placement(axes: tuple[str, ...], sharded_axes=sharded_axes):
             return next((Shard(dim) for dim, axis in enumerate(axes) if axis in sharded_axes), Replicate())
 
-        for form in (case.function, None if compiled or not state else case.other):
+        for form in (case.function, case.other if state and not compiled and bounds is None else None):
             if form is None:
                 continue
             torch._dynamo.reset()  # of the graphs of other ops
-            whole = partial(run, form)
-            sharded = torch.compile(whole, fullgraph=True, backend="aot_eager") if compiled else whole
+            whole, sharded = partial(run, form, bounds), partial(run, form, everywhere)
+            if compiled:
+                sharded = torch.compile(sharded, fullgraph=True, backend="aot_eager")
             placements = [placement(axes_of[x]) for x in tensors]
             outputs = check_sharded(mesh, sharded, list(tensors.values()), placements, whole)
             assert outputs == [placement(axes) for axes in (output, *case.states.values())], (name, form)
 
 
-def check_all(mesh: DeviceMesh, names: list[str], compiled: bool, state: bool) -> None:
+def check_all(
+    mesh: DeviceMesh, names: list[str], compiled: bool, state: bool, lengths: list[int] | None = None
+) -> None:
     for name in names:
-        check(mesh, name, compiled, state)
+        check(mesh, name, compiled, state, lengths)
 
 
 @pytest.mark.parametrize("state", [False, True], ids=["from nothing", "from a state"])
@@ -60,4 +63,27 @@ def test_dtensor(state: bool) -> None:
 
 
 def test_compiled_dtensor() -> None:
-    on_two_ranks(check_all, list(ONE_EACH.values()), True, True)
+    on_two_ranks(check_all, [case.name for case in ONE_EACH], True, True)
+
+
+PACKED = ["chunk_gla", "chunk_gsa", "chunk_abc", "mamba_chunk_scan_combined"]
+
+
+def test_packed_dtensor() -> None:
+    """Packed sequences are sharded by heads; their bounds are on every rank."""
+    on_two_ranks(check_all, PACKED, False, True, [3, 0, 2])
+
+
+def check_plain_part(mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    tensors = named(draw(NAMED["chunk_abc"], torch.device("cpu"), T=5))
+    plain = "initial_state[2]"
+    mixed = {x: y if x == plain else distribute_tensor(y, mesh, [Replicate()]) for x, y in tensors.items()}
+    with pytest.raises(TypeError, match=r"initial_state\[2\]"):
+        call_named(NAMED["chunk_abc"], **mixed)
+
+
+def test_a_plain_part_of_a_distributed_state_is_named() -> None:
+    """One part of a state that is a plain tensor, where everything else is distributed, is an error that says which."""
+    on_two_ranks(check_plain_part)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from .cases import CASES, OpCase, each_op, every
+from .cases import CASES, ONE_EACH, OpCase, each_op, every
 from .graphs import recorded
 from .problems import Problem, call, call_named, draw, named
 
@@ -36,11 +36,21 @@ def introduced(case: OpCase) -> dict[str, list[str]]:
     return axes
 
 
-def each(names: Callable[[OpCase], Iterable[str]]) -> pytest.MarkDecorator:
-    """Parametrize by every public op and each of these of its tensors."""
+def owner(case: OpCase, axes: str) -> str | None:
+    """The tensor that introduces one of these axes, if the op has any of them."""
+    return next((x for x, new in introduced(case).items() if {*new} & {*axes.split()}), None)
+
+
+def each(names: Callable[[OpCase], Iterable[str]], argument: str = "name") -> pytest.MarkDecorator:
+    """Parametrize by every public op and each of these of its tensors, or of its axes."""
     pairs = [(case, name) for case in PUBLIC for name in names(case)]
     ids = [f"{case.name}-{name}" for case, name in pairs]
-    return pytest.mark.parametrize(("case", "name"), pairs, ids=ids)
+    return pytest.mark.parametrize(("case", argument), pairs, ids=ids)
+
+
+def each_axis(*axes: str) -> pytest.MarkDecorator:
+    """Parametrize by every public op and those of these that it has."""
+    return each(lambda case: [x for x in axes if owner(case, x)], "axes")
 
 
 each_public_op = every(PUBLIC)
@@ -117,24 +127,19 @@ def test_another_device(case: OpCase, name: str, device: torch.device) -> None:
     refused(problem, ValueError, message, **{name: named(problem)[name].to("meta")})
 
 
-@each_public_op
-@pytest.mark.parametrize("axes", ["B", "T", "H HQ HV D", "K D", "V D", "M D"])
+@each_axis("B", "T", "H HQ HV D", "K", "V", "M")
 def test_empty_dimensions(case: OpCase, axes: str, device: torch.device) -> None:
     problem = draw(case, device, T=5, state=False)
-    name = next((x for x, new in introduced(case).items() if set(new) & set(axes.split())), None)
-    if name is not None:  # it has such an axis
-        empty = case.at(slice(0), problem.tensors, *axes.split())
-        message = f"{name} must have no empty dimension, got {tuple(empty[name].shape)}"
-        refused(problem, ValueError, message, **empty)
+    name = owner(case, axes)
+    empty = case.at(slice(0), problem.tensors, *axes.split())
+    message = f"{name} must have no empty dimension, got {tuple(empty[name].shape)}"
+    refused(problem, ValueError, message, **empty)
 
 
-@each_public_op
-@pytest.mark.parametrize("axis", ["K", "V", "M"])
-def test_head_size(case: OpCase, axis: str, device: torch.device) -> None:
-    problem = draw(case, device, B=1, T=1, H=1, state=False, **{"K": 256, "V": 256, "M": 256, axis: 257})
-    name = next((x for x, new in introduced(case).items() if axis in new), None)
-    if name is not None:
-        refused(problem, ValueError, f"{name} must have a head size of at most 256, got 257")
+@each_axis("K", "V", "M")
+def test_head_size(case: OpCase, axes: str, device: torch.device) -> None:
+    problem = draw(case, device, B=1, T=1, H=1, state=False, **{"K": 256, "V": 256, "M": 256, axes: 257})
+    refused(problem, ValueError, f"{owner(case, axes)} must have a head size of at most 256, got 257")
 
 
 Wrong = Callable[[Tensor], object]
@@ -192,7 +197,7 @@ def test_scale(case: OpCase, device: torch.device) -> None:
         refused(problem, ValueError, f"scale must be finite, got {wrong}", scale=wrong)
 
 
-@each_public_scaled_op
+@every([case for case in ONE_EACH if case.scaled])
 def test_scale_under_the_compiler(case: OpCase, device: torch.device) -> None:
     """Traced with a scale that is a symbol: there it is not known to be finite, and asking breaks no graph."""
     problem = draw(case, device, T=5)
