@@ -223,12 +223,17 @@ def test_nothing_is_read_on_the_host(
             torch.cuda.set_sync_debug_mode("default")
     monkeypatch.undo()
     assert_equal(results, expected)
-    eager = import_module(f"flacompose.ops.families.{case.family}.eager")
+    eager, inputs = (
+        import_module(f"flacompose.ops.families.{case.family}.{name}") for name in ("eager", "inputs")
+    )
     with recorded() as calls:
         evaluate(on_meta(problem))
         assert len(calls) == 2 * case.nodes
         for op, args, _ in list(calls):
-            (eager.backward if op.name().endswith("_backward") else eager.forward)(*args)
+            if op.name().endswith("_backward"):
+                eager.backward(inputs.Inputs(*args[:-3]), *args[-3:])
+            else:
+                eager.forward(inputs.Inputs(*args))
 
 
 @each_op
