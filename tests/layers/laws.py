@@ -168,24 +168,6 @@ def check_gradients(layer: nn.Module) -> None:
     assert torch.autograd.gradcheck(run, leaves, fast_mode=True)
 
 
-def check_compiled_training(layer: nn.Module) -> None:
-    """One graph for every length, at batch 1, through Inductor, gradients of everything."""
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
-
-    def train(call: Callable, x: Tensor, state: RecurrentState) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in (x, *floats(state))]
-        y, new = call(leaves[0], with_floats(state, leaves[1:]))
-        loss = sum((t.float() ** 2).sum() for t in (y, *floats(new)))
-        return [y, *tensors(new), *torch.autograd.grad(loss, [*leaves, *layer.parameters()])]
-
-    for i, T in enumerate(LENGTHS):
-        x, state = tokens_of(layer, 1, T), random_state(layer, 1)
-        with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            actual = train(compiled, x, state)
-        for a, b in zip(actual, train(layer, x, state), strict=True):
-            assert_close(a, b, 1e-4)
-
-
 @torch.no_grad()
 def check_compiled_decoding(layer: nn.Module) -> None:
     """One graph for segments and one for tokens, whatever the order."""

@@ -214,10 +214,10 @@ def test_to(config):
     assert same(state.to(device="cpu"), state)
 
 
-@every_layer
-def test_as_a_value_in_graphs(config):
+@pytest.mark.parametrize("name", ["abc", "rwkv6"])  # which have states of every kind between them
+def test_as_a_value_in_graphs(name):
     """Under `torch.compile` and `torch.export`, gradients through all of it included."""
-    state = random_state(build(config), 3)
+    state = random_state(build(EVERY[name]), 3)
 
     class Twice(torch.nn.Module):
         def forward(self, state, indices):
