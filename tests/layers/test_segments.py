@@ -16,14 +16,25 @@ import flacompose.layers
 from flacompose.layers import RecurrentState
 from flacompose.layers.recurrent import RecurrentLayer
 
-from .laws import tokens_of
-from .truth import EVERY, assert_close, assert_states_close, build, floats, random_state, tensors, with_floats
+from .truth import (
+    BOUNDED,
+    EVERY,
+    assert_close,
+    assert_states_close,
+    build,
+    floats,
+    random_state,
+    tensors,
+    tokens_of,
+    with_floats,
+)
 
 # Tokens, and what tells the layer where they lie.
 Segment = tuple[Tensor, dict[str, Any]]
 
-each_layer = pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
-PIECES = [1, 35, 3, 1, 66, 2, 1]  # unequal, of one token, of more than a chunk
+CASES = EVERY | BOUNDED  # lower bounds are shared by all segments
+each_layer = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+PIECES = [1, 34, 3, 1, 66, 2, 1]  # unequal, of one token, of more than a chunk
 LONG_PIECES = [70, 2, 3, 64, 130]  # for which one graph does
 # Sequences of 38, 3, 2 and 72 tokens, segment by segment: one is over before the last, one begins there.
 PACKED = [[5, 2, 0, 2], [0, 0, 0, 67], [32, 1, 0, 1], [1, 0, 2, 2]]
@@ -192,10 +203,10 @@ class Compiled:
 @pytest.mark.parametrize("name", EVERY)
 def test_exact_compiled(name, device, few_levels):
     """One graph for segments of every length and, as everywhere in PyTorch, one for a single token."""
-    layer = build(EVERY[name], device=device)
+    layer = build(BOUNDED["bounded hgrn"] if name == "hgrn" else EVERY[name], device=device)
     pieces = PIECES if name == "hgrn" else LONG_PIECES
     x = tokens_of(layer, 1, sum(pieces)).requires_grad_()
-    graphs = {0, 1} if name == "hgrn" else {0}
+    graphs = {pieces.index(1), pieces.index(34)} if name == "hgrn" else {0}
     compiled = Compiled(layer, graphs, "inductor" if name in THROUGH_INDUCTOR else "aot_eager")
     state = start_of(layer, 1, "a state")
     check_exact(layer, compiled, x, (x, {}), rows(x, pieces), side_by_side, state)
@@ -209,29 +220,6 @@ def test_exact_packed_compiled(name, device):
     whole, segments = packed(x)
     state = start_of(layer, len(PACKED[0]), "a state")
     check_exact(layer, Compiled(layer, {0}), x, whole, segments, whole_again, state)
-
-
-class Bounded(nn.Module):
-    """A layer with the lower bound of its forget gates, which all segments share."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.init_state = layer, layer.init_state
-        like = layer.o_proj.weight
-        self.bound = nn.Parameter(
-            torch.linspace(0.01, 0.99, like.shape[1], device=like.device, dtype=like.dtype)
-        )
-
-    def forward(self, x: Tensor, state: RecurrentState | None = None) -> tuple[Tensor, RecurrentState]:
-        return self.layer(x, state, lower_bound=self.bound)
-
-
-@pytest.mark.parametrize("name", ["hgrn", "hgrn2"])
-def test_lower_bounds(name, device):
-    layer = Bounded(build(EVERY[name] | {"layer_idx": 1}, device=device))
-    x = tokens_of(layer.layer, 2, sum(PIECES)).requires_grad_()
-    check_exact(layer, layer, x, (x, {}), rows(x), side_by_side, start_of(layer, 2, "a state"))
-    check_truncated(layer, layer, x, rows(x))
 
 
 @each_layer
