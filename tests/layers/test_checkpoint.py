@@ -493,7 +493,7 @@ def test_arguments(name):
 
 
 def test_first_values():
-    """Those of `nn.Linear`, `nn.Conv1d` and ones, drawn in the order of the parameters."""
+    """First values are those of `nn.Linear`, of `nn.Conv1d` and ones, drawn in the order of the parameters."""
     torch.manual_seed(3)
     conv = ShortConvolution(8, 4, bias=True)
     torch.manual_seed(3)
@@ -528,6 +528,7 @@ def test_dtypes():
 
 @pytest.mark.parametrize("name", ["relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu"])
 def test_pickles(name):
+    """A layer with any activation can be pickled, and computes the same afterwards."""
     layer = GatedLinearAttention(
         hidden_size=16, num_heads=2, gate_fn=name, feature_map=name, use_short_conv=True
     )

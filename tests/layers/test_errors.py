@@ -342,6 +342,7 @@ REFUSED = [
     ],
 )
 def test_refused_arguments(name, arguments, error, message):
+    """A layer refuses arguments that it cannot be built with, and says what it expected."""
     config = {argument: x for argument, x in EVERY[name].items() if argument != "num_kv_heads"} | arguments
     layer = config.pop("layer")
     with pytest.raises(error, match=f"^{re.escape(message)}"):
@@ -359,6 +360,7 @@ def test_numbers_that_only_nearly_fit():
 
 
 def test_infinite_bounds_of_abc():
+    """Infinite bounds of the logits of ABC are no bounds."""
     config = {"layer": ABCAttention} | SMALL
     layer = build(config | {"clamp_min": -math.inf, "clamp_max": math.inf})
     bounded, _ = layer(X)
@@ -367,6 +369,7 @@ def test_infinite_bounds_of_abc():
 
 
 def test_expand_ratio():
+    """The error of an expand_ratio that is too large says that it may be the default, and what to give."""
     with pytest.raises(ValueError, match="^hidden_size / num_heads must be at most 256, got 512$"):
         LightNetAttention(hidden_size=1024, num_heads=2, expand_ratio=128)
     refused = r"^expand_ratio must be at most hidden_size = 64, got 128 \(128 is the default; "
@@ -389,6 +392,7 @@ def test_expand_ratio():
     ],
 )
 def test_refused_batch_size(batch_size, error, message):
+    """A state is made for a whole number of sequences, none included."""
     with pytest.raises(error, match=f"batch_size {message}"):
         build(CONFIG).init_state(batch_size)
 
@@ -448,6 +452,7 @@ def test_refused_batch_size(batch_size, error, message):
     ],
 )
 def test_refused_calls(call, error, message):
+    """A layer refuses tokens and states of another kind, shape, dtype or device."""
     with pytest.raises(error, match=re.escape(message)):
         build(CONFIG)(*call)
 
@@ -496,6 +501,7 @@ def test_refused_calls(call, error, message):
     ],
 )
 def test_refused_states(config, field, value, error, message):
+    """A layer refuses a state in which a part is missing, too much or of another shape."""
     layer = build(config | SMALL)
     with pytest.raises(
         error, match=re.escape(f"state.{field}{message if message[0] == '[' else ' ' + message}")
@@ -505,7 +511,7 @@ def test_refused_states(config, field, value, error, message):
 
 @every_layer
 def test_hidden_states_of_another_dtype(config):
-    """PyTorch's own error, since a layer does not know what its projections take."""
+    """The error is PyTorch's own, since a layer does not know what its projections take."""
     layer = build(config)
     for dtype in (torch.float64, torch.bfloat16):
         with pytest.raises(RuntimeError, match="dtype"):
@@ -514,6 +520,7 @@ def test_hidden_states_of_another_dtype(config):
 
 @every_layer
 def test_nested_hidden_states(config):
+    """Nested tensors are refused with the advice to pack their sequences, which works."""
     layer = build(config)
     sequences = [torch.randn(n, 24) for n in (3, 1, 5)]
     nested = torch.nested.nested_tensor(sequences, layout=torch.jagged)
@@ -573,6 +580,7 @@ CU_SEQLENS = torch.tensor([0, 5])
     ],
 )
 def test_refused_layouts(rows, layout, error, message):
+    """A layer refuses masks and bounds of sequences that do not fit its tokens."""
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         build(CONFIG)(X[:rows], **layout)
 
@@ -589,6 +597,7 @@ def test_refused_layouts(rows, layout, error, message):
 )
 @pytest.mark.parametrize("name", ["hgrn", "hgrn2"])
 def test_refused_lower_bounds(name, lower_bound, error, message):
+    """Layers with forget gates refuse a lower bound that is no tensor of one number a channel."""
     with pytest.raises(error, match=f"^lower_bound {re.escape(message)}"):
         build(EVERY[name])(torch.ones(2, 5, 24), lower_bound=lower_bound)
 
@@ -607,11 +616,13 @@ def test_refused_lower_bounds(name, lower_bound, error, message):
     ],
 )
 def test_refused_by_the_convolution(name, value, message):
+    """A short convolution refuses inputs of another kind or dtype."""
     with pytest.raises(TypeError, match=re.escape(f"{name} {message}")):
         ShortConvolution(16, 4)(**{"x": X} | {name: value})
 
 
 def test_autocast_takes_any_but_float64(device):
+    """Under autocast a layer takes bfloat16 as it does float32, compiled too; float64 is refused by PyTorch."""
     layer = build(CONFIG, device=device)
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -631,6 +642,7 @@ def test_autocast_takes_any_but_float64(device):
     ],
 )
 def test_refused_convolutions(arguments, error, message):
+    """A short convolution refuses sizes that are no positive whole numbers."""
     with pytest.raises(error, match=message):
         ShortConvolution(*arguments)
 
@@ -640,7 +652,7 @@ def test_refused_convolutions(arguments, error, message):
 )
 @every_layer
 def test_bounds_that_do_not_ascend(config, given, taken, device):
-    """As in the ops: each at least the one before, within the tokens."""
+    """Bounds that do not ascend are taken as the ops take them: each at least the one before, within the tokens."""
     layer = build(config, device=device)
     x, state = torch.randn(1, 9, 24, device=device), random_state(layer, len(given) - 1)
     y, new = layer(x, state, cu_seqlens=torch.tensor(given, device=device))
@@ -651,6 +663,7 @@ def test_bounds_that_do_not_ascend(config, given, taken, device):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64], ids=str)
 def test_lengths_outside_the_tokens(dtype, device):
+    """Lengths below 0 count as 0, those above the tokens as all of them, in any integer dtype."""
     conv = ShortConvolution(16, 4, device=device)
     x, state = torch.randn(2, 200, 16, device=device), torch.randn(2, 16, 4, device=device)
     _, new = conv(x[:, :9], state, lengths=torch.tensor([-3, 99], device=device, dtype=dtype))

@@ -96,6 +96,7 @@ def test_forget_gates_against_float64(bound, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_lower_bound_of_zeros_is_none(dtype, device):
+    """Forget gates over a lower bound of 0 are those without one."""
     zeros = torch.zeros(len(STRONG), device=device)
     for x, y in zip(
         forget_gate(strong(device, dtype), zeros), forget_gate(strong(device, dtype), None), strict=True

@@ -13,7 +13,7 @@ BASE = {"hidden_size": 24, "num_heads": 4, "layer_idx": 1, "num_layers": 3}
 
 
 def test_minimax_of_transformers(device):
-    """Its parameters load, and give what it gives, of a prompt and of what follows."""
+    """The parameters of MiniMax in transformers load, and give what it gives, of a prompt and of what follows."""
     transformers = pytest.importorskip("transformers", minversion="5.17")
     modeling = pytest.importorskip("transformers.models.minimax.modeling_minimax")
     config = transformers.MiniMaxConfig(

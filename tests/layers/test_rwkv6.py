@@ -18,7 +18,7 @@ BASE = {"hidden_size": 24, "num_heads": 3, "proj_low_rank_dim": 4, "gate_low_ran
 @pytest.mark.parametrize("T", [1, 5, 70])
 @pytest.mark.parametrize("logits", [-1e4, -100.0, 30.0, 80.0, 88.0, 89.0, 1e4])
 def test_gates_of_any_strength(logits, T, device):
-    """Decays that forget all, or nothing: no NaN, nor in any gradient."""
+    """Decays that forget all, or nothing, make no NaN, nor in any gradient."""
     layer = build(EVERY["rwkv6"], device=device)
     with torch.no_grad():
         layer.w_proj.linear.lora[2].bias.fill_(logits)
@@ -36,6 +36,7 @@ def test_gates_of_any_strength(logits, T, device):
 
 @pytest.mark.parametrize("given", [False, True], ids=["from zeros", "from a state"])
 def test_token_shift(given, device):
+    """Every token meets the one before it in its sequence; the last one of each sequence is the new state."""
     x = torch.arange(1.0, 13.0, device=device)[None, :, None].expand(1, 12, 2)
     last = torch.tensor([[-1.0], [-2.0], [-3.0], [-4.0]], device=device).expand(4, 2)
     shifted, new = token_shift(x, last[:1] if given else None)
@@ -77,6 +78,7 @@ def test_first_values():
 
 
 def test_first_values_in_bfloat16():
+    """First values that need a decomposition, which bfloat16 has none of, are made in bfloat16 layers too."""
     torch.set_default_dtype(torch.bfloat16)
     try:
         layer = RWKV6Attention(hidden_size=64, num_heads=2)

@@ -195,6 +195,7 @@ def apart(a, b):
 
 @every_layer
 def test_is_a_value(config):
+    """A state can be chosen from, joined, copied, mapped and pickled, and no copy shares memory with it."""
     layer = build(config)
     state = random_state(layer, 3)
     best = state.select(torch.tensor([2, 0, 0, 1]))
@@ -254,6 +255,7 @@ def test_as_a_value_in_graphs(name):
 
 
 def test_refused_uses():
+    """States refuse indices, dtypes and companions that they cannot take."""
     state = random_state(build(EVERY["gla"]), 3)
     with pytest.raises(TypeError, match="indices must be an integer dtype, got bool"):
         state.select(torch.tensor([True, False, True]))
