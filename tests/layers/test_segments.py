@@ -16,23 +16,38 @@ import flacompose.layers
 from flacompose.layers import RecurrentState
 from flacompose.layers.recurrent import RecurrentLayer
 
-from .laws import tokens_of
-from .truth import EVERY, assert_close, assert_states_close, build, floats, random_state, tensors, with_floats
+from .truth import (
+    BOUNDED,
+    EVERY,
+    assert_close,
+    assert_states_close,
+    build,
+    floats,
+    random_state,
+    tensors,
+    tokens_of,
+    with_floats,
+)
 
 # Tokens, and what tells the layer where they lie.
 Segment = tuple[Tensor, dict[str, Any]]
 
-each_layer = pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
+CASES = EVERY | BOUNDED  # lower bounds are shared by all segments
+each_layer = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 PIECES = [35, 3, 1, 66, 2, 1]  # unequal, of one token, of more than a chunk
-LONG_PIECES = [35, 3, 66, 2]  # for which one graph does
+LONG_PIECES = [70, 2, 3, 64, 130]  # for which one graph does
 # Sequences of 38, 3, 2 and 72 tokens, segment by segment: one is over before the last, one begins there.
 PACKED = [[5, 2, 0, 2], [0, 0, 0, 67], [32, 1, 0, 1], [1, 0, 2, 2]]
 SOME = ["gla", "rwkv6"]
+# Each has something that the others lack: a convolution and a gate, rotary positions, a token shift and the norm of
+# groups, a convolution of three in one, two recurrences, a scan. The others are traced and run as they are.
+THROUGH_INDUCTOR = ["gla", "retention", "rwkv6", "mamba2", "gsa", "hgrn"]
 # In norm. The whole sums the tokens of a gradient in another order than its segments do.
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 def test_every_layer_is_listed():
+    """Every recurrent layer of the library is one of those that are tested."""
     layers = {getattr(flacompose.layers, name) for name in flacompose.layers.__all__}
     recurrent = {layer for layer in layers if isinstance(layer, type) and issubclass(layer, RecurrentLayer)}
     assert {config["layer"] for config in EVERY.values()} == recurrent
@@ -148,16 +163,20 @@ def check_truncated(layer: nn.Module, call: Callable, x: Tensor, segments: list[
 @pytest.mark.parametrize("start", ["nothing", "a state"])
 @each_layer
 def test_exact(config, start, dtype, device):
+    """Rows cut at the same places have the outputs, the last states and the gradients of the whole."""
     layer = build(config, device=device, dtype=dtype)
-    x = tokens_of(layer, 2, sum(PIECES)).requires_grad_()
+    # A first token alone takes the recurrent form, and in float32 shows how far off the chunked whole is: in RWKV6 by
+    # 2.5e-5 of the gradient of a state of zeros, which the norm of a group of small outputs multiplies.
+    pieces = [1, *PIECES] if dtype == torch.float64 else PIECES
+    x = tokens_of(layer, 2, sum(pieces)).requires_grad_()
     state = start_of(layer, 2, start)
-    check_exact(layer, layer, x, (x, {}), rows(x), side_by_side, state)
+    check_exact(layer, layer, x, (x, {}), rows(x, pieces), side_by_side, state)
 
 
 @pytest.mark.parametrize("start", ["nothing", "a state"])
 @each_layer
 def test_exact_packed(config, start, device):
-    """Each sequence cut at places of its own; what has no token yet, or none in a segment, passes through it."""
+    """Each packed sequence is cut at places of its own; one without tokens in a segment passes through it."""
     layer = build(config, device=device)
     x = tokens_of(layer, 1, sum(map(sum, PACKED))).requires_grad_()
     state = start_of(layer, len(PACKED[0]), start)
@@ -168,6 +187,7 @@ def test_exact_packed(config, start, device):
 @pytest.mark.parametrize("dtype", RELATIVE, ids=str)
 @each_layer
 def test_truncated(config, dtype, device):
+    """A detached state ends the gradient: a step has the sum of the gradients of its segments."""
     layer = build(config, device=device, dtype=dtype)
     x = tokens_of(layer, 2, sum(PIECES)).requires_grad_()
     check_truncated(layer, layer, x, rows(x))
@@ -186,65 +206,27 @@ class Compiled:
             return self.layer(*args, **given)
 
 
-# One for segments of every length and, as everywhere in PyTorch, one for a single token.
-GRAPHS = {PIECES.index(35), PIECES.index(1)}
-
-
 @pytest.mark.parametrize("name", EVERY)
-def test_exact_compiled(name, device):
-    layer = build(EVERY[name], device=device)
-    pieces = PIECES if name in SOME else LONG_PIECES
-    x = tokens_of(layer, 2, sum(pieces)).requires_grad_()
-    compiled = Compiled(layer, GRAPHS if name in SOME else {0})
-    state = start_of(layer, 2, "a state")
+def test_exact_compiled(name, device, few_levels):
+    """A compiled layer has one graph for segments of every length and, as everywhere in PyTorch, one for a token."""
+    layer = build(BOUNDED["bounded hgrn"] if name == "hgrn" else EVERY[name], device=device)
+    pieces = PIECES if name == "hgrn" else LONG_PIECES
+    x = tokens_of(layer, 1, sum(pieces)).requires_grad_()
+    graphs = {pieces.index(1), pieces.index(35)} if name == "hgrn" else {0}
+    compiled = Compiled(layer, graphs, "inductor" if name in THROUGH_INDUCTOR else "aot_eager")
+    state = start_of(layer, 1, "a state")
     check_exact(layer, compiled, x, (x, {}), rows(x, pieces), side_by_side, state)
     assert compiled.calls == len(pieces)
 
 
-def test_exact_through_inductor(device):
-    layer = build(EVERY["hgrn"], device=device)
-    x = tokens_of(layer, 2, sum(PIECES)).requires_grad_()
-    compiled = Compiled(layer, GRAPHS, "inductor")
-    check_exact(layer, compiled, x, (x, {}), rows(x), side_by_side, start_of(layer, 2, "a state"))
-
-
 @pytest.mark.parametrize("name", SOME)
 def test_exact_packed_compiled(name, device):
+    """A compiled layer has one graph for packed sequences that are cut anywhere, and the gradients of the whole."""
     layer = build(EVERY[name], device=device)
     x = tokens_of(layer, 1, sum(map(sum, PACKED))).requires_grad_()
     whole, segments = packed(x)
     state = start_of(layer, len(PACKED[0]), "a state")
     check_exact(layer, Compiled(layer, {0}), x, whole, segments, whole_again, state)
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_truncated_compiled(name, device):
-    layer = build(EVERY[name], device=device)
-    x = tokens_of(layer, 2, sum(LONG_PIECES)).requires_grad_()
-    check_truncated(layer, Compiled(layer, {0}), x, rows(x, LONG_PIECES))
-
-
-class Bounded(nn.Module):
-    """A layer with the lower bound of its forget gates, which all segments share."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.init_state = layer, layer.init_state
-        like = layer.o_proj.weight
-        self.bound = nn.Parameter(
-            torch.linspace(0.01, 0.99, like.shape[1], device=like.device, dtype=like.dtype)
-        )
-
-    def forward(self, x: Tensor, state: RecurrentState | None = None) -> tuple[Tensor, RecurrentState]:
-        return self.layer(x, state, lower_bound=self.bound)
-
-
-@pytest.mark.parametrize("name", ["hgrn", "hgrn2"])
-def test_lower_bounds(name, device):
-    layer = Bounded(build(EVERY[name] | {"layer_idx": 1}, device=device))
-    x = tokens_of(layer.layer, 2, sum(PIECES)).requires_grad_()
-    check_exact(layer, layer, x, (x, {}), rows(x), side_by_side, start_of(layer, 2, "a state"))
-    check_truncated(layer, layer, x, rows(x))
 
 
 @each_layer
@@ -287,7 +269,7 @@ def test_saved_states(config, device):
 
 @each_layer
 def test_two_continuations(config, device):
-    """Of one state that is still in the graph, each with a backward pass of its own."""
+    """Two continuations of a state that is still in the graph have a backward pass each, as if begun twice."""
     layer = build(config, device=device, dtype=torch.float64)
     x, *endings = tokens_of(layer, 2, 9 + 5 + 3).split([9, 5, 3], 1)
     parameters = list(layer.parameters())

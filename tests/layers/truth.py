@@ -56,6 +56,33 @@ EVERY = LAYERS | {
     "abc": {"layer": ABCAttention, "num_heads": 2, "num_slots": 5} | SHORT,
 }
 
+
+class Bounded:
+    """A layer of forget gates with a lower bound for them, which is a parameter like its others."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.bound = nn.Parameter(torch.linspace(-8, 4.6, self.f_proj.out_features))  # from 0.0003 to 0.99
+
+    def forward(
+        self, hidden_states: Tensor, state: RecurrentState | None = None, **layout: Tensor | None
+    ) -> tuple[Tensor, RecurrentState]:
+        return super().forward(hidden_states, state, **layout, lower_bound=self.bound.sigmoid())
+
+
+class BoundedHGRN(Bounded, HGRNAttention):
+    pass
+
+
+class BoundedHGRN2(Bounded, HGRN2Attention):
+    pass
+
+
+BOUNDED = {
+    "bounded hgrn": EVERY["hgrn"] | {"layer": BoundedHGRN, "expand_ratio": 2, "layer_idx": 2},
+    "bounded hgrn2": EVERY["hgrn2"] | {"layer": BoundedHGRN2, "layer_idx": 1},
+}
+
 ACTIVATIONS = {
     "relu": lambda x: x * (x > 0),
     "sigmoid": lambda x: 1 / (1 + (-x).exp()),
@@ -70,25 +97,34 @@ Parameters = dict[str, Tensor]
 
 
 def sequence(
-    config: dict[str, Any], parameters: Parameters, x: Tensor, state: RecurrentState | None = None
+    config: dict[str, Any], parameters: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, RecurrentState]:
     """One sequence ``x [T, hidden]`` from a state of one row: ``[T, hidden]`` and the new state, on the CPU."""
     p = {name: value.detach().cpu().double() for name, value in parameters.items()}
     x = x.detach().cpu().double()
-    if state is not None:
-        state = pytree.tree_map(lambda t: t.detach().cpu()[0].double(), state)
+    state = pytree.tree_map(lambda t: t.detach().cpu()[0].double(), state)
     truth = {
         GatedLinearAttention: gated_linear_attention,
         SimpleGatedLinearAttention: simple_gated_linear_attention,
         LinearAttention: linear_attention,
         MultiScaleRetention: multi_scale_retention,
+        LightningAttention: lightning_attention,
+        Mamba2: mamba2,
+        RWKV6Attention: rwkv6,
+        HGRNAttention: hgrn,
+        BoundedHGRN: hgrn,
+        HGRN2Attention: hgrn2_or_lightnet,
+        BoundedHGRN2: hgrn2_or_lightnet,
+        LightNetAttention: hgrn2_or_lightnet,
+        GatedSlotAttention: slot_attention,
+        ABCAttention: slot_attention,
     }[config["layer"]]
     y, state = truth(config, p, x, state)
     return y, pytree.tree_map(lambda t: t[None], state)
 
 
 def gated_linear_attention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState | None
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, RecurrentState]:
     q, k, v, conv = projected(config, p, x, state)
     g = x @ p["gk_proj.0.weight"].T @ p["gk_proj.1.weight"].T + p["gk_proj.1.bias"]
@@ -101,7 +137,7 @@ def gated_linear_attention(
 
 
 def simple_gated_linear_attention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState | None
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, RecurrentState]:
     q, k, v, conv = projected({"use_short_conv": True} | config, p, x, state)
     g = x @ p["gk_proj.weight"].T + p["gk_proj.bias"]
@@ -112,7 +148,7 @@ def simple_gated_linear_attention(
 
 
 def linear_attention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState | None
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, RecurrentState]:
     q, k, v, _ = projected(config, p, x, state)
     q, k = feature_map(config, p, "q", q), feature_map(config, p, "k", k)
@@ -123,7 +159,7 @@ def linear_attention(
     o, S = recurrence(q, k, v, torch.ones(len(x), 1, 1), state)
     z = ()
     if config.get("do_feature_map_norm"):
-        z = torch.zeros(k.shape[1:], dtype=k.dtype) if state is None else state.normalizer
+        z = state.normalizer
         for t in range(len(x)):
             z = z + k[t]
             o[t] /= (q[t] * z).sum(-1, keepdim=True) * k.shape[2] ** -0.5 + 1e-10
@@ -133,19 +169,208 @@ def linear_attention(
 
 
 def multi_scale_retention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState | None
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, RecurrentState]:
     q, k, v, conv = projected(config, p, x, state)
     q, k = activated(config, q), activated(config, k)
-    start = 0 if state is None else int(state.position)
+    start = int(state.position)
     q, k = rotated(q, start), rotated(k, start)
     decay = torch.tensor([1 - 2.0 ** (-5 - h) for h in range(config["num_heads"])], dtype=q.dtype)
     o, S = recurrence(q, k, v, decay[None, :, None].expand(len(x), -1, -1), state)
     return gated_output(config, p, x, o), RecurrentState(S, conv, position=torch.tensor(start + len(x)))
 
 
+def lightning_attention(
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
+) -> tuple[Tensor, RecurrentState]:
+    H, depth, L = config["num_heads"], config["layer_idx"], config["num_layers"]
+    D = len(p["norm.weight"]) // H
+    if config.get("decay", "minimax") == "tnl":
+        rates = [8 * h / H * (1 - depth / L) for h in range(H)]
+    else:
+        rates = [2 ** (-8 * (h + 1) / H) * (1 - depth / (L - 1 + 1e-5) + 1e-5) for h in range(H)]
+    decay = (-torch.tensor(rates, dtype=torch.float64)).exp()[:, None, None]
+    S, out = state.recurrent, []
+    for token in x:
+        qkv = ACTIVATIONS[config.get("hidden_act", "silu")](p["qkv_proj.weight"] @ token)
+        q, k, v = (qkv[i * D :].unfold(0, D, 3 * D) for i in range(3))  # [H, D], a head's side by side
+        S = decay * S + k[:, :, None] * v[:, None]
+        o = rms_norm({"norm_eps": 1e-6} | config, p["norm.weight"], (S * q[:, :, None]).sum(1).flatten())
+        o = o / (1 + (-p["output_gate.weight"] @ token).exp())
+        out.append(p["out_proj.weight"] @ o)
+    return torch.stack(out), RecurrentState(S)
+
+
+def mamba2(
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
+) -> tuple[Tensor, RecurrentState]:
+    H, P, S, G = len(p["A_log"]), config["head_dim"], config["state_size"], config.get("n_groups", 1)
+    low, high = config.get("dt_limit", (0, math.inf))
+    act, silu = ACTIVATIONS[config.get("hidden_act", "silu")], ACTIVATIONS["silu"]
+    D = p["D"].reshape(H, -1)
+
+    def norm(y: Tensor) -> Tensor:
+        return torch.cat([rms_norm(config, 1, part) for part in y.chunk(G)]) * p["norm.weight"]
+
+    h, window, out = state.recurrent, state.conv[0], []
+    for token in x:
+        z, xBC, dt = (p["in_proj.weight"] @ token + p.get("in_proj.bias", 0)).split(
+            [H * P, H * P + 2 * G * S, H]
+        )
+        window = torch.cat([window[:, 1:], xBC[:, None]], 1)
+        xBC = act((window * p["conv1d.weight"][:, 0]).sum(1) + p.get("conv1d.bias", 0))
+        X, B, C = xBC.split([H * P, G * S, G * S])
+        X = X.reshape(H, P)
+        B, C = (torch.stack([y.chunk(G)[i * G // H] for i in range(H)]) for y in (B, C))  # [H, S]
+        dt = (1 + (dt + p["dt_bias"]).exp()).log().clamp(low, high)
+        decay = (-dt * p["A_log"].exp()).exp()
+        h = decay[:, None, None] * h + dt[:, None, None] * B[:, :, None] * X[:, None]
+        y = ((h * C[:, :, None]).sum(1) + D * X).flatten()
+        if not config.get("rmsnorm", True):
+            y = y * silu(z)
+        elif config.get("norm_before_gate"):
+            y = norm(y) * silu(z)
+        else:
+            y = norm(y * silu(z))
+        out.append(p["out_proj.weight"] @ y + p.get("out_proj.bias", 0))
+    return torch.stack(out), RecurrentState(h, (window,))
+
+
+def rwkv6(
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
+) -> tuple[Tensor, RecurrentState]:
+    H, eps = config["num_heads"], config.get("norm_eps", 1e-5)
+    S, before, out = state.recurrent, state.shift, []
+    for token in x:
+        delta = before - token
+        low = torch.tanh(p["x_proj.0.linear.weight"] @ (token + delta * p["x_proj.0.mu"])).chunk(5)
+        up = p["x_proj.2.weight"].chunk(5, 1)
+        mixed = [token + delta * (W @ z + b) for W, z, b in zip(up, low, p["x_bias"], strict=True)]
+        r, _, k, v, g = (
+            p[f"{name}_proj.linear.weight"] @ y if name != "w" else None
+            for name, y in zip("rwkvg", mixed, strict=True)
+        )
+        w = p["w_proj.linear.lora.2.weight"] @ torch.tanh(p["w_proj.linear.lora.0.weight"] @ mixed[1])
+        w = -(w + p["w_proj.linear.lora.2.bias"]).exp()
+        o = []
+        for h in range(H):
+            r_, k_, v_, w_ = (y.chunk(H)[h] for y in (r, k, v, w))
+            kv = k_[:, None] * v_
+            o.append(r_ @ (S[h] + p["bonus"][h][:, None] * kv))
+            S = S.index_put((torch.tensor(h),), w_.exp()[:, None] * S[h] + kv)
+        o = torch.cat([(y - y.mean()) / (y.var(correction=0) + eps).sqrt() for y in o])
+        o = o * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
+        out.append(p["o_proj.weight"] @ (o * ACTIVATIONS[config.get("gate_fn", "swish")](g)))
+        before = token
+    return torch.stack(out), RecurrentState(S, shift=before)
+
+
+def hgrn(
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
+) -> tuple[Tensor, RecurrentState]:
+    bound, silu = lower_bound(config, p), ACTIVATIONS["silu"]
+    h, windows, out = state.recurrent, list(state.conv), []
+    for token in x:
+        i, f = step(p, "if", token, windows)
+        f = bound + (1 - bound) / (1 + (-f).exp())
+        h = f * h + (1 - f) * silu(i)
+        o = rms_norm(config, p.get("g_norm.weight", 1), h)
+        out.append(p["o_proj.weight"] @ (o * silu(p["g_proj.weight"] @ token)))
+    return torch.stack(out), RecurrentState(h, tuple(windows))
+
+
+def hgrn2_or_lightnet(
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
+) -> tuple[Tensor, RecurrentState]:
+    H, silu = config.get("num_heads") or config["hidden_size"] // config["expand_ratio"], ACTIVATIONS["silu"]
+    lightnet = "k_proj.weight" in p
+    h, z, windows, out = state.recurrent, state.normalizer, list(state.conv), []
+    for token in x:
+        q, k, v = (y.reshape(H, -1) for y in step(p, "qkv" if lightnet else "qfi", token, windows))
+        if lightnet:
+            before, z = z, (z.exp() + k.exp()).log()
+            decay, k = (before - z).exp(), (k - z).exp()
+        else:
+            bound = lower_bound(config, p).reshape(-1, k.shape[1])
+            decay = bound + (1 - bound) / (1 + (-k).exp())
+            k = 1 - decay
+        h = decay[:, :, None] * h + k[:, :, None] * v[:, None]
+        o = (h * silu(q)[:, :, None]).sum(1) * q.shape[1] ** -0.5
+        o = rms_norm(config, p.get("g_norm.weight", 1), o.flatten())
+        if lightnet:
+            o = o * silu(p["g_proj.1.weight"] @ p["g_proj.0.weight"] @ token)
+        out.append(p["o_proj.weight"] @ o)
+    return torch.stack(out), RecurrentState(h, tuple(windows), z)
+
+
+def slot_attention(
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
+) -> tuple[Tensor, RecurrentState]:
+    H, M, silu = config["num_heads"], state.recurrent[1].shape[1], ACTIVATIONS["silu"]
+    gated = "f_proj.weight" in p
+    low, high = config.get("clamp_min", -32), config.get("clamp_max", 32)
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    (Hk, Hv), z, position = state.recurrent, state.normalizer, state.position
+    groups = H // len(Hk)
+    windows, out = list(state.conv), []
+    for token in x:
+        q, k, v = (silu(y) if windows else y for y in step(p, "qkv", token, windows))
+        if not gated and config.get("use_input_gate"):
+            q, k, v = silu(q), silu(k), silu(v)
+        q, k, v = q.reshape(H, -1), k.reshape(len(Hk), -1), v.reshape(len(Hk), -1)
+        scale = q.shape[1] ** -0.5
+        if gated:
+            v = silu(v)
+            name = config.get("feature_map", "swish")
+            if name == "t2r":
+                q, k = (h @ p["feature_map.layer.weight"].T for h in (q, k))
+            q, k = (ACTIVATIONS["relu" if name == "t2r" else name](h) for h in (q, k))
+            f = ACTIVATIONS["logsigmoid"](p["f_proj.weight"] @ token).reshape(-1, M)
+            decay = (f / config.get("gate_logit_normalizer", 8)).exp()
+            weight = 1 - decay
+            scale = scale if config.get("scale", 1.0) is None else 1.0
+        else:
+            if config.get("use_rope", True):
+                q, k = (rotated(y[None], int(position))[0] for y in (q, k))
+                position = position + 1
+            s = (p["s_proj.weight"] @ token).clamp(low, high).reshape(H, -1)
+            before, z = z, (z.exp() + s.exp()).log()
+            decay, weight = (before - z).exp(), (s - z).exp()
+        Hk = Hk * decay[:, None] + k[:, :, None] * weight[:, None]
+        Hv = decay[:, :, None] * Hv + weight[:, :, None] * v[:, None]
+        logits = torch.stack([Hk[h // groups].T @ q[h] for h in range(H)]) * scale
+        probability = logits.exp() / logits.exp().sum(1, keepdim=True)
+        o = torch.stack([Hv[h // groups].T @ probability[h] for h in range(H)])
+        if gated:
+            o = rms_norm(config, p.get("g_norm.weight", 1), silu(o).flatten())
+        else:
+            o = rms_norm(config, p.get("g_norm.weight", 1), o) if config.get("use_norm", True) else o
+            if config.get("use_output_gate", True):
+                o = o * silu(p["g_proj.weight"] @ token).reshape(H, -1)
+        out.append(p["o_proj.weight"] @ o.flatten())
+    return torch.stack(out), RecurrentState((Hk, Hv), tuple(windows), z, position)
+
+
+def step(p: Parameters, names: str, token: Tensor, windows: list[Tensor]) -> list[Tensor]:
+    """The projections of one token, after convolutions where there are windows, which move on in their list."""
+    outputs = []
+    for i, name in enumerate(names):
+        y = p[f"{name}_proj.weight"] @ token
+        if windows:
+            windows[i] = torch.cat([windows[i][:, 1:], y[:, None]], 1)
+            y = (windows[i] * p[f"{name}_conv1d.weight"][:, 0]).sum(1) + p[f"{name}_conv1d.bias"]
+        outputs.append(y)
+    return outputs
+
+
+def lower_bound(config: dict[str, Any], p: Parameters) -> Tensor:
+    """The lower bound of the forget gates of every channel: none in layer 0."""
+    none = torch.full([len(p["f_proj.weight"])], -torch.inf, dtype=torch.float64)
+    return ACTIVATIONS["sigmoid"](none if config.get("layer_idx") == 0 else p.get("bound", none))
+
+
 def projected(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState | None
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """``q, k [T, H, K]`` and ``v [T, H, V]``, and the windows of the convolutions."""
     outputs, conv = [], []
@@ -153,12 +378,12 @@ def projected(
         h = x @ p[f"{name}_proj.weight"].T
         if config.get("use_short_conv"):
             w = p[f"{name}_conv1d.weight"][:, 0]  # [D, W]
-            window, out = torch.zeros_like(w) if state is None else state.conv[i], []
+            window, out = state.conv[i], []
             for token in h:
                 window = torch.cat([window[:, 1:], token[:, None]], 1)
                 y = (window * w).sum(1) + p.get(f"{name}_conv1d.bias", 0)
                 out.append(ACTIVATIONS["silu"](y))
-            h = torch.stack(out) if out else h
+            h = torch.stack(out)
             conv.append(window)
         outputs.append(in_heads(config, h, shared=name != "q"))
     q, k, v = outputs
@@ -207,11 +432,11 @@ def rotated(h: Tensor, start: int) -> Tensor:
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: RecurrentState | None
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: RecurrentState
 ) -> tuple[Tensor, Tensor]:
     """``S = decay * S + k v^T``, read by ``q K^-1/2``; ``decay`` is ``[T, H or 1, K or 1]``."""
-    _, H, K = k.shape
-    S = torch.zeros(H, K, v.shape[2], dtype=k.dtype) if state is None else state.recurrent
+    K = k.shape[2]
+    S = state.recurrent
     o = torch.empty_like(v)
     for t in range(len(k)):
         S = decay[t][:, :, None] * S + k[t][:, :, None] * v[t][:, None]
@@ -235,6 +460,21 @@ def precision(device: torch.device) -> tuple[torch.dtype, float]:
     return (torch.float32, 2e-5) if device.type == "cuda" else (torch.float64, 1e-11)
 
 
+def assert_true(
+    config: dict[str, Any],
+    parameters: Parameters,
+    x: Tensor,
+    state: RecurrentState,
+    y: Tensor,
+    new: RecurrentState,
+) -> None:
+    """One sequence ``x [T, hidden]`` from a state of one row gave `y` and `new`."""
+    expected, after = sequence(config, parameters, x, state)
+    relative = 1e-11 if x.dtype == torch.float64 else 2e-5
+    assert_close(y, expected, relative)
+    assert_states_close(new, after, relative)
+
+
 def described(config: dict[str, Any]) -> str:
     layer = config.get("layer", GatedLinearAttention).__name__
     return " ".join([layer, *(f"{name}={value}" for name, value in config.items() if name != "layer")])
@@ -248,6 +488,23 @@ def build(config: dict[str, Any], **to: Any) -> nn.Module:
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return layer
+
+
+def materialised(config: dict[str, Any]) -> nn.Module:
+    """A layer made without memory, which its modules then fill with first values."""
+    config = dict(config)
+    layer = config.pop("layer")(**config, device="meta").to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    for module in layer.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return layer
+
+
+def tokens_of(layer: nn.Module, B: int, T: int) -> Tensor:
+    like = next(layer.parameters())
+    return torch.randn(B, T, layer.hidden_size, device=like.device, dtype=like.dtype)
 
 
 def random_state(layer: nn.Module, N: int) -> RecurrentState:
