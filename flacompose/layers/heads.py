@@ -42,6 +42,7 @@ def expanded_heads(
     """
     if num_heads is None and expand_ratio is None:
         raise ValueError("num_heads or expand_ratio must be given, got None for both")
+    follows = num_heads is None
     if num_heads is not None:
         _check.count("num_heads", num_heads)
         # A user who gives num_heads alone still has the default of expand_ratio, and reads of an argument never given.
@@ -64,11 +65,11 @@ def expanded_heads(
     assert num_heads is not None
     if hidden_size % num_heads != 0:
         raise ValueError(
-            f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}{hint}"
+            f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}{hint if follows else ''}"
         )
     V = hidden_size // num_heads
     if V > MAX_HEAD_SIZE:
-        raise ValueError(f"hidden_size / num_heads must be at most {MAX_HEAD_SIZE}, got {V}{hint}")
+        raise ValueError(f"hidden_size / num_heads must be at most {MAX_HEAD_SIZE}, got {V}")
     return Heads(num_heads, num_heads, V if expand_ratio is None else expand_ratio, V)
 
 

@@ -375,6 +375,12 @@ def test_expand_ratio():
     refused = r"^expand_ratio must be at most hidden_size = 64, got 128 \(128 is the default; "
     with pytest.raises(ValueError, match=refused + r"give expand_ratio, the number of keys of a head\)$"):
         HGRN2Attention(hidden_size=64)
+    refused_size = (
+        r"^hidden_size must be a multiple of num_heads = 7, got 1000 \(128 is the default; give expand_ratio"
+    )
+    for layer in (HGRN2Attention, LightNetAttention):
+        with pytest.raises(ValueError, match=refused_size):
+            layer(hidden_size=1000)
     with pytest.raises(
         ValueError, match=refused + r"expand_ratio=None means hidden_size // num_heads = 16\)$"
     ):
