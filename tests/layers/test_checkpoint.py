@@ -501,6 +501,8 @@ def test_first_values():
     assert torch.equal(conv.weight, expected.weight)
     assert torch.equal(conv.bias, expected.bias)
     assert torch.equal(RMSNorm(8).weight, torch.ones(8))
+    with pytest.raises(ValueError, match=r"x must have a last axis of size 8, got shape \(2, 1\)"):
+        RMSNorm(8)(torch.ones(2, 1))
     hedgehog = HedgehogFeatureMap(4)
     assert torch.equal(hedgehog.layer.weight, torch.eye(4))
     assert not hedgehog.layer.bias.any()

@@ -181,6 +181,12 @@ REFUSED = [
         "hidden_size must be a multiple of num_heads = 5 without a head_dim, got 24",
     ),
     ("lightning_attn", {"head_dim": 257}, ValueError, "head_dim must be from 1 to 256, got 257"),
+    (
+        "lightning_attn",
+        {"hidden_size": 1024, "num_heads": 2},
+        ValueError,
+        "hidden_size / num_heads must be from 1 to 256, got 512",
+    ),
     ("lightning_attn", {"head_dim": 6.0}, TypeError, "head_dim must be an int, got float"),
     ("lightning_attn", {"layer_idx": 3}, ValueError, "layer_idx must be from 0 to num_layers - 1 = 2, got 3"),
     ("lightning_attn", {"layer_idx": 0.5}, TypeError, "layer_idx must be an int, got float"),

@@ -200,7 +200,10 @@ def test_is_a_value(config):
     state = random_state(layer, 3)
     best = state.select(torch.tensor([2, 0, 0, 1]))
     assert same(best, pytree.tree_map(lambda t: t[[2, 0, 0, 1]], state))
+    for dtype in (torch.int32, torch.uint8):
+        assert same(best, state.select(torch.tensor([2, 0, 0, 1], dtype=dtype)))
     assert same(best, state.select([2, 0, 0, 1]))
+    assert all(t.shape[0] == 0 for t in tensors(state.select([])))
     assert same(RecurrentState.cat([state.select([0]), state.select([1, 2])]), state)
     assert same(state.clone(), state)
     assert same(state.map(lambda t: t + 1), pytree.tree_map(lambda t: t + 1, state))
@@ -261,8 +264,12 @@ def test_refused_uses():
         state.select(torch.tensor([True, False, True]))
     with pytest.raises(ValueError, match=r"indices must have shape \[M\], got \(\)"):
         state.select(torch.tensor(1))
+    with pytest.raises(TypeError, match=r"indices\[1\] must be an int, got float"):
+        state.select([0, 1.0])
     with pytest.raises(TypeError, match="dtype must be float32, bfloat16, float16 or float64, got int8"):
         state.to(dtype=torch.int8)
+    with pytest.raises(TypeError, match="device must be a device where dtype is given, got torch.bfloat16"):
+        state.to(torch.bfloat16, torch.float64)
     with pytest.raises(ValueError, match="states must hold at least one RecurrentState, got none"):
         RecurrentState.cat([])
     with pytest.raises(ValueError, match=r"states\[1\] must have the same parts as states\[0\]"):
