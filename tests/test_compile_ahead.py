@@ -64,9 +64,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     kernels: Compiled = []
     pools: list[ThreadPoolExecutor] = []
 
-    def pool(workers: int | None) -> ThreadPoolExecutor:
-        pools.append(ThreadPoolExecutor(workers))
-        return pools[-1]
+    class Pool(_compile._Pool):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            pools.append(self)
 
     def note(fn: Any, is_manual_warmup: bool, **_: Any) -> None:
         kernels.append((fn.name, is_manual_warmup and _compile.launching.how is not None))
@@ -90,7 +91,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
         monkeypatch.setattr(driver, "_active", Hopper())
         monkeypatch.setattr(triton.compiler.CompiledKernel, "run", None)
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
-    monkeypatch.setattr(_compile, "ThreadPoolExecutor", pool)
+    monkeypatch.setattr(_compile, "_Pool", Pool)
     yield kernels
     for started in pools:  # what is left compiles for the driver that this test put in place
         started.shutdown(cancel_futures=True)
@@ -263,6 +264,25 @@ def test_a_failure_leaves_nothing(form: str, compiled: Compiled, monkeypatch: py
     forward = len(compiled)
     backward(vector_decay, args, o)
     assert forward == len(compiled)
+
+
+@pytest.mark.parametrize("failures", [1, 4, 5])
+def test_parsing_that_fails_among_threads_is_tried_again(failures: int) -> None:
+    results = iter([SystemError("AST constructor recursion depth mismatch")] * failures + ["kernel"])
+
+    def compile_kernel() -> str:
+        result = next(results)
+        if isinstance(result, SystemError):
+            raise result
+        return result
+
+    with _compile._Pool(1) as pool:
+        future = pool.submit(compile_kernel)
+        if failures < _compile.ATTEMPTS:
+            assert future.result() == "kernel"
+        else:  # something else is wrong
+            with pytest.raises(SystemError):
+                future.result()
 
 
 def test_one_thread_loads() -> None:

@@ -18,6 +18,8 @@ from triton import AsyncCompileMode, FutureKernel
 
 from flacompose.ops._define import launching, launching_by, outside_fake_mode
 
+ATTEMPTS = 5  # to compile a kernel
+
 # For all ops, as threads may not load kernels at the same time.
 _lock = RLock()
 
@@ -107,10 +109,29 @@ class compile_ahead:
         return kernels, Context().run(run)
 
 
+class _Pool(ThreadPoolExecutor):
+    def submit(self, compile_kernel: Callable[[], Any]) -> Any:  # type: ignore[override]
+        return super().submit(_persistent, compile_kernel)
+
+
+def _persistent(compile_kernel: Callable[[], Any]) -> Any:
+    """`compile_kernel()`, tried again where Python has failed to parse.
+
+    Before 3.11.8 and 3.12.2, Python counts the depth of what it parses for all threads together (CPython's issue
+    106905). So a thread can fail with a SystemError when another parses at the same time, and not when it tries again.
+    """
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return compile_kernel()
+        except SystemError:
+            pass
+    return compile_kernel()
+
+
 @contextmanager
 def _compiling_in_threads() -> Iterator[AsyncCompileMode]:
     """A mode that has kernels compiled in threads, which go on after it is left and end with their work."""
-    pool = ThreadPoolExecutor(os.cpu_count())
+    pool = _Pool(os.cpu_count())
     try:
         yield AsyncCompileMode(pool)
     finally:
