@@ -10,6 +10,7 @@ from contract.problems import draw
 from ranks import check_sharded, on_two_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing import assert_close
 
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 
@@ -75,3 +76,19 @@ def sharded(mesh: DeviceMesh) -> None:
 
 def test_dtensor_never_parts_a_group() -> None:
     on_two_ranks(sharded)
+
+
+@pytest.mark.parametrize("form", [chunk_simple_gla, fused_recurrent_simple_gla])
+def test_a_later_key_that_overflows_with_an_earlier_query(form, device: torch.device) -> None:
+    """The two never meet, so outputs and gradients are those of the recurrence, which are finite."""
+    q, k, v, do = torch.ones(4, 1, 8, 1, 16, device=device)
+    g = torch.zeros(1, 8, 1, device=device)
+    q[:, :3], k[:, 7] = 1e20, 1e20
+    do[:, 3:] = 0
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    o, _ = form(*inputs, g, scale=1.0)
+    assert_close(o[0, :3, 0, 0], torch.tensor([1.6e21, 3.2e21, 4.8e21], device=device))
+    dq, dk, dv = torch.autograd.grad(o, inputs, do)
+    assert_close(dq[0, :3, 0, 0], torch.tensor([16.0, 32.0, 48.0], device=device))
+    assert_close(dk[0, :4, 0, 0], torch.tensor([4.8e21, 3.2e21, 1.6e21, 0], device=device))
+    assert_close(dv[0, :4, 0, 0], torch.tensor([4.8e21, 3.2e21, 1.6e21, 0], device=device))

@@ -57,13 +57,14 @@ class RecurrentState(NamedTuple):
 
         Raises:
             TypeError: If they are not integers.
-            ValueError: If they are not of one dimension.
+            ValueError: If they are not of one dimension, or on another device.
         """
         if isinstance(indices, (list, tuple)):
             for i, index in enumerate(indices):
                 _check.integer(f"indices[{i}]", index)
             indices = torch.tensor(indices, dtype=torch.int64, device=pytree.tree_leaves(self)[0].device)
         _check.integral("indices", indices)
+        _check.same_device("indices", indices, pytree.tree_leaves(self)[0])
         if indices.ndim != 1:
             raise ValueError(f"indices must have shape [M], got {tuple(indices.shape)}")
         return self.map(lambda t: t.index_select(0, beside(t, indices.long())))
@@ -109,12 +110,15 @@ class RecurrentState(NamedTuple):
 
         Raises:
             ValueError: If there is no state, or the states have different parts.
+            TypeError: If one is no `RecurrentState`.
         """
         states = tuple(states)
         if not states:
             raise ValueError("states must hold at least one RecurrentState, got none")
         structure = pytree.tree_structure(states[0])
         for i, state in enumerate(states):
+            if not isinstance(state, RecurrentState):
+                raise TypeError(f"states[{i}] must be a RecurrentState, got {type(state).__name__}")
             if pytree.tree_structure(state) != structure:
                 raise ValueError(f"states[{i}] must have the same parts as states[0]: they are of one layer")
         return pytree.tree_map(lambda *tensors: torch.cat(tensors), *states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Integral, Real
 from typing import Any
 
@@ -128,7 +129,8 @@ def finite(name: str, x: float) -> None:
     """Check that `x` is a finite real number."""
     number(name, x)
     # Of a symbol this holds without a guard, where math.isfinite would break the graph.
-    if not -math.inf < x < math.inf:  # so that NaN fails
+    too_large = isinstance(x, int) and abs(x) > sys.float_info.max
+    if too_large or not -math.inf < x < math.inf:  # so that NaN fails
         raise ValueError(f"{name} must be finite, got {x}")
 
 

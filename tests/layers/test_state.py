@@ -264,6 +264,15 @@ def test_refused_uses():
         state.select(torch.tensor([True, False, True]))
     with pytest.raises(ValueError, match=r"indices must have shape \[M\], got \(\)"):
         state.select(torch.tensor(1))
+    with pytest.raises(ValueError, match="indices must be on cpu, got meta"):
+        state.select(torch.tensor([0], device="meta"))
+    for states, i, got in (
+        (state, 0, "Tensor"),
+        ([state, None], 1, "NoneType"),
+        ([None, state], 0, "NoneType"),
+    ):
+        with pytest.raises(TypeError, match=rf"states\[{i}\] must be a RecurrentState, got {got}"):
+            RecurrentState.cat(states)
     with pytest.raises(TypeError, match=r"indices\[1\] must be an int, got float"):
         state.select([0, 1.0])
     with pytest.raises(TypeError, match="dtype must be float32, bfloat16, float16 or float64, got int8"):

@@ -32,7 +32,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     q_, decay = q_ * scale, _Decay(chunks, q, g, g_gamma)
 
     S, final_state = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
-    o = (q_ * decay.read) @ S + (q_ @ k_.mT * decay.pair) @ v_
+    # Not left to the weight 0 that `pair` has above the diagonal: a product there may overflow.
+    o = (q_ * decay.read) @ S + ((q_ @ k_.mT).tril() * decay.pair) @ v_
     return chunks.join(o.flatten(1, 2)).to(v.dtype), final_state
 
 
@@ -82,9 +83,9 @@ def backward(
 
     # From this chunk, and together.
     if want_v or gates_wanted:
-        A = q_ @ k_.mT
+        A = (q_ @ k_.mT).tril()
     if want_q or want_k or gates_wanted:
-        dA = do_ @ v_.mT * decay.pair
+        dA = (do_ @ v_.mT).tril() * decay.pair
     if gates_wanted:
         whole = (S * dS).sum((-2, -1), keepdim=True) * decay.total
         dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), whole)
@@ -117,8 +118,8 @@ def _by_group(chunks: Chunks, q: Tensor, *others: Tensor) -> list[Tensor]:
 class _Decay:
     """The weights within each chunk, exponentials of sums of gates; without gates all 1.
 
-    `pair` ``[..., t, s]`` joins a write to a later read, `read` and `write` ``[..., t, 1]`` a token to the start
-    and the end of the chunk, `total` ``[..., 1, 1]`` those two.
+    `pair` ``[..., t, s]`` joins a write to a later read, `read` and `write` ``[..., t, 1]`` a token to the start and
+    the end of the chunk, `total` ``[..., 1, 1]`` those two.
     """
 
     def __init__(self, chunks: Chunks, q: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> None:
