@@ -1,14 +1,17 @@
-"""What a token costs on a CPU, beside plain PyTorch, for one op of each family."""
+"""What a token costs on a CPU, beside plain PyTorch, for one op of each family, and what is not computed at all."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import torch
 from contract.cases import NAMED
 from contract.problems import call, draw
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 # A token is to be within 3. Other processes disturb times on a busy machine, the least of many times least of all, and
@@ -62,3 +65,44 @@ def test_one_token(name: str) -> None:
     for x, y in zip(call(problem), naive(**problem.tensors), strict=True):
         torch.testing.assert_close(x, y)
     assert ratio(lambda: call(problem), lambda: naive(**problem.tensors), 2000) <= LIMIT
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations within it, by overload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[object] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "operation", "count"),
+    [
+        ("scalar_decay", torch.ops.aten.bmm.default, 1),  # of queries and gradients of outputs
+        ("vector_decay", torch.ops.aten.bmm.default, 1),
+        (
+            "scan",
+            torch.ops.aten.add.Tensor,
+            64 + 2,
+        ),  # one a token of a chunk, all chunks at once, and one a chunk
+    ],
+)
+def test_what_no_gradient_asks_for_is_not_computed(family: str, operation: object, count: int) -> None:
+    """The gradient of the initial state alone takes one sweep over the chunks, and nothing within them."""
+    eager, inputs = (
+        import_module(f"flacompose.ops.families.{family}.{name}") for name in ("eager", "inputs")
+    )
+    q, k, v, do = torch.randn(4, 1, 128, 2, 8)
+    if family == "scan":
+        given, do = inputs.Inputs(q[..., 0], -k[..., 0].abs(), torch.randn(1, 2)), do[..., 0]
+    else:
+        given = inputs.Inputs(q, k, v, initial_state=torch.randn(1, 2, 8, 8))
+    fields = given._fields[: given._fields.index("cu_seqlens")]
+    with Counted() as counted:
+        *others, d_state = eager.backward(given, do, None, [name == "initial_state" for name in fields])
+    assert d_state.shape == given.initial_state.shape and all(x.numel() == 0 for x in others)
+    assert counted.counts[operation] == count

@@ -100,6 +100,7 @@ def _run(
         return run(form, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens)
 
     HV, K, V = _check.qkv(q, k, v, grouped=True)
+    N = _check.sequences(q, cu_seqlens)
     B, T, H, _ = q.shape
     S, z = None, None
     if initial_state is not None:
@@ -108,11 +109,10 @@ def _run(
                 f"initial_state must be a tuple (S, z) with normalize, got {_check.kind(initial_state)}"
             )
         S, z = initial_state
-        N = _check.sequences(q, cu_seqlens)
         _check.like(q, "initial_state[0]", S, (N, HV, K, V))
         _check.like(q, "initial_state[1]", z, (N, H, K))
-        z = z.unsqueeze(-1)
     _check.scale(scale, K)  # before anything is computed
+    z = None if z is None else z.unsqueeze(-1)
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
