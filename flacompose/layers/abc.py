@@ -87,10 +87,8 @@ class ABCAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size)
+        super().__init__("chunk", hidden_size, norm_eps, layer_idx, conv_size)
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
         M = K if num_slots is None else num_slots
         _check.head_size("num_slots", M)
         if use_rope:
@@ -114,7 +112,6 @@ class ABCAttention(RecurrentLayer):
         self.use_norm = use_norm
         self.clamp_min = clamp_min
         self.clamp_max = clamp_max
-        self.layer_idx = layer_idx
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
@@ -155,15 +152,9 @@ class ABCAttention(RecurrentLayer):
         if self.clamp_min is not None or self.clamp_max is not None:
             s = s.clamp(self.clamp_min, self.clamp_max)
 
-        abc = fused_recurrent_gsa if self._recurrent(x) else chunk_abc
-        o, final_state = abc(
-            q, k, v, tokens.masked(s, -torch.inf),
-            initial_state=None if past.recurrent is None else (*past.recurrent, past.normalizer),
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
-        assert final_state is not None  # asked for
-        Hk, Hv, z = final_state
+        initial_state = None if past.recurrent is None else (*past.recurrent, past.normalizer)
+        abc = self._op(chunk_abc, fused_recurrent_gsa, x, initial_state, tokens)
+        o, (Hk, Hv, z) = abc(q, k, v, tokens.masked(s, -torch.inf))
         if self.use_output_gate:
             g = self.g_proj(x).unflatten(-1, (self.num_heads, -1))
             o = self.g_norm(o, g) if self.use_norm else F.silu(g) * o

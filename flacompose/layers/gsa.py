@@ -92,12 +92,10 @@ class GatedSlotAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
         if H * V != hidden_size:
             raise ValueError(f"hidden_size * expand_v must be hidden_size, as the norm is, got {H * V}")
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
         M = K if num_slots is None else num_slots
         _check.head_size("num_slots", M)
         _check.positive("gate_logit_normalizer", gate_logit_normalizer)
@@ -112,7 +110,6 @@ class GatedSlotAttention(RecurrentLayer):
         self.gate_logit_normalizer = gate_logit_normalizer
         self.use_output_gate = use_output_gate
         self.use_norm = use_norm
-        self.layer_idx = layer_idx
         self.scale = scale
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -145,12 +142,6 @@ class GatedSlotAttention(RecurrentLayer):
         q, k, v, g = self.feature_map(q), self.feature_map(k), F.silu(v), tokens.masked(g)
         s = -g.expm1()  # 0 where g is 0
 
-        gsa = fused_recurrent_gsa if self._recurrent(x) else chunk_gsa
-        o, recurrent = gsa(
-            q, k, v, s, g,
-            scale=self.scale,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        gsa = self._op(chunk_gsa, fused_recurrent_gsa, x, past.recurrent, tokens)
+        o, recurrent = gsa(q, k, v, s, g, scale=self.scale)
         return self.o_proj(self.g_norm(F.silu(o).flatten(2))), RecurrentState(recurrent, conv)

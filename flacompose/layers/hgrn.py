@@ -64,20 +64,17 @@ class HGRNAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         _check.number("expand_ratio", expand_ratio)
         input_dim = _check.whole(hidden_size * expand_ratio)
         if input_dim < 1:
             raise ValueError(
                 f"hidden_size * expand_ratio must be a positive int, got {hidden_size * expand_ratio}"
             )
-        _check.count("conv_size", conv_size)
-        _check.not_negative("norm_eps", norm_eps)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
         self.input_dim = input_dim
         self.use_short_conv = use_short_conv
-        self.layer_idx = layer_idx
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.i_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
@@ -126,11 +123,6 @@ class HGRNAttention(RecurrentLayer):
         i = (forgotten * F.silu(upcast(i))).to(i.dtype)
         i, g = tokens.masked(i), tokens.masked(g)
 
-        hgrn = fused_recurrent_hgrn if self._recurrent(x) else chunk_hgrn
-        h, recurrent = hgrn(
-            i, g,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        hgrn = self._op(chunk_hgrn, fused_recurrent_hgrn, x, past.recurrent, tokens)
+        h, recurrent = hgrn(i, g)
         return self.o_proj(self.g_norm(h, self.g_proj(x))), RecurrentState(recurrent, conv)

@@ -71,16 +71,13 @@ class HGRN2Attention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         H, _, K, V = expanded_heads(hidden_size, num_heads, expand_ratio, agree=True)
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
         self.num_heads, self.expand_ratio = H, K
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.use_short_conv = use_short_conv
-        self.layer_idx = layer_idx
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
@@ -130,11 +127,6 @@ class HGRN2Attention(RecurrentLayer):
         k, g = forget_gate(f, None if self.layer_idx == 0 else lower_bound)
         k, g = tokens.masked(k), tokens.masked(g)
 
-        gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
-        o, recurrent = gla(
-            F.silu(q), k.to(i.dtype), i, g,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        gla = self._op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
+        o, recurrent = gla(F.silu(q), k.to(i.dtype), i, g)
         return self.o_proj(self.g_norm(o.flatten(2))), RecurrentState(recurrent, conv)

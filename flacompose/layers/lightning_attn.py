@@ -48,6 +48,8 @@ class LightningAttention(RecurrentLayer):
         TypeError: If an argument has the wrong type.
     """
 
+    layer_idx: int
+
     def __init__(
         self,
         mode: str = "chunk",
@@ -63,7 +65,7 @@ class LightningAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx)
         _check.count("num_heads", num_heads)
         if head_dim is None:
             if hidden_size % num_heads != 0:
@@ -75,11 +77,9 @@ class LightningAttention(RecurrentLayer):
             _check.head_size("hidden_size / num_heads", head_dim)
         _check.head_size("head_dim", head_dim)
         check_decay(layer_idx, num_layers, decay)
-        _check.not_negative("norm_eps", norm_eps)
 
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.layer_idx = layer_idx
         self.num_layers = num_layers
         self.decay = decay
         self.act = activation("hidden_act", hidden_act)
@@ -99,13 +99,7 @@ class LightningAttention(RecurrentLayer):
         decay = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q)
         # Lightning attention would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
-        simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
-        o, recurrent = simple_gla(
-            q, tokens.masked(k), v, g, decay if g is None else None,
-            scale=1.0,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
+        o, recurrent = simple_gla(q, tokens.masked(k), v, g, decay if g is None else None, scale=1.0)
         o = self.norm(o.flatten(-2)) * self.output_gate(x).sigmoid()
         return self.out_proj(o), RecurrentState(recurrent)

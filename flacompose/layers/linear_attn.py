@@ -82,9 +82,8 @@ class LinearAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
-        _check.not_negative("norm_eps", norm_eps)
         _check.one_of("feature_map", feature_map, FEATURE_MAPS)
         make_map, expansion = FEATURE_MAPS[feature_map]
         if expansion * K > MAX_HEAD_SIZE:
@@ -99,7 +98,6 @@ class LinearAttention(RecurrentLayer):
         self.norm_q = norm_q
         self.norm_k = norm_k
         self.do_feature_map_norm = do_feature_map_norm
-        self.layer_idx = layer_idx
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.feature_map_q = make_map(K, **factory)
@@ -130,14 +128,8 @@ class LinearAttention(RecurrentLayer):
         initial_state = past.recurrent
         if initial_state is not None and self.do_feature_map_norm:
             initial_state = initial_state, past.normalizer
-        linear_attn = fused_recurrent_linear_attn if self._recurrent(x) else chunk_linear_attn
-        o, final_state = linear_attn(
-            q, k, v,
-            initial_state=initial_state,
-            output_final_state=True,
-            normalize=self.do_feature_map_norm,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        linear_attn = self._op(chunk_linear_attn, fused_recurrent_linear_attn, x, initial_state, tokens)
+        o, final_state = linear_attn(q, k, v, normalize=self.do_feature_map_norm)
         recurrent, normalizer = final_state if isinstance(final_state, tuple) else (final_state, ())
         return self.o_proj(self.norm(o).flatten(2)), RecurrentState(recurrent, normalizer=normalizer)
 

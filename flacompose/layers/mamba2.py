@@ -96,7 +96,7 @@ class Mamba2(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size)
+        super().__init__("chunk", hidden_size, norm_eps, layer_idx)
         _check.head_size("head_dim", head_dim)
         _check.head_size("state_size", state_size)
         _check.number("expand", expand)
@@ -126,7 +126,6 @@ class Mamba2(RecurrentLayer):
         if dt_init_floor <= 0:
             raise ValueError(f"dt_init_floor must be above 0, got {dt_init_floor}")
         check_dt_limit(dt_limit)
-        _check.not_negative("norm_eps", norm_eps)
         _check.count("chunk_size", chunk_size)
 
         self.intermediate_size = inner
@@ -141,7 +140,6 @@ class Mamba2(RecurrentLayer):
         self.dt_init_floor = dt_init_floor
         self.dt_limit = dt_limit
         self.chunk_size = chunk_size
-        self.layer_idx = layer_idx
         self.act = activation("hidden_act", hidden_act)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -176,14 +174,8 @@ class Mamba2(RecurrentLayer):
 
         # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
         v, g = (x * dt.unsqueeze(-1)).to(x.dtype), -dt * upcast(self.A_log).exp()
-        simple_gla = fused_recurrent_simple_gla if self._recurrent(u) else chunk_simple_gla
-        o, recurrent = simple_gla(
-            C, B, v, g,
-            scale=1.0,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
+        o, recurrent = simple_gla(C, B, v, g, scale=1.0)
         o = upcast(o) + x * upcast(self.D).reshape(H, -1)
         o = o.flatten(-2)
         o = o * F.silu(upcast(z)) if self.norm is None else self.norm(o, z)

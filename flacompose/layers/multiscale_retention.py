@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.heads import check_even, heads_of, shared
 from flacompose.layers.layout import Layout
@@ -87,16 +86,13 @@ class MultiScaleRetention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
         check_even(K)
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
         self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.use_short_conv = use_short_conv
         self.use_output_gate = use_output_gate
-        self.layer_idx = layer_idx
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
         self.gate_fn = activation("gate_fn", gate_fn)
         self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
@@ -135,13 +131,8 @@ class MultiScaleRetention(RecurrentLayer):
         decay = log_decay(self.num_heads, q)
         # Retention would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
-        simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
-        o, recurrent = simple_gla(
-            q, k, v, g, decay if g is None else None,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
+        o, recurrent = simple_gla(q, k, v, g, decay if g is None else None)
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))
         else:

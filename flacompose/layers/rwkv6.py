@@ -79,9 +79,8 @@ class RWKV6Attention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx)
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
-        _check.not_negative("norm_eps", norm_eps)
         _check.count("proj_low_rank_dim", proj_low_rank_dim)
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
         self.num_heads = H
@@ -89,7 +88,6 @@ class RWKV6Attention(RecurrentLayer):
         self.proj_low_rank_dim = proj_low_rank_dim
         self.gate_low_rank_dim = gate_low_rank_dim
         self.fuse_norm = fuse_norm
-        self.layer_idx = layer_idx
         self.gate_fn = activation("gate_fn", gate_fn)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -129,14 +127,8 @@ class RWKV6Attention(RecurrentLayer):
         gate = self.gate_fn(self.g_proj(mixed_g))
         r, w, k, v, gate = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, gate))
 
-        rwkv6 = fused_recurrent_rwkv6 if self._recurrent(x) else chunk_rwkv6
-        o, recurrent = rwkv6(
-            r, tokens.masked(k), v, tokens.masked(w), self.bonus,
-            scale=1.0,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        rwkv6 = self._op(chunk_rwkv6, fused_recurrent_rwkv6, x, past.recurrent, tokens)
+        o, recurrent = rwkv6(r, tokens.masked(k), v, tokens.masked(w), self.bonus, scale=1.0)
         return self.o_proj((self.g_norm(o) * gate).flatten(2)), RecurrentState(recurrent, shift=shift)
 
     def _mix(self, x: Tensor, delta: Tensor) -> Tensor:
