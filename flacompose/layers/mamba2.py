@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import Layout
-from flacompose.layers.norm import rms_norm
+from flacompose.layers.norm import RMSNorm, rms_norm
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -197,29 +197,22 @@ class _Convolution(ShortConvolution):
             nn.init.uniform_(self.weight, -self.init, self.init)
 
 
-class _GatedRMSNorm(nn.Module):
+class _GatedRMSNorm(RMSNorm):
     """A norm of each of `groups` parts of the last axis, before or after the gate ``silu(g)``."""
 
     def __init__(
         self, hidden_size: int, groups: int, norm_before_gate: bool, eps: float, **factory: Any
     ) -> None:
-        super().__init__()
+        super().__init__(hidden_size, eps=eps, **factory)
         self.groups = groups
         self.norm_before_gate = norm_before_gate
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, **factory))
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor, g: Tensor) -> Tensor:
+    def forward(self, x: Tensor, g: Tensor) -> Tensor:  # type: ignore[override]
         """In float32 (float64 for float64), not rounded."""
         x, g = upcast(x), F.silu(upcast(g))
         if not self.norm_before_gate:
             x = x * g
-        x = x.unflatten(-1, (self.groups, -1))
-        x = rms_norm(x, self.eps).flatten(-2) * self.weight
+        x = rms_norm(x.unflatten(-1, (self.groups, -1)), self.eps).flatten(-2) * self.weight
         return x * g if self.norm_before_gate else x
 
     def extra_repr(self) -> str:

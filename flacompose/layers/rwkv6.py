@@ -103,7 +103,7 @@ class RWKV6Attention(RecurrentLayer):
         self.v_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
         self.g_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
         self.bonus = nn.Parameter(torch.empty(H, K, **factory))
-        self.g_norm = GroupNorm(H, H * V, elementwise_affine, norm_eps, **factory)
+        self.g_norm = GroupNorm(H, H * V, norm_eps, bool(elementwise_affine), **factory)
         self.o_proj = _Linear(H * V, hidden_size, bias=False, **factory)
         self.state_shapes = StateShapes(((H, K, V),), shift=hidden_size)
         self.reset_parameters()
