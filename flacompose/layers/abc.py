@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.heads import check_even, heads_of
+from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer
@@ -88,11 +88,9 @@ class ABCAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("chunk", hidden_size, norm_eps, layer_idx, conv_size)
-        H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
+        H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v, use_rope)
         M = K if num_slots is None else num_slots
         _check.head_size("num_slots", M)
-        if use_rope:
-            check_even(K)
         for name, bound, none in (("clamp_min", clamp_min, -math.inf), ("clamp_max", clamp_max, math.inf)):
             if bound is not None:
                 _check.number(name, bound)
@@ -134,7 +132,7 @@ class ABCAttention(RecurrentLayer):
             ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else (),
             normalizer=(H, M),
             log_normalizer=True,
-            position=use_rope,
+            position=() if use_rope else None,
         )
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
@@ -147,7 +145,7 @@ class ABCAttention(RecurrentLayer):
         q, k, v, s = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, self.s_proj(x)))
         next_position: Tensor | tuple[()] = ()
         if self.use_rope:
-            position, next_position = positions(x, past.position, tokens.lengths, tokens.cu_seqlens)
+            position, next_position = positions(x, past.position, tokens)
             q, k = rotary(q, k, position)
         if self.clamp_min is not None or self.clamp_max is not None:
             s = s.clamp(self.clamp_min, self.clamp_max)

@@ -9,17 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.forget_gate import forget_gate
-from flacompose.layers.layout import Layout, beside
+from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_hgrn, fused_recurrent_hgrn
 from flacompose.ops._dtype import upcast
 
 
-class HGRNAttention(RecurrentLayer):
+class HGRNAttention(ForgetGateLayer):
     r"""A layer of the hierarchically gated recurrent network, of $x$:
 
     $$i = \operatorname{conv}(x W_i) \qquad
@@ -66,11 +65,7 @@ class HGRNAttention(RecurrentLayer):
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         _check.number("expand_ratio", expand_ratio)
-        input_dim = _check.whole(hidden_size * expand_ratio)
-        if input_dim < 1:
-            raise ValueError(
-                f"hidden_size * expand_ratio must be a positive int, got {hidden_size * expand_ratio}"
-            )
+        input_dim = _check.whole("hidden_size * expand_ratio", hidden_size * expand_ratio)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
         self.input_dim = input_dim
@@ -88,38 +83,14 @@ class HGRNAttention(RecurrentLayer):
         conv = ((input_dim, conv_size), (input_dim, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((input_dim,),), conv)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        lower_bound: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        r"""Go through ``T`` tokens from `state`.
-
-        Other arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward]; `state.conv` holds the inputs of the
-        convolutions of $i$ and of $f$.
-
-        Args:
-            lower_bound: Least value $\beta$ of the forget gates, ``[D]``, from 0 to 1, in any float dtype. The paper's
-                are a cumulative softmax over the layers of a model, 0 in the first. Not used if `layer_idx` is 0.
-                Default: 0.
-        """
-        return self._call(hidden_states, state, attention_mask, cu_seqlens, lower_bound)
-
     def _compute(
         self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
     ) -> tuple[Tensor, RecurrentState]:
-        if lower_bound is not None:
-            _check.state_of(x, "lower_bound", lower_bound, (self.input_dim,))
-            lower_bound = beside(x, lower_bound)
+        lower_bound = self._bound(x, lower_bound, self.input_dim)
         i, f, conv = self.i_proj(x), self.f_proj(x), past.conv
         if self.use_short_conv:
             (i, f), conv = convolved((i, f), (self.i_conv1d, self.f_conv1d), past.conv, tokens)
-        forgotten, g = forget_gate(f, None if self.layer_idx == 0 else lower_bound)
+        forgotten, g = forget_gate(f, lower_bound)
         i = (forgotten * F.silu(upcast(i))).to(i.dtype)
         i, g = tokens.masked(i), tokens.masked(g)
 

@@ -28,13 +28,13 @@ class Layout(NamedTuple):
     def enter(self, x: Tensor) -> Tensor:
         """``x [B, T, D]`` with padded rows left-aligned, and with zeros where no token counts, whatever is there."""
         if self.order is not None:
-            x = _take(x, self.order)
+            x = take(x, self.order)
         return self.masked(x)
 
     def leave(self, x: Tensor) -> Tensor:
         """The inverse of `enter`: every token where it came from, and zeros where no token counts."""
         x = self.masked(x)
-        return x if self.rank is None else _take(x, self.rank)
+        return x if self.rank is None else take(x, self.rank)
 
     def masked(self, x: Tensor, value: float = 0) -> Tensor:
         """``x [B, T, ...]`` with zeros, or `value`, where no token counts.
@@ -48,23 +48,9 @@ class Layout(NamedTuple):
 
 
 def layout(
-    hidden_states: Tensor,
-    hidden_size: int,
-    attention_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    hidden_states: Tensor, hidden_size: int, attention_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> Layout:
-    """Check the arguments that say where the sequences lie, and prepare the layout.
-
-    Args:
-        hidden_states: ``[B, T, hidden_size]``.
-        hidden_size: of the layer.
-        attention_mask: ``[B, T]``, bool or integers, nonzero for the tokens that count, which need not be neighbours;
-            ``[B, L]`` with ``L > T`` for a whole history, whose last ``T`` columns are these tokens.
-        cu_seqlens: ``[N + 1]`` int32 or int64, the boundaries of ``N`` sequences packed in one row.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-    """
+    """Check these arguments of a layer, and prepare the layout of its sequences."""
     if isinstance(hidden_states, Tensor) and hidden_states.is_nested:
         raise TypeError(
             "hidden_states must be a dense tensor, got a nested one: put the sequences of different lengths "
@@ -118,6 +104,6 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     return Layout(place < lengths[:, None], lengths, order, rank)
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
+def take(x: Tensor, index: Tensor) -> Tensor:
     """``y[b, t] = x[b, index[b, t]]``."""
     return x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))

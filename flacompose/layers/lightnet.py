@@ -72,7 +72,7 @@ class LightNetAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        H, _, K, V = expanded_heads(hidden_size, num_heads, expand_ratio)
+        H, K, V = expanded_heads(hidden_size, num_heads, expand_ratio)
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
         self.num_heads, self.expand_ratio = H, K
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V

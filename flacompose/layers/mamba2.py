@@ -100,22 +100,15 @@ class Mamba2(RecurrentLayer):
         _check.head_size("head_dim", head_dim)
         _check.head_size("state_size", state_size)
         _check.number("expand", expand)
-        inner = _check.whole(expand * hidden_size)
-        if inner < 1 or inner % head_dim != 0:
-            raise ValueError(
-                f"expand * hidden_size must be a positive multiple of head_dim = {head_dim}, "
-                f"got {expand * hidden_size}"
-            )
+        inner = _check.whole("expand * hidden_size", expand * hidden_size, "head_dim", head_dim)
+        H = inner // head_dim
         if num_heads is not None:
             _check.integer("num_heads", num_heads)
-        if num_heads not in (None, inner // head_dim):
-            raise ValueError(
-                f"num_heads must be expand * hidden_size / head_dim = {inner // head_dim}, got {num_heads}"
-            )
-        num_heads = inner // head_dim
+        if num_heads not in (None, H):
+            raise ValueError(f"num_heads must be expand * hidden_size / head_dim = {H}, got {num_heads}")
         _check.integer("n_groups", n_groups)
-        if n_groups < 1 or num_heads % n_groups != 0:
-            raise ValueError(f"n_groups must divide the {num_heads} heads, got {n_groups}")
+        if n_groups < 1 or H % n_groups != 0:
+            raise ValueError(f"n_groups must divide the {H} heads, got {n_groups}")
         _check.count("conv_kernel", conv_kernel)
         if conv_init is not None:
             _check.not_negative("conv_init", conv_init)
@@ -129,7 +122,7 @@ class Mamba2(RecurrentLayer):
         _check.count("chunk_size", chunk_size)
 
         self.intermediate_size = inner
-        self.num_heads = num_heads
+        self.num_heads = H
         self.head_dim = head_dim
         self.state_size = state_size
         self.n_groups = n_groups
@@ -145,13 +138,13 @@ class Mamba2(RecurrentLayer):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         conv_dim = inner + 2 * n_groups * state_size
         self.conv1d = _Convolution(conv_dim, conv_kernel, use_conv_bias, conv_init, **factory)
-        self.in_proj = nn.Linear(hidden_size, inner + conv_dim + num_heads, bias=use_bias, **factory)
-        self.dt_bias = nn.Parameter(torch.empty(num_heads, **factory))
-        self.A_log = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype or torch.float32))
+        self.in_proj = nn.Linear(hidden_size, inner + conv_dim + H, bias=use_bias, **factory)
+        self.dt_bias = nn.Parameter(torch.empty(H, **factory))
+        self.A_log = nn.Parameter(torch.empty(H, device=device, dtype=dtype or torch.float32))
         self.norm = _GatedRMSNorm(inner, n_groups, norm_before_gate, norm_eps, **factory) if rmsnorm else None
-        self.D = nn.Parameter(torch.empty(inner if D_has_hdim else num_heads, **factory))
+        self.D = nn.Parameter(torch.empty(inner if D_has_hdim else H, **factory))
         self.out_proj = nn.Linear(inner, hidden_size, bias=use_bias, **factory)
-        self.state_shapes = StateShapes(((num_heads, state_size, head_dim),), ((conv_dim, conv_kernel),))
+        self.state_shapes = StateShapes(((H, state_size, head_dim),), ((conv_dim, conv_kernel),))
         self.reset_parameters()
 
     @torch.no_grad()

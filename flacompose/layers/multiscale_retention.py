@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flacompose.layers.activation import activation
-from flacompose.layers.heads import check_even, heads_of, shared
+from flacompose.layers.heads import heads_of, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer
@@ -87,8 +87,7 @@ class MultiScaleRetention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
-        check_even(K)
+        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v, rotary=True)
         self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.use_short_conv = use_short_conv
@@ -113,7 +112,7 @@ class MultiScaleRetention(RecurrentLayer):
         else:
             self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
         conv = ((H * K, conv_size), (HKV * K, conv_size), (HKV * V, conv_size)) if use_short_conv else ()
-        self.state_shapes = StateShapes(((H, K, V),), conv, position=True)
+        self.state_shapes = StateShapes(((H, K, V),), conv, position=())
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
@@ -124,7 +123,7 @@ class MultiScaleRetention(RecurrentLayer):
         k, v = k.unflatten(-1, (self.num_kv_heads, -1)), v.unflatten(-1, (self.num_kv_heads, -1))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        position, next_position = positions(x, past.position, tokens.lengths, tokens.cu_seqlens)
+        position, next_position = positions(x, past.position, tokens)
         q, k = rotary(q, k, position)
         k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
 

@@ -105,7 +105,7 @@ class RWKV6Attention(RecurrentLayer):
         self.bonus = nn.Parameter(torch.empty(H, K, **factory))
         self.g_norm = GroupNorm(H, H * V, norm_eps, bool(elementwise_affine), **factory)
         self.o_proj = _Linear(H * V, hidden_size, bias=False, **factory)
-        self.state_shapes = StateShapes(((H, K, V),), shift=hidden_size)
+        self.state_shapes = StateShapes(((H, K, V),), shift=(hidden_size,))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
