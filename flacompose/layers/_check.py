@@ -9,18 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._check import _FLOATS, MAX_HEAD_SIZE, _name, sequences
+from flacompose.ops._check import _FLOATS, MAX_HEAD_SIZE, _name, finite, floating, integer, number, sequences
 from flacompose.ops._check import count as count
-from flacompose.ops._check import finite as finite
-from flacompose.ops._check import floating as floating
-from flacompose.ops._check import integer as integer
-from flacompose.ops._check import number as number
 from flacompose.ops._check import tensor as tensor
 from flacompose.ops._define import always_true
 
 
 def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:
-    """Check that `x` is one of `choices`."""
     if x not in tuple(choices):  # a tuple, since `x` may be something that cannot be hashed
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {x!r}{why}")
 
@@ -90,12 +85,10 @@ def like(
 
 
 def is_float(dtype: torch.dtype) -> bool:
-    """Whether `dtype` is one that the ops take."""
     return dtype in _FLOATS
 
 
 def float_dtype(dtype: torch.dtype) -> None:
-    """Check that the argument `dtype` is one that the ops take."""
     if not is_float(dtype):
         got = _name(dtype) if isinstance(dtype, torch.dtype) else type(dtype).__name__
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {got}")
@@ -111,5 +104,4 @@ def packed(name: str, x: Tensor, cu_seqlens: Tensor) -> int:
     tensor("cu_seqlens", cu_seqlens)
     if x.shape[0] != 1:  # checked before `sequences`, whose message names an argument of the op
         raise ValueError(f"cu_seqlens needs {name} of one row (B = 1), got B = {x.shape[0]}")
-    same_device("cu_seqlens", cu_seqlens, x)
-    return sequences(x, cu_seqlens)
+    return sequences(x, cu_seqlens, of=name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from flacompose.layers import _check
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -111,7 +110,7 @@ class ABCAttention(RecurrentLayer):
         self.clamp_min = clamp_min
         self.clamp_max = clamp_max
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
@@ -127,13 +126,9 @@ class ABCAttention(RecurrentLayer):
             self.g_norm: RMSNorm = GatedRMSNorm(V, elementwise_affine, norm_eps, **factory)
         elif use_norm:
             self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
-        self.state_shapes = StateShapes(
-            ((H, K, M), (H, M, V)),
-            ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else (),
-            normalizer=(H, M),
-            log_normalizer=True,
-            position=() if use_rope else None,
-        )
+        conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
+        position = () if use_rope else None
+        self.state_shapes = StateShapes(((H, K, M), (H, M, V)), conv, (H, M), position, log_normalizer=True)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv

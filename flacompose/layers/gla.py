@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from flacompose.layers.activation import activation, log_sigmoid
 from flacompose.layers.heads import heads_of, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
@@ -108,7 +106,7 @@ class GatedLinearAttention(RecurrentLayer):
         self.gate_fn = activation("gate_fn", gate_fn)
         self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)

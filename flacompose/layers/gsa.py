@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from flacompose.layers.feature_map import T2RFeatureMap
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
@@ -112,12 +110,10 @@ class GatedSlotAttention(RecurrentLayer):
         self.use_norm = use_norm
         self.scale = scale
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.feature_map: nn.Module
+        factory = Factory(device=device, dtype=dtype)
+        self.feature_map: nn.Module = nn.SiLU() if feature_map == "swish" else nn.ReLU()
         if feature_map == "t2r":
             self.feature_map = T2RFeatureMap(K, **factory)
-        else:
-            self.feature_map = nn.SiLU() if feature_map == "swish" else nn.ReLU()
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)

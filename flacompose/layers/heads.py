@@ -9,27 +9,22 @@ from flacompose.ops._check import MAX_HEAD_SIZE
 
 
 def heads_of(
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    expand_k: float,
-    expand_v: float,
-    rotary: bool = False,
+    hidden_size: int, heads: int, kv_heads: int | None, expand_k: float, expand_v: float, rotary: bool = False
 ) -> tuple[int, int, int, int]:
     """Check these arguments of a layer, return the heads of queries, those of keys and values, and their sizes K, V.
 
     The heads of queries have all of ``hidden_size * expand_k`` channels. With `rotary` positions, K must be even.
     """
-    _check.count("num_heads", num_heads)
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    _check.integer("num_kv_heads", num_kv_heads)
-    if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
-        raise ValueError(f"num_kv_heads must divide num_heads = {num_heads}, got {num_kv_heads}")
-    K = _head_size("expand_k", hidden_size, expand_k, num_heads)
-    V = _head_size("expand_v", hidden_size, expand_v, num_heads)
+    _check.count("num_heads", heads)
+    kv_heads = heads if kv_heads is None else kv_heads
+    _check.integer("num_kv_heads", kv_heads)
+    if kv_heads < 1 or heads % kv_heads != 0:
+        raise ValueError(f"num_kv_heads must divide num_heads = {heads}, got {kv_heads}")
+    K = _head_size("expand_k", hidden_size, expand_k, heads)
+    V = _head_size("expand_v", hidden_size, expand_v, heads)
     if rotary and K % 2 != 0:
         raise ValueError(f"hidden_size * expand_k / num_heads must be even, for rotary positions, got {K}")
-    return num_heads, num_kv_heads, K, V
+    return heads, kv_heads, K, V
 
 
 def expanded_heads(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from flacompose.layers import _check
 from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
+from flacompose.layers.recurrent import Factory
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_hgrn, fused_recurrent_hgrn
@@ -71,7 +70,7 @@ class HGRNAttention(ForgetGateLayer):
         self.input_dim = input_dim
         self.use_short_conv = use_short_conv
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.i_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
         self.f_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
         self.g_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)

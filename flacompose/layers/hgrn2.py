@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
 from flacompose.layers.heads import expanded_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
+from flacompose.layers.recurrent import Factory
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
@@ -78,7 +77,7 @@ class HGRN2Attention(ForgetGateLayer):
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.use_short_conv = use_short_conv
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.f_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.i_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)

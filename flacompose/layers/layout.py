@@ -58,12 +58,11 @@ def layout(
             "(of jagged hidden_states: hidden_states.values()[None] and hidden_states.offsets())"
         )
     _check.floating("hidden_states", hidden_states)
-    if hidden_states.ndim != 3 or hidden_states.shape[2] != hidden_size:
-        raise ValueError(
-            f"hidden_states must have shape (B, T, {hidden_size}), got {tuple(hidden_states.shape)}"
-        )
-    if 0 in hidden_states.shape:
-        raise ValueError(f"hidden_states must have no empty dimension, got {tuple(hidden_states.shape)}")
+    shape = tuple(hidden_states.shape)
+    if len(shape) != 3 or shape[2] != hidden_size:
+        raise ValueError(f"hidden_states must have shape (B, T, {hidden_size}), got {shape}")
+    if 0 in shape:
+        raise ValueError(f"hidden_states must have no empty dimension, got {shape}")
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens exclude each other: packed sequences have no padding")
     if attention_mask is not None:
@@ -74,8 +73,7 @@ def layout(
             raise TypeError(
                 "cu_seqlens must not be given where hidden_states are a DTensor: its rows cannot be packed"
             )
-        counts = inside(cu_seqlens, hidden_states.shape[1])[None]
-        return Layout(beside(hidden_states, counts), cu_seqlens=cu_seqlens)
+        return Layout(inside(cu_seqlens, hidden_states.shape[1])[None], cu_seqlens=cu_seqlens)
     return Layout()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from flacompose.layers import _check
 from flacompose.layers.heads import expanded_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
@@ -79,7 +77,7 @@ class LightNetAttention(RecurrentLayer):
         self.use_short_conv = use_short_conv
         self.gate_low_rank_dim = gate_low_rank_dim
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +9,7 @@ from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops.lightning_attn import check_decay, log_decay
@@ -48,8 +46,6 @@ class LightningAttention(RecurrentLayer):
         TypeError: If an argument has the wrong type.
     """
 
-    layer_idx: int
-
     def __init__(
         self,
         mode: str = "chunk",
@@ -84,7 +80,7 @@ class LightningAttention(RecurrentLayer):
         self.decay = decay
         self.act = activation("hidden_act", hidden_act)
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         dim = num_heads * head_dim
         self.norm = RMSNorm(dim, eps=norm_eps, **factory)
         self.qkv_proj = nn.Linear(hidden_size, 3 * dim, bias=False, **factory)

@@ -13,7 +13,7 @@ from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm, rms_norm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
@@ -135,7 +135,7 @@ class Mamba2(RecurrentLayer):
         self.chunk_size = chunk_size
         self.act = activation("hidden_act", hidden_act)
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         conv_dim = inner + 2 * n_groups * state_size
         self.conv1d = _Convolution(conv_dim, conv_kernel, use_conv_bias, conv_init, **factory)
         self.in_proj = nn.Linear(hidden_size, inner + conv_dim + H, bias=use_bias, **factory)
@@ -169,8 +169,7 @@ class Mamba2(RecurrentLayer):
         v, g = (x * dt.unsqueeze(-1)).to(x.dtype), -dt * upcast(self.A_log).exp()
         simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
         o, recurrent = simple_gla(C, B, v, g, scale=1.0)
-        o = upcast(o) + x * upcast(self.D).reshape(H, -1)
-        o = o.flatten(-2)
+        o = (upcast(o) + x * upcast(self.D).reshape(H, -1)).flatten(-2)
         o = o * F.silu(upcast(z)) if self.norm is None else self.norm(o, z)
         return self.out_proj(o.to(x.dtype)), RecurrentState(recurrent, conv)
 
@@ -178,11 +177,9 @@ class Mamba2(RecurrentLayer):
 class _Convolution(ShortConvolution):
     """A convolution without an activation whose first weights are uniform up to `init`."""
 
-    def __init__(
-        self, hidden_size: int, kernel_size: int, bias: bool, init: float | None, **factory: Any
-    ) -> None:
+    def __init__(self, channels: int, width: int, bias: bool, init: float | None, **factory: Any) -> None:
         self.init = init
-        super().__init__(hidden_size, kernel_size, bias=bias, activation=None, **factory)
+        super().__init__(channels, width, bias=bias, activation=None, **factory)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -193,10 +190,8 @@ class _Convolution(ShortConvolution):
 class _GatedRMSNorm(RMSNorm):
     """A norm of each of `groups` parts of the last axis, before or after the gate ``silu(g)``."""
 
-    def __init__(
-        self, hidden_size: int, groups: int, norm_before_gate: bool, eps: float, **factory: Any
-    ) -> None:
-        super().__init__(hidden_size, eps=eps, **factory)
+    def __init__(self, size: int, groups: int, norm_before_gate: bool, eps: float, **factory: Any) -> None:
+        super().__init__(size, eps=eps, **factory)
         self.groups = groups
         self.norm_before_gate = norm_before_gate
 

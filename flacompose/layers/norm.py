@@ -53,10 +53,9 @@ class RMSNorm(nn.RMSNorm):
 
     def _normed(self, x: Tensor) -> Tensor:
         """The norm before it is rounded."""
-        if x.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"x must have a last axis of size {self.hidden_size}, got shape {tuple(x.shape)}"
-            )
+        shape = tuple(x.shape)
+        if shape[-1] != self.hidden_size:
+            raise ValueError(f"x must have a last axis of size {self.hidden_size}, got shape {shape}")
         y = rms_norm(upcast(x), self.eps)
         return y * self.weight if self.elementwise_affine else y
 

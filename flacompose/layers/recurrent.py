@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,18 @@ Op = Callable[..., tuple[Tensor, Any]]  # what it computes, and the state after 
 _SHOWN = ("mode", "num_heads", "num_kv_heads", "head_dim", "state_size", "n_groups", "input_dim", "decay")
 
 
+class Factory(TypedDict):
+    """Where a module makes its parameters, and in which dtype."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class RecurrentLayer(nn.Module):
     """A layer around one recurrence, whose op has a chunked form and a recurrent one."""
 
-    chunk_modes: ClassVar[
-        tuple[str, ...]
-    ] = ()  # other names of "chunk" in flash-linear-attention, which are refused
+    # Other names of "chunk" in flash-linear-attention, which are refused.
+    chunk_modes: ClassVar[tuple[str, ...]] = ()
     state_shapes: StateShapes
     # The formulas of a layer. It takes the tokens x [B, T, hidden_size], the state before them and their layout, and
     # returns the output [B, T, hidden_size] and the new state. In a call without a state, every part of it is None.
@@ -44,7 +50,7 @@ class RecurrentLayer(nn.Module):
         _check.count("conv_size", conv_size)
         self.mode = mode
         self.hidden_size = hidden_size
-        self.layer_idx = layer_idx
+        self.layer_idx: Any = layer_idx  # layers that use it say what it may be
 
     def init_state(
         self,

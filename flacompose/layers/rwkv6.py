@@ -14,7 +14,7 @@ from flacompose.layers.activation import activation
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import token_shift
 from flacompose.ops import chunk_rwkv6, fused_recurrent_rwkv6
@@ -90,7 +90,7 @@ class RWKV6Attention(RecurrentLayer):
         self.fuse_norm = fuse_norm
         self.gate_fn = activation("gate_fn", gate_fn)
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.x_proj = nn.Sequential(
             _LerpLinear(hidden_size, 5 * proj_low_rank_dim, **factory),
             nn.Tanh(),
@@ -98,7 +98,9 @@ class RWKV6Attention(RecurrentLayer):
         )
         self.x_bias = nn.Parameter(torch.empty(5, hidden_size, **factory))
         self.r_proj = _named("linear", _Linear(hidden_size, H * K, bias=False, **factory))
-        self.w_proj = _named("linear", _low_rank(hidden_size, gate_low_rank_dim, H * K, **factory))
+        down = _Down(hidden_size, gate_low_rank_dim, bias=False, **factory)
+        up = _Up(gate_low_rank_dim, H * K, **factory)
+        self.w_proj = _named("linear", _named("lora", nn.Sequential(down, nn.Tanh(), up)))
         self.k_proj = _named("linear", _Linear(hidden_size, H * K, bias=False, **factory))
         self.v_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
         self.g_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
@@ -183,9 +185,3 @@ class _Up(nn.Linear):
 def _named(name: str, module: nn.Module) -> nn.Sequential:
     """`module` under the name that it has in checkpoints."""
     return nn.Sequential(OrderedDict({name: module}))
-
-
-def _low_rank(input_dim: int, rank: int, output_dim: int, **factory: Any) -> nn.Module:
-    """``tanh(x W_1) W_2 + b``, 0 at first."""
-    down, up = _Down(input_dim, rank, bias=False, **factory), _Up(rank, output_dim, **factory)
-    return _named("lora", nn.Sequential(down, nn.Tanh(), up))

@@ -60,10 +60,7 @@ class ShortConvolution(nn.Module):
         self.kernel_size = kernel_size
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(hidden_size, 1, kernel_size, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
+        self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from flacompose.layers.activation import activation, log_sigmoid
 from flacompose.layers.heads import heads_of, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
@@ -96,7 +94,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
         self.gate_fn = activation("gate_fn", gate_fn)
         self.fuse_norm_and_gate = fuse_norm and gate_fn == "swish"
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
@@ -129,9 +127,8 @@ class SimpleGatedLinearAttention(RecurrentLayer):
         simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, tokens.masked(g))
         gate = self.g_proj(x).unflatten(-1, (self.num_heads, -1))
-        o = (
-            self.g_norm_swish_gate(o, gate)
-            if self.fuse_norm_and_gate
-            else self.g_norm(o) * self.gate_fn(gate)
-        )
+        if self.fuse_norm_and_gate:
+            o = self.g_norm_swish_gate(o, gate)
+        else:
+            o = self.g_norm(o) * self.gate_fn(gate)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

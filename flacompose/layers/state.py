@@ -96,13 +96,8 @@ class RecurrentState(NamedTuple):
             return pytree.tree_map(lambda t: t.to(device=device, dtype=dtype), part)
 
         sums = None if dtype is None else state_dtype(dtype)
-        return RecurrentState(
-            moved(self.recurrent, sums),
-            moved(self.conv, dtype),
-            moved(self.normalizer, sums),
-            moved(self.position, None),
-            moved(self.shift, dtype),
-        )
+        dtypes = (sums, dtype, sums, None, dtype)  # of the parts, in the order of the fields
+        return RecurrentState(*(moved(part, given) for part, given in zip(self, dtypes, strict=True)))
 
     @staticmethod
     def cat(states: Iterable[RecurrentState]) -> RecurrentState:
@@ -165,10 +160,8 @@ class StateShapes(NamedTuple):
     def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
         """Check that `state` has these shapes, `N` sequences, and the device of `x`."""
         if not isinstance(state, RecurrentState):
-            raise TypeError(
-                f"state must be a RecurrentState, got {type(state).__name__} "
-                "(a mask is the keyword attention_mask)"
-            )
+            given = f"{type(state).__name__} (a mask is the keyword attention_mask)"
+            raise TypeError(f"state must be a RecurrentState, got {given}")
         if len(self.recurrent) > 1:
             _check_tensors(x, "state.recurrent", state.recurrent, self.recurrent, N)
         else:
