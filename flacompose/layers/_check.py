@@ -104,4 +104,5 @@ def packed(name: str, x: Tensor, cu_seqlens: Tensor) -> int:
     tensor("cu_seqlens", cu_seqlens)
     if x.shape[0] != 1:  # checked before `sequences`, whose message names an argument of the op
         raise ValueError(f"cu_seqlens needs {name} of one row (B = 1), got B = {x.shape[0]}")
-    return sequences(x, cu_seqlens, of=name)
+    same_device("cu_seqlens", cu_seqlens, x)
+    return sequences(x, cu_seqlens)
