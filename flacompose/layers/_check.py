@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flacompose.ops._check import _FLOATS, MAX_HEAD_SIZE, _name, like, sequences
+from flacompose.ops._check import _FLOATS, MAX_HEAD_SIZE, _name, finite, floating, integer, number, sequences
 from flacompose.ops._check import count as count
-from flacompose.ops._check import finite as finite
-from flacompose.ops._check import floating as floating
-from flacompose.ops._check import integer as integer
-from flacompose.ops._check import number as number
 from flacompose.ops._check import tensor as tensor
 from flacompose.ops._define import always_true
 
 
 def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:
-    """Check that `x` is one of `choices`."""
     if x not in tuple(choices):  # a tuple, since `x` may be something that cannot be hashed
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {x!r}{why}")
 
@@ -32,10 +27,13 @@ def head_size(name: str, x: int) -> None:
         raise ValueError(f"{name} must be from 1 to {MAX_HEAD_SIZE}, got {x}")
 
 
-def whole(x: float) -> int:
-    """The int that `x` is, apart from rounding; 0 if it is none."""
+def whole(name: str, x: float, of: str = "", n: int = 1) -> int:
+    """Check that `x` is, apart from rounding, a positive int and a multiple of `n`, called `of`; return that int."""
     size = round(x) if math.isfinite(x) else 0
-    return size if math.isclose(x, size) else 0
+    if size < 1 or size % n != 0 or not math.isclose(x, size):
+        expected = f"multiple of {of} = {n}" if of else "int"
+        raise ValueError(f"{name} must be a positive {expected}, got {x}")
+    return size
 
 
 def ascending(name: str, x: tuple[float, float]) -> None:
@@ -76,28 +74,21 @@ def same_device(name: str, value: Tensor, x: Tensor) -> None:
         raise ValueError(f"{name} must be on {x.device}, got {value.device}")
 
 
-def state_of(x: Tensor, name: str, state: Any, shape: tuple[int, ...]) -> None:
-    """Check that `state` is a float tensor of this shape on the device of `x`."""
-    tensor(name, state)
-    same_device(name, state, x)  # checked before `like`, whose message names an argument of the op
-    like(x, name, state, shape)
-
-
-def integral_state_of(x: Tensor, name: str, state: Any, shape: tuple[int, ...]) -> None:
-    """Check that `state` is an integer tensor of this shape on the device of `x`."""
-    integral(name, state)
-    same_device(name, state, x)
-    if state.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(state.shape)}")
+def like(
+    x: Tensor, name: str, value: Any, shape: tuple[int, ...], kind: Callable[[str, Tensor], None] = floating
+) -> None:
+    """Check that `value` is a tensor of this `kind` and shape on the device of `x`."""
+    kind(name, value)
+    same_device(name, value, x)
+    if value.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
 
 
 def is_float(dtype: torch.dtype) -> bool:
-    """Whether `dtype` is one that the ops take."""
     return dtype in _FLOATS
 
 
 def float_dtype(dtype: torch.dtype) -> None:
-    """Check that the argument `dtype` is one that the ops take."""
     if not is_float(dtype):
         got = _name(dtype) if isinstance(dtype, torch.dtype) else type(dtype).__name__
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {got}")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.heads import check_even, heads_of
+from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -87,14 +86,10 @@ class ABCAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size)
-        H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
+        super().__init__("chunk", hidden_size, norm_eps, layer_idx, conv_size)
+        H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v, use_rope)
         M = K if num_slots is None else num_slots
         _check.head_size("num_slots", M)
-        if use_rope:
-            check_even(K)
         for name, bound, none in (("clamp_min", clamp_min, -math.inf), ("clamp_max", clamp_max, math.inf)):
             if bound is not None:
                 _check.number(name, bound)
@@ -114,9 +109,8 @@ class ABCAttention(RecurrentLayer):
         self.use_norm = use_norm
         self.clamp_min = clamp_min
         self.clamp_max = clamp_max
-        self.layer_idx = layer_idx
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
@@ -132,13 +126,9 @@ class ABCAttention(RecurrentLayer):
             self.g_norm: RMSNorm = GatedRMSNorm(V, elementwise_affine, norm_eps, **factory)
         elif use_norm:
             self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
-        self.state_shapes = StateShapes(
-            ((H, K, M), (H, M, V)),
-            ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else (),
-            normalizer=(H, M),
-            log_normalizer=True,
-            position=use_rope,
-        )
+        conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
+        position = () if use_rope else None
+        self.state_shapes = StateShapes(((H, K, M), (H, M, V)), conv, (H, M), position, log_normalizer=True)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
@@ -150,20 +140,14 @@ class ABCAttention(RecurrentLayer):
         q, k, v, s = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, self.s_proj(x)))
         next_position: Tensor | tuple[()] = ()
         if self.use_rope:
-            position, next_position = positions(x, past.position, tokens.lengths, tokens.cu_seqlens)
+            position, next_position = positions(x, past.position, tokens)
             q, k = rotary(q, k, position)
         if self.clamp_min is not None or self.clamp_max is not None:
             s = s.clamp(self.clamp_min, self.clamp_max)
 
-        abc = fused_recurrent_gsa if self._recurrent(x) else chunk_abc
-        o, final_state = abc(
-            q, k, v, tokens.masked(s, -torch.inf),
-            initial_state=None if past.recurrent is None else (*past.recurrent, past.normalizer),
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
-        assert final_state is not None  # asked for
-        Hk, Hv, z = final_state
+        initial_state = None if past.recurrent is None else (*past.recurrent, past.normalizer)
+        abc = self._op(chunk_abc, fused_recurrent_gsa, x, initial_state, tokens)
+        o, (Hk, Hv, z) = abc(q, k, v, tokens.masked(s, -torch.inf))
         if self.use_output_gate:
             g = self.g_proj(x).unflatten(-1, (self.num_heads, -1))
             o = self.g_norm(o, g) if self.use_norm else F.silu(g) * o

@@ -5,8 +5,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flacompose.layers import _check
 from flacompose.layers.activation import log_sigmoid
+from flacompose.layers.layout import beside
+from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.state import RecurrentState
 from flacompose.ops._dtype import upcast
+
+
+class ForgetGateLayer(RecurrentLayer):
+    """A layer whose forget gates may have a lower bound, which is an argument of each call."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        lower_bound: Tensor | None = None,
+    ) -> tuple[Tensor, RecurrentState]:
+        r"""Go through ``T`` tokens from `state`.
+
+        Other arguments, results and errors are those of
+        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward]; `state.conv` holds the inputs of the
+        convolutions, in HGRN those of $i$ and of $f$, in HGRN2 those of $q$, $f$ and $i$.
+
+        Args:
+            lower_bound: Least value $\beta$ of the forget gates, in HGRN ``[D]``, in HGRN2 ``[H * K]``, from 0 to 1, in
+                any float dtype. The paper's are a cumulative softmax over the layers of a model, 0 in the first. Not
+                used if `layer_idx` is 0. Default: 0.
+        """
+        return self._call(hidden_states, state, attention_mask, cu_seqlens, lower_bound)
+
+    def _bound(self, x: Tensor, lower_bound: Tensor | None, channels: int) -> Tensor | None:
+        """Check `lower_bound`, return what this layer uses of it."""
+        if lower_bound is not None:
+            _check.like(x, "lower_bound", lower_bound, (channels,))
+        return None if lower_bound is None or self.layer_idx == 0 else beside(x, lower_bound)
 
 
 def forget_gate(

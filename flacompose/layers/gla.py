@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from flacompose.layers.activation import activation, log_sigmoid
 from flacompose.layers.heads import heads_of, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
@@ -90,10 +88,8 @@ class GatedLinearAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
         _check.positive("gate_logit_normalizer", gate_logit_normalizer)
         if clamp_min is not None:
             _check.number("clamp_min", clamp_min)
@@ -106,12 +102,11 @@ class GatedLinearAttention(RecurrentLayer):
         self.use_output_gate = use_output_gate
         self.gate_logit_normalizer = gate_logit_normalizer
         self.clamp_min = clamp_min
-        self.layer_idx = layer_idx
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
         self.gate_fn = activation("gate_fn", gate_fn)
         self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
@@ -147,13 +142,8 @@ class GatedLinearAttention(RecurrentLayer):
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         k, v, gk = (shared(y, self.num_kv_groups) for y in (tokens.masked(k), v, tokens.masked(gk)))
 
-        gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
-        o, recurrent = gla(
-            q, k, v, gk,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        gla = self._op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
+        o, recurrent = gla(q, k, v, gk)
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))
         else:

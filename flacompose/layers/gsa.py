@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +12,7 @@ from flacompose.layers.feature_map import T2RFeatureMap
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
@@ -92,12 +90,10 @@ class GatedSlotAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
         if H * V != hidden_size:
             raise ValueError(f"hidden_size * expand_v must be hidden_size, as the norm is, got {H * V}")
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
         M = K if num_slots is None else num_slots
         _check.head_size("num_slots", M)
         _check.positive("gate_logit_normalizer", gate_logit_normalizer)
@@ -112,15 +108,12 @@ class GatedSlotAttention(RecurrentLayer):
         self.gate_logit_normalizer = gate_logit_normalizer
         self.use_output_gate = use_output_gate
         self.use_norm = use_norm
-        self.layer_idx = layer_idx
         self.scale = scale
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.feature_map: nn.Module
+        factory = Factory(device=device, dtype=dtype)
+        self.feature_map: nn.Module = nn.SiLU() if feature_map == "swish" else nn.ReLU()
         if feature_map == "t2r":
             self.feature_map = T2RFeatureMap(K, **factory)
-        else:
-            self.feature_map = nn.SiLU() if feature_map == "swish" else nn.ReLU()
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
@@ -145,12 +138,6 @@ class GatedSlotAttention(RecurrentLayer):
         q, k, v, g = self.feature_map(q), self.feature_map(k), F.silu(v), tokens.masked(g)
         s = -g.expm1()  # 0 where g is 0
 
-        gsa = fused_recurrent_gsa if self._recurrent(x) else chunk_gsa
-        o, recurrent = gsa(
-            q, k, v, s, g,
-            scale=self.scale,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        gsa = self._op(chunk_gsa, fused_recurrent_gsa, x, past.recurrent, tokens)
+        o, recurrent = gsa(q, k, v, s, g, scale=self.scale)
         return self.o_proj(self.g_norm(F.silu(o).flatten(2))), RecurrentState(recurrent, conv)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.forget_gate import forget_gate
-from flacompose.layers.layout import Layout, beside
+from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_hgrn, fused_recurrent_hgrn
 from flacompose.ops._dtype import upcast
 
 
-class HGRNAttention(RecurrentLayer):
+class HGRNAttention(ForgetGateLayer):
     r"""A layer of the hierarchically gated recurrent network, of $x$:
 
     $$i = \operatorname{conv}(x W_i) \qquad
@@ -64,22 +62,15 @@ class HGRNAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         _check.number("expand_ratio", expand_ratio)
-        input_dim = _check.whole(hidden_size * expand_ratio)
-        if input_dim < 1:
-            raise ValueError(
-                f"hidden_size * expand_ratio must be a positive int, got {hidden_size * expand_ratio}"
-            )
-        _check.count("conv_size", conv_size)
-        _check.not_negative("norm_eps", norm_eps)
+        input_dim = _check.whole("hidden_size * expand_ratio", hidden_size * expand_ratio)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
         self.input_dim = input_dim
         self.use_short_conv = use_short_conv
-        self.layer_idx = layer_idx
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.i_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
         self.f_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
         self.g_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
@@ -91,46 +82,17 @@ class HGRNAttention(RecurrentLayer):
         conv = ((input_dim, conv_size), (input_dim, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((input_dim,),), conv)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        lower_bound: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        r"""Go through ``T`` tokens from `state`.
-
-        Other arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward]; `state.conv` holds the inputs of the
-        convolutions of $i$ and of $f$.
-
-        Args:
-            lower_bound: Least value $\beta$ of the forget gates, ``[D]``, from 0 to 1, in any float dtype. The paper's
-                are a cumulative softmax over the layers of a model, 0 in the first. Not used if `layer_idx` is 0.
-                Default: 0.
-        """
-        return self._call(hidden_states, state, attention_mask, cu_seqlens, lower_bound)
-
     def _compute(
         self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
     ) -> tuple[Tensor, RecurrentState]:
-        if lower_bound is not None:
-            _check.state_of(x, "lower_bound", lower_bound, (self.input_dim,))
-            lower_bound = beside(x, lower_bound)
+        lower_bound = self._bound(x, lower_bound, self.input_dim)
         i, f, conv = self.i_proj(x), self.f_proj(x), past.conv
         if self.use_short_conv:
             (i, f), conv = convolved((i, f), (self.i_conv1d, self.f_conv1d), past.conv, tokens)
-        forgotten, g = forget_gate(f, None if self.layer_idx == 0 else lower_bound)
+        forgotten, g = forget_gate(f, lower_bound)
         i = (forgotten * F.silu(upcast(i))).to(i.dtype)
         i, g = tokens.masked(i), tokens.masked(g)
 
-        hgrn = fused_recurrent_hgrn if self._recurrent(x) else chunk_hgrn
-        h, recurrent = hgrn(
-            i, g,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        hgrn = self._op(chunk_hgrn, fused_recurrent_hgrn, x, past.recurrent, tokens)
+        h, recurrent = hgrn(i, g)
         return self.o_proj(self.g_norm(h, self.g_proj(x))), RecurrentState(recurrent, conv)

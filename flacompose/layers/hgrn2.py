@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.forget_gate import forget_gate
+from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
 from flacompose.layers.heads import expanded_heads
-from flacompose.layers.layout import Layout, beside
+from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
 
 
-class HGRN2Attention(RecurrentLayer):
+class HGRN2Attention(ForgetGateLayer):
     r"""A layer of HGRN2, of $x$, per head, with forget gates $f$ above the lower bound $\beta$:
 
     $$q = \operatorname{silu}(\operatorname{conv}(x W_q)) \qquad
@@ -71,18 +69,15 @@ class HGRN2Attention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
-        H, _, K, V = expanded_heads(hidden_size, num_heads, expand_ratio, agree=True)
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        H, K, V = expanded_heads(hidden_size, num_heads, expand_ratio, agree=True)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
         self.num_heads, self.expand_ratio = H, K
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.use_short_conv = use_short_conv
-        self.layer_idx = layer_idx
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.f_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.i_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
@@ -95,46 +90,18 @@ class HGRN2Attention(RecurrentLayer):
         conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((H, K, V),), conv)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        lower_bound: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
-        r"""Go through ``T`` tokens from `state`.
-
-        Other arguments, results and errors are those of
-        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward]; `state.conv` holds the inputs of the
-        convolutions of $q$, $f$ and $i$.
-
-        Args:
-            lower_bound: Least value $\beta$ of the forget gates, ``[H * K]``, from 0 to 1, in any float dtype. Not used
-                if `layer_idx` is 0. Default: 0.
-        """
-        return self._call(hidden_states, state, attention_mask, cu_seqlens, lower_bound)
-
     def _compute(
         self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
     ) -> tuple[Tensor, RecurrentState]:
-        if lower_bound is not None:
-            _check.state_of(x, "lower_bound", lower_bound, (self.key_dim,))
-            lower_bound = beside(x, lower_bound)
+        lower_bound = self._bound(x, lower_bound, self.key_dim)
         q, f, i, conv = self.q_proj(x), self.f_proj(x), self.i_proj(x), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d
             (q, f, i), conv = convolved((q, f, i), convolutions, past.conv, tokens)
         q, f, i = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, f, i))
-        k, g = forget_gate(f, None if self.layer_idx == 0 else lower_bound)
+        k, g = forget_gate(f, lower_bound)
         k, g = tokens.masked(k), tokens.masked(g)
 
-        gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
-        o, recurrent = gla(
-            F.silu(q), k.to(i.dtype), i, g,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        gla = self._op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
+        o, recurrent = gla(F.silu(q), k.to(i.dtype), i, g)
         return self.o_proj(self.g_norm(o.flatten(2))), RecurrentState(recurrent, conv)

@@ -28,13 +28,13 @@ class Layout(NamedTuple):
     def enter(self, x: Tensor) -> Tensor:
         """``x [B, T, D]`` with padded rows left-aligned, and with zeros where no token counts, whatever is there."""
         if self.order is not None:
-            x = _take(x, self.order)
+            x = take(x, self.order)
         return self.masked(x)
 
     def leave(self, x: Tensor) -> Tensor:
         """The inverse of `enter`: every token where it came from, and zeros where no token counts."""
         x = self.masked(x)
-        return x if self.rank is None else _take(x, self.rank)
+        return x if self.rank is None else take(x, self.rank)
 
     def masked(self, x: Tensor, value: float = 0) -> Tensor:
         """``x [B, T, ...]`` with zeros, or `value`, where no token counts.
@@ -48,23 +48,9 @@ class Layout(NamedTuple):
 
 
 def layout(
-    hidden_states: Tensor,
-    hidden_size: int,
-    attention_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    hidden_states: Tensor, hidden_size: int, attention_mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> Layout:
-    """Check the arguments that say where the sequences lie, and prepare the layout.
-
-    Args:
-        hidden_states: ``[B, T, hidden_size]``.
-        hidden_size: of the layer.
-        attention_mask: ``[B, T]``, bool or integers, nonzero for the tokens that count, which need not be neighbours;
-            ``[B, L]`` with ``L > T`` for a whole history, whose last ``T`` columns are these tokens.
-        cu_seqlens: ``[N + 1]`` int32 or int64, the boundaries of ``N`` sequences packed in one row.
-
-    Raises:
-        TypeError, ValueError: naming the argument.
-    """
+    """Check these arguments of a layer, and prepare the layout of its sequences."""
     if isinstance(hidden_states, Tensor) and hidden_states.is_nested:
         raise TypeError(
             "hidden_states must be a dense tensor, got a nested one: put the sequences of different lengths "
@@ -72,12 +58,11 @@ def layout(
             "(of jagged hidden_states: hidden_states.values()[None] and hidden_states.offsets())"
         )
     _check.floating("hidden_states", hidden_states)
-    if hidden_states.ndim != 3 or hidden_states.shape[2] != hidden_size:
-        raise ValueError(
-            f"hidden_states must have shape (B, T, {hidden_size}), got {tuple(hidden_states.shape)}"
-        )
-    if 0 in hidden_states.shape:
-        raise ValueError(f"hidden_states must have no empty dimension, got {tuple(hidden_states.shape)}")
+    shape = tuple(hidden_states.shape)
+    if len(shape) != 3 or shape[2] != hidden_size:
+        raise ValueError(f"hidden_states must have shape (B, T, {hidden_size}), got {shape}")
+    if 0 in shape:
+        raise ValueError(f"hidden_states must have no empty dimension, got {shape}")
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens exclude each other: packed sequences have no padding")
     if attention_mask is not None:
@@ -88,8 +73,7 @@ def layout(
             raise TypeError(
                 "cu_seqlens must not be given where hidden_states are a DTensor: its rows cannot be packed"
             )
-        counts = inside(cu_seqlens, hidden_states.shape[1])[None]
-        return Layout(beside(hidden_states, counts), cu_seqlens=cu_seqlens)
+        return Layout(inside(cu_seqlens, hidden_states.shape[1])[None], cu_seqlens=cu_seqlens)
     return Layout()
 
 
@@ -118,6 +102,6 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     return Layout(place < lengths[:, None], lengths, order, rank)
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
+def take(x: Tensor, index: Tensor) -> Tensor:
     """``y[b, t] = x[b, index[b, t]]``."""
     return x.gather(1, index[:, :, None].expand(-1, -1, x.shape[2]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from flacompose.layers import _check
 from flacompose.layers.heads import expanded_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
@@ -71,18 +69,15 @@ class LightNetAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
-        H, _, K, V = expanded_heads(hidden_size, num_heads, expand_ratio)
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        H, K, V = expanded_heads(hidden_size, num_heads, expand_ratio)
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
         self.num_heads, self.expand_ratio = H, K
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.use_short_conv = use_short_conv
         self.gate_low_rank_dim = gate_low_rank_dim
-        self.layer_idx = layer_idx
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
@@ -107,11 +102,6 @@ class LightNetAttention(RecurrentLayer):
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
         g, k, z = running_logsumexp(upcast(tokens.masked(k, -torch.inf)), past.normalizer, tokens.cu_seqlens)
 
-        gla = fused_recurrent_gla if self._recurrent(x) else chunk_gla
-        o, recurrent = gla(
-            F.silu(q), k.to(v.dtype), v, g,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        gla = self._op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
+        o, recurrent = gla(F.silu(q), k.to(v.dtype), v, g)
         return self.o_proj(self.g_norm(o.flatten(2), self.g_proj(x))), RecurrentState(recurrent, conv, z)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +9,7 @@ from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops.lightning_attn import check_decay, log_decay
@@ -63,7 +61,7 @@ class LightningAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx)
         _check.count("num_heads", num_heads)
         if head_dim is None:
             if hidden_size % num_heads != 0:
@@ -75,16 +73,14 @@ class LightningAttention(RecurrentLayer):
             _check.head_size("hidden_size / num_heads", head_dim)
         _check.head_size("head_dim", head_dim)
         check_decay(layer_idx, num_layers, decay)
-        _check.not_negative("norm_eps", norm_eps)
 
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.layer_idx = layer_idx
         self.num_layers = num_layers
         self.decay = decay
         self.act = activation("hidden_act", hidden_act)
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         dim = num_heads * head_dim
         self.norm = RMSNorm(dim, eps=norm_eps, **factory)
         self.qkv_proj = nn.Linear(hidden_size, 3 * dim, bias=False, **factory)
@@ -99,13 +95,7 @@ class LightningAttention(RecurrentLayer):
         decay = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q)
         # Lightning attention would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
-        simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
-        o, recurrent = simple_gla(
-            q, tokens.masked(k), v, g, decay if g is None else None,
-            scale=1.0,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
+        o, recurrent = simple_gla(q, tokens.masked(k), v, g, decay if g is None else None, scale=1.0)
         o = self.norm(o.flatten(-2)) * self.output_gate(x).sigmoid()
         return self.out_proj(o), RecurrentState(recurrent)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from flacompose.layers.feature_map import FEATURE_MAPS
 from flacompose.layers.heads import heads_of, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops._check import MAX_HEAD_SIZE
@@ -82,15 +80,15 @@ class LinearAttention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
-        _check.not_negative("norm_eps", norm_eps)
         _check.one_of("feature_map", feature_map, FEATURE_MAPS)
         make_map, expansion = FEATURE_MAPS[feature_map]
-        if expansion * K > MAX_HEAD_SIZE:
+        keys = expansion * K
+        if keys > MAX_HEAD_SIZE:
             raise ValueError(
                 f"feature_map {feature_map!r} must map {K} keys of a head to at most {MAX_HEAD_SIZE}, "
-                f"got {expansion * K}"
+                f"got {keys}"
             )
         if output_norm not in ("rmsnorm", "identity"):
             raise ValueError(f"output_norm must be 'rmsnorm' or 'identity', got {output_norm!r}")
@@ -99,22 +97,20 @@ class LinearAttention(RecurrentLayer):
         self.norm_q = norm_q
         self.norm_k = norm_k
         self.do_feature_map_norm = do_feature_map_norm
-        self.layer_idx = layer_idx
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.feature_map_q = make_map(K, **factory)
         self.feature_map_k = self.feature_map_q if tie_feature_map_qk else make_map(K, **factory)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
-        self.norm = (
-            RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
-            if output_norm == "rmsnorm"
-            else nn.Identity()
-        )
+        self.norm: nn.Module = nn.Identity()
+        if output_norm == "rmsnorm":
+            self.norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
-        K = expansion * K
-        self.state_shapes = StateShapes(((H, K, V),), normalizer=(H, K) if do_feature_map_norm else None)
+        self.state_shapes = StateShapes(
+            ((H, keys, V),), normalizer=(H, keys) if do_feature_map_norm else None
+        )
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q = self.feature_map_q(self.q_proj(x).unflatten(-1, (self.num_heads, -1)))
@@ -130,14 +126,8 @@ class LinearAttention(RecurrentLayer):
         initial_state = past.recurrent
         if initial_state is not None and self.do_feature_map_norm:
             initial_state = initial_state, past.normalizer
-        linear_attn = fused_recurrent_linear_attn if self._recurrent(x) else chunk_linear_attn
-        o, final_state = linear_attn(
-            q, k, v,
-            initial_state=initial_state,
-            output_final_state=True,
-            normalize=self.do_feature_map_norm,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        linear_attn = self._op(chunk_linear_attn, fused_recurrent_linear_attn, x, initial_state, tokens)
+        o, final_state = linear_attn(q, k, v, normalize=self.do_feature_map_norm)
         recurrent, normalizer = final_state if isinstance(final_state, tuple) else (final_state, ())
         return self.o_proj(self.norm(o).flatten(2)), RecurrentState(recurrent, normalizer=normalizer)
 

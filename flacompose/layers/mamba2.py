@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import Layout
-from flacompose.layers.norm import rms_norm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.norm import RMSNorm, rms_norm
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
@@ -96,26 +96,19 @@ class Mamba2(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size)
+        super().__init__("chunk", hidden_size, norm_eps, layer_idx)
         _check.head_size("head_dim", head_dim)
         _check.head_size("state_size", state_size)
         _check.number("expand", expand)
-        inner = _check.whole(expand * hidden_size)
-        if inner < 1 or inner % head_dim != 0:
-            raise ValueError(
-                f"expand * hidden_size must be a positive multiple of head_dim = {head_dim}, "
-                f"got {expand * hidden_size}"
-            )
+        inner = _check.whole("expand * hidden_size", expand * hidden_size, "head_dim", head_dim)
+        H = inner // head_dim
         if num_heads is not None:
             _check.integer("num_heads", num_heads)
-        if num_heads not in (None, inner // head_dim):
-            raise ValueError(
-                f"num_heads must be expand * hidden_size / head_dim = {inner // head_dim}, got {num_heads}"
-            )
-        num_heads = inner // head_dim
+        if num_heads not in (None, H):
+            raise ValueError(f"num_heads must be expand * hidden_size / head_dim = {H}, got {num_heads}")
         _check.integer("n_groups", n_groups)
-        if n_groups < 1 or num_heads % n_groups != 0:
-            raise ValueError(f"n_groups must divide the {num_heads} heads, got {n_groups}")
+        if n_groups < 1 or H % n_groups != 0:
+            raise ValueError(f"n_groups must divide the {H} heads, got {n_groups}")
         _check.count("conv_kernel", conv_kernel)
         if conv_init is not None:
             _check.not_negative("conv_init", conv_init)
@@ -126,11 +119,10 @@ class Mamba2(RecurrentLayer):
         if dt_init_floor <= 0:
             raise ValueError(f"dt_init_floor must be above 0, got {dt_init_floor}")
         check_dt_limit(dt_limit)
-        _check.not_negative("norm_eps", norm_eps)
         _check.count("chunk_size", chunk_size)
 
         self.intermediate_size = inner
-        self.num_heads = num_heads
+        self.num_heads = H
         self.head_dim = head_dim
         self.state_size = state_size
         self.n_groups = n_groups
@@ -141,19 +133,18 @@ class Mamba2(RecurrentLayer):
         self.dt_init_floor = dt_init_floor
         self.dt_limit = dt_limit
         self.chunk_size = chunk_size
-        self.layer_idx = layer_idx
         self.act = activation("hidden_act", hidden_act)
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         conv_dim = inner + 2 * n_groups * state_size
         self.conv1d = _Convolution(conv_dim, conv_kernel, use_conv_bias, conv_init, **factory)
-        self.in_proj = nn.Linear(hidden_size, inner + conv_dim + num_heads, bias=use_bias, **factory)
-        self.dt_bias = nn.Parameter(torch.empty(num_heads, **factory))
-        self.A_log = nn.Parameter(torch.empty(num_heads, device=device, dtype=dtype or torch.float32))
+        self.in_proj = nn.Linear(hidden_size, inner + conv_dim + H, bias=use_bias, **factory)
+        self.dt_bias = nn.Parameter(torch.empty(H, **factory))
+        self.A_log = nn.Parameter(torch.empty(H, device=device, dtype=dtype or torch.float32))
         self.norm = _GatedRMSNorm(inner, n_groups, norm_before_gate, norm_eps, **factory) if rmsnorm else None
-        self.D = nn.Parameter(torch.empty(inner if D_has_hdim else num_heads, **factory))
+        self.D = nn.Parameter(torch.empty(inner if D_has_hdim else H, **factory))
         self.out_proj = nn.Linear(inner, hidden_size, bias=use_bias, **factory)
-        self.state_shapes = StateShapes(((num_heads, state_size, head_dim),), ((conv_dim, conv_kernel),))
+        self.state_shapes = StateShapes(((H, state_size, head_dim),), ((conv_dim, conv_kernel),))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -176,16 +167,9 @@ class Mamba2(RecurrentLayer):
 
         # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
         v, g = (x * dt.unsqueeze(-1)).to(x.dtype), -dt * upcast(self.A_log).exp()
-        simple_gla = fused_recurrent_simple_gla if self._recurrent(u) else chunk_simple_gla
-        o, recurrent = simple_gla(
-            C, B, v, g,
-            scale=1.0,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
-        o = upcast(o) + x * upcast(self.D).reshape(H, -1)
-        o = o.flatten(-2)
+        simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
+        o, recurrent = simple_gla(C, B, v, g, scale=1.0)
+        o = (upcast(o) + x * upcast(self.D).reshape(H, -1)).flatten(-2)
         o = o * F.silu(upcast(z)) if self.norm is None else self.norm(o, z)
         return self.out_proj(o.to(x.dtype)), RecurrentState(recurrent, conv)
 
@@ -193,11 +177,9 @@ class Mamba2(RecurrentLayer):
 class _Convolution(ShortConvolution):
     """A convolution without an activation whose first weights are uniform up to `init`."""
 
-    def __init__(
-        self, hidden_size: int, kernel_size: int, bias: bool, init: float | None, **factory: Any
-    ) -> None:
+    def __init__(self, channels: int, width: int, bias: bool, init: float | None, **factory: Any) -> None:
         self.init = init
-        super().__init__(hidden_size, kernel_size, bias=bias, activation=None, **factory)
+        super().__init__(channels, width, bias=bias, activation=None, **factory)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -205,29 +187,20 @@ class _Convolution(ShortConvolution):
             nn.init.uniform_(self.weight, -self.init, self.init)
 
 
-class _GatedRMSNorm(nn.Module):
+class _GatedRMSNorm(RMSNorm):
     """A norm of each of `groups` parts of the last axis, before or after the gate ``silu(g)``."""
 
-    def __init__(
-        self, hidden_size: int, groups: int, norm_before_gate: bool, eps: float, **factory: Any
-    ) -> None:
-        super().__init__()
+    def __init__(self, size: int, groups: int, norm_before_gate: bool, eps: float, **factory: Any) -> None:
+        super().__init__(size, eps=eps, **factory)
         self.groups = groups
         self.norm_before_gate = norm_before_gate
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, **factory))
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor, g: Tensor) -> Tensor:
+    def forward(self, x: Tensor, g: Tensor) -> Tensor:  # type: ignore[override]
         """In float32 (float64 for float64), not rounded."""
         x, g = upcast(x), F.silu(upcast(g))
         if not self.norm_before_gate:
             x = x * g
-        x = x.unflatten(-1, (self.groups, -1))
-        x = rms_norm(x, self.eps).flatten(-2) * self.weight
+        x = rms_norm(x.unflatten(-1, (self.groups, -1)), self.eps).flatten(-2) * self.weight
         return x * g if self.norm_before_gate else x
 
     def extra_repr(self) -> str:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.heads import check_even, heads_of, shared
+from flacompose.layers.heads import heads_of, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -87,21 +84,17 @@ class MultiScaleRetention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
-        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
-        check_even(K)
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v, rotary=True)
         self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.use_short_conv = use_short_conv
         self.use_output_gate = use_output_gate
-        self.layer_idx = layer_idx
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
         self.gate_fn = activation("gate_fn", gate_fn)
         self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
@@ -117,7 +110,7 @@ class MultiScaleRetention(RecurrentLayer):
         else:
             self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
         conv = ((H * K, conv_size), (HKV * K, conv_size), (HKV * V, conv_size)) if use_short_conv else ()
-        self.state_shapes = StateShapes(((H, K, V),), conv, position=True)
+        self.state_shapes = StateShapes(((H, K, V),), conv, position=())
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
@@ -128,20 +121,15 @@ class MultiScaleRetention(RecurrentLayer):
         k, v = k.unflatten(-1, (self.num_kv_heads, -1)), v.unflatten(-1, (self.num_kv_heads, -1))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        position, next_position = positions(x, past.position, tokens.lengths, tokens.cu_seqlens)
+        position, next_position = positions(x, past.position, tokens)
         q, k = rotary(q, k, position)
         k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
 
         decay = log_decay(self.num_heads, q)
         # Retention would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
-        simple_gla = fused_recurrent_simple_gla if self._recurrent(x) else chunk_simple_gla
-        o, recurrent = simple_gla(
-            q, k, v, g, decay if g is None else None,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
+        o, recurrent = simple_gla(q, k, v, g, decay if g is None else None)
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))
         else:

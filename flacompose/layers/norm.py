@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], None, eps)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     r"""Root-mean-square norm over the last axis, in float32 (float64 for float64), rounded to the dtype of `x`.
 
     $$y = x / \sqrt{\operatorname{mean}(x^2) + \epsilon} \odot \text{weight}$$
@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
         dtype: Dtype of the weight.
     """
 
-    weight: nn.Parameter | None
+    eps: float
 
     def __init__(
         self,
@@ -45,33 +45,22 @@ class RMSNorm(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(hidden_size, eps, bool(elementwise_affine), device, dtype)
         self.hidden_size = hidden_size
-        self.eps = eps
-        if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        else:
-            self.register_parameter("weight", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._normed(x).to(x.dtype)
 
     def _normed(self, x: Tensor) -> Tensor:
         """The norm before it is rounded."""
-        if x.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"x must have a last axis of size {self.hidden_size}, got shape {tuple(x.shape)}"
-            )
+        shape = tuple(x.shape)
+        if shape[-1] != self.hidden_size:
+            raise ValueError(f"x must have a last axis of size {self.hidden_size}, got shape {shape}")
         y = rms_norm(upcast(x), self.eps)
-        return y if self.weight is None else y * self.weight
+        return y * self.weight if self.elementwise_affine else y
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, elementwise_affine={self.weight is not None}, eps={self.eps}"
+        return f"{self.hidden_size}, elementwise_affine={self.elementwise_affine}, eps={self.eps}"
 
 
 class GatedRMSNorm(RMSNorm):
@@ -81,47 +70,15 @@ class GatedRMSNorm(RMSNorm):
         return (self._normed(x) * F.silu(upcast(g))).to(x.dtype)
 
 
-class GroupNorm(nn.Module):
-    """A layer norm of each of `groups` equal parts of `hidden_size`, with a weight and a bias of all of them.
+class GroupNorm(nn.GroupNorm):
+    """A layer norm of each of the equal groups of channels, given apart: ``[..., groups, channels / groups]``.
 
-    In float32 (float64 for float64), rounded to the dtype of its input ``[..., groups, hidden_size / groups]``.
+    In float32 (float64 for float64), rounded to the dtype of its input.
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        groups: int,
-        hidden_size: int,
-        elementwise_affine: bool | None,
-        eps: float,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.groups = groups
-        self.hidden_size = hidden_size
-        self.eps = eps
-        if elementwise_affine:
-            self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-            self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        else:
-            self.register_parameter("weight", None)
-            self.register_parameter("bias", None)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        if self.weight is not None and self.bias is not None:
-            nn.init.ones_(self.weight)
-            nn.init.zeros_(self.bias)
-
     def forward(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(upcast(x), (self.hidden_size // self.groups,), None, None, self.eps)
-        if self.weight is not None and self.bias is not None:
-            y = y * self.weight.unflatten(0, (self.groups, -1)) + self.bias.unflatten(0, (self.groups, -1))
+        y = F.layer_norm(upcast(x), x.shape[-1:], None, None, self.eps)
+        if self.affine:
+            weight, bias = (p.unflatten(0, (self.num_groups, -1)) for p in (self.weight, self.bias))
+            y = y * weight + bias
         return y.to(x.dtype)
-
-    def extra_repr(self) -> str:
-        affine = self.weight is not None
-        return f"{self.groups}, {self.hidden_size}, elementwise_affine={affine}, eps={self.eps}"

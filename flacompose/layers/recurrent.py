@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.layout import beside, layout
+from flacompose.layers.layout import Layout, beside, layout
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._varlen import sequence_count
 
+Op = Callable[..., tuple[Tensor, Any]]  # what it computes, and the state after the last token
+
 _SHOWN = ("mode", "num_heads", "num_kv_heads", "head_dim", "state_size", "n_groups", "input_dim", "decay")
+
+
+class Factory(TypedDict):
+    """Where a module makes its parameters, and in which dtype."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class RecurrentLayer(nn.Module):
     """A layer around one recurrence, whose op has a chunked form and a recurrent one."""
 
-    chunk_modes: ClassVar[
-        tuple[str, ...]
-    ] = ()  # other names of "chunk" in flash-linear-attention, which are refused
+    # Other names of "chunk" in flash-linear-attention, which are refused.
+    chunk_modes: ClassVar[tuple[str, ...]] = ()
     state_shapes: StateShapes
     # The formulas of a layer. It takes the tokens x [B, T, hidden_size], the state before them and their layout, and
     # returns the output [B, T, hidden_size] and the new state. In a call without a state, every part of it is None.
     _compute: Callable[..., tuple[Tensor, RecurrentState]]
 
-    def __init__(self, hidden_size: int, mode: str = "chunk") -> None:
+    def __init__(
+        self, mode: str, hidden_size: int, norm_eps: float, layer_idx: int | None, conv_size: int = 1
+    ) -> None:
         super().__init__()
         if mode in self.chunk_modes:
             raise ValueError(f"mode {mode!r} is no op of its own: use 'chunk', the same function")
         if mode not in ("chunk", "fused_recurrent"):
             raise ValueError(f"mode must be 'chunk' or 'fused_recurrent', got {mode!r}")
         _check.count("hidden_size", hidden_size)
-        self.hidden_size = hidden_size
+        _check.not_negative("norm_eps", norm_eps)
+        _check.count("conv_size", conv_size)
         self.mode = mode
+        self.hidden_size = hidden_size
+        self.layer_idx: Any = layer_idx  # layers that use it say what it may be
 
     def init_state(
         self,
@@ -130,9 +144,10 @@ class RecurrentLayer(nn.Module):
         y, state = self._compute(tokens.enter(hidden_states), state, tokens, *others)
         return tokens.leave(y), state
 
-    def _recurrent(self, x: Tensor) -> bool:
-        """Whether the recurrent form of the op computes ``x [B, T, D]``, as it does every single token."""
-        return self.mode == "fused_recurrent" or _check.is_one(x.shape[1])
+    def _op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:
+        """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent one."""
+        op = recurrent if self.mode == "fused_recurrent" or _check.is_one(x.shape[1]) else chunk
+        return partial(op, initial_state=initial_state, output_final_state=True, cu_seqlens=tokens.cu_seqlens)
 
     def extra_repr(self) -> str:
         shown = vars(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.layers.layout import beside
+from flacompose.layers.layout import Layout, beside
 from flacompose.ops._dtype import state_dtype, upcast
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
@@ -27,26 +27,17 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
-def positions(
-    x: Tensor, start: Tensor | None, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The position of each token, and that of the next one.
+def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, Tensor]:
+    """The position of each token of ``x [B, T, D]``, ``[B, T]``, and that of the next of each sequence, ``[N]``, int64.
 
-    Args:
-        x: ``[B, T, D]``, the tokens, those of a padded row first.
-        start: ``[N]``, the position of the first token of each sequence, or None for zeros.
-        lengths: ``[B]``, how many tokens of each row count. Default: all.
-        cu_seqlens: ``[N + 1]``, bounds of sequences packed in one row. Default: a sequence a row.
-
-    Returns:
-        ``[B, T]`` and ``[N]``, int64; tokens that do not count have positions without a meaning.
+    ``start [N]`` holds those of the first tokens, or is None for zeros. Of what is no token they have no meaning.
     """
-    B, T, _ = x.shape
+    T, cu_seqlens = x.shape[1], tokens.cu_seqlens
     N = sequence_count(x, cu_seqlens)
     start = torch.zeros(N, dtype=torch.int64, device=x.device) if start is None else start.long()
     start, t = beside(x, start), beside(x, torch.arange(T, device=x.device))
     if cu_seqlens is None:
-        return start[:, None] + t, start + (T if lengths is None else lengths)
+        return start[:, None] + t, start + (T if tokens.lengths is None else tokens.lengths)
     cu = bounds(cu_seqlens, T)
     sequence = sequence_of(t, cu)
     return (t + (start - cu[:-1])[sequence])[None], start + cu.diff()

@@ -14,7 +14,7 @@ from flacompose.layers.activation import activation
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
-from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import token_shift
 from flacompose.ops import chunk_rwkv6, fused_recurrent_rwkv6
@@ -79,9 +79,8 @@ class RWKV6Attention(RecurrentLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(hidden_size, mode)
+        super().__init__(mode, hidden_size, norm_eps, layer_idx)
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
-        _check.not_negative("norm_eps", norm_eps)
         _check.count("proj_low_rank_dim", proj_low_rank_dim)
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
         self.num_heads = H
@@ -89,10 +88,9 @@ class RWKV6Attention(RecurrentLayer):
         self.proj_low_rank_dim = proj_low_rank_dim
         self.gate_low_rank_dim = gate_low_rank_dim
         self.fuse_norm = fuse_norm
-        self.layer_idx = layer_idx
         self.gate_fn = activation("gate_fn", gate_fn)
 
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory = Factory(device=device, dtype=dtype)
         self.x_proj = nn.Sequential(
             _LerpLinear(hidden_size, 5 * proj_low_rank_dim, **factory),
             nn.Tanh(),
@@ -100,14 +98,16 @@ class RWKV6Attention(RecurrentLayer):
         )
         self.x_bias = nn.Parameter(torch.empty(5, hidden_size, **factory))
         self.r_proj = _named("linear", _Linear(hidden_size, H * K, bias=False, **factory))
-        self.w_proj = _named("linear", _low_rank(hidden_size, gate_low_rank_dim, H * K, **factory))
+        down = _Down(hidden_size, gate_low_rank_dim, bias=False, **factory)
+        up = _Up(gate_low_rank_dim, H * K, **factory)
+        self.w_proj = _named("linear", _named("lora", nn.Sequential(down, nn.Tanh(), up)))
         self.k_proj = _named("linear", _Linear(hidden_size, H * K, bias=False, **factory))
         self.v_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
         self.g_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
         self.bonus = nn.Parameter(torch.empty(H, K, **factory))
-        self.g_norm = GroupNorm(H, H * V, elementwise_affine, norm_eps, **factory)
+        self.g_norm = GroupNorm(H, H * V, norm_eps, bool(elementwise_affine), **factory)
         self.o_proj = _Linear(H * V, hidden_size, bias=False, **factory)
-        self.state_shapes = StateShapes(((H, K, V),), shift=hidden_size)
+        self.state_shapes = StateShapes(((H, K, V),), shift=(hidden_size,))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -129,14 +129,8 @@ class RWKV6Attention(RecurrentLayer):
         gate = self.gate_fn(self.g_proj(mixed_g))
         r, w, k, v, gate = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, gate))
 
-        rwkv6 = fused_recurrent_rwkv6 if self._recurrent(x) else chunk_rwkv6
-        o, recurrent = rwkv6(
-            r, tokens.masked(k), v, tokens.masked(w), self.bonus,
-            scale=1.0,
-            initial_state=past.recurrent,
-            output_final_state=True,
-            cu_seqlens=tokens.cu_seqlens,
-        )  # fmt: skip
+        rwkv6 = self._op(chunk_rwkv6, fused_recurrent_rwkv6, x, past.recurrent, tokens)
+        o, recurrent = rwkv6(r, tokens.masked(k), v, tokens.masked(w), self.bonus, scale=1.0)
         return self.o_proj((self.g_norm(o) * gate).flatten(2)), RecurrentState(recurrent, shift=shift)
 
     def _mix(self, x: Tensor, delta: Tensor) -> Tensor:
@@ -191,9 +185,3 @@ class _Up(nn.Linear):
 def _named(name: str, module: nn.Module) -> nn.Sequential:
     """`module` under the name that it has in checkpoints."""
     return nn.Sequential(OrderedDict({name: module}))
-
-
-def _low_rank(input_dim: int, rank: int, output_dim: int, **factory: Any) -> nn.Module:
-    """``tanh(x W_1) W_2 + b``, 0 at first."""
-    down, up = _Down(input_dim, rank, bias=False, **factory), _Up(rank, output_dim, **factory)
-    return _named("lora", nn.Sequential(down, nn.Tanh(), up))

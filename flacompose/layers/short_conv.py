@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.layout import Layout, beside
+from flacompose.layers.layout import Layout, beside, take
 from flacompose.ops._dtype import upcast
 from flacompose.ops._varlen import bounds, sequence_of
 
@@ -60,10 +60,7 @@ class ShortConvolution(nn.Module):
         self.kernel_size = kernel_size
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(hidden_size, 1, kernel_size, device=device, dtype=dtype))
-        if bias:
-            self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
+        self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -119,34 +116,27 @@ class ShortConvolution(nn.Module):
 
     def _rows(self, x: Tensor, state: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """A sequence in each row."""
-        B, T, D = x.shape
-        W = self.kernel_size
+        T, W = x.shape[1], self.kernel_size
         # [B, W + T, D]: a sum of two pads fuses into whatever reads it; a concatenation is written to memory first.
         history = F.pad(x, (0, 0, W, 0))
         if state is not None:
             history = history + F.pad(state.transpose(1, 2), (0, 0, 0, T))
-        y = _sum(self._products(upcast(history), T))
         if lengths is None:
             last = history[:, T:]
         else:
             # Clamped, so that no access leaves the tokens, whatever `lengths` holds.
             column = beside(lengths, torch.arange(W, device=x.device))
-            place = lengths.long().clamp(0, T)[:, None] + column  # [B, W]
-            last = history.gather(1, place[:, :, None].expand(-1, -1, D))
-        return y, _as_state(last)
+            last = take(history, lengths.long().clamp(0, T)[:, None] + column)
+        return self._sums(upcast(history), T), _as_state(last)
 
     def _packed(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Several sequences in one row."""
-        T, D = x.shape[1:]
-        W = self.kernel_size
+        T, W = x.shape[1], self.kernel_size
         cu = bounds(cu_seqlens, T)
         begin, end = cu[:-1], cu[1:]
         t = torch.arange(T, device=x.device)
-        age = (t - cu[sequence_of(t, cu)])[:, None]  # how many tokens of its sequence are before this one
-        products = self._products(upcast(F.pad(x, (0, 0, W, 0))), T)
-        y = products[-1]
-        for w, product in enumerate(products[:-1]):
-            y = y + torch.where(age >= W - 1 - w, product, 0)
+        age = (t - cu[sequence_of(t, cu)])[:, None]
+        y = self._sums(upcast(F.pad(x, (0, 0, W, 0))), T, age)
 
         column = torch.arange(W, device=x.device)
         # [N, W]: the tokens that the new state holds; where it is below `begin`, a column of the old state.
@@ -157,28 +147,29 @@ class ShortConvolution(nn.Module):
         else:
             if W > 1:
                 y = y + self._from_state(state, begin, end, T)
-            old = state.transpose(1, 2).gather(
-                1, ((end - begin)[:, None] + column).clamp(max=W - 1)[:, :, None].expand(-1, -1, D)
-            )
+            old = take(state.transpose(1, 2), ((end - begin)[:, None] + column).clamp(max=W - 1))
         return y, _as_state(torch.where((source >= begin[:, None])[:, :, None], last, old))
 
     def _from_state(self, state: Tensor, begin: Tensor, end: Tensor, T: int) -> Tensor:
         """``[1, T, D]``: what the state adds to the first ``W - 1`` tokens of each packed sequence."""
         _, D, W = state.shape
-        history = F.pad(upcast(state).transpose(1, 2), (0, 0, 0, W - 1))
-        y = _sum(self._products(history, W - 1))  # [N, W - 1, D]
+        y = self._sums(F.pad(upcast(state).transpose(1, 2), (0, 0, 0, W - 1)), W - 1)  # [N, W - 1, D]
         token = begin[:, None] + torch.arange(W - 1, device=state.device)  # [N, W - 1]
         token = torch.where(token < end[:, None], token, T)  # row T is dropped below: the sequence is shorter
         return y.new_zeros(T + 1, D).index_put((token,), y)[None, :T]
 
-    def _products(self, h: Tensor, T: int) -> list[Tensor]:
-        """The ``W`` summands of ``T`` outputs, each ``[N, T, D]``, that of the oldest input first.
+    def _sums(self, h: Tensor, T: int, age: Tensor | None = None) -> Tensor:
+        """``T`` outputs of ``h [N, W + T, D]``, the inputs after the ``W`` before them, of which the first is not used.
 
-        ``h [N, W + T, D]`` holds the inputs after the ``W`` before them, of which the first is not used.
+        ``age [T, 1]`` is how many tokens of its sequence are before each one, if others than these do not count.
         """
         # The gradient of `unbind` is one `stack`; each index would have a gradient of its own, padded with zeros.
         weights = self.weight.squeeze(1).unbind(1)
-        return [h[:, 1 + w : 1 + w + T] * weight for w, weight in enumerate(weights)]
+        products = [h[:, 1 + w : 1 + w + T] * weight for w, weight in enumerate(weights)]
+        if age is not None:
+            *older, newest = products  # the newest is of the token itself
+            products = [torch.where(age >= len(older) - w, y, 0) for w, y in enumerate(older)] + [newest]
+        return sum(products[1:], start=products[0])
 
     def _check(
         self, x: Tensor, state: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
@@ -191,20 +182,15 @@ class ShortConvolution(nn.Module):
         if lengths is not None and cu_seqlens is not None:
             raise ValueError("lengths and cu_seqlens exclude each other")
         if lengths is not None:
-            _check.integral("lengths", lengths)
-            _check.same_device("lengths", lengths, x)
-            if tuple(lengths.shape) != (N,):
-                raise ValueError(f"lengths must have shape ({N},), got {tuple(lengths.shape)}")
+            _check.like(x, "lengths", lengths, (N,), _check.integral)
         if cu_seqlens is not None:
             N = _check.packed("x", x, cu_seqlens)
         if state is not None:
-            _check.state_of(x, "state", state, (N, D, W))
+            _check.like(x, "state", state, (N, D, W))
 
     def extra_repr(self) -> str:
-        bias = self.bias is not None
-        return (
-            f"{self.hidden_size}, kernel_size={self.kernel_size}, bias={bias}, activation={self.activation}"
-        )
+        D, W, bias = self.hidden_size, self.kernel_size, self.bias is not None
+        return f"{D}, kernel_size={W}, bias={bias}, activation={self.activation}"
 
 
 def convolved(
@@ -219,10 +205,6 @@ def convolved(
         for x, convolution, state in zip(inputs, convolutions, states, strict=True)
     ]
     return tuple(y for y, _ in results), tuple(state for _, state in results)
-
-
-def _sum(products: list[Tensor]) -> Tensor:
-    return sum(products[1:], start=products[0])
 
 
 def _as_state(last: Tensor) -> Tensor:

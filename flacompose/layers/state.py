@@ -96,13 +96,8 @@ class RecurrentState(NamedTuple):
             return pytree.tree_map(lambda t: t.to(device=device, dtype=dtype), part)
 
         sums = None if dtype is None else state_dtype(dtype)
-        return RecurrentState(
-            moved(self.recurrent, sums),
-            moved(self.conv, dtype),
-            moved(self.normalizer, sums),
-            moved(self.position, None),
-            moved(self.shift, dtype),
-        )
+        dtypes = (sums, dtype, sums, None, dtype)  # of the parts, in the order of the fields
+        return RecurrentState(*(moved(part, given) for part, given in zip(self, dtypes, strict=True)))
 
     @staticmethod
     def cat(states: Iterable[RecurrentState]) -> RecurrentState:
@@ -131,33 +126,30 @@ pytree._register_namedtuple(RecurrentState, serialized_type_name="flacompose.lay
 
 
 class StateShapes(NamedTuple):
-    """The shapes of a layer's state, each without its first dimension, ``N``."""
+    """The shapes of a layer's state, each without its first dimension, ``N``; None of a part that is absent."""
 
     recurrent: tuple[tuple[int, ...], ...]  # of one, the state is a tensor; of more, a tuple of them
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
-    position: bool = False
-    shift: int | None = None
+    position: tuple[()] | None = None
+    shift: tuple[int] | None = None
     log_normalizer: bool = False  # the normaliser is a logarithm, which starts at -inf
 
     def zeros(self, N: int, device: torch.device | str | None, dtype: torch.dtype) -> RecurrentState:
         """The state before the first token, for projections that give `dtype`."""
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(N, *shape, device=device, dtype=dtype)
+        def zeros(shape: tuple[int, ...] | None, dtype: torch.dtype) -> Any:
+            return () if shape is None else torch.zeros(N, *shape, device=device, dtype=dtype)
 
         sums = state_dtype(dtype)
-        normalizer: Tensor | tuple[()] = ()
-        if self.normalizer is not None:
-            normalizer = zeros(*self.normalizer, dtype=sums)
-            normalizer = normalizer.log() if self.log_normalizer else normalizer
-        recurrent = tuple(zeros(*shape, dtype=sums) for shape in self.recurrent)
+        recurrent = tuple(zeros(shape, sums) for shape in self.recurrent)
+        normalizer = zeros(self.normalizer, sums)
         return RecurrentState(
             recurrent if len(recurrent) > 1 else recurrent[0],
-            tuple(zeros(*shape, dtype=dtype) for shape in self.conv),
-            normalizer,
-            zeros(dtype=torch.int64) if self.position else (),
-            () if self.shift is None else zeros(self.shift, dtype=dtype),
+            tuple(zeros(shape, dtype) for shape in self.conv),
+            normalizer.log() if self.log_normalizer else normalizer,
+            zeros(self.position, torch.int64),
+            zeros(self.shift, dtype),
         )
 
     def absent(self) -> RecurrentState:
@@ -168,23 +160,21 @@ class StateShapes(NamedTuple):
     def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
         """Check that `state` has these shapes, `N` sequences, and the device of `x`."""
         if not isinstance(state, RecurrentState):
-            raise TypeError(
-                f"state must be a RecurrentState, got {type(state).__name__} "
-                "(a mask is the keyword attention_mask)"
-            )
+            given = f"{type(state).__name__} (a mask is the keyword attention_mask)"
+            raise TypeError(f"state must be a RecurrentState, got {given}")
         if len(self.recurrent) > 1:
             _check_tensors(x, "state.recurrent", state.recurrent, self.recurrent, N)
         else:
-            _check.state_of(x, "state.recurrent", state.recurrent, (N, *self.recurrent[0]))
+            _check.like(x, "state.recurrent", state.recurrent, (N, *self.recurrent[0]))
         _check_tensors(x, "state.conv", state.conv, self.conv, N)
-        optional: list[tuple[str, Any, tuple[int, ...] | None, Callable[..., None]]] = [
-            ("normalizer", state.normalizer, self.normalizer, _check.state_of),
-            ("position", state.position, () if self.position else None, _check.integral_state_of),
-            ("shift", state.shift, None if self.shift is None else (self.shift,), _check.state_of),
-        ]
-        for name, value, shape, check in optional:
+        kind: Callable[[str, Tensor], None]
+        for name, value, shape, kind in (
+            ("normalizer", state.normalizer, self.normalizer, _check.floating),
+            ("position", state.position, self.position, _check.integral),
+            ("shift", state.shift, self.shift, _check.floating),
+        ):
             if shape is not None:
-                check(x, f"state.{name}", value, (N, *shape))
+                _check.like(x, f"state.{name}", value, (N, *shape), kind)
             elif isinstance(value, Tensor) or value != ():
                 raise ValueError(f"state.{name} must be () in this layer, got {type(value).__name__}")
 
@@ -195,4 +185,4 @@ def _check_tensors(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, .
     if len(values) != len(shapes):
         raise ValueError(f"{name} must hold {len(shapes)} tensors, got {len(values)}")
     for i, (value, shape) in enumerate(zip(values, shapes, strict=True)):
-        _check.state_of(x, f"{name}[{i}]", value, (N, *shape))
+        _check.like(x, f"{name}[{i}]", value, (N, *shape))

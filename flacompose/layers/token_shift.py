@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flacompose.layers.layout import take
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
 
@@ -24,7 +25,7 @@ def token_shift(
     if lengths is None:
         last = history[:, -1]
     else:
-        last = history.gather(1, lengths[:, None, None].expand(-1, 1, D)).squeeze(1)
+        last = take(history, lengths[:, None]).squeeze(1)
     return history[:, :T], last.clone(memory_format=torch.contiguous_format)
 
 
