@@ -232,6 +232,10 @@ def sharded(mesh: DeviceMesh, by: str, names: list[str]) -> None:
             assert y.placements == (Shard(0),), name
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="DTensors of PyTorch 2.11 have no gradient of padding, and mix up cached views",
+)
 @pytest.mark.parametrize("by", ["rows", "columns"])
 def test_sharded(by):
     on_two_ranks(sharded, by, list(EVERY))
