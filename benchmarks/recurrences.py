@@ -19,17 +19,23 @@ from torch import Tensor
 from flacompose.ops import (
     _check,
     chunk_abc,
+    chunk_delta_rule,
+    chunk_gated_delta_rule,
     chunk_gla,
     chunk_gsa,
     chunk_hgrn,
+    chunk_kda,
     chunk_lightning_attn,
     chunk_linear_attn,
     chunk_retention,
     chunk_rwkv6,
     chunk_simple_gla,
+    fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_rule,
     fused_recurrent_gla,
     fused_recurrent_gsa,
     fused_recurrent_hgrn,
+    fused_recurrent_kda,
     fused_recurrent_lightning_attn,
     fused_recurrent_linear_attn,
     fused_recurrent_retention,
@@ -37,6 +43,7 @@ from flacompose.ops import (
     fused_recurrent_simple_gla,
     mamba_chunk_scan_combined,
 )
+from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
 from flacompose.ops.families.vector_decay import op
@@ -81,6 +88,7 @@ class OpCase:
     flops: int = 4  # per token and element of the state
     draws: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # made of normal numbers
     any_dtype: Axes = ()  # inputs that need not have the dtype of the first
+    not_cast: Axes = ()  # inputs of tokens that autocast leaves as they are
     operands: Mapping[str, str] = field(default_factory=dict)  # names that the registered op has for inputs
     nodes: int = 1  # calls of the registered op
     # The other operations between inputs and results in a graph, with and without a state. None: many.
@@ -165,6 +173,44 @@ def gla_by_tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options) -> tupl
 
 def gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options) -> tuple[Tensor, Tensor]:
     return vector_decay(q, k, v, gk=g, **options)
+
+
+def kda_reference(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **options
+) -> tuple[Tensor, Tensor]:
+    return delta_rule(q, k, v, beta, gk=g, **options)
+
+
+def without_overwriting(
+    reference: Callable[..., tuple[Tensor, Tensor]],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`reference`, whose initial state gets the gradient that it has where no key replaces what the state holds.
+
+    What a key replaces is subtracted from what was there, in chunks and token by token.
+    """
+
+    def term(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None = None, **options
+    ) -> tuple[Tensor, Tensor]:
+        if initial_state is None:
+            return reference(q, k, v, beta, **options)
+        results = reference(q, k, v, beta, initial_state=initial_state.detach(), **options)
+        fixed = {name: x.detach() if isinstance(x, Tensor) else x for name, x in options.items()}
+        kept = reference(
+            q.detach(), k.detach() * 0, v.detach(), beta.detach(), initial_state=initial_state, **fixed
+        )
+        o, S = (x + y - y.detach() for x, y in zip(results, kept))
+        return o, S
+
+    return term
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+def up_to_two(x: Tensor) -> Tensor:
+    return 2 * x.sigmoid()
 
 
 def rwkv6_reference(
@@ -348,6 +394,16 @@ slots = partial(
 rwkv6 = partial(vector, inputs=RKVU, any_dtype=("u",), operands={"r": "q", "w": "gk"})
 bonus = partial(vector, inputs={**QKV, "u": ("H", "K")}, any_dtype=("u",))
 
+delta = partial(
+    _case("delta_rule", {**QKV_GROUPED, "beta": G}, MATRIX_GROUPED),
+    any_dtype=("beta",),
+    not_cast=("beta",),
+    flops=6,
+    term=without_overwriting(delta_rule),
+    draws={"k": unit_vectors, "beta": up_to_two},
+)
+kda = partial(delta, operands={"g": "gk"}, term=without_overwriting(kda_reference))
+
 chunk, token = "chunk", "recurrent"
 lightning = [
     partial(form, layer_idx=1, num_layers=4)
@@ -386,6 +442,14 @@ CASES = [
            term=partial(linear_attn_normalized_reference, constant_weight=True)),
     channels("chunk_hgrn", chunk, chunk_hgrn, fused_recurrent_hgrn, scan, {"g": X}, inductor=True),
     channels("fused_recurrent_hgrn", token, fused_recurrent_hgrn, chunk_hgrn, scan, {"g": X}, inductor=True),
+    delta("chunk_delta_rule", chunk, chunk_delta_rule, fused_recurrent_delta_rule, delta_rule),
+    delta("chunk_gated_delta_rule", chunk, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, delta_rule,
+          {"g": G}, groups=2, inductor=True),
+    delta("fused_recurrent_gated_delta_rule", token, fused_recurrent_gated_delta_rule, chunk_gated_delta_rule,
+          delta_rule, {"g": G}, inductor=True),
+    kda("chunk_kda", chunk, chunk_kda, fused_recurrent_kda, kda_reference, {"g": ("B", "T", "HV", "K")},
+        groups=2, inductor=True),
+    kda("fused_recurrent_kda", token, fused_recurrent_kda, chunk_kda, kda_reference, {"g": ("B", "T", "HV", "K")}),
     slots("chunk_gsa", chunk, chunk_gsa, fused_recurrent_gsa, slots_reference, {"g": S}),
     slots("fused_recurrent_gsa-grouped", token, fused_recurrent_gsa, chunk_gsa, slots_reference, {"g": S},
           groups=3, around=None),

@@ -1,9 +1,13 @@
 """The recurrences, each one function of its inputs: nothing is changed in place, states come back as new tensors."""
 
 from flacompose.ops.abc import chunk_abc
+from flacompose.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
+from flacompose.ops.gated_delta_product import chunk_gated_delta_product
+from flacompose.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flacompose.ops.gla import chunk_gla, fused_recurrent_gla
 from flacompose.ops.gsa import chunk_gsa, fused_recurrent_gsa
 from flacompose.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
+from flacompose.ops.kda import chunk_kda, fused_recurrent_kda
 from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
 from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
@@ -13,17 +17,24 @@ from flacompose.ops.ssd import mamba_chunk_scan_combined, selective_state_update
 
 __all__ = [
     "chunk_abc",
+    "chunk_delta_rule",
+    "chunk_gated_delta_product",
+    "chunk_gated_delta_rule",
     "chunk_gla",
     "chunk_gsa",
     "chunk_hgrn",
+    "chunk_kda",
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_retention",
     "chunk_rwkv6",
     "chunk_simple_gla",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gla",
     "fused_recurrent_gsa",
     "fused_recurrent_hgrn",
+    "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",

@@ -1,4 +1,4 @@
-"""What the Triton kernels of all families are made of, and the token-by-token kernel of both decays."""
+"""What the Triton kernels of all families are made of, and the token-by-token kernel of all with matrix states."""
 
 from __future__ import annotations
 
@@ -122,6 +122,7 @@ def recurrent_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     v,  # [tokens, HV, V]
+    beta,  # [tokens, HV], with the delta rule: how much of the old value is replaced
     g,  # [tokens, HV]
     gamma,  # [HV], added to `g` at every token
     gk,  # [tokens, HG, K]
@@ -188,6 +189,8 @@ def recurrent_kernel(
             S = decayed(S, tl.load(gk + (token * HG + hg) * K + dk, mask=in_k, other=0.0)[:, None])
         if gv is not None:
             S = decayed(S, tl.load(gv + at_v, mask=in_v, other=0.0)[None, :])
+        if beta is not None:
+            v_ = (v_ - tl.sum(S * k_[:, None], 0)) * tl.load(beta + token * HV + hv).to(tl.float32)
         S += k_[:, None] * v_[None, :]
         if u is None:
             o_ = tl.sum(S * q_[:, None], 0)

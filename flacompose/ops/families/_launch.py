@@ -1,4 +1,4 @@
-"""What the launches of all families share, and the launch of the token-by-token kernel of both decays."""
+"""What the launches of all families share, and the launch of the token-by-token kernel of all with matrix states."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def recurrent(
     gk: Tensor | None = None,
     gv: Tensor | None = None,
     u: Tensor | None = None,
+    beta: Tensor | None = None,
     softmax: bool = False,
     full_precision: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
     The gates are ``g [B, T, HV]`` and ``g_gamma [HV]``, which add, ``gk [B, T, HG, K]`` for HG heads that divide HV,
-    and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. `softmax` reads with the softmax of `q`. `full_precision` gives
-    the output in float32.
+    and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. With ``beta [B, T, HV]`` it is the delta rule. `softmax` reads
+    with the softmax of `q`. `full_precision` gives the output in float32.
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
@@ -74,6 +75,7 @@ def recurrent(
         q=q.contiguous(),
         k=k.contiguous(),
         v=v,
+        beta=operand(beta),
         g=operand(g),
         gamma=operand(g_gamma),
         gk=operand(gk),

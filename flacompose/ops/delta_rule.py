@@ -1,0 +1,143 @@
+"""The delta rule, https://arxiv.org/abs/2406.06484."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._dtype import upcast
+from flacompose.ops.families.delta_rule import op
+
+NORM_EPS = 1e-6  # added to the squared norm of queries and keys
+
+
+def chunk_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The delta rule, computed in chunks: the form for training and for prompts.
+
+    $$S_t = S_{t-1} + \beta_t\, k_t (v_t - S_{t-1}^\top k_t)^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    What a key holds is replaced by the new value, wholly where ``beta`` is 1 and the key has norm 1.
+    From "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
+    (<https://arxiv.org/abs/2406.06484>).
+
+    A token multiplies what the state holds along its key by ``1 - beta |k|^2``. States stay bounded while this is
+    between -1 and 1, as for keys of norm 1 and ``beta`` from 0 to 2. Beyond, the recurrence itself grows exponentially.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; mostly of norm 1.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys.
+        beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1 or to 2; any float dtype.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``[N, HV, K, V]`` in
+            float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    check(q, k, v, beta)
+    return run(
+        op.chunk, q, k, v, beta, None, None, scale, initial_state, output_final_state, cu_seqlens,
+        normalize=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+
+
+def fused_recurrent_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_delta_rule][flacompose.ops.chunk_delta_rule], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    check(q, k, v, beta)
+    return run(
+        op.recurrent, q, k, v, beta, None, None, scale, initial_state, output_final_state, cu_seqlens,
+        normalize=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[int, int, int]:
+    """Check the arguments that all rules have; ``(HV, K, V)``."""
+    HV, K, V = _check.qkv(q, k, v, grouped=True)
+    _check.like(q, "beta", beta, (*q.shape[:2], HV))
+    return HV, K, V
+
+
+def run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    g: Tensor | None,
+    gk: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    *,
+    normalize: bool,
+    gates: Callable[[Tensor], Tensor] | None = None,
+    sigmoid: bool = False,
+    neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments that `check` leaves, and call one form of the family's op.
+
+    `gates` makes log decays of what is given as `g` or `gk`. With `sigmoid`, `beta` holds logits, and with `neg_eigval`
+    it reaches 2, so that a token may reverse what the state holds along its key.
+    """
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+    N = _check.sequences(q, cu_seqlens)
+    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
+    scale = _check.scale(scale, K)
+    if neg_eigval and not sigmoid:
+        raise ValueError(
+            "allow_neg_eigval must not be True without use_beta_sigmoid_in_kernel: it scales sigmoid(beta)"
+        )
+    if normalize:
+        q, k = normalized(q), normalized(k)
+    if sigmoid:
+        beta = upcast(beta, q).sigmoid() * (2 if neg_eigval else 1)
+    if gates is not None:
+        g, gk = (None if x is None else gates(upcast(x, q)) for x in (g, gk))
+    o, final_state = form(
+        q, k, v, beta,
+        g=g, gk=gk, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+    )  # fmt: skip
+    return o, final_state if output_final_state else None
+
+
+def normalized(x: Tensor) -> Tensor:
+    """``x [..., K]`` divided by its norm, in the dtype of `x`."""
+    wide = upcast(x)
+    return (wide * (wide.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).to(x.dtype)

@@ -1,0 +1,81 @@
+"""Gated DeltaProduct, https://arxiv.org/abs/2502.10297."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._varlen import stretched
+from flacompose.ops.delta_rule import run
+from flacompose.ops.families.delta_rule import op
+
+
+def chunk_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    num_householder: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Several steps of the delta rule for each token, computed in chunks.
+
+    $$S_{t,0} = e^{g_t}\, S_{t-1,n} \qquad
+    S_{t,i} = S_{t,i-1} + \beta_{t,i}\, k_{t,i} (v_{t,i} - S_{t,i-1}^\top k_{t,i})^\top \qquad
+    o_t = \text{scale} \cdot S_{t,n}^\top q_t$$
+
+    A product of ``n`` Householder transitions reaches rotations, which one does not. From "DeltaProduct: Improving
+    State-Tracking in Linear RNNs via Householder Products" (<https://arxiv.org/abs/2502.10297>). It is
+    [chunk_gated_delta_rule][flacompose.ops.chunk_gated_delta_rule] of ``n`` tokens for each, of which the first decays
+    and the last is read.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T * n, H, K]``, the ``n`` of a token beside each other, in the dtype of `q`; mostly of norm 1.
+        v: Values, ``[B, T * n, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it.
+        g: Decay per token, ``[B, T, HV]``, as natural logarithms from 0 to -inf; any float dtype. None: no decay.
+        beta: How much of a value is replaced, ``[B, T * n, HV]``, mostly from 0 to 1 or to 2; any float dtype.
+        num_householder: ``n``, the steps of a token.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``[N, HV, K, V]`` in
+            float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    _check.count("num_householder", num_householder)
+    n = num_householder
+    _check.floating("q", q)
+    if q.dim() != 4:
+        raise ValueError(f"q must have shape [B, T, H, K], got {tuple(q.shape)}")
+    B, T, H, K = q.shape
+    _check.like(q, "k", k, (B, T * n, H, K))
+    HV, _, _ = _check.qkv(k, k, v, of="k", grouped=True)
+    _check.same_dtype(q, "k", k)
+    _check.like(q, "beta", beta, (B, T * n, HV))
+    _check.optional(q, "g", g, (B, T, HV))
+    _check.sequences(q, cu_seqlens)
+    # The first step of a token decays, the last is read; the others have no gate and no query.
+    q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
+    if g is not None:
+        g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
+    o, final_state = run(
+        op.chunk, q, k, v, beta, g, None, scale, initial_state, output_final_state, stretched(cu_seqlens, n),
+        normalize=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return o.unflatten(1, (T, n))[:, :, -1].contiguous(), final_state

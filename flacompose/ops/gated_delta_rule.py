@@ -1,0 +1,158 @@
+"""The gated delta rule, https://arxiv.org/abs/2412.06464."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops.delta_rule import check, run
+from flacompose.ops.families.delta_rule import op
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The delta rule with one decay per head and token, in chunks: the form for training and for prompts.
+
+    $$S'_t = e^{g_t}\, S_{t-1} \qquad S_t = S'_t + \beta_t\, k_t (v_t - {S'_t}^\top k_t)^\top \qquad
+    o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    From "Gated Delta Networks: Improving Mamba2 with Delta Rule" (<https://arxiv.org/abs/2412.06464>). States stay
+    bounded as those of [chunk_delta_rule][flacompose.ops.chunk_delta_rule] do.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; mostly of norm 1.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys.
+        g: Decay per token, ``[B, T, HV]``, as natural logarithms from 0 to -inf; any float dtype. With
+            `use_gate_in_kernel`, what it is made of.
+        beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1 or to 2; any float dtype. With
+            `use_beta_sigmoid_in_kernel`, its logits.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first.
+        use_gate_in_kernel: Whether the decay is ``-exp(A_log) * softplus(g + dt_bias)``.
+        A_log: ``[HV]``, in any float dtype; given with `use_gate_in_kernel` alone.
+        dt_bias: ``[HV]``, in any float dtype; given with `use_gate_in_kernel` alone. Default: 0.
+        use_beta_sigmoid_in_kernel: Whether `beta` holds logits, of which the sigmoid is taken.
+        allow_neg_eigval: Whether that sigmoid is doubled.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``[N, HV, K, V]`` in
+            float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `scale` is not finite, or an option
+            lacks the one that it belongs to.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return _run(
+        op.chunk, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_gated_delta_rule][flacompose.ops.chunk_gated_delta_rule], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    return _run(
+        op.recurrent, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+    )  # fmt: skip
+
+
+def _run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    normalize: bool,
+    use_gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    sigmoid: bool,
+    neg_eigval: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    HV, _, _ = check(q, k, v, beta)
+    _check.like(q, "g", g, (*q.shape[:2], HV))
+    check_gate(q, use_gate, A_log, dt_bias, (HV,))
+    return run(
+        form, q, k, v, beta, g, None, scale, initial_state, output_final_state, cu_seqlens,
+        normalize=normalize, gates=(lambda g: softplus_gate(g, A_log, dt_bias)) if use_gate else None,
+        sigmoid=sigmoid, neg_eigval=neg_eigval,
+    )  # fmt: skip
+
+
+def check_gate(
+    q: Tensor,
+    use_gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    bias_shape: tuple[int, ...],
+    rate_required: bool = True,
+) -> None:
+    """Check what a decay is made of, `A_log` ``[HV]`` and `dt_bias`."""
+    _check.optional(q, "A_log", A_log, bias_shape[:1])
+    _check.optional(q, "dt_bias", dt_bias, bias_shape)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None and not use_gate:
+            raise ValueError(
+                f"{name} must not be given without use_gate_in_kernel, got shape {tuple(x.shape)}"
+            )
+    if use_gate and rate_required and A_log is None:
+        raise ValueError("A_log must be given with use_gate_in_kernel, got None")
+
+
+def softplus_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    """``-exp(A_log) * softplus(g + dt_bias)`` for ``g [B, T, HV, ...]``, in its dtype, and ``A_log [HV]``."""
+    assert A_log is not None  # checked
+    if dt_bias is not None:
+        g = g + dt_bias
+    rate = A_log.to(g.dtype).exp()
+    return -rate.reshape(-1, *[1] * (g.ndim - 3)) * F.softplus(g)

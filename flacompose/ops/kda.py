@@ -1,0 +1,149 @@
+"""Kimi Delta Attention (KDA), https://arxiv.org/abs/2510.26692."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops.delta_rule import check, run
+from flacompose.ops.families.delta_rule import op
+from flacompose.ops.gated_delta_rule import check_gate, softplus_gate
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The delta rule with a decay per channel of the key, in chunks: the form for training and for prompts.
+
+    $$S'_t = \operatorname{diag}(e^{g_t})\, S_{t-1} \qquad
+    S_t = S'_t + \beta_t\, k_t (v_t - {S'_t}^\top k_t)^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    From "Kimi Linear: An Expressive, Efficient Attention Architecture" (<https://arxiv.org/abs/2510.26692>). States
+    stay bounded as those of [chunk_delta_rule][flacompose.ops.chunk_delta_rule] do.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; mostly of norm 1.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys.
+        g: Decay of the key axis, ``[B, T, HV, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+            With `use_gate_in_kernel`, what it is made of.
+        beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1 or to 2; any float dtype. With
+            `use_beta_sigmoid_in_kernel`, its logits.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first.
+        use_gate_in_kernel: Whether the decay is ``-exp(A_log) * softplus(g + dt_bias)`` or, with `lower_bound`,
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        A_log: ``[HV]``, in any float dtype; given with `use_gate_in_kernel` alone. With `lower_bound` it may be absent,
+            and its exponential is then 1.
+        dt_bias: ``[HV, K]``, or ``[HV * K]``, in any float dtype; given with `use_gate_in_kernel` alone. Default: 0.
+        use_beta_sigmoid_in_kernel: Whether `beta` holds logits, of which the sigmoid is taken.
+        allow_neg_eigval: Whether that sigmoid is doubled.
+        lower_bound: The lowest decay, below 0 and finite; given with `use_gate_in_kernel` alone. Default: none.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``[N, HV, K, V]`` in
+            float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `scale` is not finite, `lower_bound`
+            is not below 0, or an option lacks the one that it belongs to.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return _run(
+        op.chunk, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens,
+    )  # fmt: skip
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_kda][flacompose.ops.chunk_kda], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    return _run(
+        op.recurrent, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens,
+    )  # fmt: skip
+
+
+def _run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    normalize: bool,
+    use_gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    sigmoid: bool,
+    neg_eigval: bool,
+    lower_bound: float | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    HV, K, _ = check(q, k, v, beta)
+    _check.like(q, "g", g, (*q.shape[:2], HV, K))
+    if isinstance(dt_bias, Tensor) and dt_bias.shape == (HV * K,):
+        dt_bias = dt_bias.unflatten(0, (HV, K))
+    if lower_bound is not None:
+        _check.finite("lower_bound", lower_bound)
+        if not use_gate or lower_bound >= 0:
+            wrong = "be below 0" if use_gate else "not be given without use_gate_in_kernel"
+            raise ValueError(f"lower_bound must {wrong}, got {lower_bound}")
+    without_rate = lower_bound is not None and A_log is None
+    check_gate(q, use_gate, A_log, dt_bias, (HV, K), rate_required=not without_rate)
+
+    def gates(g: Tensor) -> Tensor:
+        if lower_bound is None:
+            return softplus_gate(g, A_log, dt_bias)
+        g = g if dt_bias is None else g + dt_bias
+        return lower_bound * (g if A_log is None else A_log.to(g.dtype).exp().unsqueeze(-1) * g).sigmoid()
+
+    return run(
+        form, q, k, v, beta, None, g, scale, initial_state, output_final_state, cu_seqlens,
+        normalize=normalize, gates=gates if use_gate else None, sigmoid=sigmoid, neg_eigval=neg_eigval,
+    )  # fmt: skip
