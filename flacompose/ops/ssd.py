@@ -64,15 +64,11 @@ def mamba_chunk_scan_combined(
         ValueError: If a shape, a device or a bound is wrong, or ``P`` or ``S`` is above 256.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.floating("x", x)
-    if x.dim() != 4:
-        raise ValueError(f"x must have shape [B, T, H, P], got {tuple(x.shape)}")
+    _check.axes("x", x, "B, T, H, P")
     batch, T, H, P = x.shape
     _check.like(x, "dt", dt, (batch, T, H), of="x")
     _check.like(x, "A", A, (H,), of="x")
-    _check.tensor("B", B)
-    if B.dim() != 4:
-        raise ValueError(f"B must have shape [B, T, G, S], got {tuple(B.shape)}")
+    _check.axes("B", B, "B, T, G, S")
     G, S = B.shape[2:]
     _check.like(x, "B", B, (batch, T, G, S), of="x")
     _check.like(x, "C", C, B.shape, of="x")
