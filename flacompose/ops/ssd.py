@@ -80,8 +80,7 @@ def mamba_chunk_scan_combined(
     _check.head_size("B", B)
     N = _check.sequences(x, cu_seqlens, of="x")
     _check.count("chunk_size", chunk_size)
-    if D is not None:
-        _check.like(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")
+    _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")
     _check.optional(x, "z", z, x.shape, of="x")
     _check.optional(x, "dt_bias", dt_bias, (H,), of="x")
     check_dt_limit(dt_limit)
