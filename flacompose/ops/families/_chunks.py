@@ -1,4 +1,4 @@
-"""Chunks in PyTorch: how sequences are cut into them, and how a state goes from chunk to chunk."""
+"""Chunks in PyTorch: how sequences are cut into them, how a state goes on, and what a backward returns."""
 
 from __future__ import annotations
 
