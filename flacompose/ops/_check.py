@@ -30,21 +30,23 @@ def floating(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
 
 
+def axes(name: str, x: Tensor, names: str) -> None:
+    """Check that `x` is a float tensor with as many axes as `names` has, as ``B, T, D``."""
+    floating(name, x)
+    if x.dim() != len(names.split(", ")):
+        raise ValueError(f"{name} must have shape [{names}], got {tuple(x.shape)}")
+
+
 def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False, of: str = "q") -> tuple[int, int, int]:
     """Check ``q, k [B, T, H, K]`` and ``v [B, T, HV, V]``, return ``HV, K, V``; ``HV = H`` unless `grouped`.
 
     In errors, `q` is called `of`, its name in the function that the user has called.
     """
-    floating(of, q)
-    if q.dim() != 4:
-        raise ValueError(f"{of} must have shape [B, T, H, K], got {tuple(q.shape)}")
+    axes(of, q, "B, T, H, K")
     B, T, H, K = q.shape
     like(q, "k", k, q.shape, of)
-    floating("v", v)
-    if v.dim() != 4:
-        raise ValueError(f"v must have shape [B, T, {'HV' if grouped else 'H'}, V], got {tuple(v.shape)}")
-    V = v.shape[3]
-    HV = v.shape[2] if grouped else H
+    axes("v", v, "B, T, HV, V" if grouped else "B, T, H, V")
+    HV, V = v.shape[2] if grouped else H, v.shape[3]
     like(q, "v", v, (B, T, HV, V), of)
     if grouped and H != 0 and HV % H != 0:
         raise ValueError(f"v must have a multiple of the {H} heads of {of}, got {HV}")

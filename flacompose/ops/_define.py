@@ -10,9 +10,9 @@ keys, and `statically_known_true`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import combinations
 from math import prod
@@ -53,9 +53,7 @@ AUTOCAST_DEVICES = ("cpu", "cuda")
 AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 
-outside_fake_mode = (
-    unset_fake_temporarily  # within it, new tensors are real ones, also while a graph is traced
-)
+outside_fake_mode = unset_fake_temporarily  # where new tensors are real ones, also while a graph is traced
 vjp: Callable[..., Any] = torch.func.vjp
 
 
@@ -186,6 +184,14 @@ def _tensors(op: OpOverload) -> tuple[int, ...]:
     )
 
 
+def _with_values(args: Sequence[Any], positions: Iterable[int], values: Iterable[Any]) -> list[Any]:
+    """``args`` with these ``values`` at these ``positions``."""
+    result = list(args)
+    for i, value in zip(positions, values):
+        result[i] = value
+    return result
+
+
 def _position(axes: str, names: Sequence[str]) -> int | None:
     """Where the axis with one of these names is among `axes`, or None."""
     return next((i for i, axis in enumerate(axes.split()) if axis in names), None)
@@ -267,22 +273,9 @@ def _differentiate(
     if backward_op is not None:
         gradients = [arguments.index(primal_of(x, arguments)) for x in _names(backward_op._schema.returns)]
 
-    def restore(ctx: Any) -> list[Any]:
-        args = list(ctx.constants)
-        for i, x in zip(tensors, ctx.saved_tensors):
-            args[i] = x
-        return args
-
     def at(args: list[Any], positions: list[int]) -> Callable[..., Any]:
         """``eager`` as a function of the arguments at ``positions``."""
-
-        def function(*values: Tensor) -> Any:
-            full = list(args)
-            for i, x in zip(positions, values):
-                full[i] = x
-            return eager(*full)
-
-        return function
+        return lambda *values: eager(*_with_values(args, positions, values))
 
     class Function(torch.autograd.Function):
         @staticmethod
@@ -303,10 +296,10 @@ def _differentiate(
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> Any:
-            args = restore(ctx)
-            result: list[Tensor | None] = [None] * len(args)
+            args = _with_values(ctx.constants, tensors, ctx.saved_tensors)
+            nothing: list[Tensor | None] = [None] * len(args)
             if all(g is None for g in grads):
-                return tuple(result)
+                return tuple(nothing)
             if backward_op is not None:
                 mask = [args[i] is not None and ctx.needs_input_grad[i] for i in gradients]
                 positions, found = gradients, _without_gradient(backward_op, [*args, *grads, mask])
@@ -317,13 +310,12 @@ def _differentiate(
                     found = pullback(
                         tuple(torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads))
                     )
-            for i, g in zip(positions, found):
-                result[i] = g if ctx.needs_input_grad[i] else None
-            return tuple(result)
+            wanted = [g if ctx.needs_input_grad[i] else None for i, g in zip(positions, found)]
+            return tuple(_with_values(nothing, positions, wanted))
 
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
-            args = restore(ctx)
+            args = _with_values(ctx.constants, tensors, ctx.saved_tensors)
             # Forward mode is off here, and the saved tensors are dual: a tangent of an outer jvp would be lost.
             args = [_unpack_dual(x, level=0)[0] if isinstance(x, Tensor) else x for x in args]
             positions = [i for i in tensors if tangents[i] is not None]
@@ -369,17 +361,14 @@ def _differentiate(
                 return custom_function_call(Function, *cast_for(device.type, args))
         return custom_function_call(Function, *args)
 
-    def autocast_kernel(device: str) -> Callable[..., Any]:
-        def kernel(*args: Any) -> Any:
-            with _ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
-                return op(*cast_for(device, args))
-
-        return kernel
+    def autocast_kernel(device: str, *args: Any) -> Any:
+        with _ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+            return op(*cast_for(device, args))
 
     LIBRARY.impl(op._opname, autograd_kernel, "Autograd")
     LIBRARY.impl(op._opname, functorch_kernel, FUNCTORCH_KEY)
     for device in AUTOCAST_DEVICES:
-        LIBRARY.impl(op._opname, autocast_kernel(device), f"Autocast{device.upper()}")
+        LIBRARY.impl(op._opname, partial(autocast_kernel, device), f"Autocast{device.upper()}")
 
 
 def _without_gradient(op: OpOverload, args: Sequence[Any]) -> Any:
@@ -445,12 +434,8 @@ def _shardings(
             return Replicate() if name == primal else Partial()
 
         choices: list[Mapping[str, int | None]] = [{}]
-        headed = [
-            (x, name)
-            for name, x in zip(arguments, args)
-            if name in present and primal_of(name, heads) in heads
-        ]
-        if _same_shards([(x, heads[primal_of(name, heads)]) for x, name in headed]):
+        primals = [(x, primal_of(name, heads)) for name, x in zip(arguments, args) if name in present]
+        if _same_shards([(x, heads[primal]) for x, primal in primals if primal in heads]):
             choices.append(heads)
         if all(primal_of(name, batch) in batch for name in present):
             choices.append(batch)

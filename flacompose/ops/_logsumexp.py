@@ -80,10 +80,8 @@ def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     T = x.shape[1]
     t = torch.arange(T, device=x.device)
     # Traced, every length takes those of a long one, but for the single token of decoding.
-    if torch.jit.is_tracing():
-        levels = LEVELS
-    else:
-        levels = LEVELS if torch.compiler.is_compiling() and not always_true(T == 1) else 0
+    traced = torch.jit.is_tracing() or (torch.compiler.is_compiling() and not always_true(T == 1))
+    levels = LEVELS if traced else 0
     while 1 << levels < T:
         levels += 1
     for level in range(levels):

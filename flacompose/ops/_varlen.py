@@ -20,11 +20,6 @@ def bounds(cu_seqlens: Tensor, T: int) -> Tensor:
     return cu_seqlens.long().clamp(0, T).cummax(0).values
 
 
-def stretched(cu_seqlens: Tensor | None, factor: int) -> Tensor | None:
-    """`cu_seqlens` of the sequences in which `factor` tokens stand for each."""
-    return None if cu_seqlens is None else cu_seqlens.long() * factor
-
-
 def inside(cu_seqlens: Tensor, T: int) -> Tensor:
     """``[T]``, whether a token is in any sequence."""
     cu = bounds(cu_seqlens, T)
@@ -51,9 +46,8 @@ def chunk_table(cu_seqlens: Tensor, T: int, C: int, one_each: bool = False) -> C
     """Cut sequences ``cu_seqlens[n] : cu_seqlens[n + 1]`` of ``T`` packed tokens into chunks of ``C``.
 
     The first chunk of sequence ``n`` has the number ``cu_seqlens[n] // C + n``, which leaves room for all chunks of the
-    sequences before it. So the number of a chunk follows from its sequence alone, and the capacity, ``ceil(T / C) + N``
-    chunks, from shapes alone: nothing is read on the host. With `one_each`, no sequence is longer than a chunk, and
-    the number of a chunk is that of its sequence.
+    sequences before it. The capacity follows from shapes alone: nothing is read on the host. With `one_each`, no
+    sequence is longer than a chunk, and the number of a chunk is that of its sequence.
     """
     N = cu_seqlens.shape[0] - 1
     cu = bounds(cu_seqlens, T)

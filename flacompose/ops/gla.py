@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -46,9 +46,9 @@ def chunk_gla(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    shape = _check.qkv(q, k, v)
+    _check.qkv(q, k, v)
     _check.like(q, "g", g, q.shape)
-    return _run(op.chunk, shape, q, k, v, g, None, scale, initial_state, output_final_state, cu_seqlens)
+    return run(op.chunk, q, k, v, {"gk": g}, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def fused_recurrent_gla(
@@ -69,53 +69,36 @@ def fused_recurrent_gla(
 
     With ``gk`` alone it is the same function as [chunk_gla][flacompose.ops.chunk_gla], derivatives included.
     From "Gated Linear Attention Transformers with Hardware-Efficient Training" (<https://arxiv.org/abs/2312.06635>).
+    All arguments but the gates, the results and the errors are those of [chunk_gla][flacompose.ops.chunk_gla].
 
     Args:
-        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
-        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
-        v: Values, ``[B, T, H, V]``, in the dtype of `q`.
         gk: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
             Default: no decay.
         gv: Decay of the value axis, ``[B, T, H, V]``, likewise. Default: no decay.
-        scale: Factor of the output. Default: ``K ** -0.5``.
-        initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
-        output_final_state: Whether to return the state after the last token.
-        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
-            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
-            of ``T`` tokens.
-
-    Returns:
-        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`; `final_state` is ``[N, H, K, V]`` in float32
-            (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
-
-    Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
-        TypeError: If an argument has the wrong type or dtype.
     """
-    shape = _check.qkv(q, k, v)
+    _check.qkv(q, k, v)
     _check.optional(q, "gk", gk, q.shape)
     _check.optional(q, "gv", gv, v.shape)
-    return _run(op.recurrent, shape, q, k, v, gk, gv, scale, initial_state, output_final_state, cu_seqlens)
+    gates = {"gk": gk, "gv": gv}
+    return run(op.recurrent, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens)
 
 
-def _run(
+def run(
     form: Callable[..., tuple[Tensor, Tensor]],
-    shape: tuple[int, int, int],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gk: Tensor | None,
-    gv: Tensor | None,
+    gates: Mapping[str, Tensor | None],
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    of: str = "q",
 ) -> tuple[Tensor, Tensor | None]:
-    H, K, V = shape
-    N = _check.sequences(q, cu_seqlens)
-    _check.optional(q, "initial_state", initial_state, (N, H, K, V))
-    o, final_state = form(
-        q, k, v,
-        gk=gk, gv=gv, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, K),
-    )  # fmt: skip
+    """Check what is left after `q`, `k`, `v` and the gates, and call one form of the family's op."""
+    H, K = q.shape[2:]
+    N = _check.sequences(q, cu_seqlens, of)
+    _check.optional(q, "initial_state", initial_state, (N, H, K, v.shape[3]), of)
+    scale = _check.scale(scale, K)
+    o, final_state = form(q, k, v, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     return o, final_state if output_final_state else None

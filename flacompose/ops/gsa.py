@@ -13,7 +13,6 @@ from flacompose.ops import _check
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._logsumexp import running_logsumexp
-from flacompose.ops._varlen import stretched
 from flacompose.ops.families.vector_decay import op
 
 
@@ -129,7 +128,7 @@ def run(
             # written, the others between tokens that write nothing and forget nothing.
             q = q.unflatten(2, (H, groups)).transpose(2, 3).flatten(1, 2)
             k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
-            cu_seqlens = stretched(cu_seqlens, groups)
+            cu_seqlens = None if cu_seqlens is None else cu_seqlens.long() * groups
         # Logits are not rounded: their error would be a relative error of the weights that the softmax gives.
         logits, Hk = form(
             q, k, s, gv=g, initial_state=Hk, cu_seqlens=cu_seqlens, scale=scale, full_precision=True
@@ -144,11 +143,8 @@ def run(
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> int:
     """Check what comes with every token, return how many heads of queries share one of keys."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("s", s)):
-        _check.floating(name, x)
-        axes = {"q": "HQ, K", "k": "H, K", "v": "H, V", "s": "H, M"}[name]
-        if x.dim() != 4:
-            raise ValueError(f"{name} must have shape [B, T, {axes}], got {tuple(x.shape)}")
+    for name, x, axes in (("q", q, "HQ, K"), ("k", k, "H, K"), ("v", v, "H, V"), ("s", s, "H, M")):
+        _check.axes(name, x, f"B, T, {axes}")
     B, T, HQ, K = q.shape
     H, M = k.shape[2], s.shape[3]
     for name, x, D in (("k", k, K), ("v", v, v.shape[3]), ("s", s, M)):

@@ -66,9 +66,7 @@ def _run(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    _check.floating("x", x)
-    if x.dim() != 3:
-        raise ValueError(f"x must have shape [B, T, D], got {tuple(x.shape)}")
+    _check.axes("x", x, "B, T, D")
     _check.like(x, "g", g, x.shape, of="x")
     _check.not_empty("x", x)
     N = _check.sequences(x, cu_seqlens, of="x")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -59,10 +61,8 @@ def chunk_lightning_attn(
             no layer of `num_layers`, or `decay` is unknown.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return run(
-        op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens,
-        decay=lambda HV: log_decay(HV, layer_idx, num_layers, decay, q),
-    )  # fmt: skip
+    rates = partial(log_decay, layer_idx=layer_idx, num_layers=num_layers, decay=decay, q=q)
+    return run(op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, rates)
 
 
 def fused_recurrent_lightning_attn(
@@ -81,10 +81,8 @@ def fused_recurrent_lightning_attn(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    return run(
-        op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens,
-        decay=lambda HV: log_decay(HV, layer_idx, num_layers, decay, q),
-    )  # fmt: skip
+    rates = partial(log_decay, layer_idx=layer_idx, num_layers=num_layers, decay=decay, q=q)
+    return run(op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, rates)
 
 
 def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -47,10 +49,8 @@ def chunk_retention(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return run(
-        op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens,
-        decay=lambda HV: log_decay(HV, q),
-    )  # fmt: skip
+    decay = partial(log_decay, q=q)
+    return run(op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, decay)
 
 
 def fused_recurrent_retention(
@@ -66,10 +66,8 @@ def fused_recurrent_retention(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    return run(
-        op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens,
-        decay=lambda HV: log_decay(HV, q),
-    )  # fmt: skip
+    decay = partial(log_decay, q=q)
+    return run(op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, decay)
 
 
 def log_decay(HV: int, q: Tensor) -> Tensor:

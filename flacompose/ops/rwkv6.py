@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops.families.vector_decay import op
+from flacompose.ops.gla import run
 
 
 def chunk_rwkv6(
@@ -51,7 +50,8 @@ def chunk_rwkv6(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return _run(op.chunk, r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens)
+    gates = _checked_gates(r, k, v, w, u)
+    return run(op.chunk, r, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, of="r")
 
 
 def fused_recurrent_rwkv6(
@@ -69,28 +69,13 @@ def fused_recurrent_rwkv6(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    return _run(op.recurrent, r, k, v, w, u, scale, initial_state, output_final_state, cu_seqlens)
+    gates = _checked_gates(r, k, v, w, u)
+    return run(op.recurrent, r, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, of="r")
 
 
-def _run(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor,
-    u: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    H, K, V = _check.qkv(r, k, v, of="r")
+def _checked_gates(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> dict[str, Tensor]:
+    """Check what comes with every token and the bonus, return `w` and `u` as the op names them."""
+    H, K, _ = _check.qkv(r, k, v, of="r")
     _check.like(r, "w", w, r.shape, of="r")
     _check.like(r, "u", u, (H, K), of="r")
-    N = _check.sequences(r, cu_seqlens, of="r")
-    _check.optional(r, "initial_state", initial_state, (N, H, K, V), of="r")
-    o, final_state = form(
-        r, k, v,
-        gk=w, u=u, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, K),
-    )  # fmt: skip
-    return o, final_state if output_final_state else None
+    return {"gk": w, "u": u}

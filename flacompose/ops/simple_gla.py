@@ -84,10 +84,7 @@ def run(
     cu_seqlens: Tensor | None,
     decay: Callable[[int], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments and call one form of the family's op.
-
-    `decay` makes `g_gamma` of the number of heads.
-    """
+    """Check the arguments and call one form of the family's op; `decay` makes `g_gamma` of the number of heads."""
     HV, K, V = _check.qkv(q, k, v, grouped=True)
     _check.optional(q, "g", g, (*q.shape[:2], HV))
     _check.optional(q, "g_gamma", g_gamma, (HV,))

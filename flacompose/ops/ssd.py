@@ -64,15 +64,11 @@ def mamba_chunk_scan_combined(
         ValueError: If a shape, a device or a bound is wrong, or ``P`` or ``S`` is above 256.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.floating("x", x)
-    if x.dim() != 4:
-        raise ValueError(f"x must have shape [B, T, H, P], got {tuple(x.shape)}")
+    _check.axes("x", x, "B, T, H, P")
     batch, T, H, P = x.shape
     _check.like(x, "dt", dt, (batch, T, H), of="x")
     _check.like(x, "A", A, (H,), of="x")
-    _check.tensor("B", B)
-    if B.dim() != 4:
-        raise ValueError(f"B must have shape [B, T, G, S], got {tuple(B.shape)}")
+    _check.axes("B", B, "B, T, G, S")
     G, S = B.shape[2:]
     _check.like(x, "B", B, (batch, T, G, S), of="x")
     _check.like(x, "C", C, B.shape, of="x")
@@ -84,8 +80,7 @@ def mamba_chunk_scan_combined(
     _check.head_size("B", B)
     N = _check.sequences(x, cu_seqlens, of="x")
     _check.count("chunk_size", chunk_size)
-    if D is not None:
-        _check.like(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")
+    _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")
     _check.optional(x, "z", z, x.shape, of="x")
     _check.optional(x, "dt_bias", dt_bias, (H,), of="x")
     check_dt_limit(dt_limit)

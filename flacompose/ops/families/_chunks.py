@@ -1,8 +1,9 @@
-"""Chunks in PyTorch: how sequences are cut into them, and how a state goes from chunk to chunk."""
+"""Chunks in PyTorch: how sequences are cut into them, how a state goes on, and what a backward returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -99,3 +100,16 @@ class Chunks:
         end = (first if reverse else last - 1).clamp(0, R - 1)
         ended = torch.where((first == last)[:, None, None, None], start, torch.cat(after)[end])
         return states, ended.contiguous()
+
+
+def gradients(
+    inputs: Sequence[Any], output_mask: Sequence[bool], *made: Callable[[], Tensor]
+) -> tuple[Tensor, ...]:
+    """What a backward returns: what each of `made` gives, in the dtype of its input, the first of `inputs` in order.
+
+    Where the input is absent, or `output_mask` does not want its gradient, it is a tensor without elements.
+    """
+    return tuple(
+        make().to(x.dtype) if wanted and x is not None else inputs[0].new_empty(0)
+        for x, wanted, make in zip(inputs, output_mask, made)
+    )

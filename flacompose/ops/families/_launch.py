@@ -69,21 +69,12 @@ def recurrent(
     final_state = sequences.per_sequence(HV, K, V)
     BK = block(K, 256)
     BV = block(V, 4096 // BK)
+    gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, initial_state))
+    tensors = q.contiguous(), k.contiguous(), v, *gates_and_state, o, final_state
     launch(
         recurrent_kernel,
         (sequences.N * HV * tile_count(V, BV),),
-        q=q.contiguous(),
-        k=k.contiguous(),
-        v=v,
-        beta=operand(beta),
-        g=operand(g),
-        gamma=operand(g_gamma),
-        gk=operand(gk),
-        gv=operand(gv),
-        u=operand(u),
-        initial=operand(initial_state),
-        o=o,
-        final=final_state,
+        *tensors,
         **sequences.arguments,
         scale=scale,
         H=H,

@@ -46,8 +46,7 @@ def define_forms(
         arguments: of both forms, as a schema has them. Those of the backward are these, then ``Tensor? do``, ``Tensor?
             d_final_state`` and ``bool[] output_mask``.
         gradients: what the backward returns, as a schema has it.
-        axes: as `define_op` takes it.
-        autocast: as `define_op` takes it.
+        axes, autocast: as `define_op` takes them.
         fake: ``(o, final_state)`` of the forms for `inputs`, without values.
         flops: of a form; the backward has twice as many.
     """
@@ -91,13 +90,15 @@ def define_forms(
     return with_names(chunk, inputs), with_names(recurrent, inputs)
 
 
+def matrix_state_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Those of one write and one read of the state a token, from the shapes of the arguments."""
+    B, T, HV, V = v
+    return 4 * B * T * HV * q[-1] * V
+
+
 def with_names(op: Callable[..., Any], inputs: type[Any]) -> Form:
     """`op` as a function of the fields of `inputs`, by position or by keyword, with its defaults."""
-
-    def form(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return op(*inputs(*args, **kwargs))
-
-    return form
+    return lambda *args, **kwargs: op(*inputs(*args, **kwargs))
 
 
 def _on_cuda(family: str, name: str) -> Replay:

@@ -66,6 +66,25 @@ class Sequences:
         return count, not (isinstance(count, int) and count == 1)
 
 
+class MatrixSequences(Sequences):
+    """The sequences of ``q [B, T, H, K]`` and ``v [B, T, HV, V]``, whose states are a matrix for each head of `v`."""
+
+    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, C: int) -> None:
+        super().__init__(q, cu_seqlens, C)
+        self.K, (self.H, self.V) = q.shape[3], v.shape[2:]
+        self.bfloat16 = q.dtype == torch.bfloat16
+        self.arguments["H"] = self.H
+
+    def state(self, dtype: torch.dtype) -> Tensor:
+        return self.per_sequence(self.H, self.K, self.V, dtype=dtype)
+
+    def axes(self, transpose: bool) -> dict[str, int]:
+        """Sizes and strides in a state of the axis that is contracted and of the one that is written."""
+        K, V = self.K, self.V
+        D1, D2, stride1, stride2 = (V, K, 1, V) if transpose else (K, V, V, 1)
+        return {"D1": D1, "D2": D2, "stride1": stride1, "stride2": stride2}
+
+
 def segment_count(units: int, programs: int) -> int:
     """Parts in which to sweep a sequence of `units` (chunks, mostly), `programs` to a part: enough for a large chip.
 

@@ -13,7 +13,7 @@ from flacompose.ops._varlen import stretched
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, operand_dtype, tile_count
-from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
@@ -127,15 +127,15 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[:, 0::2], x[:, 1::2]
 
 
-class _Launches(Sequences):
+class _Launches(MatrixSequences):
     """The launches of one call, and what they have in common."""
 
     def __init__(self, inputs: Inputs) -> None:
         q, k, v, beta, g, gk, initial_state, cu_seqlens, scale = inputs
-        self.K, (self.HV, self.V) = q.shape[3], v.shape[2:]
         bfloat16 = q.dtype == torch.bfloat16
         self.C = chunk_size(bfloat16, gk is not None)
-        super().__init__(q, cu_seqlens, self.C)
+        super().__init__(q, v, cu_seqlens, self.C)
+        self.HV = self.arguments.pop("H")
         self.dtype = operand_dtype(q)
         self.v, self.beta, self.initial = operand(v), operand(beta), operand(initial_state)
         q, k = operand(q), operand(k)
@@ -187,9 +187,6 @@ class _Launches(Sequences):
             C=self.C,
             BH=scalar_decay.BH,
         )
-
-    def state(self, dtype: torch.dtype) -> Tensor:
-        return self.per_sequence(self.HV, self.K, self.V, dtype=dtype)
 
     def sweep(
         self,

@@ -17,13 +17,13 @@ queries and keys are a dimension ``n`` beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import upcast
-from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families._chunks import Chunks, gradients
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.vector_decay.eager import _Gate, _halves
 
@@ -93,17 +93,16 @@ def backward(
             reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
         d_gates = rule.join(rule.gate.gradient(exponents, reads, writes, total))
 
-    def gradient(wanted: bool, x: Tensor | None, dx: Callable[[], Tensor]) -> Tensor:
-        return dx().to(x.dtype) if wanted and x is not None else q.new_empty(0)
-
-    return (
-        gradient(want_q, q, lambda: rule.join((dq + d_readers[0]).sum(2, True)) * scale),
-        gradient(want_k, k, lambda: rule.join((dk_read + dk_write + d_readers[1] + d_writers).sum(2, True))),
-        gradient(want_v, v, lambda: rule.join(dv)),
-        gradient(want_beta, beta, lambda: rule.join((solved * rule.errors(S, u)).sum(-1, True)).squeeze(-1)),
-        gradient(want_g, g, lambda: d_gates.sum(-1)),
-        gradient(want_gk, gk, lambda: d_gates),
-        gradient(want_state, initial_state, lambda: d_initial_state),
+    return gradients(
+        inputs,
+        output_mask,
+        lambda: rule.join((dq + d_readers[0]).sum(2, True)) * scale,
+        lambda: rule.join((dk_read + dk_write + d_readers[1] + d_writers).sum(2, True)),
+        lambda: rule.join(dv),
+        lambda: rule.join((solved * rule.errors(S, u)).sum(-1, True)).squeeze(-1),
+        lambda: d_gates.sum(-1),
+        lambda: d_gates,
+        lambda: d_initial_state,
     )
 
 

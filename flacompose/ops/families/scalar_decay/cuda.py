@@ -12,7 +12,7 @@ from flacompose.ops._define import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, tile_count
-from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.scalar_decay.inputs import Inputs
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
 
@@ -22,10 +22,11 @@ BH = 16  # heads of a program that works on gates alone
 @compile_ahead
 def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = Inputs(*args)
-    sweep = _Launches(q, v, g, g_gamma, cu_seqlens, scale)
-    o, final_state = sweep.per_token(sweep.HV, sweep.V, dtype=v.dtype), sweep.state(torch.float32)
-    q, k, v, initial_state = operand(q), operand(k), operand(v), operand(initial_state)
+    inputs = Inputs(*args)
+    sweep = _Launches(inputs)
+    o, final_state = sweep.per_token(sweep.H, sweep.V, dtype=inputs.v.dtype), sweep.state(torch.float32)
+    q, k, v = map(operand, inputs[:3])
+    initial_state = operand(inputs.initial_state)
     ends = sweep.segment_ends(k, v, initial_state)
     sweep(q, k, v, initial_state, out=o, final=final_state, **ends)
     return sweep.batched(o), final_state
@@ -35,12 +36,12 @@ def chunk(*args: Any) -> tuple[Tensor, Tensor]:
 def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dg, dg_gamma, d_initial_state)``, empty where `output_mask` does not want them."""
     inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = inputs
+    q, k, v, g, g_gamma, initial_state, *_ = inputs
     wants_q, wants_k, wants_v, wants_g, wants_gamma, wants_state = (
         wanted and x is not None for wanted, x in zip(output_mask, inputs)
     )
     gradient_of_gates = wants_g or wants_gamma
-    sweep = _Launches(q, v, g, g_gamma, cu_seqlens, scale, gradient_of_gates, fine=wants_gamma)
+    sweep = _Launches(inputs, gradient_of_gates, fine=wants_gamma)
     # There is one gradient for each head of values; those that share one of queries and keys are summed at the end.
     B, T, H, K = q.shape
     HV = v.shape[2]
@@ -49,15 +50,13 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     dk = sweep.per_token(HV, K, dtype=dk_dtype) if wants_k else None
     dv = sweep.per_token(HV, v.shape[3], dtype=v.dtype) if wants_v else None
     d_initial_state = sweep.state(initial_state.dtype) if initial_state is not None and wants_state else None
-    do = torch.zeros_like(v) if do is None else do
-    q, k, v, do = operand(q), operand(k), operand(v), operand(do)
+    q, k, v, do = map(operand, (q, k, v, torch.zeros_like(v) if do is None else do))
     initial_state, d_final_state = operand(initial_state), operand(d_final_state)
 
     parts = sweep.gate_gradient_parts() if gradient_of_gates else {}
-    y_of_dq, y_of_dk = (q, k) if gradient_of_gates else (None, None)
     if wants_q or gradient_of_gates:
         ends = sweep.segment_ends(k, v, initial_state)
-        sweep(do, v, k, initial_state, out=dq, y=y_of_dq, transpose=True, **ends, **parts)
+        sweep(do, v, k, initial_state, out=dq, y=q if parts else None, transpose=True, **ends, **parts)
     sweeps_dk = wants_k or gradient_of_gates
     if sweeps_dk or wants_v or wants_state:
         # One of these sweeps ends with the gradient of the initial state, or is made for that alone.
@@ -66,7 +65,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
             sweep(k, q, do, d_final_state, out=dv, final=final, reverse=True, **ends)
             final = None
         if sweeps_dk:
-            ends |= {"out": dk, "final": final, "y": y_of_dk}
+            ends |= {"out": dk, "final": final, "y": k if parts else None}
             sweep(v, do, q, d_final_state, transpose=True, reverse=True, **ends, **parts)
 
     def of_heads(dx: Tensor | None, x: Tensor) -> Tensor | None:
@@ -90,89 +89,54 @@ chunk.backward = backward
 
 def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = Inputs(*args)
-    return _launch.recurrent(q, k, v, initial_state, cu_seqlens, scale, g=g, g_gamma=g_gamma)
+    return _launch.recurrent(**Inputs(*args)._asdict())
 
 
-class _Launches(Sequences):
+class _Launches(MatrixSequences):
     """The launches of one call: what its sweeps have in common, and the gates as they take them."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        g_gamma: Tensor | None,
-        cu_seqlens: Tensor | None,
-        scale: float,
-        gradient_of_gates: bool = False,
-        fine: bool = False,
-    ) -> None:
-        self.K, (self.HV, self.V) = q.shape[3], v.shape[2:]
-        self.scale = scale
-        self.bfloat16 = q.dtype == torch.bfloat16
+    def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
+        q, _, v, g, g_gamma, _, cu_seqlens, self.scale = inputs
         self.gated, self.gradient_of_gates = g is not None or g_gamma is not None, gradient_of_gates
-        self.fine = fine and self.bfloat16
-        self.C = chunk_size(self.bfloat16, max(self.K, self.V), self.gated, gradient_of_gates)
-        super().__init__(q, cu_seqlens, self.C)
-        self.arguments["H"] = self.HV
-        programs = self.HV * max(self.tiles(x) for x in (False, True))
+        bfloat16 = q.dtype == torch.bfloat16
+        self.C = chunk_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
+        super().__init__(q, v, cu_seqlens, self.C)
+        self.arguments["C"] = self.C
+        self.fine = fine and bfloat16
+        programs = self.H * max(self.tiles(x) for x in (False, True))
         self.SEGMENTS, self.split = self.segments(self.chunks_of_row, programs)
+        self.gate_grid = (self.chunks, tile_count(self.H, BH))
         # Gates that are those of every token, or running sums, in two parts for float32 products.
-        self.gates: dict[str, Tensor | None] = {"gamma": operand(g_gamma), "sums": None, "rest": None}
-        if g is None and not gradient_of_gates:
-            return
-        sums = self.per_chunk(self.HV, self.C)
-        rest = None if self.bfloat16 else self.per_chunk(self.HV, self.C)
-        launch(
-            gate_kernel,
-            (self.chunks, tile_count(self.HV, BH)),
-            g=operand(g),
-            gamma=self.gates["gamma"],
-            sums=sums,
-            rest=rest,
-            **self.arguments,
-            C=self.C,
-            BH=BH,
-        )
-        self.gates = {"gamma": None, "sums": sums, "rest": rest}
+        gamma, sums, rest = operand(g_gamma), None, None
+        if g is not None or gradient_of_gates:
+            sums = self.per_chunk(self.H, self.C)
+            rest = None if bfloat16 else self.per_chunk(self.H, self.C)
+            launch(gate_kernel, self.gate_grid, operand(g), gamma, sums, rest, **self.arguments, BH=BH)
+            gamma = None
+        self.gates = {"gamma": gamma, "sums": sums, "rest": rest}
 
     def config(self, transpose: bool) -> dict[str, int]:
-        D1, D2 = (self.V, self.K) if transpose else (self.K, self.V)
-        return sweep_config(self.bfloat16, self.C, D1, D2, self.gated, self.gradient_of_gates and transpose)
+        axes, gate_gradient = self.axes(transpose), self.gradient_of_gates and transpose
+        return sweep_config(self.bfloat16, self.C, axes["D1"], axes["D2"], self.gated, gate_gradient)
 
     def tiles(self, transpose: bool) -> int:
         return tile_count(self.K if transpose else self.V, self.config(transpose)["BD2"])
-
-    def state(self, dtype: torch.dtype) -> Tensor:
-        return self.per_sequence(self.HV, self.K, self.V, dtype=dtype)
 
     def gate_gradient_parts(self) -> dict[str, Any]:
         """Memory that the sweeps of dq and dk share and fill, by the names of their arguments."""
         dtype = torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32
         return {
-            "states": self.per_chunk(self.HV, self.V, self.K, dtype=dtype),
-            "d_sums": self.per_chunk(3, self.tiles(transpose=True), self.HV, self.C),
-            "d_whole": self.per_chunk(self.HV, self.K),
+            "states": self.per_chunk(self.H, self.V, self.K, dtype=dtype),
+            "d_sums": self.per_chunk(3, self.tiles(transpose=True), self.H, self.C),
+            "d_whole": self.per_chunk(self.H, self.K),
         }
 
     def gate_gradient(self, parts: dict[str, Any], dtype: torch.dtype) -> Tensor:
         """``[B, T, HV]``, from what the sweeps have stored."""
-        dg = self.per_token(self.HV, dtype=dtype)
-        launch(
-            gate_gradient_kernel,
-            (self.chunks, tile_count(self.HV, BH)),
-            d_sums=parts["d_sums"],
-            d_whole=parts["d_whole"],
-            dg=dg,
-            **self.arguments,
-            scale=self.scale,
-            D=self.K,
-            C=self.C,
-            BH=BH,
-            BD=block(self.K, 256),
-            PARTS=self.tiles(transpose=True),
-        )
+        dg = self.per_token(self.H, dtype=dtype)
+        tensors = parts["d_sums"], parts["d_whole"], dg
+        sizes = {"D": self.K, "BH": BH, "BD": block(self.K, 256), "PARTS": self.tiles(transpose=True)}
+        launch(gate_gradient_kernel, self.gate_grid, *tensors, **self.arguments, scale=self.scale, **sizes)
         return self.batched(dg)
 
     def segment_ends(
@@ -181,9 +145,9 @@ class _Launches(Sequences):
         """The state at each segment's end, begun at zero, and its summed gates; nothing if there is but one."""
         if not self.split:
             return {}
-        ends: dict[str, Any] = {"segment_state": self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)}
+        ends: dict[str, Any] = {"segment_state": self.per_segment(self.SEGMENTS, self.H, self.K, self.V)}
         if self.gated:
-            ends["segment_gate"] = self.per_segment(self.SEGMENTS, self.HV)
+            ends["segment_gate"] = self.per_segment(self.SEGMENTS, self.H)
         self(None, b, x, initial, find_ends=True, reverse=reverse, **ends)
         return ends
 
@@ -202,11 +166,10 @@ class _Launches(Sequences):
 
         The other `tensors` are its arguments by name, of which those left out are absent.
         """
-        D1, D2, stride1, stride2 = (self.V, self.K, 1, self.V) if transpose else (self.K, self.V, self.V, 1)
         optional = ("y", "segment_state", "segment_gate", "out", "states", "d_sums", "d_whole", "final")
         launch(
             sweep_kernel,
-            (self.tiles(transpose) * self.SEGMENTS * self.N * self.HV,),
+            (self.tiles(transpose) * self.SEGMENTS * self.N * self.H,),
             a=a,
             b=b,
             x=x,
@@ -218,11 +181,7 @@ class _Launches(Sequences):
             HA=b.shape[2],
             HX=x.shape[2],
             SEGMENTS=self.SEGMENTS,
-            D1=D1,
-            D2=D2,
-            stride1=stride1,
-            stride2=stride2,
-            C=self.C,
+            **self.axes(transpose),
             SPLIT=self.split,
             ENDS=find_ends,
             REVERSE=reverse,

@@ -4,21 +4,19 @@
 
 Between chunks the state is swept. Within a chunk every pair of tokens ``t >= s`` meets with the weight
 ``exp(g_{s+1} + ... + g_t)``: sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and
-a gate of -inf is a weight of 0.
-
-Everything is functional, differentiable PyTorch, so derivatives of any order exist. Heads of values that share one of
-queries and keys are a dimension ``n`` beside it.
+a gate of -inf is a weight of 0. Heads of values that share one of queries and keys are a dimension ``n`` beside it.
+All is functional and differentiable to any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import upcast
-from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families._chunks import Chunks, gradients
 from flacompose.ops.families.scalar_decay.inputs import Inputs
 
 
@@ -93,20 +91,15 @@ def backward(
     if want_q or want_k:
         dA = dA.sum(2, True)
 
-    def gradient(wanted: bool, x: Tensor | None, dx: Callable[[], Tensor]) -> Tensor:
-        return dx().to(x.dtype) if wanted and x is not None else q.new_empty(0)
-
-    return (
-        gradient(want_q, q, lambda: chunks.join((dq.sum(2, True) + dA @ k_).flatten(1, 2)) * scale),
-        gradient(want_k, k, lambda: chunks.join((dk.sum(2, True) + dA.mT @ q_).flatten(1, 2))),
-        gradient(
-            want_v,
-            v,
-            lambda: chunks.join(((A * decay.pair).mT @ do_ + (k_ * decay.write) @ dS).flatten(1, 2)),
-        ),
-        gradient(want_g, g, lambda: dg),
-        gradient(want_g_gamma, g_gamma, lambda: dg.sum((0, 1))),
-        gradient(want_state, initial_state, lambda: d_initial_state),
+    return gradients(
+        inputs,
+        output_mask,
+        lambda: chunks.join((dq.sum(2, True) + dA @ k_).flatten(1, 2)) * scale,
+        lambda: chunks.join((dk.sum(2, True) + dA.mT @ q_).flatten(1, 2)),
+        lambda: chunks.join(((A * decay.pair).mT @ do_ + (k_ * decay.write) @ dS).flatten(1, 2)),
+        lambda: dg,
+        lambda: dg.sum((0, 1)),
+        lambda: d_initial_state,
     )
 
 

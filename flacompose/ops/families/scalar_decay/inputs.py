@@ -12,7 +12,7 @@ class Inputs(NamedTuple):
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V]
+    v: Tensor  # [B, T, HV, V], HV a multiple of H
     g: Tensor | None = None  # [B, T, HV], a decay per token and head
     g_gamma: Tensor | None = None  # [HV], a decay per head, the same for every token
     initial_state: Tensor | None = None  # [N, HV, K, V]

@@ -34,9 +34,7 @@ def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
 @compile_ahead
 def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dx, dg, d_initial_state)``, empty where `output_mask` does not want them."""
-    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    x, g, initial_state, cu_seqlens = inputs
-    wants_x, wants_g, wants_state = output_mask
+    x, g, initial_state, cu_seqlens, do, d_final_state, (wants_x, wants_g, wants_state) = args
     scan = _Launches(x, cu_seqlens)
     dx = scan.per_token(scan.D, dtype=x.dtype) if wants_x else None
     d_initial_state = None
@@ -51,16 +49,8 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         # down to what strong gates leave of them.
         decayed = dg if g.dtype != torch.float16 else scan.per_token(scan.D, dtype=torch.float32)
         scan(x.contiguous(), g, initial_state, out=decayed, only_decayed=True)
-    scan(
-        do.contiguous(),
-        g,
-        d_final_state,
-        decayed=None if decayed is dg else decayed,
-        out=dx,
-        dg=dg,
-        final=d_initial_state,
-        reverse=True,
-    )
+    decayed = None if decayed is dg else decayed
+    scan(do.contiguous(), g, d_final_state, decayed, dx, dg, d_initial_state, reverse=True)
     dx, dg = (None if y is None else scan.batched(y) for y in (dx, dg))
     return none_as_empty(x, dx, dg, d_initial_state)
 
@@ -103,21 +93,17 @@ class _Launches(Sequences):
         # A segment has 2,048 tokens at least, and so 64 times 32.
         SEGMENTS, split = (1, False) if self.by_token else self.segments(self.T // 32, tiles)
         state, gate = (self.per_segment(SEGMENTS, self.D) if split else None for _ in range(2))
-        initial = None if initial is None else initial.contiguous()
+        inputs = {"x": x, "g": g, "initial": None if initial is None else initial.contiguous()}
+        outputs = {"decayed_h": decayed, "out": out, "dg": dg, "final": final}
         for find_ends in (True, False) if split else (False,):
             C, stages = END_CONFIG if find_ends else TOKEN_CONFIG if self.by_token else SCAN_CONFIG
             launch(
                 scan_kernel,
                 (self.N * tiles * SEGMENTS,),
-                x=x,
-                g=g,
-                decayed_h=None if find_ends else decayed,
-                initial=initial,
+                **inputs,
+                **(dict.fromkeys(outputs) if find_ends else outputs),
                 segment_state=state,
                 segment_gate=gate,
-                out=None if find_ends else out,
-                dg=None if find_ends else dg,
-                final=None if find_ends else final,
                 **self.arguments,
                 SEGMENTS=SEGMENTS,
                 D=self.D,

@@ -4,9 +4,8 @@
 
 All chunks are swept at once, token by token, twice: from zero, to find what each adds to the state, which is then swept
 from chunk to chunk; and from the state before each. What a chunk leaves of a state is the exponential of the sum of its
-gates, so a gate of -inf is a weight of 0 and nothing cancels. Backwards in time likewise.
-
-Everything is functional, differentiable PyTorch, so derivatives of any order exist.
+gates, so a gate of -inf is a weight of 0 and nothing cancels. Backwards in time likewise. All is functional and
+differentiable to any order.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import upcast
-from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families._chunks import Chunks, gradients
 from flacompose.ops.families.scan.inputs import Inputs
 
 
@@ -42,7 +41,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def backward(
     inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """``(dx, dg, d_initial_state)``, empty where `output_mask` is False or the state is absent."""
     x, g, initial_state, cu_seqlens = inputs
     want_x, want_g, want_state = output_mask
@@ -64,12 +63,12 @@ def backward(
             dx.append(do_t + dh)
             dh = a * dx[-1]
         dx.reverse()
-    return (
-        scan.join(dx).to(x.dtype) if want_x else x.new_empty(0),
-        scan.join([d * h for d, h in zip(dx, left, strict=True)]).to(g.dtype) if want_g else x.new_empty(0),
-        d_initial_state.to(initial_state.dtype)
-        if want_state and initial_state is not None
-        else x.new_empty(0),
+    return gradients(
+        inputs,
+        output_mask,
+        lambda: scan.join(dx),
+        lambda: scan.join([d * h for d, h in zip(dx, left, strict=True)]),
+        lambda: d_initial_state,
     )
 
 

@@ -1,7 +1,4 @@
-"""The registered ops of the elementwise scan: a chunked form and a recurrent one, of the same function.
-
-h_t = exp(g_t) * h_{t-1} + x_t        o_t = h_t
-"""
+"""The registered ops of the elementwise scan: `inputs` lists their arguments, `eager` states the recurrence."""
 
 from __future__ import annotations
 

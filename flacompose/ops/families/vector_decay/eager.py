@@ -2,26 +2,26 @@
 
     S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T        o_t = scale * S_t^T q_t
 
+or, with the bonus `u` of the current token, ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
+
 Between chunks the state is swept (`_sweep`). Within a chunk every pair of tokens ``t > s`` meets with the weight
 ``exp(g_{s+1} + ... + g_t)`` (`_pair`), split in two factors at a boundary between ``s`` and ``t``: both exponents are
 sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and a gate of -inf is a weight
 of 0. The boundary is the one at which ``s`` and ``t`` part when the chunk is halved, and halved again: at level ``b``
 the odd blocks of ``b`` tokens read what the even blocks before them wrote. A token meets itself undecayed, with the
-bonus `u` where there is one: then a read stops before its own gate. With `softmax`, `q` are logits of what reads.
-
-Everything is functional, differentiable PyTorch, so derivatives of any order exist.
+bonus where there is one: then a read stops before its own gate. All is functional and differentiable to any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import state_dtype, upcast
-from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families._chunks import Chunks, gradients
 from flacompose.ops.families.vector_decay.inputs import Inputs
 
 
@@ -72,15 +72,11 @@ def backward(
     want_q, want_k, want_v, want_gk, want_gv, want_u, want_state = output_mask
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
-    logits = q
     if softmax:
         q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
     gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
     bonus, itself = _bonus(u, k_), _dot(do_, v_)
-
-    def gradient(wanted: bool, x: Tensor | None, dx: Callable[[], Tensor]) -> Tensor:
-        return dx().to(x.dtype) if wanted and x is not None else logits.new_empty(0)
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it. From this
     # chunk, by exchange of roles: dq, dk and dgk along the key axis, dv and dgv along the value axis.
@@ -119,14 +115,16 @@ def backward(
         total = (_decay(S, gate_k, gate_v) * dS).sum(-2)[..., None, :]
         return chunks.join(gate_v.gradient(pairs_v.exponents, do_ * o, v_ * dv, total))
 
-    return (
-        gradient(want_q, logits, of_q),
-        gradient(want_k, k, lambda: chunks.join(dk + pairs_k.write)),
-        gradient(want_v, v, lambda: chunks.join(dv + pairs_v.write)),
-        gradient(want_gk, gk, of_gk),
-        gradient(want_gv, gv, of_gv),
-        gradient(want_u, u, lambda: (itself * q_ * k_).sum((0, 2, 3))),
-        gradient(want_state, initial_state, lambda: d_initial_state),
+    return gradients(
+        inputs,
+        output_mask,
+        of_q,
+        lambda: chunks.join(dk + pairs_k.write),
+        lambda: chunks.join(dv + pairs_v.write),
+        of_gk,
+        of_gv,
+        lambda: (itself * q_ * k_).sum((0, 2, 3)),
+        lambda: d_initial_state,
     )
 
 

@@ -19,5 +19,5 @@ class Inputs(NamedTuple):
     initial_state: Tensor | None = None  # [N, H, K, V]
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0
-    softmax: bool = False  # q are logits, and the state is read with their softmax
-    full_precision: bool = False  # the output has the dtype of states
+    softmax: bool = False  # q are logits, of any dtype, and the state is read with their softmax
+    full_precision: bool = False  # the output has the dtype of states, whatever that of the inputs

@@ -1,12 +1,4 @@
-"""The registered ops of vector decay: a chunked form and a recurrent one, of the same function, with one backward.
-
-    S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T        o_t = scale * S_t^T q_t
-
-With `u`, the bonus of the current token, the state is read before the decay and the write, and the token's own pair
-joins with that weight: ``o_t = scale * (S_{t-1} + diag(u) k_t v_t^T)^T q_t``. With `softmax`, `q` holds logits, and the
-state is read with their softmax; they may be wider than the other inputs. With `full_precision`, the output has the
-dtype of states, whatever that of the inputs.
-"""
+"""The registered ops of vector decay: `inputs` lists their arguments, `eager` states the recurrence."""
 
 from __future__ import annotations
 
@@ -14,22 +6,16 @@ from torch import Tensor
 
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._varlen import sequence_count
-from flacompose.ops.families._op import define_forms
+from flacompose.ops.families._op import define_forms, matrix_state_flops
 from flacompose.ops.families.vector_decay import eager
 from flacompose.ops.families.vector_decay.inputs import Inputs
 
 
 def _fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = inputs
-    N, (H, K), V, dtype = sequence_count(q, cu_seqlens), q.shape[2:], v.shape[3], state_dtype(q.dtype)
-    o = v.new_empty(v.shape, dtype=dtype if full_precision else v.dtype)
+    q, v, dtype = inputs.q, inputs.v, state_dtype(inputs.q.dtype)
+    N, (H, K), V = sequence_count(q, inputs.cu_seqlens), q.shape[2:], v.shape[3]
+    o = v.new_empty(v.shape, dtype=dtype if inputs.full_precision else v.dtype)
     return o, q.new_empty(N, H, K, V, dtype=dtype)
-
-
-def _flops(q, k, v, *_, **__) -> int:
-    """One write and one read of the state a token."""
-    B, T, H, V = v
-    return 4 * B * T * H * q[-1] * V
 
 
 chunk, recurrent = define_forms(
@@ -52,5 +38,5 @@ chunk, recurrent = define_forms(
     },
     autocast={"q": "softmax", "k": None, "v": None},
     fake=_fake,
-    flops=_flops,
+    flops=matrix_state_flops,
 )
