@@ -20,6 +20,11 @@ def bounds(cu_seqlens: Tensor, T: int) -> Tensor:
     return cu_seqlens.long().clamp(0, T).cummax(0).values
 
 
+def stretched(cu_seqlens: Tensor | None, factor: int) -> Tensor | None:
+    """`cu_seqlens` of the sequences in which `factor` tokens stand for each."""
+    return None if cu_seqlens is None else cu_seqlens.long() * factor
+
+
 def inside(cu_seqlens: Tensor, T: int) -> Tensor:
     """``[T]``, whether a token is in any sequence."""
     cu = bounds(cu_seqlens, T)

@@ -13,6 +13,7 @@ from flacompose.ops import _check
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._logsumexp import running_logsumexp
+from flacompose.ops._varlen import stretched
 from flacompose.ops.families.vector_decay import op
 
 
@@ -128,7 +129,7 @@ def run(
             # written, the others between tokens that write nothing and forget nothing.
             q = q.unflatten(2, (H, groups)).transpose(2, 3).flatten(1, 2)
             k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
-            cu_seqlens = None if cu_seqlens is None else cu_seqlens.long() * groups
+            cu_seqlens = stretched(cu_seqlens, groups)
         # Logits are not rounded: their error would be a relative error of the weights that the softmax gives.
         logits, Hk = form(
             q, k, s, gv=g, initial_state=Hk, cu_seqlens=cu_seqlens, scale=scale, full_precision=True
