@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._varlen import stretched
 from flacompose.ops.delta_rule import run
 from flacompose.ops.families.delta_rule import op
 
@@ -73,9 +74,8 @@ def chunk_gated_delta_product(
     q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
     if g is not None:
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
-    bounds = None if cu_seqlens is None else cu_seqlens.long() * n
     o, final_state = run(
-        op.chunk, q, k, v, beta, g, None, scale, initial_state, output_final_state, bounds,
+        op.chunk, q, k, v, beta, g, None, scale, initial_state, output_final_state, stretched(cu_seqlens, n),
         normalize=use_qk_l2norm_in_kernel,
     )  # fmt: skip
     return o.unflatten(1, (T, n))[:, :, -1].contiguous(), final_state

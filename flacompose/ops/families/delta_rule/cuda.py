@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._define import launch
+from flacompose.ops._varlen import stretched
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, operand_dtype, tile_count
@@ -65,7 +66,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         gates = [None if x is None else _pairwise(x, torch.zeros_like(x)) for x in (g, gk)]
         do_ = _pairwise(-dv, (do * scale).to(rule.dtype))
         tokens = _pairwise(k_, q_), _pairwise(none, k_), _pairwise(torch.zeros_like(u), u)
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.long() * 2
+        cu_seqlens = stretched(cu_seqlens, 2)
         if gk is not None:
             mask = [True, True, True, True, False, False, False]
             given = *tokens, gates[1], None, None, initial_state, cu_seqlens, 1.0, False, False
