@@ -15,9 +15,14 @@ from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, operand_dtype, tile_count
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.inputs import Inputs
-from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
+from flacompose.ops.families.delta_rule.kernels import (
+    gradient_kernel,
+    pair_kernel,
+    reverse_kernel,
+    sweep_kernel,
+)
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
-from flacompose.ops.families.scalar_decay.kernels import gate_kernel
+from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 
 
@@ -34,79 +39,75 @@ def chunk(*args: Any) -> tuple[Tensor, Tensor]:
 
 @compile_ahead
 def backward(*args: Any) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dbeta, dg, dgk, d_initial_state)``, empty where `output_mask` does not want them.
+    """``(dq, dk, dv, dbeta, dg, dgk, d_initial_state)``, empty where `output_mask` does not want them."""
+    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
+    wants = {name: wanted and x is not None for name, x, wanted in zip(inputs._fields, inputs, output_mask)}
+    rule = _Launches(inputs)
+    do = operand(torch.zeros_like(inputs.v) if do is None else do)
+    d_final_state = operand(d_final_state)
+    by_reads = any(wants[name] for name in ("q", "k", "beta", "g", "gk"))
+    of_channels = inputs.gk is not None
+    dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
+    d_initial_state = None
+    if inputs.initial_state is not None and wants["initial_state"]:
+        d_initial_state = rule.state(inputs.initial_state.dtype)
+    r = S = dS = None
+    if by_reads:
+        r = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
+        S, dS = (None, None) if of_channels else (rule.states(), rule.states())
+        rule.sweep(r=r, states=S)
+    rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
+    rule.pairs.clear()  # their memory is free for the gradients
+    made: dict[str, Tensor] = {"v": rule.batched(dv)}
+    if r is not None and of_channels:
+        made |= _of_two_reads(inputs, rule, do, d_final_state, rule.batched(r), made["v"])
+    elif r is not None:
+        made |= rule.gradients(do, r, dv, S, dS, gates=wants["g"])
+    gradients = [
+        made[name].to(x.dtype) if wants[name] else None
+        for name, x in zip(("q", "k", "v", "beta", "g", "gk"), inputs)
+    ]
+    return none_as_empty(inputs.q, *gradients, d_initial_state)
+
+
+def _of_two_reads(
+    inputs: Inputs, rule: _Launches, do: Tensor, d_final_state: Tensor | None, r: Tensor, dv: Tensor
+) -> dict[str, Tensor]:
+    """The gradients but dv, where channels have gates, by their names.
 
     The state is read twice at each token: by its key, before it writes and with the gradient -dv, and by its query,
-    with the gradient do. So the gradients but dv are those of linear attention of twice as many tokens, of which
-    the odd ones decay and read, and the even ones write and read.
+    with the gradient do. So they are those of linear attention of twice as many tokens, of which the odd ones decay
+    and read, and the even ones write and read.
     """
-    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    q, k, v, beta, g, gk, initial_state, cu_seqlens, scale = inputs
-    wants_q, wants_k, wants_v, wants_beta, wants_g, wants_gk, wants_state = (
-        wanted and x is not None for wanted, x in zip(output_mask, inputs)
-    )
-    rule = _Launches(inputs)
-    do = operand(torch.zeros_like(v) if do is None else do)
-    dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
-    d_initial_state = rule.state(initial_state.dtype) if initial_state is not None and wants_state else None
-    rule.reverse(do, operand(d_final_state), dv=dv, d_initial=d_initial_state)
-    dv = rule.batched(dv)
-    dq = dk = dbeta = dg = dgk = None
-    if wants_q or wants_k or wants_beta or wants_g or wants_gk:
-        r = rule.per_token(rule.HV, rule.V, dtype=torch.float32)
-        rule.sweep(r=r)
-        r = rule.batched(r)
-        u = (r * beta.unsqueeze(-1)).to(rule.dtype)
-        k_, q_ = operand(k), operand(q)
-        if gk is not None and g is not None:
-            gk = gk + g.unsqueeze(-1)
-        if gk is not None:
-            k_, q_ = (x.repeat_interleave(rule.HV // x.shape[2], 2) for x in (k_, q_))
-        none = torch.zeros_like(k_)
-        gates = [None if x is None else _pairwise(x, torch.zeros_like(x)) for x in (g, gk)]
-        do_ = _pairwise(-dv, (do * scale).to(rule.dtype))
-        tokens = _pairwise(k_, q_), _pairwise(none, k_), _pairwise(torch.zeros_like(u), u)
-        cu_seqlens = stretched(cu_seqlens, 2)
-        if gk is not None:
-            mask = [True, True, True, True, False, False, False]
-            given = *tokens, gates[1], None, None, initial_state, cu_seqlens, 1.0, False, False
-            d_read, d_write, d_written, dgk, *_ = vector_decay.backward.implementation(
-                *given, do_, d_final_state, mask
-            )
-        else:
-            mask = [True, True, True, g is not None, False, False]
-            given = *tokens, gates[0], None, initial_state, cu_seqlens, 1.0
-            d_read, d_write, d_written, dg, *_ = scalar_decay.backward.implementation(
-                *given, do_, d_final_state, mask
-            )
-        (d_by_k, dq), (_, d_write) = _halves(d_read), _halves(d_write)
-        dk = d_by_k + d_write
-        solved = _halves(d_written)[1]
-        dbeta = (solved * r).sum(-1).to(beta.dtype)
-        if gk is not None:
-            dgk = _halves(dgk)[0]
-            if wants_g:
-                dg = dgk.sum(-1).to(inputs.g.dtype)
-            dq, dk = (
-                x.unflatten(2, (q.shape[2], -1)).sum(3) if x.shape[2] != q.shape[2] else x for x in (dq, dk)
-            )
-            dgk = None if inputs.gk is None else dgk.to(inputs.gk.dtype)
-        elif g is not None:
-            dg = _halves(dg)[0]
+    (B, T, H, K), HV = inputs.q.shape, rule.HV
+    q, k = (operand(x).repeat_interleave(HV // H, 2) for x in (inputs.q, inputs.k))
+    gk = inputs.gk if inputs.g is None else inputs.gk + inputs.g.unsqueeze(-1)
+    u = (r * inputs.beta.unsqueeze(-1)).to(rule.dtype)
 
-    def gradient(wanted: bool, dx: Tensor | None, x: Tensor | None) -> Tensor | None:
-        return dx.to(x.dtype).contiguous() if wanted and dx is not None and x is not None else None
+    def in_turn(x: Tensor | None, y: Tensor | None) -> Tensor:
+        x, y = (torch.zeros_like(x if y is None else y) if z is None else z for z in (x, y))
+        return torch.stack([x, y], 2).flatten(1, 2)
 
-    return none_as_empty(
-        q,
-        gradient(wants_q, dq, q),
-        gradient(wants_k, dk, k),
-        gradient(wants_v, dv, v),
-        gradient(wants_beta, dbeta, beta),
-        gradient(wants_g, dg, inputs.g),
-        gradient(wants_gk, dgk, inputs.gk),
-        d_initial_state,
+    d_read, d_write, d_written, d_gates, *_ = vector_decay.backward.implementation(
+        in_turn(k, q),
+        in_turn(None, k),
+        in_turn(None, u),
+        in_turn(gk, None),
+        None,
+        None,
+        inputs.initial_state,
+        stretched(inputs.cu_seqlens, 2),
+        1.0,
+        False,
+        False,
+        in_turn(-dv, (do * inputs.scale).to(rule.dtype)),
+        d_final_state,
+        [True, True, True, True, False, False, False],
     )
+    dq, dk = d_read[:, 1::2], d_read[:, 0::2] + d_write[:, 1::2]
+    dq, dk = (x.reshape(B, T, H, HV // H, K).sum(3) for x in (dq, dk))
+    dgk = d_gates[:, 0::2].contiguous()
+    return {"q": dq, "k": dk, "beta": (d_written[:, 1::2] * r).sum(-1), "gk": dgk, "g": dgk.sum(-1)}
 
 
 chunk.backward = backward
@@ -116,15 +117,6 @@ def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     q, k, v, beta, g, gk, initial_state, cu_seqlens, scale = Inputs(*args)
     return _launch.recurrent(q, k, v, initial_state, cu_seqlens, scale, g=g, gk=gk, beta=beta)
-
-
-def _pairwise(x: Tensor, y: Tensor) -> Tensor:
-    """``[B, 2 T, ...]``: the tokens of `x` and of `y` in turn."""
-    return torch.stack([x, y], 2).flatten(1, 2)
-
-
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x[:, 0::2], x[:, 1::2]
 
 
 class _Launches(MatrixSequences):
@@ -155,7 +147,8 @@ class _Launches(MatrixSequences):
             of_channels = {name: self.per_token(self.HV, self.K, dtype=self.dtype) for name in of_channels}
             self.gates["total"] = self.per_chunk(self.HV, self.K)
             self.vectors = dict(zip(self.vectors, of_channels.values()))
-        self.pairs = {name: self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) for name in ("P", "Y")}
+        self.pairs = {name: self.per_chunk(self.HV, self.C, self.C) for name in ("P", "Y")}
+        self.H_of_keys = q.shape[2]
         launch(
             pair_kernel,
             (self.chunks * self.HV,),
@@ -167,10 +160,14 @@ class _Launches(MatrixSequences):
             **self.pairs,
             **of_channels,
             **self.arguments,
-            H=q.shape[2],
+            H=self.H_of_keys,
             **pair_config(bfloat16, self.K),
         )
-        self.arguments["HK"] = q.shape[2] if gk is None else self.HV
+        self.arguments["HK"] = self.H_of_keys if gk is None else self.HV
+
+    def states(self) -> Tensor:
+        """Memory for a state of each chunk."""
+        return self.per_chunk(self.HV, self.K, self.V, dtype=self.dtype)
 
     def sum_gates(self, g: Tensor) -> None:
         launch(
@@ -240,6 +237,73 @@ class _Launches(MatrixSequences):
             **self.config,
         )
 
+    def gradients(
+        self, do: Tensor, r: Tensor, dv: Tensor, S: Tensor | None, dS: Tensor | None, gates: bool
+    ) -> dict[str, Tensor]:
+        """The gradients of queries, keys, `beta` and, if wanted, of the gates of heads, by their names."""
+        config = gradient_config(self.bfloat16, self.K, self.V)
+        parts = tile_count(self.K, config["BK"])
+        HV, H = self.HV, self.H_of_keys
+        dtype = self.dtype if HV == H else torch.float32
+        dq, dk = (self.per_token(HV, self.K, dtype=dtype) for _ in range(2))
+        dbeta = self.per_token(parts, HV, dtype=torch.float32)
+        d_sums = self.per_chunk(3, parts, HV, self.C) if gates else None
+        d_whole = self.per_chunk(HV, self.K) if gates else None
+        arguments = {name: x for name, x in self.arguments.items() if name != "HK"}
+        launch(
+            gradient_kernel,
+            (parts * self.chunks * HV,),
+            q=self.vectors["q"],
+            k=self.vectors["k_read"],
+            beta=self.beta,
+            sums=self.gates["sums"],
+            rest=self.gates["rest"],
+            r=r,
+            do=do,
+            dv=dv,
+            states=S,
+            d_states=dS,
+            dq=dq,
+            dk=dk,
+            dbeta=dbeta,
+            d_sums=d_sums,
+            d_whole=d_whole,
+            **arguments,
+            H=H,
+            V=self.V,
+            **config,
+        )
+        made = {"q": dq, "k": dk}
+        made = {
+            name: self.batched(x).unflatten(2, (H, -1)).sum(3) if HV != H else self.batched(x)
+            for name, x in made.items()
+        }
+        made["beta"] = self.batched(dbeta).sum(2) if parts > 1 else self.batched(dbeta).squeeze(2)
+        if gates:
+            made["g"] = self.gate_gradient(d_sums, d_whole, parts)
+        return made
+
+    def gate_gradient(self, d_sums: Tensor | None, d_whole: Tensor | None, parts: int) -> Tensor:
+        dg = self.per_token(self.HV, dtype=torch.float32)
+        launch(
+            gate_gradient_kernel,
+            (self.chunks, tile_count(self.HV, scalar_decay.BH)),
+            d_sums=d_sums,
+            d_whole=d_whole,
+            dg=dg,
+            cu_seqlens=self.cu_seqlens,
+            T=self.T,
+            N=self.N,
+            scale=1.0,
+            H=self.HV,
+            D=self.K,
+            C=self.C,
+            BH=scalar_decay.BH,
+            BD=block(self.K, 256),
+            PARTS=parts,
+        )
+        return self.batched(dg)
+
     def grid(self) -> tuple[int]:
         return (tile_count(self.V, self.config["BV"]) * self.HV * self.N,)
 
@@ -259,4 +323,13 @@ def sweep_config(bfloat16: bool, C: int, K: int, V: int) -> dict[str, int]:
     BK = block(K, 256)
     if not bfloat16:
         return {"BK": BK, "BV": block(V, min(4096 // BK, 32)), "num_warps": 4, "num_stages": 1}
-    return {"BK": BK, "BV": block(V, 32 if BK == 256 else 64), "num_warps": 4, "num_stages": 2}
+    if BK == 256:
+        return {"BK": BK, "BV": block(V, 32), "num_warps": 4, "num_stages": 1}
+    return {"BK": BK, "BV": block(V, 64), "num_warps": 4, "num_stages": 2}
+
+
+def gradient_config(bfloat16: bool, K: int, V: int) -> dict[str, int]:
+    """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
+    if not bfloat16:
+        return {"BK": block(K, 32), "BV": block(V, 32), "num_warps": 4, "num_stages": 1}
+    return {"BK": block(K, 64), "BV": block(V, 64), "num_warps": 8, "num_stages": 2}
