@@ -95,11 +95,15 @@ MAMBA2 = Shape(1, 2048, 1, 128, 64, group=24)
 """One group of B and C, 24 heads of x; the state is 128 wide."""
 
 
+def plain(x: Tensor) -> Tensor:
+    return x
+
+
 class Draw(NamedTuple):
     """A random input: its axes by name, and what is done to standard normal numbers."""
 
     axes: str
-    transform: Callable[[Tensor], Tensor] = lambda x: x
+    transform: Callable[[Tensor], Tensor] = plain
 
     def __call__(self, shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
         sizes = [getattr(shape, axis) for axis in self.axes.split()]
@@ -202,7 +206,7 @@ def _op(name: str, entry: str, targets: Targets, **fields) -> Op:
         name=name,
         chunk=f"chunk_{name}",
         recurrent=f"fused_recurrent_{name}",
-        inputs={x: Draw(" ".join(axes)) for x, axes in case.inputs.items()}
+        inputs={x: Draw(" ".join(axes), case.draws.get(x, plain)) for x, axes in case.inputs.items()}
         | {x: Draw(" ".join(axes), F.logsigmoid) for x, axes in case.gates.items()},
         reference=reference,
         output=case.output,
@@ -227,5 +231,8 @@ OPS = {
         _op("gsa", "chunk_gsa", TARGETS),
         _op("rwkv6", "chunk_rwkv6", TARGETS),
         _op("hgrn", "chunk_hgrn", Targets(forward=0.6), state_gradients=False),
+        _op("delta_rule", "chunk_delta_rule", TARGETS),
+        _op("gated_delta_rule", "chunk_gated_delta_rule", TARGETS),
+        _op("kda", "chunk_kda", TARGETS),
     )
 }

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from flacompose.ops.families import _launch  # noqa: E402
+from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
@@ -42,7 +43,7 @@ SHARED_MEMORY = 232448  # bytes a program may have on the chip
 
 
 def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_launch, scalar_decay, scan, slots, vector_decay):
+    for module in (_launch, delta_rule, scalar_decay, scan, slots, vector_decay):
         monkeypatch.setattr(module, "launch", launch)
 
 
@@ -82,7 +83,8 @@ def run(family: ModuleType, do: Tensor, d_final_state: Tensor | None, *args: Any
     """Everything that a family launches."""
     family.chunk(*args)
     family.recurrent(*args)
-    family.backward(*args, do, d_final_state, [True] * {scan: 3, scalar_decay: 6, vector_decay: 7}[family])
+    wanted = {scan: 3, scalar_decay: 6, vector_decay: 7, delta_rule: 7}[family]
+    family.backward(*args, do, d_final_state, [True] * wanted)
 
 
 GATES = [(), ("gk",), ("gv",), ("gk", "gv")]
@@ -162,6 +164,38 @@ def test_scalar_decay_compiles(
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H * groups, K, V)
     run(scalar_decay, v, state, q, k, v, g, g_gamma, state, cu_seqlens, 1.0)
+
+
+@pytest.mark.parametrize("gates", ["", "g", "gk"])
+@pytest.mark.parametrize(
+    "dtype, K, V, groups, packed",
+    [
+        (torch.bfloat16, 128, 128, 1, False),
+        (torch.bfloat16, 256, 256, 2, True),
+        (torch.bfloat16, 40, 200, 1, False),
+        (torch.float16, 64, 64, 1, True),
+        (torch.float32, 256, 16, 2, False),
+    ],
+)
+def test_delta_rule_compiles(
+    gates: str,
+    dtype: torch.dtype,
+    K: int,
+    V: int,
+    groups: int,
+    packed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch_with(compile_only, monkeypatch)
+    B, T, H, N = 1, 130, 2, 2
+    q, k = torch.zeros(2, B, T, H, K, dtype=dtype)
+    v = torch.zeros(B, T, H * groups, V, dtype=dtype)
+    beta = torch.zeros(B, T, H * groups)
+    g = torch.zeros(B, T, H * groups) if gates == "g" else None
+    gk = torch.zeros(B, T, H * groups, K, dtype=dtype) if gates == "gk" else None
+    cu_seqlens = torch.tensor([0, 70, T]) if packed else None
+    state = torch.zeros(N if packed else B, H * groups, K, V)
+    run(delta_rule, v, state, q, k, v, beta, g, gk, state, cu_seqlens, 1.0)
 
 
 @pytest.mark.parametrize("T", [130, 64 * 130], ids=["whole", "segments"])

@@ -63,9 +63,10 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         made |= _of_two_reads(inputs, rule, do, d_final_state, rule.batched(r), made["v"])
     elif r is not None:
         made |= rule.gradients(do, r, dv, S, dS, gates=wants["g"])
+    tokens = inputs._asdict()
     gradients = [
-        made[name].to(x.dtype) if wants[name] else None
-        for name, x in zip(("q", "k", "v", "beta", "g", "gk"), inputs)
+        made[name].to(tokens[name].dtype) if wants[name] else None
+        for name in ("q", "k", "v", "beta", "g", "gk")
     ]
     return none_as_empty(inputs.q, *gradients, d_initial_state)
 
@@ -81,18 +82,17 @@ def _of_two_reads(
     """
     (B, T, H, K), HV = inputs.q.shape, rule.HV
     q, k = (operand(x).repeat_interleave(HV // H, 2) for x in (inputs.q, inputs.k))
-    gk = inputs.gk if inputs.g is None else inputs.gk + inputs.g.unsqueeze(-1)
+    gk = _gates_of_channels(inputs)
     u = (r * inputs.beta.unsqueeze(-1)).to(rule.dtype)
 
-    def in_turn(x: Tensor | None, y: Tensor | None) -> Tensor:
-        x, y = (torch.zeros_like(x if y is None else y) if z is None else z for z in (x, y))
+    def in_turn(x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([x, y], 2).flatten(1, 2)
 
     d_read, d_write, d_written, d_gates, *_ = vector_decay.backward.implementation(
         in_turn(k, q),
-        in_turn(None, k),
-        in_turn(None, u),
-        in_turn(gk, None),
+        in_turn(torch.zeros_like(k), k),
+        in_turn(torch.zeros_like(u), u),
+        in_turn(gk, torch.zeros_like(gk)),
         None,
         None,
         inputs.initial_state,
@@ -119,6 +119,11 @@ def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     return _launch.recurrent(q, k, v, initial_state, cu_seqlens, scale, g=g, gk=gk, beta=beta)
 
 
+def _gates_of_channels(inputs: Inputs) -> Tensor:
+    assert inputs.gk is not None
+    return inputs.gk if inputs.g is None else inputs.gk + inputs.g.unsqueeze(-1)
+
+
 class _Launches(MatrixSequences):
     """The launches of one call, and what they have in common."""
 
@@ -141,12 +146,12 @@ class _Launches(MatrixSequences):
             self.gates["sums"] = self.per_chunk(self.HV, self.C)
             self.gates["rest"] = None if bfloat16 else self.per_chunk(self.HV, self.C)
             self.sum_gates(operand(g))
-        of_channels = dict.fromkeys(("q_read", "k_read", "k_write"))
         self.vectors = {"q": q, "k_read": k, "k_write": k}
+        decayed: dict[str, Tensor | None] = dict.fromkeys(("q_read", "k_read", "k_write"))
         if gk is not None:
-            of_channels = {name: self.per_token(self.HV, self.K, dtype=self.dtype) for name in of_channels}
+            self.vectors = {x: self.per_token(self.HV, self.K, dtype=self.dtype) for x in self.vectors}
+            decayed = dict(zip(decayed, self.vectors.values()))
             self.gates["total"] = self.per_chunk(self.HV, self.K)
-            self.vectors = dict(zip(self.vectors, of_channels.values()))
         self.pairs = {name: self.per_chunk(self.HV, self.C, self.C) for name in ("P", "Y")}
         self.H_of_keys = q.shape[2]
         launch(
@@ -158,7 +163,7 @@ class _Launches(MatrixSequences):
             gk=operand(gk),
             **self.gates,
             **self.pairs,
-            **of_channels,
+            **decayed,
             **self.arguments,
             H=self.H_of_keys,
             **pair_config(bfloat16, self.K),
