@@ -127,8 +127,7 @@ class ABCAttention(RecurrentLayer):
         elif use_norm:
             self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
         conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
-        position = () if use_rope else None
-        self.state_shapes = StateShapes(((H, K, M), (H, M, V)), conv, (H, M), position, log_normalizer=True)
+        self.state_shapes = StateShapes(((H, K, M), (H, M, V)), conv, (H, M), use_rope, log_normalizer=True)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv

@@ -33,8 +33,8 @@ class ForgetGateLayer(RecurrentLayer):
 
         Args:
             lower_bound: Least value $\beta$ of the forget gates, in HGRN ``[D]``, in HGRN2 ``[H * K]``, from 0 to 1, in
-                any float dtype. The paper's are a cumulative softmax over the layers of a model, 0 in the first. Not
-                used if `layer_idx` is 0. Default: 0.
+                any float dtype. In the papers they are a cumulative softmax over the layers of a model, 0 in the first.
+                Not used if `layer_idx` is 0. Default: 0.
         """
         return self._call(hidden_states, state, attention_mask, cu_seqlens, lower_bound)
 

@@ -110,7 +110,7 @@ class MultiScaleRetention(RecurrentLayer):
         else:
             self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
         conv = ((H * K, conv_size), (HKV * K, conv_size), (HKV * V, conv_size)) if use_short_conv else ()
-        self.state_shapes = StateShapes(((H, K, V),), conv, position=())
+        self.state_shapes = StateShapes(((H, K, V),), conv, position=True)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv

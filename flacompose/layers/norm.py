@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose.layers import _check
 from flacompose.ops._dtype import upcast
 
 
@@ -33,6 +34,8 @@ class RMSNorm(nn.RMSNorm):
         eps: Added to the mean square.
         device: Device of the weight.
         dtype: Dtype of the weight.
+
+    It is a `torch.nn.RMSNorm`, whose arguments stand in another order.
     """
 
     eps: float
@@ -45,6 +48,8 @@ class RMSNorm(nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        _check.count("hidden_size", hidden_size)
+        _check.not_negative("eps", eps)
         super().__init__(hidden_size, eps, bool(elementwise_affine), device, dtype)
         self.hidden_size = hidden_size
 
@@ -57,7 +62,7 @@ class RMSNorm(nn.RMSNorm):
         if shape[-1] != self.hidden_size:
             raise ValueError(f"x must have a last axis of size {self.hidden_size}, got shape {shape}")
         y = rms_norm(upcast(x), self.eps)
-        return y * self.weight if self.elementwise_affine else y
+        return y if self.weight is None else y * self.weight
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, elementwise_affine={self.elementwise_affine}, eps={self.eps}"
@@ -78,7 +83,7 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.layer_norm(upcast(x), x.shape[-1:], None, None, self.eps)
-        if self.affine:
+        if self.weight is not None:
             weight, bias = (p.unflatten(0, (self.num_groups, -1)) for p in (self.weight, self.bias))
             y = y * weight + bias
         return y.to(x.dtype)

@@ -30,7 +30,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, Tensor]:
     """The position of each token of ``x [B, T, D]``, ``[B, T]``, and that of the next of each sequence, ``[N]``, int64.
 
-    ``start [N]`` holds those of the first tokens, or is None for zeros. Of what is no token they have no meaning.
+    ``start [N]`` holds those of the first tokens, or is None for zeros. Those of pads have no meaning.
     """
     T, cu_seqlens = x.shape[1], tokens.cu_seqlens
     N = sequence_count(x, cu_seqlens)

@@ -60,7 +60,8 @@ class ShortConvolution(nn.Module):
         self.kernel_size = kernel_size
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(hidden_size, 1, kernel_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
+        new_bias = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", new_bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -161,7 +162,8 @@ class ShortConvolution(nn.Module):
     def _sums(self, h: Tensor, T: int, age: Tensor | None = None) -> Tensor:
         """``T`` outputs of ``h [N, W + T, D]``, the inputs after the ``W`` before them, of which the first is not used.
 
-        ``age [T, 1]`` is how many tokens of its sequence are before each one, if others than these do not count.
+        ``age [T, 1]`` is how many tokens of its own sequence are before each token. Tokens of other sequences are then
+        left out.
         """
         # The gradient of `unbind` is one `stack`; each index would have a gradient of its own, padded with zeros.
         weights = self.weight.squeeze(1).unbind(1)

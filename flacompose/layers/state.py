@@ -131,7 +131,7 @@ class StateShapes(NamedTuple):
     recurrent: tuple[tuple[int, ...], ...]  # of one, the state is a tensor; of more, a tuple of them
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
-    position: tuple[()] | None = None
+    position: bool = False  # whether there are positions, one number each
     shift: tuple[int] | None = None
     log_normalizer: bool = False  # the normaliser is a logarithm, which starts at -inf
 
@@ -148,7 +148,7 @@ class StateShapes(NamedTuple):
             recurrent if len(recurrent) > 1 else recurrent[0],
             tuple(zeros(shape, dtype) for shape in self.conv),
             normalizer.log() if self.log_normalizer else normalizer,
-            zeros(self.position, torch.int64),
+            zeros(() if self.position else None, torch.int64),
             zeros(self.shift, dtype),
         )
 
@@ -170,7 +170,7 @@ class StateShapes(NamedTuple):
         kind: Callable[[str, Tensor], None]
         for name, value, shape, kind in (
             ("normalizer", state.normalizer, self.normalizer, _check.floating),
-            ("position", state.position, self.position, _check.integral),
+            ("position", state.position, () if self.position else None, _check.integral),
             ("shift", state.shift, self.shift, _check.floating),
         ):
             if shape is not None:

@@ -51,8 +51,8 @@ def chunk_table(cu_seqlens: Tensor, T: int, C: int, one_each: bool = False) -> C
     """Cut sequences ``cu_seqlens[n] : cu_seqlens[n + 1]`` of ``T`` packed tokens into chunks of ``C``.
 
     The first chunk of sequence ``n`` has the number ``cu_seqlens[n] // C + n``, which leaves room for all chunks of the
-    sequences before it. The capacity follows from shapes alone: nothing is read on the host. With `one_each`, no
-    sequence is longer than a chunk, and the number of a chunk is that of its sequence.
+    sequences before it. The capacity, ``ceil(T / C) + N`` chunks, follows from shapes alone: nothing is read on the
+    host. With `one_each`, no sequence is longer than a chunk, and the number of a chunk is that of its sequence.
     """
     N = cu_seqlens.shape[0] - 1
     cu = bounds(cu_seqlens, T)

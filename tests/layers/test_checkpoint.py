@@ -501,6 +501,9 @@ def test_first_values():
     assert torch.equal(conv.weight, expected.weight)
     assert torch.equal(conv.bias, expected.bias)
     assert torch.equal(RMSNorm(8).weight, torch.ones(8))
+    for wrong, message in (((1.5,), "hidden_size must be an int"), ((8, True, -1.0), "eps must")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            RMSNorm(*wrong)
     with pytest.raises(ValueError, match=r"x must have a last axis of size 8, got shape \(2, 1\)"):
         RMSNorm(8)(torch.ones(2, 1))
     hedgehog = HedgehogFeatureMap(4)

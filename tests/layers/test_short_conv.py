@@ -141,3 +141,10 @@ def test_refused_inputs(call, error, message):
 def test_refused_activation():
     with pytest.raises(ValueError, match="activation must be 'silu', 'swish' or None, got 'gelu'"):
         ShortConvolution(6, 4, activation="gelu")
+
+
+def test_bias_is_a_parameter_even_if_absent():
+    conv = build(4, "cpu")
+    assert conv._parameters["bias"] is None
+    with pytest.raises(TypeError, match="cannot assign"):
+        conv.bias = torch.ones(6)

@@ -105,7 +105,7 @@ class Chunks:
 def gradients(
     inputs: Sequence[Any], output_mask: Sequence[bool], *made: Callable[[], Tensor]
 ) -> tuple[Tensor, ...]:
-    """What a backward returns: what each of `made` gives, in the dtype of its input, the first of `inputs` in order.
+    """What a backward returns. Each of `made` gives the gradient of the input in its place, whose dtype it then gets.
 
     Where the input is absent, or `output_mask` does not want its gradient, it is a tensor without elements.
     """

@@ -56,7 +56,17 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     parts = sweep.gate_gradient_parts() if gradient_of_gates else {}
     if wants_q or gradient_of_gates:
         ends = sweep.segment_ends(k, v, initial_state)
-        sweep(do, v, k, initial_state, out=dq, y=q if parts else None, transpose=True, **ends, **parts)
+        sweep(
+            do,
+            v,
+            k,
+            initial_state,
+            out=dq,
+            y=q if gradient_of_gates else None,
+            transpose=True,
+            **ends,
+            **parts,
+        )
     sweeps_dk = wants_k or gradient_of_gates
     if sweeps_dk or wants_v or wants_state:
         # One of these sweeps ends with the gradient of the initial state, or is made for that alone.
@@ -65,7 +75,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
             sweep(k, q, do, d_final_state, out=dv, final=final, reverse=True, **ends)
             final = None
         if sweeps_dk:
-            ends |= {"out": dk, "final": final, "y": k if parts else None}
+            ends |= {"out": dk, "final": final, "y": k if gradient_of_gates else None}
             sweep(v, do, q, d_final_state, transpose=True, reverse=True, **ends, **parts)
 
     def of_heads(dx: Tensor | None, x: Tensor) -> Tensor | None:

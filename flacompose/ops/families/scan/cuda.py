@@ -34,7 +34,9 @@ def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
 @compile_ahead
 def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dx, dg, d_initial_state)``, empty where `output_mask` does not want them."""
-    x, g, initial_state, cu_seqlens, do, d_final_state, (wants_x, wants_g, wants_state) = args
+    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
+    x, g, initial_state, cu_seqlens = inputs
+    wants_x, wants_g, wants_state = output_mask
     scan = _Launches(x, cu_seqlens)
     dx = scan.per_token(scan.D, dtype=x.dtype) if wants_x else None
     d_initial_state = None
@@ -50,7 +52,8 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         decayed = dg if g.dtype != torch.float16 else scan.per_token(scan.D, dtype=torch.float32)
         scan(x.contiguous(), g, initial_state, out=decayed, only_decayed=True)
     decayed = None if decayed is dg else decayed
-    scan(do.contiguous(), g, d_final_state, decayed, dx, dg, d_initial_state, reverse=True)
+    do = do.contiguous()
+    scan(do, g, d_final_state, decayed, out=dx, dg=dg, final=d_initial_state, reverse=True)
     dx, dg = (None if y is None else scan.batched(y) for y in (dx, dg))
     return none_as_empty(x, dx, dg, d_initial_state)
 

@@ -102,7 +102,7 @@ def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _with_probabilities(inputs: Inputs) -> Inputs:
-    """`inputs`, `q` being what reads the state where it is given as logits."""
+    """`inputs`, with `q` replaced by its softmax where it is logits."""
     q, v = inputs.q, inputs.v
     return inputs._replace(q=slots.softmax(q, operand_dtype(v))) if inputs.softmax else inputs
 
@@ -110,8 +110,8 @@ def _with_probabilities(inputs: Inputs) -> Inputs:
 class _Launches(MatrixSequences):
     """The launches of one call, and the gates and the bonus as they take them.
 
-    Each works along the value axis or, with `transpose`, along the key axis. From this follow the gates of both axes;
-    the bonus is of the key axis.
+    Each works along the value axis or, with `transpose`, along the key axis, with the gates of the axis that it
+    contracts and of the one that it writes. The bonus belongs to the key axis.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -225,15 +225,15 @@ class _Launches(MatrixSequences):
         known = mild is not None
         if mild is None:
             mild = self.per_chunk(self.H, tiles, dtype=torch.int8)
-        u = self.u if transpose else None
-        states = S if reads else None, dS if writes else None
-        tensors = a, b, x, y, g1, g2, u, *states, read, write, dg2, du, mild
+        tensors = {"a": a, "b": b, "x": x, "y": y, "g1": g1, "g2": g2, "u": self.u if transpose else None}
+        tensors |= {"S": S if reads else None, "dS": dS if writes else None}
+        tensors |= {"read": read, "write": write, "dg2": dg2, "du": du, "mild": mild}
         grid = (tiles * self.chunks * self.H,)
         arguments = {**self.arguments, **axes, "KNOWN": known, **config}
         for only_mild in (True, False):
             if fused and not only_mild:
                 P = self.score(a, b, None, None, mild)
-            launch(gated_kernel, grid, P, *tensors, MILD=only_mild, **arguments)
+            launch(gated_kernel, grid, P=P, **tensors, MILD=only_mild, **arguments)
 
 
 def state_config(bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
