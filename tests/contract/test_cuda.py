@@ -30,6 +30,8 @@ def test_more_elements_than_int32_counts(case: OpCase) -> None:
         )
         for name, axes in {**case.inputs, **case.gates}.items()
     }
+    for name, transform in case.draws.items():
+        tensors[name] = transform(tensors[name])
     for name in case.gates:
         tensors[name].abs_().mul_(-0.1)
     with torch.no_grad():

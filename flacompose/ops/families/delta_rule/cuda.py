@@ -246,7 +246,7 @@ class _Launches(MatrixSequences):
         self, do: Tensor, r: Tensor, dv: Tensor, S: Tensor | None, dS: Tensor | None, gates: bool
     ) -> dict[str, Tensor]:
         """The gradients of queries, keys, `beta` and, if wanted, of the gates of heads, by their names."""
-        config = gradient_config(self.bfloat16)
+        config = gradient_config(self.bfloat16, self.K)
         parts = tile_count(self.K, config["BK"])
         HV, H = self.HV, self.H_of_keys
         dtype = self.dtype if HV == H else torch.float32
@@ -340,8 +340,8 @@ def sweep_config(bfloat16: bool, K: int) -> dict[str, int]:
     return {"BK": max(BK, 64), "BV": 64, "num_warps": 4, "num_stages": 2}
 
 
-def gradient_config(bfloat16: bool) -> dict[str, int]:
+def gradient_config(bfloat16: bool, K: int) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
     if not bfloat16:
         return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
-    return {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 2}
+    return {"BK": max(block(K, 128), 64), "BV": 64, "num_warps": 8, "num_stages": 2}
