@@ -5,8 +5,9 @@
 Given ``u``, this is linear attention with the values ``u``. Within a chunk that begins with the state S, the tokens'
 equations are one triangular system, ``(I + diag(beta) A) u = diag(beta) (v - k_read S)``, where ``A[t, s]`` is the
 product of the keys of tokens ``s < t``, decayed by the gates between them, and `k_read` the keys decayed by the gates
-since the chunk's start. Its solution is linear in S, so a chunk takes S to ``M S + k_write^T T v``: `M` is the product
-of the transitions ``(I - beta_t k_t k_t^T) diag(exp g_t)``, and the sweep takes one matrix product for each chunk.
+since the chunk's start. Its solution ``U - W S`` is linear in S, so a chunk takes S to ``M S + k_write^T U``. Here `M`
+is the product of the transitions ``(I - beta_t k_t k_t^T) diag(exp g_t)``, and the sweep takes one matrix product for
+each chunk.
 
 Backwards in time the gradient of u obeys the transposed equations, and dv is their solution. The gradients of the rest
 are those of two reads from linear attention: of the queries, with the gradient do, and of the keys, with -dv.
@@ -72,7 +73,7 @@ def backward(
     if want_k or want_v or want_beta or want_state or gates_wanted:
         dS, d_initial_state = rule.gradients_of_states(do_, d_final_state)
         du = rule.P.mT @ do_ + rule.write(rule.k) @ dS
-        solved = rule.inverse.mT @ du
+        solved = torch.linalg.solve_triangular(rule.system.mT, du, upper=True, unitriangular=True)
         dv = rule.beta * solved
     if want_q or want_k or gates_wanted:
         # The state is read by queries, with the gradient do, and by keys, before they write, with -dv.
@@ -122,13 +123,11 @@ class _Rule:
         self.P, A = _pair(torch.stack([self.q, self.k]), self.k, self.gate)
         self.A = A.tril(-1)
         eye = torch.eye(self.chunks.size, dtype=A.dtype, device=A.device)
-        system = eye + self.beta * self.A
-        # Solved by substitution, whose error does not grow where keys are alike; a power series would lose all digits.
-        self.inverse = torch.linalg.solve_triangular(
-            system, eye.expand_as(system), upper=False, unitriangular=True
-        )
-        self.T = self.inverse * self.beta.mT
-        self.W = self.T @ self.read(self.k)
+        self.system = eye + self.beta * self.A
+        # Solved by substitution, whose error hardly grows where keys are alike; a power series would lose all digits.
+        known = self.beta * torch.cat([self.read(self.k).expand(*self.v.shape[:-1], -1), self.v], -1)
+        solved = torch.linalg.solve_triangular(self.system, known, upper=False, unitriangular=True)
+        self.W, self.U = solved.split([k.shape[-1], v.shape[-1]], -1)
         eye = torch.eye(k.shape[-1], dtype=A.dtype, device=A.device)
         kept = eye if self.gate is None else eye * self.gate.total
         self.M = kept - self.write(self.k).mT @ self.W
@@ -147,7 +146,7 @@ class _Rule:
 
     def writes(self, S: Tensor) -> Tensor:
         """``u``, what the tokens write, from the states before the chunks."""
-        return self.T @ self.v - self.W @ S
+        return self.U - self.W @ S
 
     def errors(self, S: Tensor, u: Tensor) -> Tensor:
         """``v_t - S'^T k_t``: what each value differs by from the one that its key had."""
@@ -155,7 +154,7 @@ class _Rule:
 
     def states(self, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """The state before each chunk, and after the last of each sequence, ``[N, HV, K, V]``."""
-        return self._sweep(self.M, self.write(self.k).mT @ (self.T @ self.v), start)
+        return self._sweep(self.M, self.write(self.k).mT @ self.U, start)
 
     def gradients_of_states(self, do: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:
         """The gradient of the state after each chunk, and of that before the first of each sequence."""

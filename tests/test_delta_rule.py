@@ -1,0 +1,266 @@
+"""The delta rule: keys that are hard to invert, what is computed in front of the op, and several steps a token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract.accuracy import error
+from torch import Tensor
+from torch.testing import assert_close
+
+from flacompose.ops import (
+    chunk_delta_rule,
+    chunk_gated_delta_product,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
+)
+from flacompose.ops.families.delta_rule import op
+from flacompose.ops.families.delta_rule.reference import delta_rule
+
+B, T, H, HV, K, V = 2, 70, 2, 4, 16, 12
+gated_forms = pytest.mark.parametrize(
+    "form", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule], ids=lambda form: form.__name__
+)
+kda_forms = pytest.mark.parametrize("form", [chunk_kda, fused_recurrent_kda], ids=lambda form: form.__name__)
+
+
+def inputs(device: torch.device, dtype: torch.dtype = torch.float64, **sizes: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    size = {"B": B, "T": T, "H": H, "HV": HV, "K": K, "V": V} | sizes
+
+    def normal(axes: str) -> Tensor:
+        return torch.randn([size[axis] for axis in axes.split()], generator=generator, dtype=torch.float64)
+
+    made = {
+        "q": normal("B T H K"),
+        "k": F.normalize(normal("B T H K"), dim=-1),
+        "v": normal("B T HV V"),
+        "beta": normal("B T HV").sigmoid(),
+    }
+    return {name: x.to(device, dtype) for name, x in made.items()}
+
+
+def results(function, tensors: dict[str, Tensor], **options) -> list[Tensor]:
+    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
+    o, state = function(**leaves, output_final_state=True, **options)
+    return [o, state, *torch.autograd.grad(o.sin().sum() + state.cos().sum(), list(leaves.values()))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", ["one", "nearly one", "opposite", "long"])
+@pytest.mark.parametrize("gate", [0.0, -0.05])
+@pytest.mark.parametrize("beta", [1.9, 2.0])
+def test_keys_that_are_alike(
+    keys: str, gate: float, beta: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As accurate as for random keys, also where a power series would lose all digits.
+
+    Where `beta` is 2 and nothing decays, every token reverses what the others have written, and no error fades.
+    """
+    x = inputs(device, torch.float64, T=200)
+    one = x["k"][:, :1]
+    if keys == "long":  # of norm 4, where 1 - beta |k|^2 is between -1 and 1
+        x |= {"k": 4 * x["k"], "beta": beta / 2 * x["beta"] / 8}
+    else:
+        noise = 1e-3 * torch.randn_like(x["k"]) if keys == "nearly one" else 0
+        sign = (
+            1 - 2 * (torch.arange(200, device=device) % 2)
+            if keys == "opposite"
+            else torch.ones(200, device=device)
+        )
+        alike = F.normalize(one * sign[None, :, None, None] + noise, dim=-1)
+        x |= {"k": alike, "beta": torch.full_like(x["beta"], beta)}
+    x = {name: y.to(dtype) for name, y in x.items()}
+    g = torch.full_like(x["beta"], gate)
+    o, state = chunk_gated_delta_rule(**x, g=g, output_final_state=True)
+    exact_o, exact_state = delta_rule(**{n: y.double() for n, y in x.items()}, g=g.double(), scale=K**-0.5)
+    bound = (5e-5 if beta == 2 and gate == 0 else 2e-5) if dtype == torch.float32 else 3 * 2**-9
+    assert error(o, exact_o) <= bound
+    assert error(state, exact_state) <= bound
+
+
+def test_both_gates(device: torch.device) -> None:
+    x = inputs(device)
+    g, gk = -torch.rand_like(x["beta"]), -torch.rand(B, T, HV, K, dtype=torch.float64, device=device)
+    leaves = [*x.values(), g, gk]
+    for y in leaves:
+        y.requires_grad_()
+
+    def evaluate(function) -> list[Tensor]:
+        o, state = function(**x, g=g, gk=gk, scale=0.3)
+        return [o, state, *torch.autograd.grad(o.sin().sum() + state.cos().sum(), leaves)]
+
+    expected = evaluate(delta_rule)
+    for form in (op.chunk, op.recurrent):
+        assert_close(evaluate(form), expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "form", [chunk_delta_rule, fused_recurrent_delta_rule], ids=lambda form: form.__name__
+)
+def test_norms(form, device: torch.device) -> None:
+    x = inputs(device)
+    x["k"] = x["k"] * 3
+
+    def by_hand(q: Tensor, k: Tensor, **rest):
+        q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
+        return form(q, k, **rest)
+
+    assert_close(results(form, x, use_qk_l2norm_in_kernel=True), results(by_hand, x))
+
+
+@gated_forms
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("neg_eigval", [False, True])
+def test_gates_and_betas_of_heads(form, bias: bool, neg_eigval: bool, device: torch.device) -> None:
+    x = inputs(device)
+    x |= {"beta": x["beta"].logit(), "g": torch.randn_like(x["beta"])}
+    x["A_log"] = torch.rand(HV, dtype=torch.float64, device=device)
+    if bias:
+        x["dt_bias"] = torch.randn(HV, dtype=torch.float64, device=device)
+
+    def by_hand(g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor | float = 0.0, **rest):
+        g = -A_log.exp() * F.softplus(g + dt_bias)
+        return form(g=g, beta=beta.sigmoid() * (2 if neg_eigval else 1), **rest)
+
+    options = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": neg_eigval}
+    assert_close(results(form, x, **options), results(by_hand, x))
+
+
+@kda_forms
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("given", ["A_log", "A_log dt_bias", "dt_bias", "flat"])
+def test_gates_of_channels(form, given: str, lower_bound: float | None, device: torch.device) -> None:
+    if given == "dt_bias" and lower_bound is None:
+        pytest.skip("without a lower bound A_log is required")
+    x = inputs(device)
+    x["g"] = torch.randn(B, T, HV, K, dtype=torch.float64, device=device)
+    if "A_log" in given:
+        x["A_log"] = torch.rand(HV, dtype=torch.float64, device=device)
+    if "dt_bias" in given:
+        x["dt_bias"] = torch.randn(HV, K, dtype=torch.float64, device=device)
+    if given == "flat":
+        x["A_log"] = torch.rand(HV, dtype=torch.float64, device=device)
+        x["dt_bias"] = torch.randn(HV * K, dtype=torch.float64, device=device)
+
+    def by_hand(g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, **rest):
+        g = g if dt_bias is None else g + dt_bias.view(HV, K)
+        rate = torch.ones(HV, 1, dtype=g.dtype, device=device) if A_log is None else A_log.exp()[:, None]
+        g = -rate * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
+        return form(g=g, **rest)
+
+    options = {"use_gate_in_kernel": True, "lower_bound": lower_bound}
+    assert_close(results(form, x, **options), results(by_hand, x))
+
+
+def test_options_that_lack_another(device: torch.device) -> None:
+    x = inputs(device, T=3)
+    head, channel = x["beta"], torch.zeros(B, 3, HV, K, dtype=torch.float64, device=device)
+    A_log = torch.zeros(HV, dtype=torch.float64, device=device)
+    for form in (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule):
+        with pytest.raises(ValueError, match="A_log must be given with use_gate_in_kernel, got None"):
+            form(**x, g=head, use_gate_in_kernel=True)
+        with pytest.raises(ValueError, match="A_log must not be given without use_gate_in_kernel"):
+            form(**x, g=head, A_log=A_log)
+        with pytest.raises(ValueError, match="dt_bias must have shape"):
+            form(**x, g=head, A_log=A_log, dt_bias=channel, use_gate_in_kernel=True)
+        with pytest.raises(ValueError, match="allow_neg_eigval must not be True without"):
+            form(**x, g=head, allow_neg_eigval=True)
+    for form in (chunk_kda, fused_recurrent_kda):
+        with pytest.raises(
+            ValueError, match="lower_bound must not be given without use_gate_in_kernel, got -5"
+        ):
+            form(**x, g=channel, lower_bound=-5.0)
+        with pytest.raises(ValueError, match="lower_bound must be below 0, got 1.0"):
+            form(**x, g=channel, use_gate_in_kernel=True, lower_bound=1.0)
+        with pytest.raises(ValueError, match="lower_bound must be finite"):
+            form(**x, g=channel, use_gate_in_kernel=True, lower_bound=float("-inf"))
+
+
+def product_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, n: int, S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Householder steps one after the other, the first of a token after its decay."""
+    q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
+    o = []
+    for t in range(q.shape[1]):
+        if g is not None:
+            S = g[:, t, :, None, None].exp() * S
+        for i in range(t * n, (t + 1) * n):
+            u = beta[:, i, :, None] * (v[:, i] - torch.einsum("bhk,bhkv->bhv", k[:, i], S))
+            S = S + k[:, i, :, :, None] * u[:, :, None]
+        o.append(K**-0.5 * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    return torch.stack(o, 1), S
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_delta_product(n: int, gated: bool, device: torch.device) -> None:
+    x = inputs(device, T=n * 25)
+    x["q"] = x["q"][:, :25]
+    x["g"] = -torch.rand(B, 25, HV, dtype=torch.float64, device=device)
+    state = torch.randn(B, HV, K, V, dtype=torch.float64, device=device)
+    leaves = {"initial_state": state} | x
+    for y in leaves.values():
+        y.requires_grad_()
+    if not gated:
+        x |= {"g": None}
+    o, S = chunk_gated_delta_product(**x, num_householder=n, initial_state=state, output_final_state=True)
+    expected, last = product_by_hand(**x, n=n, S=state)
+    assert_close((o, S), (expected, last), atol=1e-10, rtol=1e-10)
+    wanted = [y for name, y in leaves.items() if gated or name != "g"]
+    given = torch.autograd.grad(o.sin().sum() + S.cos().sum(), wanted)
+    assert_close(
+        given, torch.autograd.grad(expected.sin().sum() + last.cos().sum(), wanted), atol=1e-9, rtol=1e-9
+    )
+    assert o.is_contiguous()
+
+
+def test_packed_delta_product(device: torch.device) -> None:
+    n = 2
+    x = inputs(device, B=1, T=n * 30)
+    x["q"], x["g"] = x["q"][:, :30], -torch.rand(1, 30, HV, dtype=torch.float64, device=device)
+    cu_seqlens = torch.tensor([0, 11, 11, 28], device=device)
+    o, states = chunk_gated_delta_product(
+        **x, num_householder=n, cu_seqlens=cu_seqlens, output_final_state=True
+    )
+    for i, (begin, end) in enumerate(((0, 11), (11, 28))):
+        tokens, steps = slice(begin, end), slice(begin * n, end * n)
+        alone = {name: y[:, tokens if name in ("q", "g") else steps] for name, y in x.items()}
+        expected, last = chunk_gated_delta_product(**alone, num_householder=n, output_final_state=True)
+        assert_close(o[:, tokens], expected)
+        assert_close(states[2 * i], last[0])
+    assert (states[1] == 0).all() and (o[:, 28:] == 0).all()
+
+
+def test_wrong_delta_products(device: torch.device) -> None:
+    x = inputs(device, T=6)
+    with pytest.raises(ValueError, match=r"k must have shape \(2, 12, 2, 16\), got \(2, 6, 2, 16\)"):
+        chunk_gated_delta_product(**x, g=None, num_householder=2)
+    with pytest.raises(ValueError, match="num_householder must be at least 1, got 0"):
+        chunk_gated_delta_product(**x, g=None, num_householder=0)
+    with pytest.raises(ValueError, match=r"g must have shape \(2, 3, 4\), got \(2, 6, 4\)"):
+        chunk_gated_delta_product(**x | {"q": x["q"][:, :3]}, g=x["beta"], num_householder=2)
+
+
+def test_delta_product_is_one_node(device: torch.device) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            return chunk_gated_delta_product(q, k, v, g, beta, 2)[0]
+
+    def arguments(T: int) -> tuple[Tensor, ...]:
+        x = inputs(device, T=2 * T)
+        q, g = x["q"][:, :T].contiguous(), -x["beta"][:, :T].contiguous()
+        return q, x["k"], x["v"], g, x["beta"]
+
+    tokens = torch.export.Dim("T", min=2, max=2**16)
+    shapes = ({1: tokens}, {1: 2 * tokens}, {1: 2 * tokens}, {1: tokens}, {1: 2 * tokens})
+    program = torch.export.export(Model(), arguments(9), dynamic_shapes=shapes)
+    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert calls.count("flacompose.delta_rule_chunk.default") == 1
+    for T in (3, 64, 65):
+        assert_close(program.module()(*arguments(T)), Model()(*arguments(T)))
