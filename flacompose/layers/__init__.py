@@ -5,6 +5,8 @@ and returns ``(output, state)``; the state is a `RecurrentState`, new each time.
 """
 
 from flacompose.layers.abc import ABCAttention
+from flacompose.layers.delta_net import DeltaNet
+from flacompose.layers.gated_deltanet import GatedDeltaNet
 from flacompose.layers.gla import GatedLinearAttention
 from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
@@ -22,6 +24,8 @@ from flacompose.layers.state import RecurrentState
 
 __all__ = [
     "ABCAttention",
+    "DeltaNet",
+    "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",

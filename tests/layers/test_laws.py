@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 import flacompose
-from flacompose.layers import RecurrentState
+from flacompose.layers import DeltaNet, RecurrentState
 from flacompose.ops import _logsumexp
 
 from .truth import (
@@ -51,11 +51,16 @@ LIGHTNING, MAMBA2 = (
     {name: EVERY["mamba2"][name] for name in list(EVERY["mamba2"])[:4]},
 )
 RWKV6 = EVERY["rwkv6"] | {"num_heads": 3}
-HGRN, HGRN2, LIGHTNET, GSA, ABC = (
-    {name: value for name, value in EVERY[layer].items() if name not in {*SHORT, "num_kv_heads"}}
+HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET = (
+    {
+        name: value
+        for name, value in EVERY[layer].items()
+        if name not in {*SHORT, "num_kv_heads", "num_v_heads"}
+    }
     | {"hidden_size": 24}
-    for layer in ("hgrn", "hgrn2", "lightnet", "gsa", "abc")
+    for layer in ("hgrn", "hgrn2", "lightnet", "gsa", "abc", "delta_net", "gated_deltanet")
 )
+NO_CONV = {"use_short_conv": False}
 # What changes how tokens meet pads, bounds of sequences and states.
 LAYOUTS = CASES | {
     "no conv": GLA | {"fuse_norm": False},
@@ -73,6 +78,11 @@ LAYOUTS = CASES | {
     | {"mode": "fused_recurrent", "elementwise_affine": False, "norm_eps": 0.1},
     "hgrn of layer 0": HGRN | {"layer": BoundedHGRN, "layer_idx": 0},
     "gsa of a feature map": EVERY["gsa"] | {"feature_map": "t2r"},
+    # Pads have queries and keys that are not 0, and a beta of 1.
+    "delta_net without beta": DELTA_NET
+    | NO_CONV
+    | {"use_beta": False, "qk_activation": "elu", "qk_norm": "sum", "mode": "fused_recurrent"},
+    "gated_deltanet of large heads": GATED_DELTANET | {"head_dim": 2, "expand_v": 150, "use_gate": False},
 }
 VARIANTS = [
     *LAYOUTS.values(),
@@ -128,6 +138,21 @@ VARIANTS = [
     LIGHTNET,
     LIGHTNET | {"mode": "fused_recurrent", "num_heads": 4, "gate_low_rank_dim": 3, "norm_eps": 0.1},
     LIGHTNET | {"expand_ratio": None, "num_heads": 2, "elementwise_affine": False},
+    {"layer": DeltaNet, "d_model": 24, "hidden_size": 7, "num_heads": 3},
+    *(
+        DELTA_NET | {"qk_activation": name, "qk_norm": norm} | conv
+        for name, norm, conv in (
+            ("silu", "sum", NO_CONV),
+            ("relu", "l2", {}),
+            ("elu", "sum", {}),
+            ("identity", "sum", NO_CONV),
+        )
+    ),
+    DELTA_NET
+    | {"expand_k": 0.5, "expand_v": 2.0, "allow_neg_eigval": False, "use_beta": False, "norm_eps": 0.1},
+    GATED_DELTANET,
+    GATED_DELTANET | NO_CONV | {"allow_neg_eigval": True, "output_gate_activation": "sigmoid"},
+    GATED_DELTANET | {"mode": "fused_recurrent", "num_v_heads": 6, "expand_v": 1.5, "norm_eps": 0.1},
 ]
 LENGTHS = [70, 2, 3, 64, 65, 165]
 
@@ -283,6 +308,7 @@ def test_from_nothing(config, device):
     [
         *CASES.values(),
         *(LAYOUTS[name] for name in ("lightning of another decay", "wide rwkv6", "hgrn without conv")),
+        *(LAYOUTS[name] for name in ("delta_net without beta", "gated_deltanet of large heads")),
         LAYOUTS["gsa of a feature map"],
         GLA | {"fuse_norm": False, "clamp_min": -0.05},
         MAMBA2 | {"norm_before_gate": True, "D_has_hdim": True},
@@ -343,6 +369,8 @@ FAMILIES = {
     "lightnet": "vector_decay",
     "gsa": "vector_decay",
     "abc": "vector_decay",
+    "delta_net": "delta_rule",
+    "gated_deltanet": "delta_rule",
 }
 
 
@@ -480,7 +508,7 @@ LOAD = """
 import sys
 import torch
 import flacompose
-from flacompose.layers import RecurrentState
+from flacompose.layers import DeltaNet, RecurrentState
 
 for case in sys.argv[1:]:
     module = torch.export.load(f"{case}.pt2").module()
