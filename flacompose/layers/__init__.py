@@ -11,6 +11,7 @@ from flacompose.layers.gla import GatedLinearAttention
 from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
 from flacompose.layers.hgrn2 import HGRN2Attention
+from flacompose.layers.kda import KimiDeltaAttention
 from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
@@ -31,6 +32,7 @@ __all__ = [
     "GatedSlotAttention",
     "HGRN2Attention",
     "HGRNAttention",
+    "KimiDeltaAttention",
     "LightNetAttention",
     "LightningAttention",
     "LinearAttention",

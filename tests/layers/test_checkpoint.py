@@ -16,6 +16,7 @@ from flacompose.layers import (
     GatedSlotAttention,
     HGRN2Attention,
     HGRNAttention,
+    KimiDeltaAttention,
     LightNetAttention,
     LinearAttention,
     Mamba2,
@@ -439,6 +440,20 @@ CHECKPOINTS = [
         | {"v_proj.weight": (2048, 64), "a_proj.weight": (4, 64), "b_proj.weight": (4, 64)}
         | delta_output(512, 2048),
     ),
+    *(
+        (
+            KimiDeltaAttention,
+            {"num_heads": 2, "num_v_heads": 4, "head_dim": 32, "use_short_conv": conv},
+            {"A_log": (4,), "dt_bias": (128,)}
+            | DELTA
+            | {"v_proj.weight": (128, 64)}
+            | (delta_convs(64, 64, 128) if conv else {})
+            | {"f_proj.0.weight": (32, 64), "f_proj.1.weight": (128, 32), "b_proj.weight": (4, 64)}
+            | {"g_proj.0.weight": (32, 64), "g_proj.1.weight": (128, 32), "g_proj.1.bias": (128,)}
+            | delta_output(32, 128),
+        )
+        for conv in (True, False)
+    ),
 ]
 
 
@@ -537,6 +552,11 @@ SIGNATURES = {
         "(hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode='chunk', "
         "use_gate=True, use_short_conv=True, allow_neg_eigval=False, conv_size=4, conv_bias=False, "
         "layer_idx=None, norm_eps=1e-05, output_gate_activation='swish', *, device=None, dtype=None)"
+    ),
+    "kda": (
+        "(hidden_size=2048, expand_v=1, head_dim=128, num_heads=16, num_v_heads=None, mode='chunk', "
+        "use_short_conv=True, allow_neg_eigval=False, safe_gate=False, lower_bound=None, conv_size=4, "
+        "conv_bias=False, layer_idx=None, norm_eps=1e-05, *, device=None, dtype=None)"
     ),
 }
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flacompose.layers import GatedDeltaNet, GatedRMSNorm
+from flacompose.layers import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention
 
 from .truth import assert_close, build
 
 
-@pytest.mark.parametrize(("layer", "low"), [(GatedDeltaNet, 0)])
+@pytest.mark.parametrize(("layer", "low"), [(GatedDeltaNet, 0), (KimiDeltaAttention, 1)])
 def test_first_decays(layer, low):
     """Rates are uniform up to 16, logarithms of steps uniform; no rate is 0, and none is -inf in half precision."""
     torch.manual_seed(0)
@@ -26,6 +26,12 @@ def test_first_decays(layer, low):
     assert made.A_log.dtype == torch.float32
     half = layer(hidden_size=2, num_heads=1024, head_dim=1, expand_v=1, dtype=torch.bfloat16)
     assert half.A_log.isfinite().all() and half.dt_bias.isfinite().all()
+
+
+def test_first_bounded_decays():
+    """Rates of a safe gate are 1 at first."""
+    layer = KimiDeltaAttention(hidden_size=2, num_heads=3, head_dim=1, safe_gate=True, lower_bound=-5)
+    assert not layer.A_log.any() and layer.dt_bias.all()
 
 
 def test_default_sizes():

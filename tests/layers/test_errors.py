@@ -43,7 +43,7 @@ CHOICES = "one of relu, sigmoid, logsigmoid, silu, swish, sqrelu, gelu, got"
 MAPS = "one of hedgehog, t2r, elementwise_product, dpfp, elu, relu, identity, got"
 GATED = "gla simple_gla retention"
 HEADS = f"{GATED} linear_attn rwkv6 gsa abc delta_net"
-VALUE_HEADS = "gated_deltanet"
+VALUE_HEADS = "gated_deltanet kda"
 EXPANDED = "hgrn2 lightnet"
 # Which layers, "" for all that have these arguments; the arguments; the message, with numbers of the configuration.
 REFUSED = [
@@ -359,6 +359,10 @@ REFUSED = [
             ),
         )
     ),
+    ("kda", {"lower_bound": 0}, ValueError, "lower_bound must be below 0, as log-decays are, got 0"),
+    ("kda", {"lower_bound": -math.inf}, ValueError, "lower_bound must be finite, got -inf"),
+    ("kda", {"lower_bound": "-5"}, TypeError, "lower_bound must be a number, got str"),
+    ("kda", {"safe_gate": True}, ValueError, "safe_gate must not be True without a lower_bound"),
     (
         "abc",
         {"mode": "chunk"},

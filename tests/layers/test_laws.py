@@ -51,14 +51,14 @@ LIGHTNING, MAMBA2 = (
     {name: EVERY["mamba2"][name] for name in list(EVERY["mamba2"])[:4]},
 )
 RWKV6 = EVERY["rwkv6"] | {"num_heads": 3}
-HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET = (
+HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET, KDA = (
     {
         name: value
         for name, value in EVERY[layer].items()
         if name not in {*SHORT, "num_kv_heads", "num_v_heads"}
     }
     | {"hidden_size": 24}
-    for layer in ("hgrn", "hgrn2", "lightnet", "gsa", "abc", "delta_net", "gated_deltanet")
+    for layer in ("hgrn", "hgrn2", "lightnet", "gsa", "abc", "delta_net", "gated_deltanet", "kda")
 )
 NO_CONV = {"use_short_conv": False}
 # What changes how tokens meet pads, bounds of sequences and states.
@@ -82,6 +82,7 @@ LAYOUTS = CASES | {
     "delta_net without beta": DELTA_NET
     | NO_CONV
     | {"use_beta": False, "qk_activation": "elu", "qk_norm": "sum", "mode": "fused_recurrent"},
+    "kda of a lower bound": KDA | NO_CONV | {"lower_bound": -5, "safe_gate": True, "allow_neg_eigval": True},
     "gated_deltanet of large heads": GATED_DELTANET | {"head_dim": 2, "expand_v": 150, "use_gate": False},
 }
 VARIANTS = [
@@ -153,6 +154,9 @@ VARIANTS = [
     GATED_DELTANET,
     GATED_DELTANET | NO_CONV | {"allow_neg_eigval": True, "output_gate_activation": "sigmoid"},
     GATED_DELTANET | {"mode": "fused_recurrent", "num_v_heads": 6, "expand_v": 1.5, "norm_eps": 0.1},
+    KDA,
+    KDA | {"mode": "fused_recurrent", "num_v_heads": 6, "lower_bound": -0.5, "norm_eps": 0.1},
+    KDA | {"head_dim": 2, "expand_v": 150, "conv_size": 1},
 ]
 LENGTHS = [70, 2, 3, 64, 65, 165]
 
@@ -308,7 +312,10 @@ def test_from_nothing(config, device):
     [
         *CASES.values(),
         *(LAYOUTS[name] for name in ("lightning of another decay", "wide rwkv6", "hgrn without conv")),
-        *(LAYOUTS[name] for name in ("delta_net without beta", "gated_deltanet of large heads")),
+        *(
+            LAYOUTS[name]
+            for name in ("delta_net without beta", "gated_deltanet of large heads", "kda of a lower bound")
+        ),
         LAYOUTS["gsa of a feature map"],
         GLA | {"fuse_norm": False, "clamp_min": -0.05},
         MAMBA2 | {"norm_before_gate": True, "D_has_hdim": True},
@@ -371,6 +378,7 @@ FAMILIES = {
     "abc": "vector_decay",
     "delta_net": "delta_rule",
     "gated_deltanet": "delta_rule",
+    "kda": "delta_rule",
 }
 
 

@@ -21,6 +21,7 @@ from flacompose.layers import (
     GatedSlotAttention,
     HGRN2Attention,
     HGRNAttention,
+    KimiDeltaAttention,
     LightNetAttention,
     LightningAttention,
     LinearAttention,
@@ -59,6 +60,7 @@ EVERY = LAYERS | {
     "abc": {"layer": ABCAttention, "num_heads": 2, "num_slots": 5} | SHORT,
     "delta_net": {"layer": DeltaNet, "use_gate": True, "allow_neg_eigval": True} | HEADS | SHORT,
     "gated_deltanet": {"layer": GatedDeltaNet} | VALUE_HEADS | SHORT,
+    "kda": {"layer": KimiDeltaAttention, "expand_v": 0.5} | VALUE_HEADS | SHORT,
 }
 
 
@@ -125,6 +127,7 @@ def sequence(
         ABCAttention: slot_attention,
         DeltaNet: delta_rule,
         GatedDeltaNet: delta_rule,
+        KimiDeltaAttention: delta_rule,
     }[config["layer"]]
     y, state = truth(config, p, x, state)
     return y, pytree.tree_map(lambda t: t[None], state)
@@ -361,7 +364,7 @@ def slot_attention(
 def delta_rule(
     config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, RecurrentState]:
-    """Without a decay DeltaNet, with one per head Gated DeltaNet."""
+    """Without a decay DeltaNet, with one per head Gated DeltaNet, with one per channel of the keys KDA."""
     H, HV, n = config["num_heads"], config.get("num_v_heads") or config["num_heads"], 1
     act, sigmoid, silu = config.get("qk_activation", "silu"), ACTIVATIONS["sigmoid"], ACTIVATIONS["silu"]
     parts = len(state.recurrent) // HV  # of the values of a head
@@ -392,17 +395,24 @@ def delta_rule(
         o = rms_norm(config, p["o_norm.weight"], (S * q[:, :, None]).sum(1) * q.shape[1] ** -0.5).flatten()
         if "g_proj.weight" in p:
             o = o * ACTIVATIONS[config.get("output_gate_activation", "silu")](p["g_proj.weight"] @ token)
+        if "g_proj.0.weight" in p:
+            o = o * sigmoid(p["g_proj.1.weight"] @ p["g_proj.0.weight"] @ token + p["g_proj.1.bias"])
         out.append(p["o_proj.weight"] @ o)
     S = torch.stack(S.chunk(parts, -1), 1).flatten(0, 1)
     return torch.stack(out), RecurrentState(S, tuple(windows))
 
 
 def delta_decay(config: dict[str, Any], p: Parameters, token: Tensor, HV: int) -> Tensor:
-    """By what a token multiplies the state that it finds, ``[HV, 1]``."""
-    if "a_proj.weight" not in p:
+    """By what a token multiplies the state that it finds, ``[HV, 1]`` or ``[HV, K]``."""
+    if "f_proj.0.weight" in p:
+        a = p["f_proj.1.weight"] @ p["f_proj.0.weight"] @ token
+    elif "a_proj.weight" in p:
+        a = p["a_proj.weight"] @ token
+    else:
         return torch.ones(HV, 1, dtype=token.dtype)
-    a = p["a_proj.weight"] @ token
     a, rate = (a + p["dt_bias"]).reshape(HV, -1), p["A_log"].exp()[:, None]
+    if config.get("lower_bound") is not None:
+        return (config["lower_bound"] * ACTIVATIONS["sigmoid"](rate * a)).exp()
     return (1 + a.exp()) ** -rate
 
 
