@@ -7,6 +7,7 @@ and returns ``(output, state)``; the state is a `RecurrentState`, new each time.
 from flacompose.layers.abc import ABCAttention
 from flacompose.layers.delta_net import DeltaNet
 from flacompose.layers.gated_deltanet import GatedDeltaNet
+from flacompose.layers.gated_deltaproduct import GatedDeltaProduct
 from flacompose.layers.gla import GatedLinearAttention
 from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
@@ -27,6 +28,7 @@ __all__ = [
     "ABCAttention",
     "DeltaNet",
     "GatedDeltaNet",
+    "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",

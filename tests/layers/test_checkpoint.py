@@ -12,6 +12,7 @@ from flacompose.layers import (
     ABCAttention,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
     HGRN2Attention,
@@ -440,6 +441,31 @@ CHECKPOINTS = [
         | {"v_proj.weight": (2048, 64), "a_proj.weight": (4, 64), "b_proj.weight": (4, 64)}
         | delta_output(512, 2048),
     ),
+    (
+        GatedDeltaProduct,
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 32, "num_householder": 3},
+        DECAYS
+        | DELTA
+        | {"k_proj.weight": (192, 64), "v_proj.weight": (768, 64), "b_proj.weight": (12, 64)}
+        | {"a_proj.weight": (4, 64)}
+        | delta_convs(64, 192, 768)
+        | {"g_proj.weight": (256, 64)}
+        | delta_output(64, 256),
+    ),
+    (
+        GatedDeltaProduct,
+        {
+            "num_heads": 4,
+            "head_dim": 16,
+            "expand_v": 1,
+            "use_forget_gate": False,
+            "use_output_gate": False,
+            "use_short_conv": False,
+        },
+        DELTA
+        | {"k_proj.weight": (128, 64), "v_proj.weight": (128, 64), "b_proj.weight": (8, 64)}
+        | delta_output(16, 64),
+    ),
     *(
         (
             KimiDeltaAttention,
@@ -552,6 +578,12 @@ SIGNATURES = {
         "(hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode='chunk', "
         "use_gate=True, use_short_conv=True, allow_neg_eigval=False, conv_size=4, conv_bias=False, "
         "layer_idx=None, norm_eps=1e-05, output_gate_activation='swish', *, device=None, dtype=None)"
+    ),
+    "gated_deltaproduct": (
+        "(hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode='chunk', "
+        "use_output_gate=True, use_short_conv=True, conv_size=4, conv_bias=False, layer_idx=None, "
+        "norm_eps=1e-05, use_forget_gate=True, allow_neg_eigval=True, num_householder=2, *, device=None, "
+        "dtype=None)"
     ),
     "kda": (
         "(hidden_size=2048, expand_v=1, head_dim=128, num_heads=16, num_v_heads=None, mode='chunk', "

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flacompose.layers import GatedDeltaNet, GatedRMSNorm, KimiDeltaAttention
+from flacompose.layers import GatedDeltaNet, GatedDeltaProduct, GatedRMSNorm, KimiDeltaAttention
 
 from .truth import assert_close, build
 
 
-@pytest.mark.parametrize(("layer", "low"), [(GatedDeltaNet, 0), (KimiDeltaAttention, 1)])
+@pytest.mark.parametrize(
+    ("layer", "low"), [(GatedDeltaNet, 0), (GatedDeltaProduct, 0), (KimiDeltaAttention, 1)]
+)
 def test_first_decays(layer, low):
     """Rates are uniform up to 16, logarithms of steps uniform; no rate is 0, and none is -inf in half precision."""
     torch.manual_seed(0)
@@ -34,9 +36,10 @@ def test_first_bounded_decays():
     assert not layer.A_log.any() and layer.dt_bias.all()
 
 
-def test_default_sizes():
+@pytest.mark.parametrize("layer", [GatedDeltaNet, GatedDeltaProduct])
+def test_default_sizes(layer):
     """The peer's default heads, of 512 values, are heads of 256 in the state."""
-    layer = GatedDeltaNet(device="meta")
+    layer = layer(device="meta")
     assert layer.head_v_dim == 512
     assert layer.init_state(2).recurrent.shape == (2, 12, 256, 256)
 
@@ -62,6 +65,18 @@ def test_parts_are_one_head():
         }
     )
     assert_close(narrow(x)[1].recurrent, state.recurrent[:, ::2], 1e-11)
+
+
+def test_one_step_a_token():
+    """Gated DeltaProduct of one step is Gated DeltaNet, of the same parameters."""
+    config = {"hidden_size": 24, "num_heads": 2, "head_dim": 6, "allow_neg_eigval": True}
+    net = build({"layer": GatedDeltaNet} | config, dtype=torch.float64)
+    product = build({"layer": GatedDeltaProduct, "num_householder": 1} | config, dtype=torch.float64)
+    product.load_state_dict(net.state_dict())
+    x = torch.randn(2, 9, 24, dtype=torch.float64)
+    for a, b in zip(product(x), net(x), strict=True):
+        for s, t in zip(*((a, b) if isinstance(a, tuple) else ([a], [b])), strict=True):
+            torch.testing.assert_close(s, t, rtol=0, atol=1e-12)
 
 
 def test_gate_of_the_norm():

@@ -43,7 +43,7 @@ CHOICES = "one of relu, sigmoid, logsigmoid, silu, swish, sqrelu, gelu, got"
 MAPS = "one of hedgehog, t2r, elementwise_product, dpfp, elu, relu, identity, got"
 GATED = "gla simple_gla retention"
 HEADS = f"{GATED} linear_attn rwkv6 gsa abc delta_net"
-VALUE_HEADS = "gated_deltanet kda"
+VALUE_HEADS = "gated_deltanet gated_deltaproduct kda"
 EXPANDED = "hgrn2 lightnet"
 # Which layers, "" for all that have these arguments; the arguments; the message, with numbers of the configuration.
 REFUSED = [
@@ -358,6 +358,18 @@ REFUSED = [
                 "head_dim * expand_v must have 2 equal parts of at most 256, got 257",
             ),
         )
+    ),
+    (
+        "gated_deltaproduct",
+        {"num_householder": 0},
+        ValueError,
+        "num_householder must be at least 1, got 0",
+    ),
+    (
+        "gated_deltaproduct",
+        {"num_householder": 2.0},
+        TypeError,
+        "num_householder must be an int, got float",
     ),
     ("kda", {"lower_bound": 0}, ValueError, "lower_bound must be below 0, as log-decays are, got 0"),
     ("kda", {"lower_bound": -math.inf}, ValueError, "lower_bound must be finite, got -inf"),

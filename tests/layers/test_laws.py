@@ -51,14 +51,24 @@ LIGHTNING, MAMBA2 = (
     {name: EVERY["mamba2"][name] for name in list(EVERY["mamba2"])[:4]},
 )
 RWKV6 = EVERY["rwkv6"] | {"num_heads": 3}
-HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET, KDA = (
+HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET, KDA, PRODUCT = (
     {
         name: value
         for name, value in EVERY[layer].items()
         if name not in {*SHORT, "num_kv_heads", "num_v_heads"}
     }
     | {"hidden_size": 24}
-    for layer in ("hgrn", "hgrn2", "lightnet", "gsa", "abc", "delta_net", "gated_deltanet", "kda")
+    for layer in (
+        "hgrn",
+        "hgrn2",
+        "lightnet",
+        "gsa",
+        "abc",
+        "delta_net",
+        "gated_deltanet",
+        "kda",
+        "gated_deltaproduct",
+    )
 )
 NO_CONV = {"use_short_conv": False}
 # What changes how tokens meet pads, bounds of sequences and states.
@@ -83,6 +93,15 @@ LAYOUTS = CASES | {
     | NO_CONV
     | {"use_beta": False, "qk_activation": "elu", "qk_norm": "sum", "mode": "fused_recurrent"},
     "kda of a lower bound": KDA | NO_CONV | {"lower_bound": -5, "safe_gate": True, "allow_neg_eigval": True},
+    "gated_deltaproduct without decay": PRODUCT
+    | NO_CONV
+    | {
+        "use_forget_gate": False,
+        "num_householder": 3,
+        "head_dim": 2,
+        "expand_v": 150,
+        "use_output_gate": False,
+    },
     "gated_deltanet of large heads": GATED_DELTANET | {"head_dim": 2, "expand_v": 150, "use_gate": False},
 }
 VARIANTS = [
@@ -154,6 +173,9 @@ VARIANTS = [
     GATED_DELTANET,
     GATED_DELTANET | NO_CONV | {"allow_neg_eigval": True, "output_gate_activation": "sigmoid"},
     GATED_DELTANET | {"mode": "fused_recurrent", "num_v_heads": 6, "expand_v": 1.5, "norm_eps": 0.1},
+    PRODUCT,
+    PRODUCT | {"mode": "fused_recurrent", "num_householder": 1, "allow_neg_eigval": False, "norm_eps": 0.1},
+    PRODUCT | {"num_householder": 3, "num_v_heads": 6, "expand_v": 0.5, "conv_size": 1},
     KDA,
     KDA | {"mode": "fused_recurrent", "num_v_heads": 6, "lower_bound": -0.5, "norm_eps": 0.1},
     KDA | {"head_dim": 2, "expand_v": 150, "conv_size": 1},
@@ -378,8 +400,12 @@ FAMILIES = {
     "abc": "vector_decay",
     "delta_net": "delta_rule",
     "gated_deltanet": "delta_rule",
+    "gated_deltaproduct": "delta_rule",
     "kda": "delta_rule",
 }
+
+
+ONE_FORM = ("gated_deltaproduct",)  # whose tokens are several steps
 
 
 def op_of(name: str, form: str) -> torch._ops.OpOverload:
@@ -389,7 +415,7 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
 @pytest.mark.parametrize(
     ("name", "mode", "T", "form"),
     [
-        (name, mode, T, form)
+        (name, mode, T, "chunk" if name in ONE_FORM else form)
         for name, config in EVERY.items()
         for mode, T, form in ((None, 2, "chunk"), ("fused_recurrent", 2, "recurrent"), (None, 1, "recurrent"))
         if mode is None or "mode" in inspect.signature(config["layer"]).parameters

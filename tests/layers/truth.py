@@ -17,6 +17,7 @@ from flacompose.layers import (
     ABCAttention,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
     HGRN2Attention,
@@ -60,6 +61,7 @@ EVERY = LAYERS | {
     "abc": {"layer": ABCAttention, "num_heads": 2, "num_slots": 5} | SHORT,
     "delta_net": {"layer": DeltaNet, "use_gate": True, "allow_neg_eigval": True} | HEADS | SHORT,
     "gated_deltanet": {"layer": GatedDeltaNet} | VALUE_HEADS | SHORT,
+    "gated_deltaproduct": {"layer": GatedDeltaProduct} | VALUE_HEADS | SHORT,
     "kda": {"layer": KimiDeltaAttention, "expand_v": 0.5} | VALUE_HEADS | SHORT,
 }
 
@@ -127,6 +129,7 @@ def sequence(
         ABCAttention: slot_attention,
         DeltaNet: delta_rule,
         GatedDeltaNet: delta_rule,
+        GatedDeltaProduct: delta_rule,
         KimiDeltaAttention: delta_rule,
     }[config["layer"]]
     y, state = truth(config, p, x, state)
@@ -364,8 +367,13 @@ def slot_attention(
 def delta_rule(
     config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, RecurrentState]:
-    """Without a decay DeltaNet, with one per head Gated DeltaNet, with one per channel of the keys KDA."""
-    H, HV, n = config["num_heads"], config.get("num_v_heads") or config["num_heads"], 1
+    """Without a decay DeltaNet, with one per head Gated DeltaNet, with one per channel of the keys KDA.
+
+    Gated DeltaProduct has several steps a token, of which the first decays.
+    """
+    H, HV = config["num_heads"], config.get("num_v_heads") or config["num_heads"]
+    product = config["layer"] is GatedDeltaProduct
+    n = config.get("num_householder", 2) if product else 1
     act, sigmoid, silu = config.get("qk_activation", "silu"), ACTIVATIONS["sigmoid"], ACTIVATIONS["silu"]
     parts = len(state.recurrent) // HV  # of the values of a head
     S = torch.cat(state.recurrent.unflatten(0, (HV, parts)).unbind(1), -1)  # [HV, K, V]
@@ -386,7 +394,7 @@ def delta_rule(
         beta = torch.ones(n, HV, dtype=x.dtype)
         if "b_proj.weight" in p:
             beta = sigmoid(p["b_proj.weight"] @ token).reshape(n, HV)
-        if config.get("allow_neg_eigval"):
+        if config.get("allow_neg_eigval", product):
             beta = 2 * beta
         S = delta_decay(config, p, token, HV)[:, :, None] * S
         for i in range(n):
