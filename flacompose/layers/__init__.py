@@ -5,10 +5,14 @@ and returns ``(output, state)``; the state is a `RecurrentState`, new each time.
 """
 
 from flacompose.layers.abc import ABCAttention
+from flacompose.layers.delta_net import DeltaNet
+from flacompose.layers.gated_deltanet import GatedDeltaNet
+from flacompose.layers.gated_deltaproduct import GatedDeltaProduct
 from flacompose.layers.gla import GatedLinearAttention
 from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
 from flacompose.layers.hgrn2 import HGRN2Attention
+from flacompose.layers.kda import KimiDeltaAttention
 from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
@@ -22,11 +26,15 @@ from flacompose.layers.state import RecurrentState
 
 __all__ = [
     "ABCAttention",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",
     "HGRN2Attention",
     "HGRNAttention",
+    "KimiDeltaAttention",
     "LightNetAttention",
     "LightningAttention",
     "LinearAttention",

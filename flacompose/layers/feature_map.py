@@ -62,12 +62,16 @@ class DPFPFeatureMap(nn.Module):
         return torch.cat([y * y.roll(j, -1) for j in range(1, self.nu + 1)], dim=-1)
 
 
+def elu_plus_one(x: Tensor) -> Tensor:
+    # Not elu(x) + 1, whose sum would round exp(x) away where it is small.
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
 class ELUFeatureMap(nn.Module):
     r"""$\operatorname{elu}(x) + 1$, from "Transformers are RNNs" (<https://arxiv.org/abs/2006.16236>)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not elu(x) + 1, whose sum would round exp(x) away where it is small.
-        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+        return elu_plus_one(x)
 
 
 class _IdentityAtFirst(nn.Linear):

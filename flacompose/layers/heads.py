@@ -66,9 +66,35 @@ def expanded_heads(
     return H, V if expand_ratio is None else expand_ratio, V
 
 
+def value_heads(
+    num_heads: int, num_v_heads: int | None, head_dim: int, expand_v: float
+) -> tuple[int, int, int]:
+    """Check these arguments of a layer of the delta rule, return the heads of values HV, their size V and their parts.
+
+    Ops take heads of at most 256 values. The delta rule treats each value of a head alone, so that a larger head is as
+    many heads of the same keys, its equal parts, as that needs.
+    """
+    _check.count("num_heads", num_heads)
+    HV = num_heads if num_v_heads is None else num_v_heads
+    _check.integer("num_v_heads", HV)
+    if HV < 1 or HV % num_heads != 0:
+        raise ValueError(f"num_v_heads must be a multiple of num_heads = {num_heads}, got {HV}")
+    _check.head_size("head_dim", head_dim)
+    _check.number("expand_v", expand_v)
+    V = _check.whole("head_dim * expand_v", head_dim * expand_v)
+    parts = -(-V // MAX_HEAD_SIZE)
+    if V % parts != 0:
+        raise ValueError(
+            f"head_dim * expand_v must have {parts} equal parts of at most {MAX_HEAD_SIZE}, got {V}"
+        )
+    return HV, V, parts
+
+
 def shared(x: Tensor, groups: int) -> Tensor:
-    """``[B, T, H, D]`` as ``[B, T, H * groups, D]``, each head repeated for `groups` neighbouring heads of queries."""
-    return x if groups == 1 else x.unsqueeze(3).expand(-1, -1, -1, groups, -1).flatten(2, 3)
+    """``[B, T, H, ...]`` as ``[B, T, H * groups, ...]``, each head repeated for `groups` neighbouring heads."""
+    if groups == 1:
+        return x
+    return x.unsqueeze(3).expand(-1, -1, -1, groups, *[-1] * (x.ndim - 3)).flatten(2, 3)
 
 
 def _head_size(argument: str, hidden_size: int, ratio: float, num_heads: int) -> int:

@@ -69,10 +69,28 @@ class RMSNorm(nn.RMSNorm):
 
 
 class GatedRMSNorm(RMSNorm):
-    """An `RMSNorm` whose output is multiplied by ``silu(g)`` before its one rounding; ``g`` has the shape of `x`."""
+    """An `RMSNorm` whose output is multiplied by a gate before its one rounding.
+
+    The gate is ``silu(g)``, or, with ``activation="sigmoid"``, ``sigmoid(g)``; ``g`` has the shape of `x`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool | None = True,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str = "silu",
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, eps, device, dtype)
+        _check.one_of("activation", activation, ("silu", "swish", "sigmoid"))
+        self.activation = activation
 
     def forward(self, x: Tensor, g: Tensor) -> Tensor:  # type: ignore[override]
-        return (self._normed(x) * F.silu(upcast(g))).to(x.dtype)
+        gate = F.sigmoid if self.activation == "sigmoid" else F.silu
+        return (self._normed(x) * gate(upcast(g))).to(x.dtype)
 
 
 class GroupNorm(nn.GroupNorm):

@@ -17,7 +17,10 @@ from flacompose.ops._varlen import sequence_count
 
 Op = Callable[..., tuple[Tensor, Any]]  # what it computes, and the state after the last token
 
-_SHOWN = ("mode", "num_heads", "num_kv_heads", "head_dim", "state_size", "n_groups", "input_dim", "decay")
+_SHOWN = (
+    "mode", "num_heads", "num_kv_heads", "num_v_heads", "head_dim", "state_size", "n_groups", "input_dim", "decay",
+    "num_householder",
+)  # fmt: skip
 
 
 class Factory(TypedDict):

@@ -10,10 +10,14 @@ import torch
 
 from flacompose.layers import (
     ABCAttention,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
     HGRN2Attention,
     HGRNAttention,
+    KimiDeltaAttention,
     LightNetAttention,
     LinearAttention,
     Mamba2,
@@ -59,6 +63,22 @@ RWKV6 = {
 HGRN = {"i_proj.weight": (64, 64), "f_proj.weight": (64, 64), "g_proj.weight": (64, 64)}
 HGRN_OUTPUT = {"g_norm.weight": (64,), "o_proj.weight": (64, 64)}
 MAMBA2 = {"hidden_size": 24, "num_heads": 6, "head_dim": 8, "state_size": 5}
+
+DELTA = {"q_proj.weight": (64, 64), "k_proj.weight": (64, 64), "v_proj.weight": (64, 64)}
+DECAYS = {"A_log": (4,), "dt_bias": (4,)}
+
+
+def delta_convs(*channels: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    """Of the convolutions of q, k and v in layers of the delta rule."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, D in zip("qkv", channels, strict=True):
+        shapes |= {f"{name}_conv1d.weight": (D, 1, 4)} | ({f"{name}_conv1d.bias": (D,)} if bias else {})
+    return shapes
+
+
+def delta_output(head: int, values: int) -> dict[str, tuple[int, ...]]:
+    return {"o_norm.weight": (head,), "o_proj.weight": (64, values)}
+
 
 CHECKPOINTS = [
     pytest.param(GatedLinearAttention, {}, PROJECTIONS | DECAY | OUTPUT | FUSED, id="defaults"),
@@ -393,6 +413,73 @@ CHECKPOINTS = [
             "out_proj.bias": (24,),
         },
     ),
+    (
+        DeltaNet,
+        {},
+        DELTA | {"b_proj.weight": (4, 64)} | delta_convs(64, 64, 64) | delta_output(16, 64),
+    ),
+    (
+        DeltaNet,
+        {"d_model": 64, "use_beta": False, "use_gate": True, "use_short_conv": False, "expand_v": 2.0},
+        DELTA | {"v_proj.weight": (128, 64), "g_proj.weight": (128, 64)} | delta_output(32, 128),
+    ),
+    (
+        GatedDeltaNet,
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 32, "conv_bias": True},
+        DECAYS
+        | DELTA
+        | {"v_proj.weight": (256, 64), "a_proj.weight": (4, 64), "b_proj.weight": (4, 64)}
+        | delta_convs(64, 64, 256, bias=True)
+        | {"g_proj.weight": (256, 64)}
+        | delta_output(64, 256),
+    ),
+    (
+        GatedDeltaNet,
+        {"num_heads": 4, "head_dim": 16, "expand_v": 32, "use_gate": False, "use_short_conv": False},
+        DECAYS
+        | DELTA
+        | {"v_proj.weight": (2048, 64), "a_proj.weight": (4, 64), "b_proj.weight": (4, 64)}
+        | delta_output(512, 2048),
+    ),
+    (
+        GatedDeltaProduct,
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 32, "num_householder": 3},
+        DECAYS
+        | DELTA
+        | {"k_proj.weight": (192, 64), "v_proj.weight": (768, 64), "b_proj.weight": (12, 64)}
+        | {"a_proj.weight": (4, 64)}
+        | delta_convs(64, 192, 768)
+        | {"g_proj.weight": (256, 64)}
+        | delta_output(64, 256),
+    ),
+    (
+        GatedDeltaProduct,
+        {
+            "num_heads": 4,
+            "head_dim": 16,
+            "expand_v": 1,
+            "use_forget_gate": False,
+            "use_output_gate": False,
+            "use_short_conv": False,
+        },
+        DELTA
+        | {"k_proj.weight": (128, 64), "v_proj.weight": (128, 64), "b_proj.weight": (8, 64)}
+        | delta_output(16, 64),
+    ),
+    *(
+        (
+            KimiDeltaAttention,
+            {"num_heads": 2, "num_v_heads": 4, "head_dim": 32, "use_short_conv": conv},
+            {"A_log": (4,), "dt_bias": (128,)}
+            | DELTA
+            | {"v_proj.weight": (128, 64)}
+            | (delta_convs(64, 64, 128) if conv else {})
+            | {"f_proj.0.weight": (32, 64), "f_proj.1.weight": (128, 32), "b_proj.weight": (4, 64)}
+            | {"g_proj.0.weight": (32, 64), "g_proj.1.weight": (128, 32), "g_proj.1.bias": (128,)}
+            | delta_output(32, 128),
+        )
+        for conv in (True, False)
+    ),
 ]
 
 
@@ -480,6 +567,28 @@ SIGNATURES = {
         "conv_bias=False, num_slots=None, elementwise_affine=True, norm_eps=1e-05, gate_low_rank_dim=16, "
         "gate_logit_normalizer=16, use_rope=True, use_input_gate=False, use_output_gate=True, use_norm=True, "
         "clamp_min=-32, clamp_max=32, layer_idx=None, *, device=None, dtype=None)"
+    ),
+    "delta_net": (
+        "(mode='chunk', d_model=None, hidden_size=1024, expand_k=1.0, expand_v=1.0, num_heads=4, "
+        "use_beta=True, use_gate=False, use_short_conv=True, conv_size=4, conv_bias=False, "
+        "allow_neg_eigval=False, layer_idx=None, qk_activation='silu', qk_norm='l2', norm_eps=1e-05, *, "
+        "device=None, dtype=None)"
+    ),
+    "gated_deltanet": (
+        "(hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode='chunk', "
+        "use_gate=True, use_short_conv=True, allow_neg_eigval=False, conv_size=4, conv_bias=False, "
+        "layer_idx=None, norm_eps=1e-05, output_gate_activation='swish', *, device=None, dtype=None)"
+    ),
+    "gated_deltaproduct": (
+        "(hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode='chunk', "
+        "use_output_gate=True, use_short_conv=True, conv_size=4, conv_bias=False, layer_idx=None, "
+        "norm_eps=1e-05, use_forget_gate=True, allow_neg_eigval=True, num_householder=2, *, device=None, "
+        "dtype=None)"
+    ),
+    "kda": (
+        "(hidden_size=2048, expand_v=1, head_dim=128, num_heads=16, num_v_heads=None, mode='chunk', "
+        "use_short_conv=True, allow_neg_eigval=False, safe_gate=False, lower_bound=None, conv_size=4, "
+        "conv_bias=False, layer_idx=None, norm_eps=1e-05, *, device=None, dtype=None)"
     ),
 }
 

@@ -42,7 +42,8 @@ HK, HV = torch.zeros(2, 2, 4, 5), torch.zeros(2, 2, 5, 8)  # of ABC
 CHOICES = "one of relu, sigmoid, logsigmoid, silu, swish, sqrelu, gelu, got"
 MAPS = "one of hedgehog, t2r, elementwise_product, dpfp, elu, relu, identity, got"
 GATED = "gla simple_gla retention"
-HEADS = f"{GATED} linear_attn rwkv6 gsa abc"
+HEADS = f"{GATED} linear_attn rwkv6 gsa abc delta_net"
+VALUE_HEADS = "gated_deltanet gated_deltaproduct kda"
 EXPANDED = "hgrn2 lightnet"
 # Which layers, "" for all that have these arguments; the arguments; the message, with numbers of the configuration.
 REFUSED = [
@@ -51,7 +52,7 @@ REFUSED = [
     ("", {"hidden_size": "32"}, TypeError, "hidden_size must be an int, got str"),
     ("", {"mode": "chunks"}, ValueError, "mode must be 'chunk' or 'fused_recurrent', got 'chunks'"),
     (
-        f"{GATED} linear_attn gsa hgrn2",
+        f"{GATED} linear_attn gsa hgrn2 delta_net",
         {"mode": "fused_chunk"},
         ValueError,
         "mode 'fused_chunk' is no op of its own",
@@ -68,7 +69,7 @@ REFUSED = [
         for size, error, rest in ((0, ValueError, "at least 1, got 0"), ("a", TypeError, "an int, got str"))
     ),
     (
-        f"{HEADS} {EXPANDED} lightning_attn",
+        f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn",
         {"num_heads": 0},
         ValueError,
         "num_heads must be at least 1, got 0",
@@ -329,6 +330,51 @@ REFUSED = [
     ("mamba2", {"conv_init": "a"}, TypeError, "conv_init must be a number, got str"),
     ("mamba2", {"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
     ("mamba2", {"chunk_size": 64.0}, TypeError, "chunk_size must be an int, got float"),
+    ("delta_net", {"d_model": 0}, ValueError, "d_model must be at least 1, got 0"),
+    ("delta_net", {"d_model": 24.0}, TypeError, "d_model must be an int, got float"),
+    *(
+        (names, {argument: x}, ValueError, f"{argument} must be one of {choices}, got {x!r}")
+        for x in (["silu"], "gelu", None)
+        for names, argument, choices in (
+            ("delta_net", "qk_activation", "silu, relu, elu, identity"),
+            ("delta_net", "qk_norm", "l2, sum"),
+            ("gated_deltanet", "output_gate_activation", "swish, silu, sigmoid"),
+        )
+    ),
+    *(
+        (VALUE_HEADS, arguments, error, message)
+        for arguments, error, message in (
+            ({"num_v_heads": 0}, ValueError, "num_v_heads must be a multiple of num_heads = 2, got 0"),
+            ({"num_v_heads": 3}, ValueError, "num_v_heads must be a multiple of num_heads = 2, got 3"),
+            ({"num_v_heads": 4.0}, TypeError, "num_v_heads must be an int, got float"),
+            ({"head_dim": 257}, ValueError, "head_dim must be from 1 to 256, got 257"),
+            ({"head_dim": 8.0}, TypeError, "head_dim must be an int, got float"),
+            ({"expand_v": 1.3}, ValueError, "head_dim * expand_v must be a positive int, got 7.8"),
+            ({"expand_v": 0}, ValueError, "head_dim * expand_v must be a positive int, got 0"),
+            ({"expand_v": "2"}, TypeError, "expand_v must be a number, got str"),
+            (
+                {"head_dim": 1, "expand_v": 257},
+                ValueError,
+                "head_dim * expand_v must have 2 equal parts of at most 256, got 257",
+            ),
+        )
+    ),
+    (
+        "gated_deltaproduct",
+        {"num_householder": 0},
+        ValueError,
+        "num_householder must be at least 1, got 0",
+    ),
+    (
+        "gated_deltaproduct",
+        {"num_householder": 2.0},
+        TypeError,
+        "num_householder must be an int, got float",
+    ),
+    ("kda", {"lower_bound": 0}, ValueError, "lower_bound must be below 0, as log-decays are, got 0"),
+    ("kda", {"lower_bound": -math.inf}, ValueError, "lower_bound must be finite, got -inf"),
+    ("kda", {"lower_bound": "-5"}, TypeError, "lower_bound must be a number, got str"),
+    ("kda", {"safe_gate": True}, ValueError, "safe_gate must not be True without a lower_bound"),
     (
         "abc",
         {"mode": "chunk"},

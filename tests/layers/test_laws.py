@@ -17,7 +17,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 import flacompose
-from flacompose.layers import RecurrentState
+from flacompose.layers import DeltaNet, RecurrentState
 from flacompose.ops import _logsumexp
 
 from .truth import (
@@ -51,11 +51,26 @@ LIGHTNING, MAMBA2 = (
     {name: EVERY["mamba2"][name] for name in list(EVERY["mamba2"])[:4]},
 )
 RWKV6 = EVERY["rwkv6"] | {"num_heads": 3}
-HGRN, HGRN2, LIGHTNET, GSA, ABC = (
-    {name: value for name, value in EVERY[layer].items() if name not in {*SHORT, "num_kv_heads"}}
+HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET, KDA, PRODUCT = (
+    {
+        name: value
+        for name, value in EVERY[layer].items()
+        if name not in {*SHORT, "num_kv_heads", "num_v_heads"}
+    }
     | {"hidden_size": 24}
-    for layer in ("hgrn", "hgrn2", "lightnet", "gsa", "abc")
+    for layer in (
+        "hgrn",
+        "hgrn2",
+        "lightnet",
+        "gsa",
+        "abc",
+        "delta_net",
+        "gated_deltanet",
+        "kda",
+        "gated_deltaproduct",
+    )
 )
+NO_CONV = {"use_short_conv": False}
 # What changes how tokens meet pads, bounds of sequences and states.
 LAYOUTS = CASES | {
     "no conv": GLA | {"fuse_norm": False},
@@ -73,6 +88,21 @@ LAYOUTS = CASES | {
     | {"mode": "fused_recurrent", "elementwise_affine": False, "norm_eps": 0.1},
     "hgrn of layer 0": HGRN | {"layer": BoundedHGRN, "layer_idx": 0},
     "gsa of a feature map": EVERY["gsa"] | {"feature_map": "t2r"},
+    # Pads have queries and keys that are not 0, and a beta of 1.
+    "delta_net without beta": DELTA_NET
+    | NO_CONV
+    | {"use_beta": False, "qk_activation": "elu", "qk_norm": "sum", "mode": "fused_recurrent"},
+    "kda of a lower bound": KDA | NO_CONV | {"lower_bound": -5, "safe_gate": True, "allow_neg_eigval": True},
+    "gated_deltaproduct without decay": PRODUCT
+    | NO_CONV
+    | {
+        "use_forget_gate": False,
+        "num_householder": 3,
+        "head_dim": 2,
+        "expand_v": 150,
+        "use_output_gate": False,
+    },
+    "gated_deltanet of large heads": GATED_DELTANET | {"head_dim": 2, "expand_v": 150, "use_gate": False},
 }
 VARIANTS = [
     *LAYOUTS.values(),
@@ -128,6 +158,27 @@ VARIANTS = [
     LIGHTNET,
     LIGHTNET | {"mode": "fused_recurrent", "num_heads": 4, "gate_low_rank_dim": 3, "norm_eps": 0.1},
     LIGHTNET | {"expand_ratio": None, "num_heads": 2, "elementwise_affine": False},
+    {"layer": DeltaNet, "d_model": 24, "hidden_size": 7, "num_heads": 3},
+    *(
+        DELTA_NET | {"qk_activation": name, "qk_norm": norm} | conv
+        for name, norm, conv in (
+            ("silu", "sum", NO_CONV),
+            ("relu", "l2", {}),
+            ("elu", "sum", {}),
+            ("identity", "sum", NO_CONV),
+        )
+    ),
+    DELTA_NET
+    | {"expand_k": 0.5, "expand_v": 2.0, "allow_neg_eigval": False, "use_beta": False, "norm_eps": 0.1},
+    GATED_DELTANET,
+    GATED_DELTANET | NO_CONV | {"allow_neg_eigval": True, "output_gate_activation": "sigmoid"},
+    GATED_DELTANET | {"mode": "fused_recurrent", "num_v_heads": 6, "expand_v": 1.5, "norm_eps": 0.1},
+    PRODUCT,
+    PRODUCT | {"mode": "fused_recurrent", "num_householder": 1, "allow_neg_eigval": False, "norm_eps": 0.1},
+    PRODUCT | {"num_householder": 3, "num_v_heads": 6, "expand_v": 0.5, "conv_size": 1},
+    KDA,
+    KDA | {"mode": "fused_recurrent", "num_v_heads": 6, "lower_bound": -0.5, "norm_eps": 0.1},
+    KDA | {"head_dim": 2, "expand_v": 150, "conv_size": 1},
 ]
 LENGTHS = [70, 2, 3, 64, 65, 165]
 
@@ -283,6 +334,10 @@ def test_from_nothing(config, device):
     [
         *CASES.values(),
         *(LAYOUTS[name] for name in ("lightning of another decay", "wide rwkv6", "hgrn without conv")),
+        *(
+            LAYOUTS[name]
+            for name in ("delta_net without beta", "gated_deltanet of large heads", "kda of a lower bound")
+        ),
         LAYOUTS["gsa of a feature map"],
         GLA | {"fuse_norm": False, "clamp_min": -0.05},
         MAMBA2 | {"norm_before_gate": True, "D_has_hdim": True},
@@ -343,7 +398,14 @@ FAMILIES = {
     "lightnet": "vector_decay",
     "gsa": "vector_decay",
     "abc": "vector_decay",
+    "delta_net": "delta_rule",
+    "gated_deltanet": "delta_rule",
+    "gated_deltaproduct": "delta_rule",
+    "kda": "delta_rule",
 }
+
+
+ONE_FORM = ("gated_deltaproduct",)  # whose tokens are several steps
 
 
 def op_of(name: str, form: str) -> torch._ops.OpOverload:
@@ -353,7 +415,7 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
 @pytest.mark.parametrize(
     ("name", "mode", "T", "form"),
     [
-        (name, mode, T, form)
+        (name, mode, T, "chunk" if name in ONE_FORM else form)
         for name, config in EVERY.items()
         for mode, T, form in ((None, 2, "chunk"), ("fused_recurrent", 2, "recurrent"), (None, 1, "recurrent"))
         if mode is None or "mode" in inspect.signature(config["layer"]).parameters
@@ -480,7 +542,7 @@ LOAD = """
 import sys
 import torch
 import flacompose
-from flacompose.layers import RecurrentState
+from flacompose.layers import DeltaNet, RecurrentState
 
 for case in sys.argv[1:]:
     module = torch.export.load(f"{case}.pt2").module()

@@ -15,10 +15,14 @@ from torch.utils import _pytree as pytree
 
 from flacompose.layers import (
     ABCAttention,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedDeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
     HGRN2Attention,
     HGRNAttention,
+    KimiDeltaAttention,
     LightNetAttention,
     LightningAttention,
     LinearAttention,
@@ -44,6 +48,7 @@ LAYERS = {
 }
 # Every layer of the library, so that what holds for all is tested of each.
 HEADS = {"hidden_size": 24, "num_heads": 4}
+VALUE_HEADS = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6}
 SHORT = {"hidden_size": 24, "use_short_conv": True, "conv_bias": True, "conv_size": 3}
 EVERY = LAYERS | {
     "lightning_attn": {"layer": LightningAttention, "layer_idx": 1, "num_layers": 3} | HEADS,
@@ -54,6 +59,10 @@ EVERY = LAYERS | {
     "lightnet": {"layer": LightNetAttention, "expand_ratio": 8} | SHORT,
     "gsa": {"layer": GatedSlotAttention, "num_slots": 5, "num_kv_heads": 2} | HEADS | SHORT,
     "abc": {"layer": ABCAttention, "num_heads": 2, "num_slots": 5} | SHORT,
+    "delta_net": {"layer": DeltaNet, "use_gate": True, "allow_neg_eigval": True} | HEADS | SHORT,
+    "gated_deltanet": {"layer": GatedDeltaNet} | VALUE_HEADS | SHORT,
+    "gated_deltaproduct": {"layer": GatedDeltaProduct} | VALUE_HEADS | SHORT,
+    "kda": {"layer": KimiDeltaAttention, "expand_v": 0.5} | VALUE_HEADS | SHORT,
 }
 
 
@@ -118,6 +127,10 @@ def sequence(
         LightNetAttention: hgrn2_or_lightnet,
         GatedSlotAttention: slot_attention,
         ABCAttention: slot_attention,
+        DeltaNet: delta_rule,
+        GatedDeltaNet: delta_rule,
+        GatedDeltaProduct: delta_rule,
+        KimiDeltaAttention: delta_rule,
     }[config["layer"]]
     y, state = truth(config, p, x, state)
     return y, pytree.tree_map(lambda t: t[None], state)
@@ -351,6 +364,66 @@ def slot_attention(
     return torch.stack(out), RecurrentState((Hk, Hv), tuple(windows), z, position)
 
 
+def delta_rule(
+    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
+) -> tuple[Tensor, RecurrentState]:
+    """Without a decay DeltaNet, with one per head Gated DeltaNet, with one per channel of the keys KDA.
+
+    Gated DeltaProduct has several steps a token, of which the first decays.
+    """
+    H, HV = config["num_heads"], config.get("num_v_heads") or config["num_heads"]
+    product = config["layer"] is GatedDeltaProduct
+    n = config.get("num_householder", 2) if product else 1
+    act, sigmoid, silu = config.get("qk_activation", "silu"), ACTIVATIONS["sigmoid"], ACTIVATIONS["silu"]
+    parts = len(state.recurrent) // HV  # of the values of a head
+    S = torch.cat(state.recurrent.unflatten(0, (HV, parts)).unbind(1), -1)  # [HV, K, V]
+    windows, out = list(state.conv), []
+
+    def prepared(y: Tensor) -> Tensor:
+        y = feature_map({"feature_map": act}, p, "", y) if act in ("elu", "identity") else ACTIVATIONS[act](y)
+        y = y.reshape(-1, H, S.shape[1])
+        if config.get("qk_norm") == "sum":
+            y = y / y.abs().sum(-1, keepdim=True).clamp(min=1e-6)
+        else:
+            y = y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return y.repeat_interleave(HV // H, 1)
+
+    for token in x:
+        q, k, v = step(p, "qkv", token, windows)
+        q, k, v = prepared(q)[0], prepared(k), silu(v).reshape(n, HV, -1)
+        beta = torch.ones(n, HV, dtype=x.dtype)
+        if "b_proj.weight" in p:
+            beta = sigmoid(p["b_proj.weight"] @ token).reshape(n, HV)
+        if config.get("allow_neg_eigval", product):
+            beta = 2 * beta
+        S = delta_decay(config, p, token, HV)[:, :, None] * S
+        for i in range(n):
+            wanted = v[i] - (S * k[i, :, :, None]).sum(1)
+            S = S + beta[i, :, None, None] * k[i, :, :, None] * wanted[:, None]
+        o = rms_norm(config, p["o_norm.weight"], (S * q[:, :, None]).sum(1) * q.shape[1] ** -0.5).flatten()
+        if "g_proj.weight" in p:
+            o = o * ACTIVATIONS[config.get("output_gate_activation", "silu")](p["g_proj.weight"] @ token)
+        if "g_proj.0.weight" in p:
+            o = o * sigmoid(p["g_proj.1.weight"] @ p["g_proj.0.weight"] @ token + p["g_proj.1.bias"])
+        out.append(p["o_proj.weight"] @ o)
+    S = torch.stack(S.chunk(parts, -1), 1).flatten(0, 1)
+    return torch.stack(out), RecurrentState(S, tuple(windows))
+
+
+def delta_decay(config: dict[str, Any], p: Parameters, token: Tensor, HV: int) -> Tensor:
+    """By what a token multiplies the state that it finds, ``[HV, 1]`` or ``[HV, K]``."""
+    if "f_proj.0.weight" in p:
+        a = p["f_proj.1.weight"] @ p["f_proj.0.weight"] @ token
+    elif "a_proj.weight" in p:
+        a = p["a_proj.weight"] @ token
+    else:
+        return torch.ones(HV, 1, dtype=token.dtype)
+    a, rate = (a + p["dt_bias"]).reshape(HV, -1), p["A_log"].exp()[:, None]
+    if config.get("lower_bound") is not None:
+        return (config["lower_bound"] * ACTIVATIONS["sigmoid"](rate * a)).exp()
+    return (1 + a.exp()) ** -rate
+
+
 def step(p: Parameters, names: str, token: Tensor, windows: list[Tensor]) -> list[Tensor]:
     """The projections of one token, after convolutions where there are windows, which move on in their list."""
     outputs = []
@@ -358,7 +431,7 @@ def step(p: Parameters, names: str, token: Tensor, windows: list[Tensor]) -> lis
         y = p[f"{name}_proj.weight"] @ token
         if windows:
             windows[i] = torch.cat([windows[i][:, 1:], y[:, None]], 1)
-            y = (windows[i] * p[f"{name}_conv1d.weight"][:, 0]).sum(1) + p[f"{name}_conv1d.bias"]
+            y = (windows[i] * p[f"{name}_conv1d.weight"][:, 0]).sum(1) + p.get(f"{name}_conv1d.bias", 0)
         outputs.append(y)
     return outputs
 

@@ -1,0 +1,155 @@
+"""Kimi Delta Attention (KDA), https://arxiv.org/abs/2510.26692."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flacompose.layers import _check
+from flacompose.layers.decay import set_first_decays
+from flacompose.layers.heads import shared, value_heads
+from flacompose.layers.layout import Layout
+from flacompose.layers.norm import GatedRMSNorm
+from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.ops import chunk_kda, fused_recurrent_kda
+from flacompose.ops._dtype import upcast
+
+
+class KimiDeltaAttention(RecurrentLayer):
+    r"""A layer of the delta rule with a decay per channel of the key, of $x$, per head:
+
+    $$q = \frac{\operatorname{silu}(\operatorname{conv}(x W_q))}{\lVert \cdot \rVert} \quad
+    k = \frac{\operatorname{silu}(\operatorname{conv}(x W_k))}{\lVert \cdot \rVert} \quad
+    v = \operatorname{silu}(\operatorname{conv}(x W_v)) \quad \beta = \operatorname{sigmoid}(x W_\beta)$$
+    $$g = -e^{A\_log} \operatorname{softplus}(x W_1 W_2 + dt\_bias) \qquad
+    S'_t = \operatorname{diag}(e^{g_t})\, S_{t-1} \qquad S_t = S'_t + \beta_t\, k_t (v_t - {S'_t}^\top k_t)^\top$$
+    $$o_t = K^{-1/2}\, S_t^\top q_t \qquad
+    y = \bigl(\operatorname{rmsnorm}(o) \odot \operatorname{sigmoid}(x W_3 W_4 + b)\bigr) W_o$$
+
+    From "Kimi Linear: An Expressive, Efficient Attention Architecture" (<https://arxiv.org/abs/2510.26692>). Arguments,
+    defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
+
+    Heads of more than 256 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent
+    state is then ``[N, HV * P, K, V / P]``.
+
+    Args:
+        hidden_size: Size of the input and of the output.
+        expand_v: A head has ``V = head_dim * expand_v`` values, which is also the rank of $W_1 W_2$ and of $W_3 W_4$.
+        head_dim: Keys of a head, ``K``.
+        num_heads: Number of heads ``H`` of queries and keys.
+        num_v_heads: Number of heads ``HV`` of values, decays and $\beta$, a multiple of ``H``: neighbours share one of
+            queries and keys. Default: ``H``.
+        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        use_short_conv: Whether queries, keys and values pass a `ShortConvolution`.
+        allow_neg_eigval: Whether $\beta$ is doubled, so that a token may reverse what the state holds along its key
+            (<https://arxiv.org/abs/2411.12537>).
+        safe_gate: Whether the first rates ``exp(A_log)`` are 1, as fits a `lower_bound`, without which it is refused.
+            It changes nothing else.
+        lower_bound: The lowest decay, below 0 and finite. The decay is then
+            $g = \text{lower\_bound} \cdot \operatorname{sigmoid}(e^{A\_log} (x W_1 W_2 + dt\_bias))$. Default: none.
+        conv_size: Width ``W`` of the convolutions.
+        conv_bias: Whether they have a bias.
+        layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
+        norm_eps: Added to the mean square in the norm of the output.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log` and `dt_bias`.
+
+    Raises:
+        ValueError: If an argument is none of these, a size is not whole, or a head has over 256 keys or values that
+            have no equal parts of at most 256.
+        TypeError: If an argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int = 2048,
+        expand_v: float = 1,
+        head_dim: int = 128,
+        num_heads: int = 16,
+        num_v_heads: int | None = None,
+        mode: str = "chunk",
+        use_short_conv: bool = True,
+        allow_neg_eigval: bool = False,
+        safe_gate: bool = False,
+        lower_bound: float | None = None,
+        conv_size: int = 4,
+        conv_bias: bool = False,
+        layer_idx: int | None = None,
+        norm_eps: float = 1e-5,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        HV, V, parts = value_heads(num_heads, num_v_heads, head_dim, expand_v)
+        H, K = num_heads, head_dim
+        if lower_bound is not None:
+            _check.finite("lower_bound", lower_bound)
+            if lower_bound >= 0:
+                raise ValueError(f"lower_bound must be below 0, as log-decays are, got {lower_bound}")
+        elif safe_gate:
+            raise ValueError("safe_gate must not be True without a lower_bound")
+        self.num_heads, self.num_v_heads, self.head_dim, self.value_parts = H, HV, head_dim, parts
+        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, HV * V, K, V
+        self.use_short_conv = use_short_conv
+        self.allow_neg_eigval = allow_neg_eigval
+        self.safe_gate = safe_gate
+        self.lower_bound = lower_bound
+
+        factory = Factory(device=device, dtype=dtype)
+        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, HV * V, bias=False, **factory)
+        if use_short_conv:
+            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
+            self.k_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
+            self.v_conv1d = ShortConvolution(HV * V, conv_size, conv_bias, **factory)
+        self.f_proj = nn.Sequential(
+            nn.Linear(hidden_size, V, bias=False, **factory),
+            nn.Linear(V, HV * K, bias=False, **factory),
+        )
+        self.b_proj = nn.Linear(hidden_size, HV, bias=False, **factory)
+        self.A_log = nn.Parameter(torch.empty(HV, device=device, dtype=dtype or torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(HV * K, device=device, dtype=dtype or torch.float32))
+        self.g_proj = nn.Sequential(
+            nn.Linear(hidden_size, V, bias=False, **factory),
+            nn.Linear(V, HV * V, **factory),
+        )
+        self.o_norm = GatedRMSNorm(V, True, norm_eps, **factory, activation="sigmoid")
+        self.o_proj = nn.Linear(HV * V, hidden_size, bias=False, **factory)
+        conv = ((H * K, conv_size), (H * K, conv_size), (HV * V, conv_size)) if use_short_conv else ()
+        self.state_shapes = StateShapes(((HV * parts, K, V // parts),), conv)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the first values of the parameters that no submodule has."""
+        set_first_decays(self.A_log, self.dt_bias, low=1)
+        if self.safe_gate:
+            nn.init.zeros_(self.A_log)
+
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        if self.use_short_conv:
+            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
+        else:
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+        q, k = q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, (self.num_heads, -1))
+        v = v.unflatten(-1, (self.num_v_heads * self.value_parts, -1))
+        a = (upcast(self.f_proj(x)) + self.dt_bias).unflatten(-1, (self.num_v_heads, -1))  # [B, T, HV, K]
+        rate = upcast(self.A_log).exp()[:, None]
+        g = -rate * F.softplus(a) if self.lower_bound is None else self.lower_bound * (rate * a).sigmoid()
+        beta = upcast(self.b_proj(x)).sigmoid()  # [B, T, HV]
+        if self.allow_neg_eigval:
+            beta = 2 * beta
+        # A token whose decay and beta are 0 leaves the state as it is.
+        g, beta = (shared(tokens.masked(y), self.value_parts) for y in (g, beta))
+
+        kda = self._op(chunk_kda, fused_recurrent_kda, x, past.recurrent, tokens)
+        o, recurrent = kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
+        o = o.flatten(2).unflatten(-1, (self.num_v_heads, -1))
+        o = self.o_norm(o, self.g_proj(x).unflatten(-1, (self.num_v_heads, -1)))
+        return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)
