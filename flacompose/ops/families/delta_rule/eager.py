@@ -19,13 +19,16 @@ queries and keys are a dimension ``n`` beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from flacompose.ops._dtype import upcast
 from flacompose.ops.families._chunks import Chunks, gradients
 from flacompose.ops.families.delta_rule.inputs import Inputs
+from flacompose.ops.families.scalar_decay.eager import _Decay
 from flacompose.ops.families.vector_decay.eager import _Gate, _halves
 
 
@@ -78,27 +81,23 @@ def backward(
     if want_q or want_k or gates_wanted:
         # The state is read by queries, with the gradient do, and by keys, before they write, with -dv.
         dq = rule.read(do_ @ S.mT)
-        d_pairs = (do_ @ u.mT).tril()
-        if want_k or gates_wanted:
-            dk_read, dk_write = -rule.read(dv @ S.mT), rule.write(u @ dS.mT)
-            d_pairs = torch.stack([d_pairs, -(dv @ u.mT).tril(-1)])
-            readers = torch.stack([rule.q, rule.k])
-        else:
-            d_pairs, readers = d_pairs.unsqueeze(0), rule.q.unsqueeze(0)
-        d_readers, d_writers, exponents = _pair_gradient(readers, rule.k, d_pairs, rule.gate)
+        of_q = _pair_gradient(rule.q, rule.k, rule.P, (do_ @ u.mT).tril(), rule.gate)
+    if want_k or gates_wanted:
+        dk_read, dk_write = -rule.read(dv @ S.mT), rule.write(u @ dS.mT)
+        of_k = _pair_gradient(rule.k, rule.k, rule.A, -(dv @ u.mT).tril(-1), rule.gate)
     if gates_wanted:
-        assert rule.gate is not None
         reads, writes = rule.q * dq + rule.k * dk_read, rule.k * dk_write
         total = (rule.gate.total.mT * S * dS).sum(-1).unsqueeze(-2)
         if rule.gate.total.shape[-1] != k.shape[-1]:
             reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
+        exponents = pytree.tree_map(torch.add, of_q.exponents, of_k.exponents)
         d_gates = rule.join(rule.gate.gradient(exponents, reads, writes, total))
 
     return gradients(
         inputs,
         output_mask,
-        lambda: rule.join((dq + d_readers[0]).sum(2, True)) * scale,
-        lambda: rule.join((dk_read + dk_write + d_readers[1] + d_writers).sum(2, True)),
+        lambda: rule.join((dq + of_q.a).sum(2, True)) * scale,
+        lambda: rule.join((dk_read + dk_write + of_q.b + of_k.a + of_k.b).sum(2, True)),
         lambda: rule.join(dv),
         lambda: rule.join((solved * rule.errors(S, u)).sum(-1, True)).squeeze(-1),
         lambda: d_gates.sum(-1),
@@ -115,22 +114,22 @@ class _Rule:
         self.chunks, self.H = Chunks(q, cu_seqlens), q.shape[2]
         self.q, self.k, self.v = self.split(q) * scale, self.split(k), self.split(v)
         self.beta = self.split(beta.unsqueeze(-1))
-        gates = [
-            x.to(self.chunks.dtype) for x in (None if g is None else g.unsqueeze(-1), gk) if x is not None
-        ]
-        self.gate = _Gate(self.split(sum(gates[1:], start=gates[0])), read_before=False) if gates else None
+        self.gate: _Gate | _Decay
+        if gk is None:
+            self.gate = _Decay(self.chunks, q, g, None)
+        else:
+            gk = gk.to(self.chunks.dtype)
+            self.gate = _Gate(self.split(gk if g is None else gk + g.unsqueeze(-1)), read_before=False)
 
-        self.P, A = _pair(torch.stack([self.q, self.k]), self.k, self.gate)
-        self.A = A.tril(-1)
-        eye = torch.eye(self.chunks.size, dtype=A.dtype, device=A.device)
+        self.P, self.A = _pair(self.q, self.k, self.gate), _pair(self.k, self.k, self.gate).tril(-1)
+        eye = torch.eye(self.chunks.size, dtype=self.A.dtype, device=q.device)
         self.system = eye + self.beta * self.A
         # Solved by substitution, whose error hardly grows where keys are alike; a power series would lose all digits.
         known = self.beta * torch.cat([self.read(self.k).expand(*self.v.shape[:-1], -1), self.v], -1)
         solved = torch.linalg.solve_triangular(self.system, known, upper=False, unitriangular=True)
         self.W, self.U = solved.split([k.shape[-1], v.shape[-1]], -1)
-        eye = torch.eye(k.shape[-1], dtype=A.dtype, device=A.device)
-        kept = eye if self.gate is None else eye * self.gate.total
-        self.M = kept - self.write(self.k).mT @ self.W
+        eye = torch.eye(k.shape[-1], dtype=self.A.dtype, device=q.device)
+        self.M = eye * self.gate.total - self.write(self.k).mT @ self.W
 
     def split(self, x: Tensor) -> Tensor:
         return self.chunks.split(x).unflatten(1, (self.H, -1))
@@ -139,10 +138,10 @@ class _Rule:
         return self.chunks.join(x.flatten(1, 2))
 
     def read(self, x: Tensor) -> Tensor:
-        return x if self.gate is None else x * self.gate.read
+        return x * self.gate.read
 
     def write(self, x: Tensor) -> Tensor:
-        return x if self.gate is None else x * self.gate.write
+        return x * self.gate.write
 
     def writes(self, S: Tensor) -> Tensor:
         """``u``, what the tokens write, from the states before the chunks."""
@@ -173,14 +172,15 @@ class _Rule:
         ), end.clone()  # without chunks to sweep, the end would be the start itself
 
 
-def _pair(a: Tensor, b: Tensor, gate: _Gate | None) -> Tensor:
+def _pair(a: Tensor, b: Tensor, gate: _Gate | _Decay) -> Tensor:
     """``P[t, s] = a_t . b_s`` for ``s <= t``, decayed by the gates ``s + 1`` to ``t``; ``a`` and ``b [..., C, K]``.
 
-    The two blocks of the next size have between them the products of the later one's `a` and the earlier one's `b`,
-    both decayed to the boundary: sums of gates, never a difference of two, so that nothing overflows or cancels.
+    Gates of channels take part in the products: the two blocks of the next size have between them the products of the
+    later one's `a` and the earlier one's `b`, both decayed to the boundary. These are sums of gates, never a difference
+    of two, so that nothing overflows or cancels.
     """
-    if gate is None:
-        return (a @ b.mT).tril()
+    if isinstance(gate, _Decay):
+        return (a @ b.mT).tril() * gate.pair
     P = (a * b).sum(-1, keepdim=True).unsqueeze(-1)  # [..., C / b, b, b] with b = 1
     for level, (read, write) in enumerate(gate.levels):
         a_1, b_0 = _halves(_blocks(a, level))[1] * read, _halves(_blocks(b, level))[0] * write
@@ -190,28 +190,30 @@ def _pair(a: Tensor, b: Tensor, gate: _Gate | None) -> Tensor:
     return P.squeeze(-3)
 
 
-def _pair_gradient(
-    a: Tensor, b: Tensor, dP: Tensor, gate: _Gate | None
-) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
-    """The gradients of `a`, of `b` (that of all ``a``, stacked, summed up) and, by level, of the gate's exponents."""
-    if gate is None:
-        return dP @ b, (dP.mT @ a).sum(0), []
+class _PairGradient(NamedTuple):
+    a: Tensor
+    b: Tensor
+    exponents: Any  # those of the gates, as `gate.gradient` takes them
+
+
+def _pair_gradient(a: Tensor, b: Tensor, P: Tensor, dP: Tensor, gate: _Gate | _Decay) -> _PairGradient:
+    """The gradients from that of ``P = _pair(a, b, gate)``."""
+    if isinstance(gate, _Decay):
+        exponents, dP = dP * P, dP * gate.pair
+        return _PairGradient(dP @ b, dP.mT @ a, exponents)
     itself = dP.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    da, db, exponents = itself * b, (itself * a).sum(0), []
+    da, db, levels = itself * b, itself * a, []
     for level, (read, write) in enumerate(gate.levels):
         a_1, b_0 = _halves(_blocks(a, level))[1] * read, _halves(_blocks(b, level))[0] * write
         size = 1 << level
         blocks = dP.unflatten(-2, (-1, 2 * size)).unflatten(-1, (-1, 2 * size))
         between = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]
-        d_read, d_write = between @ b_0, (between.mT @ a_1).sum(0)
-        of_read, of_write = (a_1 * d_read).sum(0), b_0 * d_write
-        if read.shape[-1] != a.shape[-1]:
-            of_read, of_write = of_read.sum(-1, keepdim=True), of_write.sum(-1, keepdim=True)
-        exponents.append((of_read, of_write))
+        d_read, d_write = between @ b_0, between.mT @ a_1
+        levels.append((a_1 * d_read, b_0 * d_write))
         zero = torch.zeros_like(d_write)
-        da = da + torch.stack([zero.expand_as(d_read), d_read * read], -3).flatten(-4, -2)
+        da = da + torch.stack([zero, d_read * read], -3).flatten(-4, -2)
         db = db + torch.stack([d_write * write, zero], -3).flatten(-4, -2)
-    return da, db, exponents
+    return _PairGradient(da, db, levels)
 
 
 def _blocks(x: Tensor, level: int) -> Tensor:
