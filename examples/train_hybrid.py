@@ -41,7 +41,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv_proj(x).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if state is not None:
             k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
-        # A single token sees all that came before.
+        # After the first call tokens come one at a time, and each sees all that came before.
+        assert state is None or T == 1
         o = F.scaled_dot_product_attention(q, k, v, is_causal=state is None)
         return self.o_proj(o.transpose(1, 2).reshape(B, T, width)), (k, v)
 

@@ -179,6 +179,8 @@ def test_options_that_lack_another(device: torch.device) -> None:
             form(**x, g=channel, lower_bound=-5.0)
         with pytest.raises(ValueError, match="lower_bound must be below 0, got 1.0"):
             form(**x, g=channel, use_gate_in_kernel=True, lower_bound=1.0)
+        with pytest.raises(TypeError, match="dt_bias must be a tensor, got float"):
+            form(**x, g=channel, use_gate_in_kernel=True, A_log=A_log, dt_bias=1.0)
         with pytest.raises(ValueError, match="lower_bound must be finite"):
             form(**x, g=channel, use_gate_in_kernel=True, lower_bound=float("-inf"))
 
@@ -266,3 +268,17 @@ def test_delta_product_is_one_node(device: torch.device) -> None:
     assert calls.count("flacompose.delta_rule_chunk.default") == 1
     for T in (3, 64, 65):
         assert_close(program.module()(*arguments(T)), Model()(*arguments(T)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_beta_keeps_its_precision(dtype: torch.dtype, device: torch.device) -> None:
+    """One token and a chunk of one are the same function of a `beta` in float32 beside inputs in half precision."""
+    x = inputs(device, dtype, B=1, T=1) | {"beta": torch.full((1, 1, HV), 1 / 3, device=device)}
+    state = torch.randn(1, HV, K, V, device=device)
+    one = torch.tensor([0, 1], device=device)
+    exact = delta_rule(**{name: y.double() for name, y in x.items()}, initial_state=state.double())[1]
+    for form in (chunk_delta_rule, fused_recurrent_delta_rule):
+        for bounds in (None, one):
+            result = form(**x, initial_state=state, output_final_state=True, cu_seqlens=bounds)[1]
+            # The state is rounded to bfloat16 where chunks are multiplied on a GPU.
+            assert error(result, exact) <= (1e-3 if device.type == "cuda" else 1e-6)

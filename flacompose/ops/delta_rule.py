@@ -44,7 +44,8 @@ def chunk_delta_rule(
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
-        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
+            of their squares and 1e-6.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
@@ -138,6 +139,6 @@ def run(
 
 
 def normalized(x: Tensor) -> Tensor:
-    """``x [..., K]`` divided by its norm, in the dtype of `x`."""
+    """``x [..., K]`` divided by the root of `NORM_EPS` and the sum of its squares, in the dtype of `x`."""
     wide = upcast(x)
     return (wide * (wide.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).to(x.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._varlen import stretched
-from flacompose.ops.delta_rule import run
+from flacompose.ops.delta_rule import normalized, run
 from flacompose.ops.families.delta_rule import op
 
 
@@ -45,7 +45,8 @@ def chunk_gated_delta_product(
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
-        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
+            of their squares and 1e-6.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
@@ -60,22 +61,24 @@ def chunk_gated_delta_product(
     """
     _check.count("num_householder", num_householder)
     n = num_householder
-    _check.floating("q", q)
-    if q.dim() != 4:
-        raise ValueError(f"q must have shape [B, T, H, K], got {tuple(q.shape)}")
+    _check.axes("q", q, "B, T, H, K")
     B, T, H, K = q.shape
     _check.like(q, "k", k, (B, T * n, H, K))
-    HV, _, _ = _check.qkv(k, k, v, of="k", grouped=True)
+    HV, _, V = _check.qkv(k, k, v, of="k", grouped=True)
     _check.same_dtype(q, "k", k)
     _check.like(q, "beta", beta, (B, T * n, HV))
     _check.optional(q, "g", g, (B, T, HV))
-    _check.sequences(q, cu_seqlens)
+    N = _check.sequences(q, cu_seqlens)
+    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
+    scale = _check.scale(scale, K)
+    if use_qk_l2norm_in_kernel:
+        q, k = normalized(q), normalized(k)
     # The first step of a token decays, the last is read; the others have no gate and no query.
     q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
     if g is not None:
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     o, final_state = run(
         op.chunk, q, k, v, beta, g, None, scale, initial_state, output_final_state, stretched(cu_seqlens, n),
-        normalize=use_qk_l2norm_in_kernel,
+        normalize=False,
     )  # fmt: skip
     return o.unflatten(1, (T, n))[:, :, -1].contiguous(), final_state

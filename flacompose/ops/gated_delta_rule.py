@@ -49,7 +49,8 @@ def chunk_gated_delta_rule(
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
-        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
+            of their squares and 1e-6.
         use_gate_in_kernel: Whether the decay is ``-exp(A_log) * softplus(g + dt_bias)``.
         A_log: ``[HV]``, in any float dtype; given with `use_gate_in_kernel` alone.
         dt_bias: ``[HV]``, in any float dtype; given with `use_gate_in_kernel` alone. Default: 0.
@@ -153,6 +154,6 @@ def softplus_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Te
     """``-exp(A_log) * softplus(g + dt_bias)`` for ``g [B, T, HV, ...]``, in its dtype, and ``A_log [HV]``."""
     assert A_log is not None  # checked
     if dt_bias is not None:
-        g = g + dt_bias
+        g = g + dt_bias.to(g.dtype)
     rate = A_log.to(g.dtype).exp()
     return -rate.reshape(-1, *[1] * (g.ndim - 3)) * F.softplus(g)

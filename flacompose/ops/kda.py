@@ -50,7 +50,8 @@ def chunk_kda(
         scale: Factor of the output. Default: ``K ** -0.5``.
         initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
-        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
+            of their squares and 1e-6.
         use_gate_in_kernel: Whether the decay is ``-exp(A_log) * softplus(g + dt_bias)`` or, with `lower_bound`,
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
         A_log: ``[HV]``, in any float dtype; given with `use_gate_in_kernel` alone. With `lower_bound` it may be absent,
@@ -127,7 +128,9 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     HV, K, _ = check(q, k, v, beta)
     _check.like(q, "g", g, (*q.shape[:2], HV, K))
-    if isinstance(dt_bias, Tensor) and dt_bias.shape == (HV * K,):
+    if dt_bias is not None:
+        _check.tensor("dt_bias", dt_bias)
+    if dt_bias is not None and dt_bias.shape == (HV * K,):
         dt_bias = dt_bias.unflatten(0, (HV, K))
     if lower_bound is not None:
         _check.finite("lower_bound", lower_bound)
@@ -140,7 +143,7 @@ def _run(
     def gates(g: Tensor) -> Tensor:
         if lower_bound is None:
             return softplus_gate(g, A_log, dt_bias)
-        g = g if dt_bias is None else g + dt_bias
+        g = g if dt_bias is None else g + dt_bias.to(g.dtype)
         return lower_bound * (g if A_log is None else A_log.to(g.dtype).exp().unsqueeze(-1) * g).sigmoid()
 
     return run(

@@ -54,7 +54,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     r = S = dS = None
     if by_reads:
         r = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
-        S, dS = (None, None) if of_channels else (rule.states(), rule.states())
+        S, dS = (None, None) if of_channels else (rule.per_chunk_state(), rule.per_chunk_state())
         rule.sweep(r=r, states=S)
     rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
     rule.pairs.clear()  # their memory is free for the gradients
@@ -71,18 +71,22 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     return none_as_empty(inputs.q, *gradients, d_initial_state)
 
 
+chunk.backward = backward
+
+
 def _of_two_reads(
     inputs: Inputs, rule: _Launches, do: Tensor, d_final_state: Tensor | None, r: Tensor, dv: Tensor
 ) -> dict[str, Tensor]:
     """The gradients but dv, where channels have gates, by their names.
 
     The state is read twice at each token: by its key, before it writes and with the gradient -dv, and by its query,
-    with the gradient do. So they are those of linear attention of twice as many tokens, of which the odd ones decay
-    and read, and the even ones write and read.
+    with the gradient do. So they are those of linear attention of twice as many tokens, in pairs, of which the first
+    decays and reads, and the second writes and reads.
     """
     (B, T, H, K), HV = inputs.q.shape, rule.HV
     q, k = (operand(x).repeat_interleave(HV // H, 2) for x in (inputs.q, inputs.k))
-    gk = _gates_of_channels(inputs)
+    assert inputs.gk is not None
+    gk = _gates_of_channels(inputs.g, inputs.gk)
     u = (r * inputs.beta.unsqueeze(-1)).to(rule.dtype)
 
     def in_turn(x: Tensor, y: Tensor) -> Tensor:
@@ -104,13 +108,11 @@ def _of_two_reads(
         d_final_state,
         [True, True, True, True, False, False, False],
     )
-    dq, dk = d_read[:, 1::2], d_read[:, 0::2] + d_write[:, 1::2]
+    # In float32: gradients of the same key may cancel, and those of heads that share one are added up.
+    dq, dk = d_read[:, 1::2].float(), d_read[:, 0::2].float() + d_write[:, 1::2]
     dq, dk = (x.reshape(B, T, H, HV // H, K).sum(3) for x in (dq, dk))
     dgk = d_gates[:, 0::2].clone(memory_format=torch.contiguous_format)
-    return {"q": dq, "k": dk, "beta": (d_written[:, 1::2] * r).sum(-1), "gk": dgk, "g": dgk.sum(-1)}
-
-
-chunk.backward = backward
+    return {"q": dq, "k": dk, "beta": (d_written[:, 1::2].float() * r).sum(-1), "gk": dgk, "g": dgk.sum(-1)}
 
 
 def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
@@ -119,9 +121,9 @@ def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     return _launch.recurrent(q, k, v, initial_state, cu_seqlens, scale, g=g, gk=gk, beta=beta)
 
 
-def _gates_of_channels(inputs: Inputs) -> Tensor:
-    assert inputs.gk is not None
-    return inputs.gk if inputs.g is None else inputs.gk + inputs.g.unsqueeze(-1)
+def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
+    """``gk [B, T, HV, K]`` with ``g [B, T, HV]`` added, if it is given too."""
+    return gk if g is None else gk.float() + g.unsqueeze(-1)
 
 
 class _Launches(MatrixSequences):
@@ -139,8 +141,8 @@ class _Launches(MatrixSequences):
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
         self.config = sweep_config(bfloat16, self.K)
-        if gk is not None and g is not None:
-            gk, g = gk + g.unsqueeze(-1), None
+        if gk is not None:
+            gk, g = _gates_of_channels(g, gk), None
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         if g is not None:
             self.gates["sums"] = self.per_chunk(self.HV, self.C)
@@ -170,7 +172,7 @@ class _Launches(MatrixSequences):
         )
         self.arguments["HK"] = self.H_of_keys if gk is None else self.HV
 
-    def states(self) -> Tensor:
+    def per_chunk_state(self) -> Tensor:
         """Memory for a state of each chunk."""
         return self.per_chunk(self.HV, self.K, self.V, dtype=self.dtype)
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from flacompose.ops._define import tree_map
 from flacompose.ops._dtype import upcast
 from flacompose.ops.families._chunks import Chunks, gradients
 from flacompose.ops.families.delta_rule.inputs import Inputs
@@ -45,7 +45,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _token(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """`forward` of one token: the recurrence itself."""
     q, k, v, beta, g, gk, initial_state, _, scale = inputs
-    q_, k_, v_, beta_ = (upcast(x[:, 0]) for x in (q, k, v, beta.unsqueeze(-1).to(v.dtype)))  # [B, H, D]
+    q_, k_, v_ = (upcast(x[:, 0]) for x in (q, k, v))  # [B, H, D]
+    beta_ = beta[:, 0, :, None].to(v_.dtype)
     HV = v.shape[2]
     q_, k_ = (x.repeat_interleave(HV // x.shape[1], 1).unsqueeze(-2) for x in (q_, k_))  # [B, HV, 1, K]
     u, S = v_, torch.zeros((), dtype=q_.dtype, device=q.device)
@@ -90,7 +91,7 @@ def backward(
         total = (rule.gate.total.mT * S * dS).sum(-1).unsqueeze(-2)
         if rule.gate.total.shape[-1] != k.shape[-1]:
             reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
-        exponents = pytree.tree_map(torch.add, of_q.exponents, of_k.exponents)
+        exponents = tree_map(torch.add, of_q.exponents, of_k.exponents)
         d_gates = rule.join(rule.gate.gradient(exponents, reads, writes, total))
 
     return gradients(
@@ -167,9 +168,7 @@ class _Rule:
         _, HV, R, K, V = added.shape
         start = added.new_zeros(self.chunks.N, HV, K, V) if start is None else start.to(added.dtype)
         S, end = self.chunks.sweep(lambda i, S: M[:, :, i] @ S + added[:, :, i], R, start, reverse)
-        return S.unflatten(
-            1, (-1, n)
-        ), end.clone()  # without chunks to sweep, the end would be the start itself
+        return S.unflatten(1, (-1, n)), end
 
 
 def _pair(a: Tensor, b: Tensor, gate: _Gate | _Decay) -> Tensor:

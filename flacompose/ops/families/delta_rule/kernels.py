@@ -377,9 +377,8 @@ def gradient_kernel(
     written = tl.zeros([C, BK], dtype=tl.float32)  # r dS^T
     d_q = tl.zeros([C, C], dtype=tl.float32)  # do_t . r_s
     d_k = tl.zeros([C, C], dtype=tl.float32)  # dv_t . r_s
-    d_qT = tl.zeros(
-        [C, C], dtype=tl.float32
-    )  # these two at [s, t], since not every Triton transposes a product right
+    # The last two again, transposed: not every version of Triton transposes the result of a product right.
+    d_qT = tl.zeros([C, C], dtype=tl.float32)
     d_kT = tl.zeros([C, C], dtype=tl.float32)
     whole = tl.zeros([BK], dtype=tl.float32)
     for v0 in range(0, V, BV):
