@@ -70,7 +70,7 @@ def chunk_gated_delta_product(
     _check.optional(q, "g", g, (B, T, HV))
     N = _check.sequences(q, cu_seqlens)
     _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
-    scale = _check.scale(scale, K)
+    _check.scale(scale, K)
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
     # The first step of a token decays, the last is read; the others have no gate and no query.
