@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from scripts import ROOT, run_example
 
 pytest.importorskip("tqdm")
 
-ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "train_segments.py"
 SMALL = ["--segments", "2", "--length", "4", "--steps", "100"]
 
 
 def run(*options: str) -> str:
-    """On one thread, so that sums have one order, and with this checkout rather than one that is installed."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT), *SMALL, *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    result = run_example("train_segments.py", *SMALL, *options)
     assert result.returncode == 0, result.stderr
     assert "100/100" in result.stderr  # progress
     return re.sub(r" in \d+ s", "", result.stdout)

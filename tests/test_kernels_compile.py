@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -320,6 +320,47 @@ def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.Mon
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 6, 16, 16)
         run(scalar_decay, v, state, q, k, v, g, g_gamma, state, cu_seqlens, 1.0)
     assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("gates", ["", "g", "gk"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
+def test_delta_rule_launches_at_every_length(
+    gates: str, dtype: torch.dtype, N: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_with(lambda *_, **__: None, monkeypatch)
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        T = symbol("T", 65)
+        q, k, v = (torch.empty(1, T, H, 16, dtype=dtype) for H in (2, 2, 6))
+        beta = torch.empty(1, T, 6)
+        g = torch.empty(1, T, 6) if gates == "g" else None
+        gk = torch.empty(1, T, 6, 16) if gates == "gk" else None
+        cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
+        state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 6, 16, 16)
+        run(delta_rule, v, state, q, k, v, beta, g, gk, state, cu_seqlens, 1.0)
+    assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("gates", ["", "g", "gk", "g gk"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("wanted", [range(7), (0,), (2,), (3,), (4, 5), (6,)], ids=str)
+def test_gradients_of_the_delta_rule_are_as_a_trace_has_them(
+    gates: str, groups: int, wanted: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_with(lambda *_, **__: None, monkeypatch)
+    q, k = torch.zeros(2, 1, 5, 2, 16, dtype=torch.float16)
+    v = torch.zeros(1, 5, 2 * groups, 16, dtype=torch.float16)
+    beta = torch.zeros(1, 5, 2 * groups)
+    g = torch.zeros(1, 5, 2 * groups) if "g" in gates.split() else None
+    gk = torch.zeros(1, 5, 2 * groups, 16, dtype=torch.bfloat16) if "gk" in gates else None
+    state = torch.zeros(1, 2 * groups, 16, 16, dtype=torch.bfloat16)
+    args = q, k, v, beta, g, gk, state, None, 1.0, v, None, [i in wanted for i in range(7)]
+    launched = delta_rule.backward(*args)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        traced = torch.ops.flacompose.delta_rule_backward(*args)
+    described = [[(x.shape, x.dtype, x.stride()) for x in results] for results in (launched, traced)]
+    assert described[0] == described[1]
 
 
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])

@@ -16,6 +16,7 @@ from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flacompose.ops._dtype import upcast
+from flacompose.ops.gated_delta_rule import log_decay
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -128,7 +129,7 @@ class GatedDeltaNet(RecurrentLayer):
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         q, k = q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, (self.num_heads, -1))
         v = v.unflatten(-1, (self.num_v_heads * self.value_parts, -1))
-        g = -upcast(self.A_log).exp() * F.softplus(upcast(self.a_proj(x)) + self.dt_bias)  # [B, T, HV]
+        g = log_decay(upcast(self.a_proj(x)), self.A_log, self.dt_bias)  # [B, T, HV]
         beta = upcast(self.b_proj(x)).sigmoid()  # [B, T, HV]
         if self.allow_neg_eigval:
             beta = 2 * beta

@@ -16,6 +16,7 @@ from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gated_delta_product
 from flacompose.ops._dtype import upcast
+from flacompose.ops.gated_delta_rule import log_decay
 
 
 class GatedDeltaProduct(RecurrentLayer):
@@ -139,7 +140,7 @@ class GatedDeltaProduct(RecurrentLayer):
         # A token whose decay and betas are 0 leaves the state as it is.
         beta, g = tokens.masked(beta), None
         if self.use_forget_gate:
-            g = -upcast(self.A_log).exp() * F.softplus(upcast(self.a_proj(x)) + self.dt_bias)  # [B, T, HV]
+            g = log_decay(upcast(self.a_proj(x)), self.A_log, self.dt_bias)  # [B, T, HV]
             g = shared(tokens.masked(g), self.value_parts)
         # The n steps of a token beside each other: [B, T * n, heads, ...].
         q = q.unflatten(-1, (H, -1))

@@ -16,6 +16,7 @@ from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_kda, fused_recurrent_kda
 from flacompose.ops._dtype import upcast
+from flacompose.ops.gated_delta_rule import log_decay
 
 
 class KimiDeltaAttention(RecurrentLayer):
@@ -139,9 +140,8 @@ class KimiDeltaAttention(RecurrentLayer):
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         q, k = q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, (self.num_heads, -1))
         v = v.unflatten(-1, (self.num_v_heads * self.value_parts, -1))
-        a = (upcast(self.f_proj(x)) + self.dt_bias).unflatten(-1, (self.num_v_heads, -1))  # [B, T, HV, K]
-        rate = upcast(self.A_log).exp()[:, None]
-        g = -rate * F.softplus(a) if self.lower_bound is None else self.lower_bound * (rate * a).sigmoid()
+        a, bias = (y.unflatten(-1, (self.num_v_heads, -1)) for y in (self.f_proj(x), self.dt_bias))
+        g = log_decay(upcast(a), self.A_log, bias, self.lower_bound)  # [B, T, HV, K]
         beta = upcast(self.b_proj(x)).sigmoid()  # [B, T, HV]
         if self.allow_neg_eigval:
             beta = 2 * beta

@@ -58,11 +58,10 @@ def chunk_delta_rule(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    check(q, k, v, beta)
-    return run(
-        op.chunk, q, k, v, beta, None, None, scale, initial_state, output_final_state, cu_seqlens,
-        normalize=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
+    check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    if use_qk_l2norm_in_kernel:
+        q, k = normalized(q), normalized(k)
+    return run(op.chunk, q, k, v, beta, None, None, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def fused_recurrent_delta_rule(
@@ -80,18 +79,28 @@ def fused_recurrent_delta_rule(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    check(q, k, v, beta)
-    return run(
-        op.recurrent, q, k, v, beta, None, None, scale, initial_state, output_final_state, cu_seqlens,
-        normalize=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
+    check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    if use_qk_l2norm_in_kernel:
+        q, k = normalized(q), normalized(k)
+    return run(op.recurrent, q, k, v, beta, None, None, scale, initial_state, output_final_state, cu_seqlens)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> tuple[int, int, int]:
-    """Check the arguments that all rules have; ``(HV, K, V)``."""
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[int, int]:
+    """Check the arguments that all rules have; ``(HV, K)``."""
     HV, K, V = _check.qkv(q, k, v, grouped=True)
     _check.like(q, "beta", beta, (*q.shape[:2], HV))
-    return HV, K, V
+    N = _check.sequences(q, cu_seqlens)
+    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
+    _check.scale(scale, K)
+    return HV, K
 
 
 def run(
@@ -106,34 +115,11 @@ def run(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-    *,
-    normalize: bool,
-    gates: Callable[[Tensor], Tensor] | None = None,
-    sigmoid: bool = False,
-    neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments that `check` leaves, and call one form of the family's op.
-
-    `gates` makes log decays of what is given as `g` or `gk`. With `sigmoid`, `beta` holds logits, and with `neg_eigval`
-    it reaches 2, so that a token may reverse what the state holds along its key.
-    """
-    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
-    N = _check.sequences(q, cu_seqlens)
-    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
-    scale = _check.scale(scale, K)
-    if neg_eigval and not sigmoid:
-        raise ValueError(
-            "allow_neg_eigval must not be True without use_beta_sigmoid_in_kernel: it scales sigmoid(beta)"
-        )
-    if normalize:
-        q, k = normalized(q), normalized(k)
-    if sigmoid:
-        beta = upcast(beta, q).sigmoid() * (2 if neg_eigval else 1)
-    if gates is not None:
-        g, gk = (None if x is None else gates(upcast(x, q)) for x in (g, gk))
+    """One form of the family's op on checked arguments."""
     o, final_state = form(
         q, k, v, beta,
-        g=g, gk=gk, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale,
+        g=g, gk=gk, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, q.shape[3]),
     )  # fmt: skip
     return o, final_state if output_final_state else None
 

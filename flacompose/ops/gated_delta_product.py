@@ -78,7 +78,6 @@ def chunk_gated_delta_product(
     if g is not None:
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     o, final_state = run(
-        op.chunk, q, k, v, beta, g, None, scale, initial_state, output_final_state, stretched(cu_seqlens, n),
-        normalize=False,
-    )  # fmt: skip
+        op.chunk, q, k, v, beta, g, None, scale, initial_state, output_final_state, stretched(cu_seqlens, n)
+    )
     return o.unflatten(1, (T, n))[:, :, -1].contiguous(), final_state

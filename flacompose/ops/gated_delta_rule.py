@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops.delta_rule import check, run
+from flacompose.ops._dtype import upcast
+from flacompose.ops.delta_rule import check, normalized, run
 from flacompose.ops.families.delta_rule import op
 
 
@@ -69,9 +70,9 @@ def chunk_gated_delta_rule(
             lacks the one that it belongs to.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return _run(
+    return run_gated(
         op.chunk, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, None, cu_seqlens,
     )  # fmt: skip
 
 
@@ -96,13 +97,13 @@ def fused_recurrent_gated_delta_rule(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    return _run(
+    return run_gated(
         op.recurrent, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, cu_seqlens,
+        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, None, cu_seqlens,
     )  # fmt: skip
 
 
-def _run(
+def run_gated(
     form: Callable[..., tuple[Tensor, Tensor]],
     q: Tensor,
     k: Tensor,
@@ -118,42 +119,58 @@ def _run(
     dt_bias: Tensor | None,
     sigmoid: bool,
     neg_eigval: bool,
+    lower_bound: float | None,
     cu_seqlens: Tensor | None,
+    of_channels: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    HV, _, _ = check(q, k, v, beta)
-    _check.like(q, "g", g, (*q.shape[:2], HV))
-    check_gate(q, use_gate, A_log, dt_bias, (HV,))
-    return run(
-        form, q, k, v, beta, g, None, scale, initial_state, output_final_state, cu_seqlens,
-        normalize=normalize, gates=(lambda g: softplus_gate(g, A_log, dt_bias)) if use_gate else None,
-        sigmoid=sigmoid, neg_eigval=neg_eigval,
-    )  # fmt: skip
+    """Check the arguments, make gates and betas of them, and call one form of the family's op.
 
-
-def check_gate(
-    q: Tensor,
-    use_gate: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    bias_shape: tuple[int, ...],
-    rate_required: bool = True,
-) -> None:
-    """Check what a decay is made of, `A_log` ``[HV]`` and `dt_bias`."""
-    _check.optional(q, "A_log", A_log, bias_shape[:1])
-    _check.optional(q, "dt_bias", dt_bias, bias_shape)
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if x is not None and not use_gate:
-            raise ValueError(
-                f"{name} must not be given without use_gate_in_kernel, got shape {tuple(x.shape)}"
-            )
-    if use_gate and rate_required and A_log is None:
-        raise ValueError("A_log must be given with use_gate_in_kernel, got None")
-
-
-def softplus_gate(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
-    """``-exp(A_log) * softplus(g + dt_bias)`` for ``g [B, T, HV, ...]``, in its dtype, and ``A_log [HV]``."""
-    assert A_log is not None  # checked
+    With `of_channels`, there is a gate for each channel of a key.
+    """
+    HV, K = check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    of_a_gate = (HV, K) if of_channels else (HV,)
+    _check.like(q, "g", g, (*q.shape[:2], *of_a_gate))
+    _check.optional(q, "A_log", A_log, (HV,))
     if dt_bias is not None:
-        g = g + dt_bias.to(g.dtype)
-    rate = A_log.to(g.dtype).exp()
-    return -rate.reshape(-1, *[1] * (g.ndim - 3)) * F.softplus(g)
+        _check.tensor("dt_bias", dt_bias)
+        if of_channels and dt_bias.shape == (HV * K,):
+            dt_bias = dt_bias.unflatten(0, (HV, K))
+        _check.like(q, "dt_bias", dt_bias, of_a_gate)
+    if lower_bound is not None:
+        _check.finite("lower_bound", lower_bound)
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+        if x is not None and not use_gate:
+            raise ValueError(f"{name} must not be given without use_gate_in_kernel, got {_shown(x)}")
+    if lower_bound is not None and lower_bound >= 0:
+        raise ValueError(f"lower_bound must be below 0, got {lower_bound}")
+    if use_gate and A_log is None and lower_bound is None:
+        raise ValueError("A_log must be given with use_gate_in_kernel, got None")
+    if neg_eigval and not sigmoid:
+        raise ValueError(
+            "allow_neg_eigval must not be True without use_beta_sigmoid_in_kernel: it scales sigmoid(beta)"
+        )
+    if normalize:
+        q, k = normalized(q), normalized(k)
+    if sigmoid:
+        beta = upcast(beta, q).sigmoid() * (2 if neg_eigval else 1)
+    if use_gate:
+        g = log_decay(upcast(g, q), A_log, dt_bias, lower_bound)
+    of_head, of_channel = (None, g) if of_channels else (g, None)
+    return run(form, q, k, v, beta, of_head, of_channel, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def _shown(x: Tensor | float) -> str:
+    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else str(x)
+
+
+def log_decay(
+    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> Tensor:
+    """``-rate * softplus(x + dt_bias)``, or with `lower_bound`, ``lower_bound * sigmoid(rate * (x + dt_bias))``.
+
+    ``x [B, T, HV, ...]``, whose dtype the result has, ``A_log [HV]``, and ``rate = exp(A_log)``, 1 without it.
+    """
+    if dt_bias is not None:
+        x = x + dt_bias.to(x.dtype)
+    rate = 1 if A_log is None else A_log.to(x.dtype).exp().reshape(-1, *[1] * (x.ndim - 3))
+    return -rate * F.softplus(x) if lower_bound is None else lower_bound * (rate * x).sigmoid()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops.delta_rule import check, run
 from flacompose.ops.families.delta_rule import op
-from flacompose.ops.gated_delta_rule import check_gate, softplus_gate
+from flacompose.ops.gated_delta_rule import run_gated
 
 
 def chunk_kda(
@@ -73,9 +69,10 @@ def chunk_kda(
             is not below 0, or an option lacks the one that it belongs to.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return _run(
+    return run_gated(
         op.chunk, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens,
+        of_channels=True,
     )  # fmt: skip
 
 
@@ -101,52 +98,8 @@ def fused_recurrent_kda(
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
     """
-    return _run(
+    return run_gated(
         op.recurrent, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens,
-    )  # fmt: skip
-
-
-def _run(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    normalize: bool,
-    use_gate: bool,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    sigmoid: bool,
-    neg_eigval: bool,
-    lower_bound: float | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    HV, K, _ = check(q, k, v, beta)
-    _check.like(q, "g", g, (*q.shape[:2], HV, K))
-    if dt_bias is not None:
-        _check.tensor("dt_bias", dt_bias)
-    if dt_bias is not None and dt_bias.shape == (HV * K,):
-        dt_bias = dt_bias.unflatten(0, (HV, K))
-    if lower_bound is not None:
-        _check.finite("lower_bound", lower_bound)
-        if not use_gate or lower_bound >= 0:
-            wrong = "be below 0" if use_gate else "not be given without use_gate_in_kernel"
-            raise ValueError(f"lower_bound must {wrong}, got {lower_bound}")
-    without_rate = lower_bound is not None and A_log is None
-    check_gate(q, use_gate, A_log, dt_bias, (HV, K), rate_required=not without_rate)
-
-    def gates(g: Tensor) -> Tensor:
-        if lower_bound is None:
-            return softplus_gate(g, A_log, dt_bias)
-        g = g if dt_bias is None else g + dt_bias.to(g.dtype)
-        return lower_bound * (g if A_log is None else A_log.to(g.dtype).exp().unsqueeze(-1) * g).sigmoid()
-
-    return run(
-        form, q, k, v, beta, None, g, scale, initial_state, output_final_state, cu_seqlens,
-        normalize=normalize, gates=gates if use_gate else None, sigmoid=sigmoid, neg_eigval=neg_eigval,
+        of_channels=True,
     )  # fmt: skip

@@ -20,6 +20,7 @@ class Sequences:
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None, C: int = 1) -> None:
         self.B, self.T = x.shape[:2]
+        self.C = C
         # PyTorch 2.11's Inductor clones memory that a kernel in its graph fills, and fails to where the batch axis is
         # 1. So that memory gets its batch axis last, from `batched`.
         self.tokens = (self.B * self.T,) if launches_into_graph() else (self.B, self.T)
@@ -31,8 +32,9 @@ class Sequences:
         else:
             self.cu_seqlens, self.N = bounds(cu_seqlens, self.T), cu_seqlens.shape[0] - 1
             self.chunks = self.chunks_of_row + self.N
-        # The arguments of every launch, first of all those with which kernels find sequences and chunks.
-        self.arguments: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "T": self.T, "N": self.N}
+        # With these, kernels find sequences and chunks; a family adds what else all of its launches are given.
+        self.positions: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "T": self.T, "N": self.N}
+        self.arguments = dict(self.positions)
 
     def per_token(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory for an output of each token, which is ``[B, T, *shape]`` after `batched`.

@@ -22,7 +22,6 @@ from flacompose.ops.families.delta_rule.kernels import (
     sweep_kernel,
 )
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
-from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 
 
@@ -132,8 +131,7 @@ class _Launches(MatrixSequences):
     def __init__(self, inputs: Inputs) -> None:
         q, k, v, beta, g, gk, initial_state, cu_seqlens, scale = inputs
         bfloat16 = q.dtype == torch.bfloat16
-        self.C = chunk_size(bfloat16, gk is not None)
-        super().__init__(q, v, cu_seqlens, self.C)
+        super().__init__(q, v, cu_seqlens, chunk_size(bfloat16, gk is not None))
         self.HV = self.arguments.pop("H")
         self.dtype = operand_dtype(q)
         self.v, self.beta, self.initial = operand(v), operand(beta), operand(initial_state)
@@ -145,9 +143,7 @@ class _Launches(MatrixSequences):
             gk, g = _gates_of_channels(g, gk), None
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         if g is not None:
-            self.gates["sums"] = self.per_chunk(self.HV, self.C)
-            self.gates["rest"] = None if bfloat16 else self.per_chunk(self.HV, self.C)
-            self.sum_gates(operand(g))
+            self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
         self.vectors = {"q": q, "k_read": k, "k_write": k}
         decayed: dict[str, Tensor | None] = dict.fromkeys(("q_read", "k_read", "k_write"))
         if gk is not None:
@@ -175,22 +171,6 @@ class _Launches(MatrixSequences):
     def per_chunk_state(self) -> Tensor:
         """Memory for a state of each chunk."""
         return self.per_chunk(self.HV, self.K, self.V, dtype=self.dtype)
-
-    def sum_gates(self, g: Tensor) -> None:
-        launch(
-            gate_kernel,
-            (self.chunks, tile_count(self.HV, scalar_decay.BH)),
-            g=g,
-            gamma=None,
-            sums=self.gates["sums"],
-            rest=self.gates["rest"],
-            cu_seqlens=self.cu_seqlens,
-            T=self.T,
-            N=self.N,
-            H=self.HV,
-            C=self.C,
-            BH=scalar_decay.BH,
-        )
 
     def sweep(
         self,
@@ -222,11 +202,11 @@ class _Launches(MatrixSequences):
         self,
         do: Tensor,
         d_final: Tensor | None,
-        dv: Tensor | None = None,
+        dv: Tensor,
         d_states: Tensor | None = None,
         d_initial: Tensor | None = None,
     ) -> None:
-        """Backwards in time: fill what is given."""
+        """Backwards in time: fill `dv` and what else is given."""
         launch(
             reverse_kernel,
             self.grid(),
@@ -286,30 +266,9 @@ class _Launches(MatrixSequences):
             for name, x in made.items()
         }
         made["beta"] = self.batched(dbeta).sum(2) if parts > 1 else self.batched(dbeta).squeeze(2)
-        if gates:
-            made["g"] = self.gate_gradient(d_sums, d_whole, parts)
+        if d_sums is not None and d_whole is not None:
+            made["g"] = scalar_decay.gate_gradient(self, d_sums, d_whole, 1.0, torch.float32)
         return made
-
-    def gate_gradient(self, d_sums: Tensor | None, d_whole: Tensor | None, parts: int) -> Tensor:
-        dg = self.per_token(self.HV, dtype=torch.float32)
-        launch(
-            gate_gradient_kernel,
-            (self.chunks, tile_count(self.HV, scalar_decay.BH)),
-            d_sums=d_sums,
-            d_whole=d_whole,
-            dg=dg,
-            cu_seqlens=self.cu_seqlens,
-            T=self.T,
-            N=self.N,
-            scale=1.0,
-            H=self.HV,
-            D=self.K,
-            C=self.C,
-            BH=scalar_decay.BH,
-            BD=block(self.K, 256),
-            PARTS=parts,
-        )
-        return self.batched(dg)
 
     def grid(self) -> tuple[int]:
         return (tile_count(self.V, self.config["BV"]) * self.HV * self.N,)
@@ -320,7 +279,7 @@ def chunk_size(bfloat16: bool, of_channels: bool) -> int:
     return vector_decay.CHUNK if of_channels else 64 if bfloat16 else 32
 
 
-# Triton 3.6 miscompiles products of bfloat16 on Hopper whose tiles are narrower than 64.
+# Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.
 
 
 def pair_config(bfloat16: bool, of_channels: bool) -> dict[str, int]:

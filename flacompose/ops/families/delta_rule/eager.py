@@ -28,8 +28,8 @@ from flacompose.ops._define import tree_map
 from flacompose.ops._dtype import upcast
 from flacompose.ops.families._chunks import Chunks, gradients
 from flacompose.ops.families.delta_rule.inputs import Inputs
-from flacompose.ops.families.scalar_decay.eager import _Decay
-from flacompose.ops.families.vector_decay.eager import _Gate, _halves
+from flacompose.ops.families.scalar_decay.eager import Decay
+from flacompose.ops.families.vector_decay.eager import Gate, halves
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         return _token(inputs)
     rule = _Rule(inputs)
     S, final_state = rule.states(inputs.initial_state)
-    o = rule.read(rule.q) @ S + rule.P @ rule.writes(S)
+    o = rule.read(rule.q) @ S + rule.P @ rule.written(S)
     return rule.join(o).to(inputs.v.dtype), final_state
 
 
@@ -73,7 +73,7 @@ def backward(
 
     if want_q or want_k or want_beta or gates_wanted:
         S, _ = rule.states(initial_state)
-        u = rule.writes(S)
+        u = rule.written(S)
     if want_k or want_v or want_beta or want_state or gates_wanted:
         dS, d_initial_state = rule.gradients_of_states(do_, d_final_state)
         du = rule.P.mT @ do_ + rule.write(rule.k) @ dS
@@ -115,12 +115,12 @@ class _Rule:
         self.chunks, self.H = Chunks(q, cu_seqlens), q.shape[2]
         self.q, self.k, self.v = self.split(q) * scale, self.split(k), self.split(v)
         self.beta = self.split(beta.unsqueeze(-1))
-        self.gate: _Gate | _Decay
+        self.gate: Gate | Decay
         if gk is None:
-            self.gate = _Decay(self.chunks, q, g, None)
+            self.gate = Decay(self.chunks, q, g, None)
         else:
             gk = gk.to(self.chunks.dtype)
-            self.gate = _Gate(self.split(gk if g is None else gk + g.unsqueeze(-1)), read_before=False)
+            self.gate = Gate(self.split(gk if g is None else gk + g.unsqueeze(-1)), read_before=False)
 
         self.P, self.A = _pair(self.q, self.k, self.gate), _pair(self.k, self.k, self.gate).tril(-1)
         eye = torch.eye(self.chunks.size, dtype=self.A.dtype, device=q.device)
@@ -144,7 +144,7 @@ class _Rule:
     def write(self, x: Tensor) -> Tensor:
         return x * self.gate.write
 
-    def writes(self, S: Tensor) -> Tensor:
+    def written(self, S: Tensor) -> Tensor:
         """``u``, what the tokens write, from the states before the chunks."""
         return self.U - self.W @ S
 
@@ -171,20 +171,20 @@ class _Rule:
         return S.unflatten(1, (-1, n)), end
 
 
-def _pair(a: Tensor, b: Tensor, gate: _Gate | _Decay) -> Tensor:
+def _pair(a: Tensor, b: Tensor, gate: Gate | Decay) -> Tensor:
     """``P[t, s] = a_t . b_s`` for ``s <= t``, decayed by the gates ``s + 1`` to ``t``; ``a`` and ``b [..., C, K]``.
 
     Gates of channels take part in the products: the two blocks of the next size have between them the products of the
     later one's `a` and the earlier one's `b`, both decayed to the boundary. These are sums of gates, never a difference
     of two, so that nothing overflows or cancels.
     """
-    if isinstance(gate, _Decay):
+    if isinstance(gate, Decay):
         return (a @ b.mT).tril() * gate.pair
     P = (a * b).sum(-1, keepdim=True).unsqueeze(-1)  # [..., C / b, b, b] with b = 1
     for level, (read, write) in enumerate(gate.levels):
-        a_1, b_0 = _halves(_blocks(a, level))[1] * read, _halves(_blocks(b, level))[0] * write
+        a_1, b_0 = halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
         between = a_1 @ b_0.mT
-        P_0, P_1 = (x.expand_as(between) for x in _halves(P))
+        P_0, P_1 = (x.expand_as(between) for x in halves(P))
         P = torch.cat([torch.cat([P_0, torch.zeros_like(P_0)], -1), torch.cat([between, P_1], -1)], -2)
     return P.squeeze(-3)
 
@@ -195,15 +195,15 @@ class _PairGradient(NamedTuple):
     exponents: Any  # those of the gates, as `gate.gradient` takes them
 
 
-def _pair_gradient(a: Tensor, b: Tensor, P: Tensor, dP: Tensor, gate: _Gate | _Decay) -> _PairGradient:
+def _pair_gradient(a: Tensor, b: Tensor, P: Tensor, dP: Tensor, gate: Gate | Decay) -> _PairGradient:
     """The gradients from that of ``P = _pair(a, b, gate)``."""
-    if isinstance(gate, _Decay):
+    if isinstance(gate, Decay):
         exponents, dP = dP * P, dP * gate.pair
         return _PairGradient(dP @ b, dP.mT @ a, exponents)
     itself = dP.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     da, db, levels = itself * b, itself * a, []
     for level, (read, write) in enumerate(gate.levels):
-        a_1, b_0 = _halves(_blocks(a, level))[1] * read, _halves(_blocks(b, level))[0] * write
+        a_1, b_0 = halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
         size = 1 << level
         blocks = dP.unflatten(-2, (-1, 2 * size)).unflatten(-1, (-1, 2 * size))
         between = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]

@@ -34,14 +34,14 @@ from flacompose.ops.families._kernels import (
 )
 from flacompose.ops.families.scalar_decay.kernels import BEGINNING, ENDING, TO_END
 from flacompose.ops.families.vector_decay.kernels import (
-    _MILD,
-    _fine_dot,
-    _gates,
-    _middle_sums,
-    _pairs,
-    _select,
-    _siblings,
-    _size,
+    MILD_BOUND,
+    exact_pairs,
+    fine_dot,
+    load_gates,
+    middle_sums,
+    select,
+    siblings,
+    size_of_gates,
 )
 
 TILE = tl.constexpr(32)  # tokens of a tile of the matrix that is inverted; a chunk has one or two
@@ -80,10 +80,10 @@ def _inverse(B, DOT: tl.constexpr):
     """
     t = tl.arange(0, B.shape[0])[:, None]
     s = tl.arange(0, B.shape[0])[None, :]
-    Y = tl.where(t == s, 1.0, 0.0) - tl.where(_siblings(t, s, 0), B, 0.0)
+    Y = tl.where(t == s, 1.0, 0.0) - tl.where(siblings(t, s, 0), B, 0.0)
     for level in tl.static_range(1, 5):
-        between = tl.where(_siblings(t, s, level), B, 0.0)
-        Y -= _fine_dot(_fine_dot(Y, between, DOT), Y, DOT)
+        between = tl.where(siblings(t, s, level), B, 0.0)
+        Y -= fine_dot(fine_dot(Y, between, DOT), Y, DOT)
     return Y
 
 
@@ -133,20 +133,20 @@ def pair_kernel(
             of_q += dot(q_, tl.trans(k_), DOT)
             of_k += dot(k_, tl.trans(k_), DOT)
         else:
-            g_ = _gates(gk, token, hi, h, d, HV, K)
+            g_ = load_gates(gk, token, hi, h, d, HV, K)
             # Writes and reads have one sum, as a read comes after the token's gate.
-            middle, middle_ = _middle_sums(g_, t, s, False, DOT)
-            if tl.max(_size(g_, middle, middle_, DOT)) < _MILD:
+            middle, middle_ = middle_sums(g_, t, s, False, DOT)
+            if tl.max(size_of_gates(g_, middle, middle_, DOT)) < MILD_BOUND:
                 written = tl.trans(k_ * tl.exp(-middle))
-                of_q += _fine_dot(q_ * tl.exp(middle), written, DOT)
-                of_k += _fine_dot(k_ * tl.exp(middle), written, DOT)
+                of_q += fine_dot(q_ * tl.exp(middle), written, DOT)
+                of_k += fine_dot(k_ * tl.exp(middle), written, DOT)
             else:
-                of_q += _pairs(q_, k_, g_, t, s, False, DOT)
-                of_k += _pairs(k_, k_, g_, t, s, False, DOT)
-            read = tl.exp(_select(s <= t, g_, DOT))
+                of_q += exact_pairs(q_, k_, g_, t, s, False, DOT)
+                of_k += exact_pairs(k_, k_, g_, t, s, False, DOT)
+            read = tl.exp(select(s <= t, g_, DOT))
             store_tile(q_read, q_ * read, token, hi, h, d, HV, K)
             store_tile(k_read, k_ * read, token, hi, h, d, HV, K)
-            store_tile(k_write, k_ * tl.exp(_select(s > t, g_, DOT)), token, hi, h, d, HV, K)
+            store_tile(k_write, k_ * tl.exp(select(s > t, g_, DOT)), token, hi, h, d, HV, K)
             at_total = total + (row * HV + h) * K + d
             tl.store(at_total, tl.exp(tl.sum(g_.to(tl.float32), 0)), mask=d < K)
     if sums is not None:
@@ -164,7 +164,7 @@ def pair_kernel(
     if C > TILE:
         below = tl.load(tile + TILE * C)
         second = _inverse(tl.load(tile + TILE * C + TILE), DOT)
-        tl.store(tile + TILE * C, -_fine_dot(_fine_dot(second, below, DOT), first, DOT))
+        tl.store(tile + TILE * C, -fine_dot(fine_dot(second, below, DOT), first, DOT))
         tl.store(tile + TILE * C + TILE, second)
     tl.store(tile, first)
 
@@ -226,7 +226,7 @@ def sweep_kernel(
             near, far, kept = _decayed_rows(sums, rest, rh * C, t, C)
             old *= near
         at = rh * C * C + t * C + s
-        r_ = _fine_dot(tl.load(Y + at), load_tile(v, token, hi, h, dv, HV, V) - old, DOT)
+        r_ = fine_dot(tl.load(Y + at), load_tile(v, token, hi, h, dv, HV, V) - old, DOT)
         if r is not None:
             store_tile(r, r_, token, hi, h, dv, HV, V)
         u = r_ * tl.load(beta + token * HV + h, mask=token < hi, other=0.0).to(tl.float32)[:, None]
@@ -234,7 +234,7 @@ def sweep_kernel(
             read = dot(load_tile(q, token, hi, hk, dk, HK, K), S, DOT) * scale
             if sums is not None:
                 read *= near
-            store_tile(o, read + _fine_dot(tl.load(P + at), u, DOT), token, hi, h, dv, HV, V)
+            store_tile(o, read + fine_dot(tl.load(P + at), u, DOT), token, hi, h, dv, HV, V)
         if sums is not None:
             S *= kept
             u *= far
@@ -276,7 +276,7 @@ def reverse_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Backwards in time: fills what is given of `dv`, `d_states` and `d_initial`."""
+    """Backwards in time: fills `dv` and what is given of `d_states` and `d_initial`."""
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, h, n = split_program(tl.cdiv(V, BV), HV)
     nh = n * HV + h
@@ -308,9 +308,8 @@ def reverse_kernel(
             du *= far
         du += split_dot(tl.load(P + transposed), do_, DOT)
         du *= tl.load(beta + token * HV + h, mask=token < hi, other=0.0).to(tl.float32)[:, None]
-        dv_ = _fine_dot(tl.load(Y + transposed), du, DOT)
-        if dv is not None:
-            store_tile(dv, dv_, token, hi, h, d2, HV, V)
+        dv_ = fine_dot(tl.load(Y + transposed), du, DOT)
+        store_tile(dv, dv_, token, hi, h, d2, HV, V)
         if sums is not None:
             dS *= kept
             do_ = do_ * near

@@ -85,7 +85,8 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
 
     dg = dg_gamma = None
     if gradient_of_gates:
-        d_gate = sweep.gate_gradient(parts, torch.float32 if g is None or wants_gamma else g.dtype)
+        dtype = torch.float32 if g is None or wants_gamma else g.dtype
+        d_gate = gate_gradient(sweep, parts["d_sums"], parts["d_whole"], sweep.scale, dtype)
         if g_gamma is not None and wants_gamma:
             dg_gamma = d_gate.sum((0, 1)).to(g_gamma.dtype)
         if g is not None and wants_g:
@@ -109,19 +110,16 @@ class _Launches(MatrixSequences):
         q, _, v, g, g_gamma, _, cu_seqlens, self.scale = inputs
         self.gated, self.gradient_of_gates = g is not None or g_gamma is not None, gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
-        self.C = chunk_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
-        super().__init__(q, v, cu_seqlens, self.C)
+        C = chunk_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
+        super().__init__(q, v, cu_seqlens, C)
         self.arguments["C"] = self.C
         self.fine = fine and bfloat16
         programs = self.H * max(self.tiles(x) for x in (False, True))
         self.SEGMENTS, self.split = self.segments(self.chunks_of_row, programs)
-        self.gate_grid = (self.chunks, tile_count(self.H, BH))
         # Gates that are those of every token, or running sums, in two parts for float32 products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:
-            sums = self.per_chunk(self.H, self.C)
-            rest = None if bfloat16 else self.per_chunk(self.H, self.C)
-            launch(gate_kernel, self.gate_grid, operand(g), gamma, sums, rest, **self.arguments, BH=BH)
+            sums, rest = sum_gates(self, operand(g), gamma)
             gamma = None
         self.gates = {"gamma": gamma, "sums": sums, "rest": rest}
 
@@ -140,14 +138,6 @@ class _Launches(MatrixSequences):
             "d_sums": self.per_chunk(3, self.tiles(transpose=True), self.H, self.C),
             "d_whole": self.per_chunk(self.H, self.K),
         }
-
-    def gate_gradient(self, parts: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        """``[B, T, HV]``, from what the sweeps have stored."""
-        dg = self.per_token(self.H, dtype=dtype)
-        tensors = parts["d_sums"], parts["d_whole"], dg
-        sizes = {"D": self.K, "BH": BH, "BD": block(self.K, 256), "PARTS": self.tiles(transpose=True)}
-        launch(gate_gradient_kernel, self.gate_grid, *tensors, **self.arguments, scale=self.scale, **sizes)
-        return self.batched(dg)
 
     def segment_ends(
         self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False
@@ -199,6 +189,30 @@ class _Launches(MatrixSequences):
             DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
             **self.config(transpose),
         )
+
+
+def sum_gates(
+    sequences: MatrixSequences, g: Tensor | None, gamma: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The running sums of gates within each chunk, ``[chunks, H, C]``: for float32 products two, to be added."""
+    H, C = sequences.H, sequences.C
+    sums = sequences.per_chunk(H, C)
+    rest = None if sequences.bfloat16 else sequences.per_chunk(H, C)
+    grid = (sequences.chunks, tile_count(H, BH))
+    launch(gate_kernel, grid, g, gamma, sums, rest, **sequences.positions, H=H, C=C, BH=BH)
+    return sums, rest
+
+
+def gate_gradient(
+    sequences: MatrixSequences, d_sums: Tensor, d_whole: Tensor, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it."""
+    H, K = sequences.H, sequences.K
+    dg = sequences.per_token(H, dtype=dtype)
+    sizes = {"H": H, "D": K, "C": sequences.C, "BH": BH, "BD": block(K, 256), "PARTS": d_sums.shape[2]}
+    grid = (sequences.chunks, tile_count(H, BH))
+    launch(gate_gradient_kernel, grid, d_sums, d_whole, dg, **sequences.positions, scale=scale, **sizes)
+    return sequences.batched(dg)
 
 
 def chunk_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:

@@ -27,7 +27,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         return _token(inputs)
     chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = _by_group(chunks, q, k, v)
-    q_, decay = q_ * scale, _Decay(chunks, q, g, g_gamma)
+    q_, decay = q_ * scale, Decay(chunks, q, g, g_gamma)
 
     S, final_state = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
     # Not left to the weight 0 that `pair` has above the diagonal: a product there may overflow.
@@ -68,7 +68,7 @@ def backward(
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
     q_, k_, v_, do_ = _by_group(chunks, q, k, v, do)
-    q_, decay = q_ * scale, _Decay(chunks, q, g, g_gamma)
+    q_, decay = q_ * scale, Decay(chunks, q, g, g_gamma)
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it.
     if want_q or gates_wanted:
@@ -108,7 +108,7 @@ def _by_group(chunks: Chunks, q: Tensor, *others: Tensor) -> list[Tensor]:
     return [chunks.split(x).unflatten(1, (q.shape[2], -1)) for x in (q, *others)]
 
 
-class _Decay:
+class Decay:
     """The weights within each chunk, exponentials of sums of gates; without gates all 1.
 
     `pair` ``[..., t, s]`` joins a write to a later read, `read` and `write` ``[..., t, 1]`` a token to the start and
@@ -140,7 +140,7 @@ class _Decay:
 
 
 def _sweep(
-    chunks: Chunks, a: Tensor, x: Tensor, decay: _Decay, start: Tensor | None, reverse: bool = False
+    chunks: Chunks, a: Tensor, x: Tensor, decay: Decay, start: Tensor | None, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The states of ``a^T x``, as `Chunks.decaying_sweep` returns them, by group."""
     decays = [] if decay.total.dim() == 0 else [decay.total.flatten(1, 2)]

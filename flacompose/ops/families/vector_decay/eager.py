@@ -36,7 +36,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         return o if full_precision else o.to(v.dtype), final_state
     chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
-    gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
+    gate_k, gate_v = (None if g is None else Gate(chunks.split(g), u is not None) for g in (gk, gv))
 
     S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
     o = _read(_read(q_, gate_k) @ S, gate_v)
@@ -75,7 +75,7 @@ def backward(
     if softmax:
         q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
-    gate_k, gate_v = (None if g is None else _Gate(chunks.split(g), u is not None) for g in (gk, gv))
+    gate_k, gate_v = (None if g is None else Gate(chunks.split(g), u is not None) for g in (gk, gv))
     bonus, itself = _bonus(u, k_), _dot(do_, v_)
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it. From this
@@ -128,7 +128,7 @@ def backward(
     )
 
 
-class _Gate:
+class Gate:
     """The decays within one chunk, each the exponential of a sum of gates ``g [..., C, D]``.
 
     `read` and `write` join a token to the chunk's start and end, `total` those two; `levels` holds, for blocks of
@@ -141,7 +141,7 @@ class _Gate:
         read, write, total = (torch.zeros_like(g) if read_before else g), torch.zeros_like(g), g
         self.levels: list[tuple[Tensor, Tensor]] = []
         while read.shape[-3] > 1:
-            (read_0, read_1), (write_0, write_1), (total_0, total_1) = map(_halves, (read, write, total))
+            (read_0, read_1), (write_0, write_1), (total_0, total_1) = map(halves, (read, write, total))
             self.levels.append((read_1.exp(), write_0.exp()))
             read = torch.cat([read_0, read_1 + total_0], -2)
             write = torch.cat([write_0 + total_1, write_1], -2)
@@ -162,7 +162,7 @@ class _Gate:
         return g.squeeze(-2)
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """The even and the odd blocks of ``[..., C / b, b, D]``."""
     return x[..., 0::2, :, :], x[..., 1::2, :, :]
 
@@ -184,15 +184,15 @@ def _bonus(u: Tensor | None, x: Tensor) -> Tensor | None:
     return None if u is None else u.to(x.dtype)[:, None, None]
 
 
-def _read(x: Tensor, gate: _Gate | None) -> Tensor:
+def _read(x: Tensor, gate: Gate | None) -> Tensor:
     return x if gate is None else x * gate.read
 
 
-def _write(x: Tensor, gate: _Gate | None) -> Tensor:
+def _write(x: Tensor, gate: Gate | None) -> Tensor:
     return x if gate is None else x * gate.write
 
 
-def _decay(S: Tensor, gate_k: _Gate | None, gate_v: _Gate | None) -> Tensor:
+def _decay(S: Tensor, gate_k: Gate | None, gate_v: Gate | None) -> Tensor:
     S = S if gate_k is None else S * gate_k.total.mT
     return S if gate_v is None else S * gate_v.total
 
@@ -201,8 +201,8 @@ def _sweep(
     chunks: Chunks,
     a: Tensor,
     x: Tensor,
-    gate_k: _Gate | None,
-    gate_v: _Gate | None,
+    gate_k: Gate | None,
+    gate_v: Gate | None,
     start: Tensor | None,
     reverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -225,8 +225,8 @@ def _pair(
     itself: Tensor,
     x: Tensor,
     y: Tensor | None,
-    inner: _Gate | None,
-    outer: _Gate | None,
+    inner: Gate | None,
+    outer: Gate | None,
 ) -> _Pairs:
     """All pairs of one chunk: ``P[t, s] = a_t . b_s``, decayed by `inner`, joins x_s to y_t, decayed by `outer`.
 
@@ -240,17 +240,17 @@ def _pair(
         write = itself * y
     level = 0
     while a.shape[-3] > 1:
-        (_, a_1), (b_0, _), (x_0, x_1) = map(_halves, (a, b, x))
+        (_, a_1), (b_0, _), (x_0, x_1) = map(halves, (a, b, x))
         if inner is not None:
             a_1, b_0 = a_1 * inner.levels[level][0], b_0 * inner.levels[level][1]
         odd, even = (None, None) if outer is None else outer.levels[level]
         P = a_1 @ b_0.mT
         read_1 = _times(P @ _times(x_0, even), odd)
-        read = torch.cat([_halves(read)[0], _halves(read)[1] + read_1], -2)
+        read = torch.cat([halves(read)[0], halves(read)[1] + read_1], -2)
         if y is not None:
-            y_0, y_1 = _halves(y)
+            y_0, y_1 = halves(y)
             write_0 = _times(P.mT @ _times(y_1, odd), even)
-            write = torch.cat([_halves(write)[0] + write_0, _halves(write)[1]], -2)
+            write = torch.cat([halves(write)[0] + write_0, halves(write)[1]], -2)
             exponents.append((y_1 * read_1, x_0 * write_0))
             y = y.flatten(-3, -2).unflatten(-2, (-1, 2 * y.shape[-2]))
         a, b, x = (z.flatten(-3, -2).unflatten(-2, (-1, 2 * z.shape[-2])) for z in (a, b, x))

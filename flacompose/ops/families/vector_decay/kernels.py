@@ -5,7 +5,7 @@ at each level every token plays one role, reader in an odd block or writer in an
 of one matrix product. Local sums of gates are products with a 0/1 matrix, their gradient with its transpose.
 
 Where the gates of a chunk are mild, the levels are not needed: a single product referred to the chunk's middle holds
-all pairs, and half of its exponents may be positive (`_MILD` bounds them).
+all pairs, and half of its exponents may be positive (`MILD_BOUND` bounds them).
 
 Output and gradients within a chunk are one computation. The vectors `a` and `b` of two tokens are contracted along one
 axis, D1, into the weight of the pair, ``P[t, s]``, which joins a third vector, `x` or `y`, along the other axis, D2:
@@ -44,16 +44,16 @@ from flacompose.ops.families._kernels import (
 C = tl.constexpr(64)  # tokens of a chunk
 LEVELS = tl.constexpr(6)  # of blocks in a chunk
 # Leaves float32 room for products of queries, keys, values and their gradients from 1e-18 to 1e18.
-_MILD = tl.constexpr(45.0)
+MILD_BOUND = tl.constexpr(45.0)
 
 
 @triton.jit
-def _gates(g, token, end, h, d, H, D):
+def load_gates(g, token, end, h, d, H, D):
     return bounded(load_tile(g, token, end, h, d, H, D)).to(g.dtype.element_ty)
 
 
 @triton.jit
-def _select(choice, x, DOT: tl.constexpr):
+def select(choice, x, DOT: tl.constexpr):
     """``choice @ x`` for a matrix of 0 and 1 (and -1), `x` to at least 16 bits."""
     if x.dtype != tl.float32:
         out = tl.dot(choice.to(x.dtype), x)
@@ -78,7 +78,7 @@ def _round(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def _fine_dot(a, b, DOT: tl.constexpr):
+def fine_dot(a, b, DOT: tl.constexpr):
     """``a @ b`` for float32 factors, each in two parts: under strong gates few pairs count, errors do not cancel."""
     return tl.dot(a, b, input_precision="tf32x3" if DOT == tl.float32 else "bf16x3")
 
@@ -112,7 +112,7 @@ def _level(t, j, level, READ_BEFORE: tl.constexpr):
 
 
 @triton.jit
-def _siblings(t, s, level):
+def siblings(t, s, level):
     """Whether `t` and `s` are in sibling blocks, so that one of them is the reader and the other the writer."""
     return ((t >> level) ^ (s >> level)) == 1
 
@@ -208,14 +208,14 @@ def state_kernel(
         if gk is not None:
             g = bounded(tl.load(gk + at_k, mask=in_k, other=0.0)).to(gk.dtype.element_ty)
             to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
-            a_ = a_ * tl.exp(tl.trans(_select(to_edge, tl.trans(g), DOT)))
+            a_ = a_ * tl.exp(tl.trans(select(to_edge, tl.trans(g), DOT)))
             total = tl.sum(g.to(tl.float32), 1)
             S *= tl.exp(total)[:, None]
             sum_k += total
         if gv is not None:
-            g = _gates(gv, token, hi, h, dv, H, V)
+            g = load_gates(gv, token, hi, h, dv, H, V)
             to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
-            x_ = x_ * tl.exp(_select(to_edge, g, DOT))
+            x_ = x_ * tl.exp(select(to_edge, g, DOT))
             total = tl.sum(g.to(tl.float32), 0)
             S *= tl.exp(total)[None, :]
             sum_v += total
@@ -234,35 +234,35 @@ def state_kernel(
 
 
 @triton.jit
-def _middle_sums(g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+def middle_sums(g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
     """The sums of gates from the chunk's middle to each write and to each read."""
-    write = _select(_from_middle(t, s), g, DOT)
+    write = select(_from_middle(t, s), g, DOT)
     read = write
     if READ_BEFORE:
-        # A read stops before the token's gate. This difference of sums is used where both are below `_MILD`.
+        # A read stops before the token's gate. This difference of sums is used where both are below `MILD_BOUND`.
         read = write - g.to(tl.float32)
     return write, read
 
 
 @triton.jit
-def _size(g, write, read, DOT: tl.constexpr):
-    """The size of the sums of gates, and of a multiple of each gate: all are below `_MILD` where gates are mild.
+def size_of_gates(g, write, read, DOT: tl.constexpr):
+    """The size of the sums of gates, and of a multiple of each gate: all are below `MILD_BOUND` where gates are mild.
 
     The multiple is there for the gradient of a gate: if a gate weakens what it decays to less than exp(-4), or exp(-8)
     where products are rounded to bfloat16, its gradient would drown in the rounding of the pairs it does not decay.
     """
-    single = tl.abs(g.to(tl.float32)) * (_MILD / (4.0 if DOT == tl.float32 else 8.0))
+    single = tl.abs(g.to(tl.float32)) * (MILD_BOUND / (4.0 if DOT == tl.float32 else 8.0))
     return tl.maximum(tl.maximum(tl.abs(write), tl.abs(read)), single)
 
 
 @triton.jit
-def _pairs(a, b, g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
+def exact_pairs(a, b, g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
     """``a_t . b_s`` for each reader `t` and writer `s`, decayed by any gates, at ``[t, s]`` and at ``[s, t]``."""
     out = tl.where(t == s, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[:, None], 0.0)
     for level in range(LEVELS):
         role = tl.where(((t >> level) & 1) == 1, a, b)
-        role = role * tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
-        out += tl.where(_siblings(t, s, level), _fine_dot(role, tl.trans(role), DOT), 0.0)
+        role = role * tl.exp(select(_level(t, s, level, READ_BEFORE), g, DOT))
+        out += tl.where(siblings(t, s, level), fine_dot(role, tl.trans(role), DOT), 0.0)
     return out
 
 
@@ -318,12 +318,12 @@ def score_kernel(
         if g is None:
             lower += dot(a_, tl.trans(b_), DOT)
         else:
-            g_ = _gates(g, token, hi, h, d, H, D)
-            write, read = _middle_sums(g_, t, s, READ_BEFORE, DOT)
-            if tl.max(_size(g_, write, read, DOT)) < _MILD:
-                lower += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
+            g_ = load_gates(g, token, hi, h, d, H, D)
+            write, read = middle_sums(g_, t, s, READ_BEFORE, DOT)
+            if tl.max(size_of_gates(g_, write, read, DOT)) < MILD_BOUND:
+                lower += fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             else:
-                lower += _pairs(a_, b_, g_, t, s, READ_BEFORE, DOT)
+                lower += exact_pairs(a_, b_, g_, t, s, READ_BEFORE, DOT)
         if READ_BEFORE and (g is not None or u is not None):
             diagonal += _diagonal(a_, b_, u, h, d, D)
     lower = tl.where(s <= t, lower, 0.0)
@@ -395,29 +395,29 @@ def plain_kernel(
         if g is None:
             pairs += dot(a_, tl.trans(b_), DOT)
         else:
-            g_ = _gates(g, token, hi, h, d1, H, D1)
+            g_ = load_gates(g, token, hi, h, d1, H, D1)
             if MILD:
-                write, read = _middle_sums(g_, t, s, READ_BEFORE, DOT)
-                sizes = tl.maximum(sizes, _size(g_, write, read, DOT))
+                write, read = middle_sums(g_, t, s, READ_BEFORE, DOT)
+                sizes = tl.maximum(sizes, size_of_gates(g_, write, read, DOT))
                 if REVERSE:
-                    pairs += _fine_dot(a_ * tl.exp(-write), tl.trans(b_ * tl.exp(read)), DOT)
+                    pairs += fine_dot(a_ * tl.exp(-write), tl.trans(b_ * tl.exp(read)), DOT)
                 else:
-                    pairs += _fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
+                    pairs += fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             elif REVERSE:
-                pairs += _pairs(b_, a_, g_, t, s, READ_BEFORE, DOT)
+                pairs += exact_pairs(b_, a_, g_, t, s, READ_BEFORE, DOT)
             else:
-                pairs += _pairs(a_, b_, g_, t, s, READ_BEFORE, DOT)
+                pairs += exact_pairs(a_, b_, g_, t, s, READ_BEFORE, DOT)
         if u is not None:
             diagonal += _diagonal(a_, b_, u, h, d1, D1)
         if g is not None:
-            a_ = a_ * tl.exp(_select(s > t if REVERSE else _reads(t, s, READ_BEFORE), g_, DOT))
+            a_ = a_ * tl.exp(select(s > t if REVERSE else _reads(t, s, READ_BEFORE), g_, DOT))
         at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
         acc += dot(a_, tl.load(S + at, mask=(d1 < D1)[:, None] & (d2 < D2)[None, :], other=0.0), DOT)
     if not REVERSE:
         acc *= scale
 
     if MILD and g is not None:
-        is_mild = tl.max(sizes) < _MILD
+        is_mild = tl.max(sizes) < MILD_BOUND
         tl.store(mild + row * H + h, is_mild.to(tl.int8))
         if not is_mild:
             return
@@ -455,16 +455,16 @@ def _other_chunks(
             if P is None:
                 pairs += dot(a_, tl.trans(load_tile(b, token, end, h, d1, H, D1)), DOT)
         if g1 is not None:
-            gate = _gates(g1, token, end, h, d1, H, D1)
+            gate = load_gates(g1, token, end, h, d1, H, D1)
         if S is not None:
             if g1 is not None:
-                a_ = a_ * tl.exp(_select(_reads(t, s, READ_BEFORE), gate, DOT))
+                a_ = a_ * tl.exp(select(_reads(t, s, READ_BEFORE), gate, DOT))
             S_ = tl.load(S + at, mask=in_state, other=0.0)
             before += dot(a_, S_, DOT)
         if dS is not None:
             b_ = load_tile(b, token, end, h, d1, H, D1)
             if g1 is not None:
-                b_ = b_ * tl.exp(_select(s > t, gate, DOT))
+                b_ = b_ * tl.exp(select(s > t, gate, DOT))
             dS_ = tl.load(dS + at, mask=in_state, other=0.0)
             after += dot(b_, dS_, DOT)
         if S is not None and dS is not None:
@@ -485,8 +485,8 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
     late = t >= C // 2
-    g = _gates(g2, *tile)
-    write_sum, read_sum = _middle_sums(g, t, s, READ_BEFORE, DOT)
+    g = load_gates(g2, *tile)
+    write_sum, read_sum = middle_sums(g, t, s, READ_BEFORE, DOT)
     if S is not None:
         writer = _round(load_tile(x, *tile) * tl.exp(-write_sum), DOT)
         before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
@@ -507,7 +507,7 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
         # A pair that the gate does not decay is added and subtracted. Both times it is a product of the same rounded
         # factors, so that it cancels.
         dg = tl.where(late, late_sum[None, :], early_sum[None, :])
-        dg += _select(_from_middle(s, t), reader * before - writer * after, DOT)
+        dg += select(_from_middle(s, t), reader * before - writer * after, DOT)
         if READ_BEFORE:
             dg -= reader * before
     if dS is not None:
@@ -531,22 +531,22 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
     before, after, whole, _ = sums
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
-    g = _gates(g2, *tile)
+    g = load_gates(g2, *tile)
     if S is not None:
         x_ = load_tile(x, *tile)
-        before *= tl.exp(_select(_reads(t, s, READ_BEFORE), g, DOT))
+        before *= tl.exp(select(_reads(t, s, READ_BEFORE), g, DOT))
     if dS is not None:
         y_ = load_tile(y, *tile)
-        after *= tl.exp(_select(s > t, g, DOT))
+        after *= tl.exp(select(s > t, g, DOT))
     if dg2 is not None:
-        dg = _select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + _select(t > s, x_ * after, DOT)
+        dg = select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + select(t > s, x_ * after, DOT)
         dg += (whole * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
     for level in range(LEVELS):
         odd = ((t >> level) & 1) == 1
-        weight = tl.exp(_select(_level(t, s, level, READ_BEFORE), g, DOT))
+        weight = tl.exp(select(_level(t, s, level, READ_BEFORE), g, DOT))
         # Readers and writers in one product: P where a reader is the row, its transpose where a writer is.
         at = tl.where(odd, t * C + s, s * C + t)
-        pairs = tl.load(P + at, mask=_siblings(t, s, level), other=0.0)
+        pairs = tl.load(P + at, mask=siblings(t, s, level), other=0.0)
         if S is None:
             role = tl.where(odd, y_, 0.0)
         elif dS is None:
@@ -559,7 +559,7 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
         if dS is not None:
             after += tl.where(odd, 0.0, out)
         if dg2 is not None:
-            dg += _select(_level(s, t, level, READ_BEFORE), role * out, DOT)
+            dg += select(_level(s, t, level, READ_BEFORE), role * out, DOT)
     if dg2 is not None:
         store_tile(dg2, dg, *tile)
     return before, after
@@ -624,9 +624,9 @@ def gated_kernel(
         if (tl.load(at_mild) != 0) != MILD:
             return
     else:
-        g = _gates(g2, token, hi, h, d2, H, D2)
-        write_sum, read_sum = _middle_sums(g, t, s, READ_BEFORE, DOT)
-        is_mild = tl.max(_size(g, write_sum, read_sum, DOT)) < _MILD
+        g = load_gates(g2, token, hi, h, d2, H, D2)
+        write_sum, read_sum = middle_sums(g, t, s, READ_BEFORE, DOT)
+        is_mild = tl.max(size_of_gates(g, write_sum, read_sum, DOT)) < MILD_BOUND
         tl.store(at_mild, is_mild.to(tl.int8))
         if not is_mild:
             return
