@@ -16,8 +16,9 @@ from flacompose.ops.families._launch import block, none_as_empty, operand, opera
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.delta_rule.kernels import (
-    gradient_kernel,
+    key_gradient_kernel,
     pair_kernel,
+    query_gradient_kernel,
     reverse_kernel,
     sweep_kernel,
 )
@@ -41,10 +42,10 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dbeta, dg, dgk, d_initial_state)``, empty where `output_mask` does not want them."""
     inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
     wants = {name: wanted and x is not None for name, x, wanted in zip(inputs._fields, inputs, output_mask)}
-    rule = _Launches(inputs)
+    by_reads = any(wants[name] for name in ("q", "k", "beta", "g", "gk"))
+    rule = _Launches(inputs, with_r=by_reads)
     do = operand(torch.zeros_like(inputs.v) if do is None else do)
     d_final_state = operand(d_final_state)
-    by_reads = any(wants[name] for name in ("q", "k", "beta", "g", "gk"))
     of_channels = inputs.gk is not None
     dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
     d_initial_state = None
@@ -56,7 +57,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         S, dS = (None, None) if of_channels else (rule.per_chunk_state(), rule.per_chunk_state())
         rule.sweep(r=r, states=S)
     rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
-    rule.pairs.clear()  # their memory is free for the gradients
+    rule.free()
     made: dict[str, Tensor] = {"v": rule.batched(dv)}
     if r is not None and of_channels:
         made |= _of_two_reads(inputs, rule, do, d_final_state, rule.batched(r), made["v"])
@@ -128,14 +129,14 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
 class _Launches(MatrixSequences):
     """The launches of one call, and what they have in common."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, with_r: bool = False) -> None:
         q, k, v, beta, g, gk, initial_state, cu_seqlens, scale = inputs
         bfloat16 = q.dtype == torch.bfloat16
         super().__init__(q, v, cu_seqlens, chunk_size(bfloat16, gk is not None))
         self.HV = self.arguments.pop("H")
         self.dtype = operand_dtype(q)
-        self.v, self.beta, self.initial = operand(v), operand(beta), operand(initial_state)
-        q, k = operand(q), operand(k)
+        self.q, self.k, self.v, self.beta = map(operand, (q, k, v, beta))
+        self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
         self.config = sweep_config(bfloat16, self.K)
@@ -144,29 +145,39 @@ class _Launches(MatrixSequences):
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         if g is not None:
             self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
-        self.vectors = {"q": q, "k_read": k, "k_write": k}
-        decayed: dict[str, Tensor | None] = dict.fromkeys(("q_read", "k_read", "k_write"))
+        reads: dict[str, Tensor | None] = dict.fromkeys(("q_read", "k_read"))
         if gk is not None:
-            self.vectors = {x: self.per_token(self.HV, self.K, dtype=self.dtype) for x in self.vectors}
-            decayed = dict(zip(decayed, self.vectors.values()))
+            reads = {name: self.per_token(self.HV, self.K, dtype=self.dtype) for name in reads}
             self.gates["total"] = self.per_chunk(self.HV, self.K)
-        self.pairs = {name: self.per_chunk(self.HV, self.C, self.C) for name in ("P", "Y")}
-        self.H_of_keys = q.shape[2]
+        self.pairs: dict[str, Tensor | None] = {
+            "W": self.per_token(self.HV, self.K, dtype=self.dtype),
+            "P": self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype),
+        }
+        self.Y = self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) if with_r else None
         launch(
             pair_kernel,
             (self.chunks * self.HV,),
-            q=q,
-            k=k,
+            q=self.q,
+            k=self.k,
             beta=self.beta,
             gk=operand(gk),
+            Y=self.Y,
             **self.gates,
             **self.pairs,
-            **decayed,
+            **reads,
             **self.arguments,
-            H=self.H_of_keys,
+            H=q.shape[2],
             **pair_config(bfloat16, gk is not None),
         )
-        self.arguments["HK"] = self.H_of_keys if gk is None else self.HV
+        self.reads = (
+            {"q": self.q, "k": self.k} if gk is None else {"q": reads["q_read"], "k": reads["k_read"]}
+        )
+        self.arguments["HK"] = q.shape[2] if gk is None else self.HV
+
+    def free(self) -> None:
+        """Give back the memory that only sweeps need."""
+        self.pairs.clear()
+        self.Y = None
 
     def per_chunk_state(self) -> Tensor:
         """Memory for a state of each chunk."""
@@ -184,13 +195,13 @@ class _Launches(MatrixSequences):
             sweep_kernel,
             self.grid(),
             v=self.v,
-            beta=self.beta,
+            Y=self.Y if r is not None else None,
             initial=self.initial,
             o=o,
             r=r,
             states=states,
             final=final,
-            **self.vectors,
+            **self.reads,
             **self.gates,
             **self.pairs,
             **self.arguments,
@@ -211,12 +222,11 @@ class _Launches(MatrixSequences):
             reverse_kernel,
             self.grid(),
             do=do,
-            beta=self.beta,
             d_final=d_final,
             dv=dv,
             d_states=d_states,
             d_initial=d_initial,
-            **self.vectors,
+            **self.reads,
             **self.gates,
             **self.pairs,
             **self.arguments,
@@ -230,35 +240,20 @@ class _Launches(MatrixSequences):
         """The gradients of queries, keys, `beta` and, if wanted, of the gates of heads, by their names."""
         config = gradient_config(self.bfloat16, self.K)
         parts = tile_count(self.K, config["BK"])
-        HV, H = self.HV, self.H_of_keys
+        HV, H = self.HV, self.q.shape[2]
         dtype = self.dtype if HV == H else torch.float32
         dq, dk = (self.per_token(HV, self.K, dtype=dtype) for _ in range(2))
         dbeta = self.per_token(parts, HV, dtype=torch.float32)
-        d_sums = self.per_chunk(3, parts, HV, self.C) if gates else None
+        d_sums = self.per_chunk(3, 2 * parts, HV, self.C) if gates else None
         d_whole = self.per_chunk(HV, self.K) if gates else None
         arguments = {name: x for name, x in self.arguments.items() if name != "HK"}
+        arguments |= {"q": self.q, "k": self.k, "beta": self.beta, "r": r, "do": do, "states": S}
+        arguments |= {"sums": self.gates["sums"], "rest": self.gates["rest"], "d_sums": d_sums}
+        arguments |= {"H": H, "V": self.V, **config}
+        grid = (parts * self.chunks * HV,)
+        launch(query_gradient_kernel, grid, dq=dq, **arguments)
         launch(
-            gradient_kernel,
-            (parts * self.chunks * HV,),
-            q=self.vectors["q"],
-            k=self.vectors["k_read"],
-            beta=self.beta,
-            sums=self.gates["sums"],
-            rest=self.gates["rest"],
-            r=r,
-            do=do,
-            dv=dv,
-            states=S,
-            d_states=dS,
-            dq=dq,
-            dk=dk,
-            dbeta=dbeta,
-            d_sums=d_sums,
-            d_whole=d_whole,
-            **arguments,
-            H=H,
-            V=self.V,
-            **config,
+            key_gradient_kernel, grid, dv=dv, d_states=dS, dk=dk, dbeta=dbeta, d_whole=d_whole, **arguments
         )
         made = {"q": dq, "k": dk}
         made = {
@@ -286,7 +281,7 @@ def pair_config(bfloat16: bool, of_channels: bool) -> dict[str, int]:
     """Block size of the contracted axis, warps and pipeline stages."""
     return {
         "BK": 64 if bfloat16 else 32,
-        "num_warps": 4 if of_channels or not bfloat16 else 2,
+        "num_warps": 4,
         "num_stages": 1,
     }
 

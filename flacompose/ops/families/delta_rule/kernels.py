@@ -1,20 +1,26 @@
 """Triton kernels for the delta rule: the pairs of each chunk, and a sweep over the chunks in either direction.
 
 Within a chunk that begins with the state S, ``r_t = v_t - S'^T k_t``, what a value differs by from the one that its key
-had, solves ``(I + A diag(beta)) r = v - k_read S``, where ``A[t, s]`` is the product of the keys of tokens ``s < t``,
-decayed by the gates between them, and `k_read` are the keys, decayed by the gates since the chunk's start.
+had, solves ``(I + A diag(beta)) r = e`` with ``e = v - k_read S``. Here ``A[t, s]`` is the product of the keys of tokens
+``s < t``, decayed by the gates between them, and `k_read` are the keys, decayed by the gates since the chunk's start. So
+what the chunk adds to the state and to the outputs is linear in ``e``:
 
-`pair_kernel` makes, for all chunks at once, the inverse ``Y`` of that matrix, and the products ``P[t, s]`` of queries
-and keys. `sweep_kernel` goes from chunk to chunk, the state in registers:
+    r = Y e, with Y = (I + A diag(beta))^-1        W = Y^T diag(beta) k_write        P = scale * (q . k) diag(beta) Y
 
-    r = Y (v - k_read S)        o = scale * q_read S + P (beta r)        S <- total S + k_write^T (beta r)
+`pair_kernel` makes these matrices for all chunks at once. Then both sweeps have two products one after the other in a
+chunk. `sweep_kernel` goes from chunk to chunk, the state in registers:
+
+    e = v - k_read S          o = scale * q_read S + P e          S <- total S + W^T e
 
 `reverse_kernel` goes backwards in time, dS being the gradient of the state after a chunk:
 
-    du = P^T do + k_write dS        dv = Y^T (beta du)        dS <- total dS + scale * q_read^T do - k_read^T dv
+    dv = P^T do + W dS        dS <- total dS + scale * q_read^T do - k_read^T dv
 
-A gate of a head scales whole rows, so it is applied to these products. A gate of a channel is in `k_read`, `q_read` and
-`k_write` themselves, which `pair_kernel` then stores.
+Both hold the state transposed, `[V, K]`, and all that they compute: the result of each product is then the left factor
+of the next, and stays in registers.
+
+A gate of a head scales whole rows, so it is applied to these products. A gate of a channel is in `k_read` and `q_read`
+themselves, which `pair_kernel` then stores.
 """
 
 from __future__ import annotations
@@ -24,9 +30,11 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     dot,
-    dot_split,
+    dot_of_parts,
     find_chunk,
     find_sequence,
+    fine_dot,
+    in_parts,
     load_tile,
     split_dot,
     split_program,
@@ -36,7 +44,6 @@ from flacompose.ops.families.scalar_decay.kernels import BEGINNING, ENDING, TO_E
 from flacompose.ops.families.vector_decay.kernels import (
     MILD_BOUND,
     exact_pairs,
-    fine_dot,
     load_gates,
     middle_sums,
     select,
@@ -44,7 +51,7 @@ from flacompose.ops.families.vector_decay.kernels import (
     size_of_gates,
 )
 
-TILE = tl.constexpr(32)  # tokens of a tile of the matrix that is inverted; a chunk has one or two
+BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted by substitution
 
 
 @triton.jit
@@ -64,26 +71,40 @@ def _decayed_rows(sums, rest, at, i, C: tl.constexpr):
 
 @triton.jit
 def _decayed_pairs(sums, rest, at, i, j):
-    """The weights between tokens ``i >= j``."""
+    """The weights between tokens `i` and `j`, whichever is the later one."""
     between = tl.load(sums + at + i) - tl.load(sums + at + j)
     if rest is not None:
         between += tl.load(rest + at + i) - tl.load(rest + at + j)
-    return tl.exp2(tl.minimum(between, 0.0))
+    return tl.exp2(-tl.abs(between))
 
 
 @triton.jit
-def _inverse(B, DOT: tl.constexpr):
-    """``(I + B)^-1`` of a strictly lower triangular B, from the inverses of diagonal blocks of 1, 2, 4, ... tokens.
+def _inverse(pairs, beta_s, DOT: tl.constexpr):
+    """``(I + upper)^-1`` of the strictly upper triangular part of ``diag(beta) pairs``.
 
-    As in substitution, no intermediate result is larger than the inverses themselves. A power series would lose all
-    digits where keys are alike.
+    From the inverses of diagonal blocks of 1, 2, 4, ... tokens. As in substitution, no intermediate result is larger
+    than the inverses themselves. A power series would lose all digits where keys are alike.
     """
-    t = tl.arange(0, B.shape[0])[:, None]
-    s = tl.arange(0, B.shape[0])[None, :]
-    Y = tl.where(t == s, 1.0, 0.0) - tl.where(siblings(t, s, 0), B, 0.0)
-    for level in tl.static_range(1, 5):
-        between = tl.where(siblings(t, s, level), B, 0.0)
+    C: tl.constexpr = pairs.shape[0]
+    N: tl.constexpr = C // BLOCK
+    upper = pairs * beta_s
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    between_16 = in_parts(tl.where(siblings(i, j, 4) & (i < j), upper, 0.0), DOT)
+    between_32 = in_parts(tl.where(siblings(i, j, 5) & (i < j), upper, 0.0), DOT)
+    # Up to blocks of 16 tokens, one such product for each is enough.
+    own = (tl.arange(0, N)[:, None] == tl.arange(0, N)[None, :])[:, None, :, None]
+    blocks = tl.sum(tl.where(own, tl.reshape(upper, [N, BLOCK, N, BLOCK]), 0.0), 2)
+    s = tl.arange(0, BLOCK)[None, :, None]
+    t = tl.arange(0, BLOCK)[None, None, :]
+    Y = tl.where(s == t, 1.0, 0.0) - tl.where(siblings(s, t, 0) & (s < t), blocks, 0.0)
+    for level in tl.static_range(1, 4):
+        between = tl.where(siblings(s, t, level) & (s < t), blocks, 0.0)
         Y -= fine_dot(fine_dot(Y, between, DOT), Y, DOT)
+    Y = tl.reshape(tl.where(own, Y[:, :, None, :], 0.0), [C, C])
+    Y -= fine_dot(dot_of_parts(Y, between_16, DOT), Y, DOT)
+    if C > 32:
+        Y -= fine_dot(dot_of_parts(Y, between_32, DOT), Y, DOT)
     return Y
 
 
@@ -95,11 +116,11 @@ def pair_kernel(
     sums,  # [chunks, HV, C], running sums of the gates of heads, as `gate_kernel` of scalar decay gives them
     rest,  # [chunks, HV, C]
     gk,  # [tokens, HV, K]
-    P,  # [chunks, HV, C, C]
-    Y,  # [chunks, HV, C, C]
-    q_read,  # [tokens, HV, K], as the following three with `gk` alone
+    W,  # [tokens, HV, K]
+    P,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed
+    q_read,  # [tokens, HV, K], as the following two with `gk` alone
     k_read,  # [tokens, HV, K]
-    k_write,  # [tokens, HV, K]
     total,  # [chunks, HV, K]
     cu_seqlens,
     T,
@@ -112,7 +133,7 @@ def pair_kernel(
     BK: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``P[t, s] = scale * q_t . k_s`` for ``s <= t``, and ``Y = (I + A diag(beta))^-1``, both decayed."""
+    """Fills what is given of `W`, `P`, `Y`, and of what gates of channels need besides."""
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     row, h, _ = split_program(tl.num_programs(0) // HV, HV)
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
@@ -120,9 +141,16 @@ def pair_kernel(
         return
     hk = h // (HV // H)
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
+    s = i[:, None]
+    t = i[None, :]
     token = lo + i
+    at_row = (row * HV + h) * C
+    beta_s = tl.load(beta + (lo + s) * HV + h, mask=lo + s < hi, other=0.0).to(tl.float32)
+    beta_t = tl.load(beta + (lo + t) * HV + h, mask=lo + t < hi, other=0.0).to(tl.float32)
+    if sums is not None:
+        between = _decayed_pairs(sums, rest, at_row, s, t)
+        near, far, kept = _decayed_rows(sums, rest, at_row, t, C)
+    # Rows write, columns read.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for d0 in range(0, K, BK):
@@ -130,57 +158,71 @@ def pair_kernel(
         q_ = load_tile(q, token, hi, hk, d, H, K)
         k_ = load_tile(k, token, hi, hk, d, H, K)
         if gk is None:
-            of_q += dot(q_, tl.trans(k_), DOT)
+            of_q += dot(k_, tl.trans(q_), DOT)
             of_k += dot(k_, tl.trans(k_), DOT)
         else:
             g_ = load_gates(gk, token, hi, h, d, HV, K)
             # Writes and reads have one sum, as a read comes after the token's gate.
-            middle, middle_ = middle_sums(g_, t, s, False, DOT)
+            middle, middle_ = middle_sums(g_, s, t, False, DOT)
             if tl.max(size_of_gates(g_, middle, middle_, DOT)) < MILD_BOUND:
-                written = tl.trans(k_ * tl.exp(-middle))
-                of_q += fine_dot(q_ * tl.exp(middle), written, DOT)
-                of_k += fine_dot(k_ * tl.exp(middle), written, DOT)
+                written = k_ * tl.exp(-middle)
+                of_q += fine_dot(written, tl.trans(q_ * tl.exp(middle)), DOT)
+                of_k += fine_dot(written, tl.trans(k_ * tl.exp(middle)), DOT)
             else:
-                of_q += exact_pairs(q_, k_, g_, t, s, False, DOT)
-                of_k += exact_pairs(k_, k_, g_, t, s, False, DOT)
-            read = tl.exp(select(s <= t, g_, DOT))
-            store_tile(q_read, q_ * read, token, hi, h, d, HV, K)
-            store_tile(k_read, k_ * read, token, hi, h, d, HV, K)
-            store_tile(k_write, k_ * tl.exp(select(s > t, g_, DOT)), token, hi, h, d, HV, K)
-            at_total = total + (row * HV + h) * K + d
-            tl.store(at_total, tl.exp(tl.sum(g_.to(tl.float32), 0)), mask=d < K)
+                of_q += exact_pairs(q_, k_, g_, s, t, False, DOT)
+                of_k += exact_pairs(k_, k_, g_, s, t, False, DOT)
+    of_q = tl.where(s <= t, of_q * scale, 0.0)
     if sums is not None:
-        between = _decayed_pairs(sums, rest, (row * HV + h) * C, t, s)
         of_q *= between
         of_k *= between
-    corner = (row * HV + h) * C * C
-    tl.store(P + corner + t * C + s, tl.where(s <= t, of_q * scale, 0.0))
-    beta_s = tl.load(beta + (lo + s) * HV + h, mask=lo + s < hi, other=0.0).to(tl.float32)
-    tl.store(Y + corner + t * C + s, tl.where(s < t, of_k * beta_s, 0.0))
-    # By tiles of 32 tokens, which other threads have stored.
-    tl.debug_barrier()
-    tile = Y + corner + tl.arange(0, TILE)[:, None] * C + tl.arange(0, TILE)[None, :]
-    first = _inverse(tl.load(tile), DOT)
-    if C > TILE:
-        below = tl.load(tile + TILE * C)
-        second = _inverse(tl.load(tile + TILE * C + TILE), DOT)
-        tl.store(tile + TILE * C, -fine_dot(fine_dot(second, below, DOT), first, DOT))
-        tl.store(tile + TILE * C + TILE, second)
-    tl.store(tile, first)
+    of_q = in_parts(of_q, DOT)
+    inverse = _inverse(of_k, beta_s, DOT)
+    corner = at_row * C + s * C + t
+    weighted = inverse * beta_t
+    tl.store(P + corner, dot_of_parts(weighted, of_q, DOT).to(P.dtype.element_ty))
+    if sums is not None:
+        weighted *= far
+    for d0 in range(0, K, BK):
+        d = d0 + tl.arange(0, BK)
+        k_ = load_tile(k, token, hi, hk, d, H, K)
+        if gk is None:
+            store_tile(W, split_dot(weighted, k_, DOT), token, hi, h, d, HV, K)
+        else:
+            g_ = load_gates(gk, token, hi, h, d, HV, K)
+            written = k_ * tl.exp(select(t > s, g_, DOT))
+            store_tile(W, fine_dot(weighted, written, DOT), token, hi, h, d, HV, K)
+            read = tl.exp(select(t <= s, g_, DOT))
+            store_tile(k_read, k_ * read, token, hi, h, d, HV, K)
+            store_tile(q_read, load_tile(q, token, hi, hk, d, H, K) * read, token, hi, h, d, HV, K)
+            tl.store(total + (row * HV + h) * K + d, tl.exp(tl.sum(g_.to(tl.float32), 0)), mask=d < K)
+    if Y is not None:
+        tl.store(Y + corner, inverse.to(Y.dtype.element_ty))
+
+
+@triton.jit
+def _load_transposed(x, token, end, h, d, H, D):
+    """``[d, token]`` of ``x [tokens, H, D]``, in float32."""
+    at = x + (token * H + h)[None, :] * D + d[:, None]
+    return tl.load(at, mask=(token < end)[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_transposed(x, value, token, end, h, d, H, D):
+    at = x + (token * H + h)[None, :] * D + d[:, None]
+    tl.store(at, value.to(x.dtype.element_ty), mask=(token < end)[None, :] & (d < D)[:, None])
 
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "scale"])
 def sweep_kernel(
-    q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following two
-    k_read,  # [tokens, HK, K]
-    k_write,  # [tokens, HK, K]
+    q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following
+    k,  # [tokens, HK, K]
     v,  # [tokens, HV, V]
-    beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     total,  # [chunks, HV, K]
-    P,  # [chunks, HV, C, C]
-    Y,  # [chunks, HV, C, C]
+    W,  # [tokens, HV, K]
+    P,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed
     initial,  # [N, HV, K, V]
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
@@ -206,59 +248,54 @@ def sweep_kernel(
     hk = h // (HV // HK)
     dk = tl.arange(0, BK)
     dv = tile * BV + tl.arange(0, BV)
-    in_state = (dk < K)[:, None] & (dv < V)[None, :]
-    at_state = dk[:, None] * V + dv[None, :]
+    in_state = (dv < V)[:, None] & (dk < K)[None, :]
+    at_state = dv[:, None] + dk[None, :] * V
     lo, hi, row0 = find_sequence(n, T, cu_seqlens, C)
-    S = tl.zeros([BK, BV], dtype=tl.float32)
+    S = tl.zeros([BV, BK], dtype=tl.float32)
     if initial is not None:
         S = tl.load(initial + nh * K * V + at_state, mask=in_state, other=0.0).to(tl.float32)
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
+    at_pair = i[:, None] * C + i[None, :]
     for chunk in range(tl.cdiv(hi - lo, C)):
         row = row0 + chunk
         rh = row * HV + h
         token = lo + chunk * C + i
         if states is not None:
             tl.store(states + rh * K * V + at_state, S.to(states.dtype.element_ty), mask=in_state)
-        old = dot(load_tile(k_read, token, hi, hk, dk, HK, K), S, DOT)
+        read = dot(S, tl.trans(load_tile(k, token, hi, hk, dk, HK, K)), DOT)
         if sums is not None:
-            near, far, kept = _decayed_rows(sums, rest, rh * C, t, C)
-            old *= near
-        at = rh * C * C + t * C + s
-        r_ = fine_dot(tl.load(Y + at), load_tile(v, token, hi, h, dv, HV, V) - old, DOT)
+            near, _, kept = _decayed_rows(sums, rest, rh * C, i, C)
+            read *= near[None, :]
+        e = _load_transposed(v, token, hi, h, dv, HV, V) - read
         if r is not None:
-            store_tile(r, r_, token, hi, h, dv, HV, V)
-        u = r_ * tl.load(beta + token * HV + h, mask=token < hi, other=0.0).to(tl.float32)[:, None]
+            _store_transposed(
+                r, split_dot(e, tl.load(Y + rh * C * C + at_pair), DOT), token, hi, h, dv, HV, V
+            )
         if o is not None:
-            read = dot(load_tile(q, token, hi, hk, dk, HK, K), S, DOT) * scale
+            read = dot(S, tl.trans(load_tile(q, token, hi, hk, dk, HK, K)), DOT) * scale
             if sums is not None:
-                read *= near
-            store_tile(o, read + fine_dot(tl.load(P + at), u, DOT), token, hi, h, dv, HV, V)
+                read *= near[None, :]
+            o_ = split_dot(e, tl.load(P + rh * C * C + at_pair), DOT, read)
+            _store_transposed(o, o_, token, hi, h, dv, HV, V)
         if sums is not None:
             S *= kept
-            u *= far
         if total is not None:
-            S *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[:, None]
-        at_k = k_write + (token * HK + hk)[None, :] * K + dk[:, None]
-        k_ = tl.load(at_k, mask=(token < hi)[None, :] & (dk < K)[:, None], other=0.0)
-        S = dot_split(k_, u, DOT, S)
+            S *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
+        S = split_dot(e, load_tile(W, token, hi, h, dk, HV, K), DOT, S)
     if final is not None:
         tl.store(final + nh * K * V + at_state, S.to(final.dtype.element_ty), mask=in_state)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "scale"])
 def reverse_kernel(
-    q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following two
-    k_read,  # [tokens, HK, K]
-    k_write,  # [tokens, HK, K]
+    q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following
+    k,  # [tokens, HK, K]
     do,  # [tokens, HV, V]
-    beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     total,  # [chunks, HV, K]
-    P,  # [chunks, HV, C, C]
-    Y,  # [chunks, HV, C, C]
+    W,  # [tokens, HV, K]
+    P,  # [chunks, HV, C, C], transposed
     d_final,  # [N, HV, K, V]
     dv,  # [tokens, HV, V]
     d_states,  # [chunks, HV, K, V], after each chunk
@@ -283,15 +320,14 @@ def reverse_kernel(
     hk = h // (HV // HK)
     dk = tl.arange(0, BK)
     d2 = tile * BV + tl.arange(0, BV)
-    in_state = (dk < K)[:, None] & (d2 < V)[None, :]
-    at_state = dk[:, None] * V + d2[None, :]
+    in_state = (d2 < V)[:, None] & (dk < K)[None, :]
+    at_state = d2[:, None] + dk[None, :] * V
     lo, hi, row0 = find_sequence(n, T, cu_seqlens, C)
-    dS = tl.zeros([BK, BV], dtype=tl.float32)
+    dS = tl.zeros([BV, BK], dtype=tl.float32)
     if d_final is not None:
         dS = tl.load(d_final + nh * K * V + at_state, mask=in_state, other=0.0).to(tl.float32)
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
+    at_pair = i[:, None] * C + i[None, :]
     chunks = tl.cdiv(hi - lo, C)
     for from_end in range(chunks):
         chunk = chunks - 1 - from_end
@@ -300,32 +336,111 @@ def reverse_kernel(
         token = lo + chunk * C + i
         if d_states is not None:
             tl.store(d_states + rh * K * V + at_state, dS.to(d_states.dtype.element_ty), mask=in_state)
-        do_ = load_tile(do, token, hi, h, d2, HV, V)
-        transposed = rh * C * C + s * C + t
-        du = dot(load_tile(k_write, token, hi, hk, dk, HK, K), dS, DOT)
+        do_ = _load_transposed(do, token, hi, h, d2, HV, V)
+        dv_ = dot(do_, tl.trans(tl.load(P + rh * C * C + at_pair)), DOT)
+        dv_ += dot(dS, tl.trans(load_tile(W, token, hi, h, dk, HV, K)), DOT)
+        _store_transposed(dv, dv_, token, hi, h, d2, HV, V)
+        do_ *= scale
+        dv_ = -dv_
         if sums is not None:
-            near, far, kept = _decayed_rows(sums, rest, rh * C, t, C)
-            du *= far
-        du += split_dot(tl.load(P + transposed), do_, DOT)
-        du *= tl.load(beta + token * HV + h, mask=token < hi, other=0.0).to(tl.float32)[:, None]
-        dv_ = fine_dot(tl.load(Y + transposed), du, DOT)
-        store_tile(dv, dv_, token, hi, h, d2, HV, V)
-        if sums is not None:
+            near, _, kept = _decayed_rows(sums, rest, rh * C, i, C)
             dS *= kept
-            do_ = do_ * near
-            dv_ *= near
+            do_ *= near[None, :]
+            dv_ *= near[None, :]
         if total is not None:
-            dS *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[:, None]
-        at_k = (token * HK + hk)[None, :] * K + dk[:, None]
-        in_k = (token < hi)[None, :] & (dk < K)[:, None]
-        dS += dot(tl.load(q + at_k, mask=in_k, other=0.0), do_, DOT) * scale
-        dS = dot_split(tl.load(k_read + at_k, mask=in_k, other=0.0), -dv_, DOT, dS)
+            dS *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
+        dS += dot(do_, load_tile(q, token, hi, hk, dk, HK, K), DOT)
+        dS = split_dot(dv_, load_tile(k, token, hi, hk, dk, HK, K), DOT, dS)
     if d_initial is not None:
         tl.store(d_initial + nh * K * V + at_state, dS.to(d_initial.dtype.element_ty), mask=in_state)
 
 
+@triton.jit
+def _products(
+    a, b, states, rh, token, end, h, d, HV, K, V: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr
+):
+    """``a_t . b_s`` of a chunk's tokens and, if `states` are given, ``a S^T``, for channels `d` of the keys."""
+    pairs = tl.zeros([token.shape[0], token.shape[0]], dtype=tl.float32)
+    of_state = tl.zeros([token.shape[0], d.shape[0]], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d2 = v0 + tl.arange(0, BV)
+        a_ = load_tile(a, token, end, h, d2, HV, V)
+        pairs += dot(a_, tl.trans(load_tile(b, token, end, h, d2, HV, V)), DOT)
+        if states is not None:
+            of_state += dot(a_, _load_state(states, rh, d, d2, K, V), DOT)
+    return pairs, of_state
+
+
+@triton.jit
+def _load_state(states, rh, d, d2, K, V):
+    """``[d2, d]`` of the state in row `rh` of ``states [rows, K, V]``."""
+    at = states + rh * K * V + d[None, :] * V + d2[:, None]
+    return tl.load(at, mask=(d < K)[None, :] & (d2 < V)[:, None], other=0.0)
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
-def gradient_kernel(
+def query_gradient_kernel(
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    sums,  # [chunks, HV, C]
+    rest,  # [chunks, HV, C]
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    states,  # [chunks, HV, K, V], before each chunk
+    dq,  # [tokens, HV, K]
+    d_sums,  # [chunks, 3, 2 for each tile of K, HV, C], for `gate_gradient_kernel` of scalar decay
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The gradient of the queries of a chunk, for a tile of the key axis, and what gates of heads have from it."""
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    tiles = tl.cdiv(K, BK)
+    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    hk = h // (HV // H)
+    rh = row * HV + h
+    i = tl.arange(0, C)
+    t = i[:, None]
+    s = i[None, :]
+    token = lo + i
+    d = tile * BK + tl.arange(0, BK)
+    # Rows read, columns write. Queries read with the gradient do.
+    pairs, by_q = _products(do, r, states, rh, token, hi, h, d, HV, K, V, BV, DOT)
+    # No gate decays the pair of a token with itself: its gradient would drown that of the others.
+    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None]
+    beta_s = tl.load(beta + (lo + s) * HV + h, mask=lo + s < hi, other=0.0).to(tl.float32)
+    pairs = tl.where(s < t, pairs * beta_s, 0.0)
+    if sums is not None:
+        near, far, kept = _decayed_rows(sums, rest, rh * C, t, C)
+        pairs *= _decayed_pairs(sums, rest, rh * C, t, s)
+        by_q *= near
+    k_ = load_tile(k, token, hi, hk, d, H, K)
+    by_q = split_dot(pairs, k_, DOT, by_q) * scale
+    if d_sums is not None:
+        at = d_sums + ((row * 6 * tiles + tile) * HV + h) * C + i
+        ending = tl.sum(by_q * load_tile(q, token, hi, hk, d, H, K), 1)
+        tl.store(at + ENDING * 2 * tiles * HV * C, ending)
+        tl.store(at + BEGINNING * 2 * tiles * HV * C, tl.zeros_like(ending))
+        tl.store(at + TO_END * 2 * tiles * HV * C, tl.zeros_like(ending))
+    beta_t = tl.load(beta + (lo + t) * HV + h, mask=lo + t < hi, other=0.0).to(tl.float32)
+    store_tile(dq, by_q + itself * beta_t * scale * k_, token, hi, h, d, HV, K)
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def key_gradient_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     beta,  # [tokens, HV]
@@ -336,10 +451,9 @@ def gradient_kernel(
     dv,  # [tokens, HV, V]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
-    dq,  # [tokens, HV, K]
     dk,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3, tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay
+    d_sums,  # [chunks, 3, 2 for each tile of K, HV, C], for `gate_gradient_kernel` of scalar decay
     d_whole,  # [chunks, HV, K]
     cu_seqlens,
     T,
@@ -354,10 +468,7 @@ def gradient_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The gradients of queries, keys, `beta` and gates of heads, for a chunk and a tile of the key axis.
-
-    Queries read the state with the gradient do, and keys, before they write, with the gradient -dv.
-    """
+    """The gradients of the keys and of `beta`, as `query_gradient_kernel`. Keys write, and before that they read."""
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tiles = tl.cdiv(K, BK)
     tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
@@ -371,71 +482,49 @@ def gradient_kernel(
     s = i[None, :]
     token = lo + i
     d = tile * BK + tl.arange(0, BK)
-    by_q = tl.zeros([C, BK], dtype=tl.float32)  # do S^T
-    by_k = tl.zeros([C, BK], dtype=tl.float32)  # dv S^T
-    written = tl.zeros([C, BK], dtype=tl.float32)  # r dS^T
-    d_q = tl.zeros([C, C], dtype=tl.float32)  # do_t . r_s
-    d_k = tl.zeros([C, C], dtype=tl.float32)  # dv_t . r_s
-    # The last two again, transposed: not every version of Triton transposes the result of a product right.
-    d_qT = tl.zeros([C, C], dtype=tl.float32)
-    d_kT = tl.zeros([C, C], dtype=tl.float32)
-    whole = tl.zeros([BK], dtype=tl.float32)
-    for v0 in range(0, V, BV):
-        d2 = v0 + tl.arange(0, BV)
-        do_ = load_tile(do, token, hi, h, d2, HV, V)
-        dv_ = load_tile(dv, token, hi, h, d2, HV, V)
-        r_ = load_tile(r, token, hi, h, d2, HV, V)
-        at = rh * K * V + d[None, :] * V + d2[:, None]
-        in_state = (d < K)[None, :] & (d2 < V)[:, None]
-        S = tl.load(states + at, mask=in_state, other=0.0)
-        dS = tl.load(d_states + at, mask=in_state, other=0.0)
-        by_q += dot(do_, S, DOT)
-        by_k += dot(dv_, S, DOT)
-        written += dot(r_, dS, DOT)
-        d_q += dot(do_, tl.trans(r_), DOT)
-        d_k += dot(dv_, tl.trans(r_), DOT)
-        d_qT += dot(r_, tl.trans(do_), DOT)
-        d_kT += dot(r_, tl.trans(dv_), DOT)
-        if sums is not None:
-            whole += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
-    q_ = load_tile(q, token, hi, hk, d, H, K)
-    k_ = load_tile(k, token, hi, hk, d, H, K)
-    beta_t = tl.load(beta + (lo + t) * HV + h, mask=lo + t < hi, other=0.0).to(tl.float32)
-    beta_s = tl.load(beta + (lo + s) * HV + h, mask=lo + s < hi, other=0.0).to(tl.float32)
-    d_q = tl.where(s <= t, d_q * scale, 0.0)
-    d_k = tl.where(s < t, -d_k, 0.0)
-    d_qT = tl.where(t <= s, d_qT * scale, 0.0)
-    d_kT = tl.where(t < s, -d_kT, 0.0)
-    by_q *= scale
+    # Rows write, columns read: not every version of Triton transposes the result of a product right.
+    pairs, by_states = _products(r, do, d_states, rh, token, hi, h, d, HV, K, V, BV, DOT)
+    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
+    pairs = tl.where(t < s, pairs * scale, 0.0)
     if sums is not None:
+        pairs *= _decayed_pairs(sums, rest, rh * C, t, s)
+    written = split_dot(pairs, load_tile(q, token, hi, hk, d, H, K), DOT)
+    pairs, _ = _products(r, dv, None, rh, token, hi, h, d, HV, K, V, BV, DOT)
+    pairs = tl.where(t < s, -pairs, 0.0)
+    if sums is not None:
+        pairs *= _decayed_pairs(sums, rest, rh * C, t, s)
         near, far, kept = _decayed_rows(sums, rest, rh * C, t, C)
-        between = _decayed_pairs(sums, rest, rh * C, t, s)
-        d_q *= between
-        d_k *= between
-        between = _decayed_pairs(sums, rest, rh * C, s, t)
-        d_qT *= between
-        d_kT *= between
-        by_q *= near
-        by_k *= near
-        written *= far
-    # For each pair, the gradient of the product of its query, or key, with its key.
-    pairs = d_q * dot(q_, tl.trans(k_), DOT) + d_k * dot(k_, tl.trans(k_), DOT)
-    d_beta = tl.sum(pairs, 0) + tl.sum(written * k_, 1)
-    in_tokens = token < hi
-    tl.store(dbeta + ((lo + i) * tiles + tile) * HV + h, d_beta, mask=in_tokens)
-    written *= beta_t
+        by_states *= far
+    k_ = load_tile(k, token, hi, hk, d, H, K)
+    written = split_dot(pairs, k_, DOT, written)
+    beta_t = tl.load(beta + (lo + t) * HV + h, mask=lo + t < hi, other=0.0).to(tl.float32)
+    at = ((row * 6 * tiles + tiles + tile) * HV + h) * C + i
     if d_sums is not None:
-        # No gate decays the pair of a token with itself: its gradient would drown that of the others.
-        pairs = tl.where(s < t, pairs * beta_s, 0.0)
-        read = tl.sum(by_q * q_ - by_k * k_, 1)
-        of_chunk = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
-        tl.store(of_chunk + ENDING * tiles * HV * C, read + tl.sum(pairs, 1))
-        tl.store(of_chunk + BEGINNING * tiles * HV * C, tl.sum(pairs, 0))
-        tl.store(of_chunk + TO_END * tiles * HV * C, tl.sum(written * k_, 1))
+        beginning = tl.sum(written * k_ * beta_t, 1)
+        to_end = tl.sum(by_states * k_ * beta_t, 1)
+        tl.store(d_sums + at + BEGINNING * 2 * tiles * HV * C, beginning)
+        tl.store(d_sums + at + TO_END * 2 * tiles * HV * C, to_end)
+    # No gate decays the pair of a token with itself: its gradient would drown that of the others.
+    written += by_states + itself * load_tile(q, token, hi, hk, d, H, K)
+    tl.store(dbeta + ((lo + i) * tiles + tile) * HV + h, tl.sum(written * k_, 1), mask=token < hi)
+    written *= beta_t
+
+    # Rows read, columns write. Keys read with the gradient -dv.
+    pairs, by_states = _products(dv, r, states, rh, token, hi, h, d, HV, K, V, BV, DOT)
+    beta_s = tl.load(beta + (lo + s) * HV + h, mask=lo + s < hi, other=0.0).to(tl.float32)
+    pairs = tl.where(s < t, pairs * beta_s, 0.0)
+    if sums is not None:
+        pairs *= _decayed_pairs(sums, rest, rh * C, t, s)
+        by_states *= near
+    k_ = load_tile(k, token, hi, hk, d, H, K)
+    by_states = split_dot(pairs, k_, DOT, by_states)
+    if d_sums is not None:
+        tl.store(d_sums + at + ENDING * 2 * tiles * HV * C, -tl.sum(by_states * k_, 1))
+    store_tile(dk, written - by_states, token, hi, h, d, HV, K)
+    if d_sums is not None:
+        whole = tl.zeros([BK], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            d2 = v0 + tl.arange(0, BV)
+            S = _load_state(states, rh, d, d2, K, V).to(tl.float32)
+            whole += tl.sum(S * _load_state(d_states, rh, d, d2, K, V), 0)
         tl.store(d_whole + rh * K + d, whole * kept, mask=d < K)
-    store_tile(dq, by_q + split_dot(d_q * beta_s, k_, DOT), token, hi, h, d, HV, K)
-    # Keys read, and are read by later queries and keys.
-    of_keys = split_dot(
-        d_k * beta_s + d_kT * beta_t, k_, DOT, split_dot(d_qT * beta_t, q_, DOT, written - by_k)
-    )
-    store_tile(dk, of_keys, token, hi, h, d, HV, K)

@@ -35,6 +35,7 @@ from flacompose.ops.families._kernels import (
     find_chunk,
     find_segment,
     find_sequence,
+    fine_dot,
     load_tile,
     split_dot,
     split_program,
@@ -75,12 +76,6 @@ def _round(x, DOT: tl.constexpr):
         rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         out = tl.where(x == x, rounded, x)  # the sum wraps for a NaN
     return out
-
-
-@triton.jit
-def fine_dot(a, b, DOT: tl.constexpr):
-    """``a @ b`` for float32 factors, each in two parts: under strong gates few pairs count, errors do not cancel."""
-    return tl.dot(a, b, input_precision="tf32x3" if DOT == tl.float32 else "bf16x3")
 
 
 @triton.jit
