@@ -9,11 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._define import launch
-from flacompose.ops._varlen import stretched
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, operand_dtype, tile_count
 from flacompose.ops.families._sequences import MatrixSequences
+from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.delta_rule.kernels import (
     key_gradient_kernel,
@@ -54,13 +54,13 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     r = S = dS = None
     if by_reads:
         r = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
-        S, dS = (None, None) if of_channels else (rule.per_chunk_state(), rule.per_chunk_state())
+        S, dS = rule.per_chunk_state(), rule.per_chunk_state()
         rule.sweep(r=r, states=S)
     rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
     rule.free()
     made: dict[str, Tensor] = {"v": rule.batched(dv)}
     if r is not None and of_channels:
-        made |= _of_two_reads(inputs, rule, do, d_final_state, rule.batched(r), made["v"])
+        made |= rule.channel_gradients(do, r, dv, S, dS, gates=wants["g"] or wants["gk"])
     elif r is not None:
         made |= rule.gradients(do, r, dv, S, dS, gates=wants["g"])
     tokens = inputs._asdict()
@@ -72,47 +72,6 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 chunk.backward = backward
-
-
-def _of_two_reads(
-    inputs: Inputs, rule: _Launches, do: Tensor, d_final_state: Tensor | None, r: Tensor, dv: Tensor
-) -> dict[str, Tensor]:
-    """The gradients but dv, where channels have gates, by their names.
-
-    The state is read twice at each token: by its key, before it writes and with the gradient -dv, and by its query,
-    with the gradient do. So they are those of linear attention of twice as many tokens, in pairs, of which the first
-    decays and reads, and the second writes and reads.
-    """
-    (B, T, H, K), HV = inputs.q.shape, rule.HV
-    q, k = (operand(x).repeat_interleave(HV // H, 2) for x in (inputs.q, inputs.k))
-    assert inputs.gk is not None
-    gk = _gates_of_channels(inputs.g, inputs.gk)
-    u = (r * inputs.beta.unsqueeze(-1)).to(rule.dtype)
-
-    def in_turn(x: Tensor, y: Tensor) -> Tensor:
-        return torch.stack([x, y], 2).flatten(1, 2)
-
-    d_read, d_write, d_written, d_gates, *_ = vector_decay.backward.implementation(
-        in_turn(k, q),
-        in_turn(torch.zeros_like(k), k),
-        in_turn(torch.zeros_like(u), u),
-        in_turn(gk, torch.zeros_like(gk)),
-        None,
-        None,
-        inputs.initial_state,
-        stretched(inputs.cu_seqlens, 2),
-        1.0,
-        False,
-        False,
-        in_turn(-dv, (do * inputs.scale).to(rule.dtype)),
-        d_final_state,
-        [True, True, True, True, False, False, False],
-    )
-    # In float32: gradients of the same key may cancel, and those of heads that share one are added up.
-    dq, dk = d_read[:, 1::2].float(), d_read[:, 0::2].float() + d_write[:, 1::2]
-    dq, dk = (x.reshape(B, T, H, HV // H, K).sum(3) for x in (dq, dk))
-    dgk = d_gates[:, 0::2].clone(memory_format=torch.contiguous_format)
-    return {"q": dq, "k": dk, "beta": (d_written[:, 1::2].float() * r).sum(-1), "gk": dgk, "g": dgk.sum(-1)}
 
 
 def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
@@ -142,6 +101,7 @@ class _Launches(MatrixSequences):
         self.config = sweep_config(bfloat16, self.K)
         if gk is not None:
             gk, g = _gates_of_channels(g, gk), None
+        self.gk = operand(gk)
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         if g is not None:
             self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
@@ -160,7 +120,7 @@ class _Launches(MatrixSequences):
             q=self.q,
             k=self.k,
             beta=self.beta,
-            gk=operand(gk),
+            gk=self.gk,
             Y=self.Y,
             **self.gates,
             **self.pairs,
@@ -255,14 +215,65 @@ class _Launches(MatrixSequences):
         launch(
             key_gradient_kernel, grid, dv=dv, d_states=dS, dk=dk, dbeta=dbeta, d_whole=d_whole, **arguments
         )
-        made = {"q": dq, "k": dk}
-        made = {
-            name: self.batched(x).unflatten(2, (H, -1)).sum(3) if HV != H else self.batched(x)
-            for name, x in made.items()
-        }
-        made["beta"] = self.batched(dbeta).sum(2) if parts > 1 else self.batched(dbeta).squeeze(2)
+        made = self.added_up(dq, dk, dbeta)
         if d_sums is not None and d_whole is not None:
             made["g"] = scalar_decay.gate_gradient(self, d_sums, d_whole, 1.0, torch.float32)
+        return made
+
+    def channel_gradients(
+        self, do: Tensor, r: Tensor, dv: Tensor, S: Tensor | None, dS: Tensor | None, gates: bool
+    ) -> dict[str, Tensor]:
+        """The gradients of queries, keys, `beta` and, if wanted, of the gates of channels, by their names."""
+        assert self.gk is not None
+        HV, H = self.HV, self.q.shape[2]
+        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "K", "C")}
+        arguments["V"] = self.V
+        products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "itself": self.per_chunk(HV, self.C)}
+        config = pair_gradient_config(self.bfloat16)
+        vectors = {"r": r, "do": do, "dv": dv}
+        launch(pair_gradient_kernel, (self.chunks * HV,), **vectors, **products, **arguments, **config)
+        config = channel_config(self.bfloat16)
+        parts = tile_count(self.K, config["BK"])
+        dtype = self.dtype if HV == H else torch.float32
+        dq, dk = (self.per_token(HV, self.K, dtype=dtype) for _ in range(2))
+        dbeta = self.per_token(parts, HV, dtype=torch.float32)
+        dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
+        mild = self.per_chunk(HV, parts, dtype=torch.int8)
+        for only_mild in (True, False):
+            launch(
+                channel_kernel,
+                (parts * self.chunks * HV,),
+                q=self.q,
+                k=self.k,
+                beta=self.beta,
+                gk=self.gk,
+                **vectors,
+                **products,
+                states=S,
+                d_states=dS,
+                dq=dq,
+                dk=dk,
+                dbeta=dbeta,
+                dgk=dgk,
+                mild=mild,
+                **arguments,
+                H=H,
+                K=self.K,
+                MILD=only_mild,
+                **config,
+            )
+        made = self.added_up(dq, dk, dbeta)
+        if dgk is not None:
+            made["gk"] = self.batched(dgk)
+            made["g"] = made["gk"].sum(-1)
+        return made
+
+    def added_up(self, dq: Tensor, dk: Tensor, dbeta: Tensor) -> dict[str, Tensor]:
+        """The gradients of queries, keys and `beta`, from those of heads of values, and of tiles of the key axis."""
+        made = {"q": self.batched(dq), "k": self.batched(dk), "beta": self.batched(dbeta)}
+        if self.HV != self.q.shape[2]:
+            made |= {name: made[name].unflatten(2, (self.q.shape[2], -1)).sum(3) for name in ("q", "k")}
+        made["beta"] = made["beta"].squeeze(2) if dbeta.shape[-2] == 1 else made["beta"].sum(2)
         return made
 
     def grid(self) -> tuple[int]:
@@ -301,3 +312,14 @@ def gradient_config(bfloat16: bool, K: int) -> dict[str, int]:
     if not bfloat16:
         return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
     return {"BK": max(block(K, 128), 64), "BV": 64, "num_warps": 8, "num_stages": 2}
+
+
+def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
+    """Block size of the contracted axis, warps and pipeline stages."""
+    return {"BV": 64 if bfloat16 else 32, "num_warps": 4, "num_stages": 2}
+
+
+def channel_config(bfloat16: bool) -> dict[str, int]:
+    """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
+    B = 64 if bfloat16 else 32
+    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2}

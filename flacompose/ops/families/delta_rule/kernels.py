@@ -55,14 +55,14 @@ BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted by substituti
 
 
 @triton.jit
-def _decayed_rows(sums, rest, at, i, C: tl.constexpr):
-    """The weights of a chunk's tokens whose running sums of gates lie at `at`: to the start, to the end, of both."""
-    sum_i = tl.load(sums + at + i)
-    total = tl.load(sums + at + C - 1)
+def _decayed_rows(sums, rest, C: tl.constexpr):
+    """The weights ``[C]`` of a chunk's tokens, whose running sums of gates are given: to the start, to the end, of both."""
+    sum_i = tl.load(sums + tl.arange(0, C))
+    total = tl.load(sums + C - 1)
     to_end = total - sum_i
     if rest is not None:
-        rest_i = tl.load(rest + at + i)
-        rest_total = tl.load(rest + at + C - 1)
+        rest_i = tl.load(rest + tl.arange(0, C))
+        rest_total = tl.load(rest + C - 1)
         sum_i += rest_i
         to_end += rest_total - rest_i
         total += rest_total
@@ -70,24 +70,25 @@ def _decayed_rows(sums, rest, at, i, C: tl.constexpr):
 
 
 @triton.jit
-def _decayed_pairs(sums, rest, at, i, j):
-    """The weights between tokens `i` and `j`, whichever is the later one."""
-    between = tl.load(sums + at + i) - tl.load(sums + at + j)
+def _decayed_pairs(sums, rest, C: tl.constexpr):
+    """The weights ``[C, C]`` between tokens, whichever is the later one."""
+    sum_i = tl.load(sums + tl.arange(0, C))
+    between = sum_i[:, None] - sum_i[None, :]
     if rest is not None:
-        between += tl.load(rest + at + i) - tl.load(rest + at + j)
+        rest_i = tl.load(rest + tl.arange(0, C))
+        between += rest_i[:, None] - rest_i[None, :]
     return tl.exp2(-tl.abs(between))
 
 
 @triton.jit
-def _inverse(pairs, beta_s, DOT: tl.constexpr):
-    """``(I + upper)^-1`` of the strictly upper triangular part of ``diag(beta) pairs``.
+def _inverse(upper, DOT: tl.constexpr):
+    """``(I + upper)^-1``, where only the part of `upper` above the diagonal counts.
 
     From the inverses of diagonal blocks of 1, 2, 4, ... tokens. As in substitution, no intermediate result is larger
     than the inverses themselves. A power series would lose all digits where keys are alike.
     """
-    C: tl.constexpr = pairs.shape[0]
+    C: tl.constexpr = upper.shape[0]
     N: tl.constexpr = C // BLOCK
-    upper = pairs * beta_s
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
     between_16 = in_parts(tl.where(siblings(i, j, 4) & (i < j), upper, 0.0), DOT)
@@ -139,29 +140,27 @@ def pair_kernel(
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     if lo >= hi:
         return
-    hk = h // (HV // H)
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    rh = row * HV + h
+    first = lo * HV + h
+    at_q = (lo * H + h // (HV // H)) * K
     i = tl.arange(0, C)
     s = i[:, None]
     t = i[None, :]
-    token = lo + i
-    at_row = (row * HV + h) * C
-    beta_s = tl.load(beta + (lo + s) * HV + h, mask=lo + s < hi, other=0.0).to(tl.float32)
-    beta_t = tl.load(beta + (lo + t) * HV + h, mask=lo + t < hi, other=0.0).to(tl.float32)
-    if sums is not None:
-        between = _decayed_pairs(sums, rest, at_row, s, t)
-        near, far, kept = _decayed_rows(sums, rest, at_row, t, C)
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
     # Rows write, columns read.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
-        q_ = load_tile(q, token, hi, hk, d, H, K)
-        k_ = load_tile(k, token, hi, hk, d, H, K)
+        q_ = load_tile(q + at_q, i, size, 0, d, H, K)
+        k_ = load_tile(k + at_q, i, size, 0, d, H, K)
         if gk is None:
             of_q += dot(k_, tl.trans(q_), DOT)
             of_k += dot(k_, tl.trans(k_), DOT)
         else:
-            g_ = load_gates(gk, token, hi, h, d, HV, K)
+            g_ = load_gates(gk + first * K, i, size, 0, d, HV, K)
             # Writes and reads have one sum, as a read comes after the token's gate.
             middle, middle_ = middle_sums(g_, s, t, False, DOT)
             if tl.max(size_of_gates(g_, middle, middle_, DOT)) < MILD_BOUND:
@@ -173,30 +172,36 @@ def pair_kernel(
                 of_k += exact_pairs(k_, k_, g_, s, t, False, DOT)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
     if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
+        between = _decayed_pairs(sums, rest, C)
         of_q *= between
         of_k *= between
     of_q = in_parts(of_q, DOT)
-    inverse = _inverse(of_k, beta_s, DOT)
-    corner = at_row * C + s * C + t
-    weighted = inverse * beta_t
-    tl.store(P + corner, dot_of_parts(weighted, of_q, DOT).to(P.dtype.element_ty))
+    inverse = _inverse(of_k * beta_i[:, None], DOT)
+    weighted = inverse * beta_i[None, :]
+    at = rh * C * C + s * C + t
+    tl.store(P + at, dot_of_parts(weighted, of_q, DOT).to(P.dtype.element_ty))
     if sums is not None:
-        weighted *= far
+        near, far, kept = _decayed_rows(sums, rest, C)
+        weighted *= far[None, :]
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
-        k_ = load_tile(k, token, hi, hk, d, H, K)
+        k_ = load_tile(k + at_q, i, size, 0, d, H, K)
         if gk is None:
-            store_tile(W, split_dot(weighted, k_, DOT), token, hi, h, d, HV, K)
+            written = split_dot(weighted, k_, DOT)
         else:
-            g_ = load_gates(gk, token, hi, h, d, HV, K)
-            written = k_ * tl.exp(select(t > s, g_, DOT))
-            store_tile(W, fine_dot(weighted, written, DOT), token, hi, h, d, HV, K)
+            g_ = load_gates(gk + first * K, i, size, 0, d, HV, K)
+            written = fine_dot(weighted, k_ * tl.exp(select(t > s, g_, DOT)), DOT)
             read = tl.exp(select(t <= s, g_, DOT))
-            store_tile(k_read, k_ * read, token, hi, h, d, HV, K)
-            store_tile(q_read, load_tile(q, token, hi, hk, d, H, K) * read, token, hi, h, d, HV, K)
-            tl.store(total + (row * HV + h) * K + d, tl.exp(tl.sum(g_.to(tl.float32), 0)), mask=d < K)
+            store_tile(k_read + first * K, k_ * read, i, size, 0, d, HV, K)
+            q_ = load_tile(q + at_q, i, size, 0, d, H, K)
+            store_tile(q_read + first * K, q_ * read, i, size, 0, d, HV, K)
+            tl.store(total + rh * K + d, tl.exp(tl.sum(g_.to(tl.float32), 0)), mask=d < K)
+        store_tile(W + first * K, written, i, size, 0, d, HV, K)
     if Y is not None:
-        tl.store(Y + corner, inverse.to(Y.dtype.element_ty))
+        tl.store(Y + at, inverse.to(Y.dtype.element_ty))
 
 
 @triton.jit
@@ -257,31 +262,34 @@ def sweep_kernel(
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
     for chunk in range(tl.cdiv(hi - lo, C)):
-        row = row0 + chunk
-        rh = row * HV + h
-        token = lo + chunk * C + i
+        rh = (row0 + chunk) * HV + h
+        start = lo + chunk * C
+        size = tl.minimum(hi - start, C).to(tl.int32)
+        at_k = (start * HK + hk) * K
+        first = start * HV + h
         if states is not None:
             tl.store(states + rh * K * V + at_state, S.to(states.dtype.element_ty), mask=in_state)
-        read = dot(S, tl.trans(load_tile(k, token, hi, hk, dk, HK, K)), DOT)
+        read = dot(S, tl.trans(load_tile(k + at_k, i, size, 0, dk, HK, K)), DOT)
         if sums is not None:
-            near, _, kept = _decayed_rows(sums, rest, rh * C, i, C)
+            rest_ = None if rest is None else rest + rh * C
+            near, far, kept = _decayed_rows(sums + rh * C, rest_, C)
             read *= near[None, :]
-        e = _load_transposed(v, token, hi, h, dv, HV, V) - read
+        e = _load_transposed(v + first * V, i, size, 0, dv, HV, V) - read
         if r is not None:
             _store_transposed(
-                r, split_dot(e, tl.load(Y + rh * C * C + at_pair), DOT), token, hi, h, dv, HV, V
+                r + first * V, split_dot(e, tl.load(Y + rh * C * C + at_pair), DOT), i, size, 0, dv, HV, V
             )
         if o is not None:
-            read = dot(S, tl.trans(load_tile(q, token, hi, hk, dk, HK, K)), DOT) * scale
+            read = dot(S, tl.trans(load_tile(q + at_k, i, size, 0, dk, HK, K)), DOT) * scale
             if sums is not None:
                 read *= near[None, :]
             o_ = split_dot(e, tl.load(P + rh * C * C + at_pair), DOT, read)
-            _store_transposed(o, o_, token, hi, h, dv, HV, V)
+            _store_transposed(o + first * V, o_, i, size, 0, dv, HV, V)
         if sums is not None:
             S *= kept
         if total is not None:
             S *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
-        S = split_dot(e, load_tile(W, token, hi, h, dk, HV, K), DOT, S)
+        S = split_dot(e, load_tile(W + first * K, i, size, 0, dk, HV, K), DOT, S)
     if final is not None:
         tl.store(final + nh * K * V + at_state, S.to(final.dtype.element_ty), mask=in_state)
 
@@ -331,50 +339,54 @@ def reverse_kernel(
     chunks = tl.cdiv(hi - lo, C)
     for from_end in range(chunks):
         chunk = chunks - 1 - from_end
-        row = row0 + chunk
-        rh = row * HV + h
-        token = lo + chunk * C + i
+        rh = (row0 + chunk) * HV + h
+        start = lo + chunk * C
+        size = tl.minimum(hi - start, C).to(tl.int32)
+        at_k = (start * HK + hk) * K
+        first = start * HV + h
         if d_states is not None:
             tl.store(d_states + rh * K * V + at_state, dS.to(d_states.dtype.element_ty), mask=in_state)
-        do_ = _load_transposed(do, token, hi, h, d2, HV, V)
+        do_ = _load_transposed(do + first * V, i, size, 0, d2, HV, V)
         dv_ = dot(do_, tl.trans(tl.load(P + rh * C * C + at_pair)), DOT)
-        dv_ += dot(dS, tl.trans(load_tile(W, token, hi, h, dk, HV, K)), DOT)
-        _store_transposed(dv, dv_, token, hi, h, d2, HV, V)
+        dv_ += dot(dS, tl.trans(load_tile(W + first * K, i, size, 0, dk, HV, K)), DOT)
+        _store_transposed(dv + first * V, dv_, i, size, 0, d2, HV, V)
         do_ *= scale
         dv_ = -dv_
         if sums is not None:
-            near, _, kept = _decayed_rows(sums, rest, rh * C, i, C)
+            rest_ = None if rest is None else rest + rh * C
+            near, far, kept = _decayed_rows(sums + rh * C, rest_, C)
             dS *= kept
             do_ *= near[None, :]
             dv_ *= near[None, :]
         if total is not None:
             dS *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
-        dS += dot(do_, load_tile(q, token, hi, hk, dk, HK, K), DOT)
-        dS = split_dot(dv_, load_tile(k, token, hi, hk, dk, HK, K), DOT, dS)
+        dS += dot(do_, load_tile(q + at_k, i, size, 0, dk, HK, K), DOT)
+        dS = split_dot(dv_, load_tile(k + at_k, i, size, 0, dk, HK, K), DOT, dS)
     if d_initial is not None:
         tl.store(d_initial + nh * K * V + at_state, dS.to(d_initial.dtype.element_ty), mask=in_state)
 
 
 @triton.jit
 def _products(
-    a, b, states, rh, token, end, h, d, HV, K, V: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr
+    a, b, states, size, d, HV, K, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr
 ):
     """``a_t . b_s`` of a chunk's tokens and, if `states` are given, ``a S^T``, for channels `d` of the keys."""
-    pairs = tl.zeros([token.shape[0], token.shape[0]], dtype=tl.float32)
-    of_state = tl.zeros([token.shape[0], d.shape[0]], dtype=tl.float32)
+    i = tl.arange(0, C)
+    pairs = tl.zeros([C, C], dtype=tl.float32)
+    of_state = tl.zeros([C, d.shape[0]], dtype=tl.float32)
     for v0 in range(0, V, BV):
         d2 = v0 + tl.arange(0, BV)
-        a_ = load_tile(a, token, end, h, d2, HV, V)
-        pairs += dot(a_, tl.trans(load_tile(b, token, end, h, d2, HV, V)), DOT)
+        a_ = load_tile(a, i, size, 0, d2, HV, V)
+        pairs += dot(a_, tl.trans(load_tile(b, i, size, 0, d2, HV, V)), DOT)
         if states is not None:
-            of_state += dot(a_, _load_state(states, rh, d, d2, K, V), DOT)
+            of_state += dot(a_, _load_state(states, d, d2, K, V), DOT)
     return pairs, of_state
 
 
 @triton.jit
-def _load_state(states, rh, d, d2, K, V):
-    """``[d2, d]`` of the state in row `rh` of ``states [rows, K, V]``."""
-    at = states + rh * K * V + d[None, :] * V + d2[:, None]
+def _load_state(state, d, d2, K, V):
+    """``[d2, d]`` of ``state [K, V]``."""
+    at = state + d[None, :] * V + d2[:, None]
     return tl.load(at, mask=(d < K)[None, :] & (d2 < V)[:, None], other=0.0)
 
 
@@ -410,33 +422,37 @@ def query_gradient_kernel(
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     if lo >= hi:
         return
-    hk = h // (HV // H)
     rh = row * HV + h
+    first = lo * HV + h
+    at_q = (lo * H + h // (HV // H)) * K
     i = tl.arange(0, C)
     t = i[:, None]
     s = i[None, :]
-    token = lo + i
-    d = tile * BK + tl.arange(0, BK)
+    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
+        near, far, kept = _decayed_rows(sums, rest, C)
     # Rows read, columns write. Queries read with the gradient do.
-    pairs, by_q = _products(do, r, states, rh, token, hi, h, d, HV, K, V, BV, DOT)
+    pairs, by_q = _products(do + first * V, r + first * V, states + rh * K * V, size, d, HV, K, V, C, BV, DOT)
     # No gate decays the pair of a token with itself: its gradient would drown that of the others.
     itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None]
-    beta_s = tl.load(beta + (lo + s) * HV + h, mask=lo + s < hi, other=0.0).to(tl.float32)
-    pairs = tl.where(s < t, pairs * beta_s, 0.0)
+    pairs = tl.where(s < t, pairs * beta_i[None, :], 0.0)
     if sums is not None:
-        near, far, kept = _decayed_rows(sums, rest, rh * C, t, C)
-        pairs *= _decayed_pairs(sums, rest, rh * C, t, s)
-        by_q *= near
-    k_ = load_tile(k, token, hi, hk, d, H, K)
+        pairs *= _decayed_pairs(sums, rest, C)
+        by_q *= near[:, None]
+    k_ = load_tile(k + at_q, i, size, 0, d, H, K)
     by_q = split_dot(pairs, k_, DOT, by_q) * scale
     if d_sums is not None:
         at = d_sums + ((row * 6 * tiles + tile) * HV + h) * C + i
-        ending = tl.sum(by_q * load_tile(q, token, hi, hk, d, H, K), 1)
+        ending = tl.sum(by_q * load_tile(q + at_q, i, size, 0, d, H, K), 1)
         tl.store(at + ENDING * 2 * tiles * HV * C, ending)
         tl.store(at + BEGINNING * 2 * tiles * HV * C, tl.zeros_like(ending))
         tl.store(at + TO_END * 2 * tiles * HV * C, tl.zeros_like(ending))
-    beta_t = tl.load(beta + (lo + t) * HV + h, mask=lo + t < hi, other=0.0).to(tl.float32)
-    store_tile(dq, by_q + itself * beta_t * scale * k_, token, hi, h, d, HV, K)
+    store_tile(dq + first * K, by_q + itself * beta_i[:, None] * scale * k_, i, size, 0, d, HV, K)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
@@ -475,56 +491,64 @@ def key_gradient_kernel(
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     if lo >= hi:
         return
-    hk = h // (HV // H)
     rh = row * HV + h
+    first = lo * HV + h
+    at_q = (lo * H + h // (HV // H)) * K
     i = tl.arange(0, C)
     t = i[:, None]
     s = i[None, :]
-    token = lo + i
-    d = tile * BK + tl.arange(0, BK)
+    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
+        near, far, kept = _decayed_rows(sums, rest, C)
     # Rows write, columns read: not every version of Triton transposes the result of a product right.
-    pairs, by_states = _products(r, do, d_states, rh, token, hi, h, d, HV, K, V, BV, DOT)
+    pairs, by_states = _products(
+        r + first * V, do + first * V, d_states + rh * K * V, size, d, HV, K, V, C, BV, DOT
+    )
     itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
     pairs = tl.where(t < s, pairs * scale, 0.0)
     if sums is not None:
-        pairs *= _decayed_pairs(sums, rest, rh * C, t, s)
-    written = split_dot(pairs, load_tile(q, token, hi, hk, d, H, K), DOT)
-    pairs, _ = _products(r, dv, None, rh, token, hi, h, d, HV, K, V, BV, DOT)
+        pairs *= _decayed_pairs(sums, rest, C)
+    written = split_dot(pairs, load_tile(q + at_q, i, size, 0, d, H, K), DOT)
+    pairs, _ = _products(r + first * V, dv + first * V, None, size, d, HV, K, V, C, BV, DOT)
     pairs = tl.where(t < s, -pairs, 0.0)
     if sums is not None:
-        pairs *= _decayed_pairs(sums, rest, rh * C, t, s)
-        near, far, kept = _decayed_rows(sums, rest, rh * C, t, C)
-        by_states *= far
-    k_ = load_tile(k, token, hi, hk, d, H, K)
+        pairs *= _decayed_pairs(sums, rest, C)
+        by_states *= far[:, None]
+    k_ = load_tile(k + at_q, i, size, 0, d, H, K)
     written = split_dot(pairs, k_, DOT, written)
-    beta_t = tl.load(beta + (lo + t) * HV + h, mask=lo + t < hi, other=0.0).to(tl.float32)
     at = ((row * 6 * tiles + tiles + tile) * HV + h) * C + i
     if d_sums is not None:
-        beginning = tl.sum(written * k_ * beta_t, 1)
-        to_end = tl.sum(by_states * k_ * beta_t, 1)
+        beginning = tl.sum(written * k_ * beta_i[:, None], 1)
+        to_end = tl.sum(by_states * k_ * beta_i[:, None], 1)
         tl.store(d_sums + at + BEGINNING * 2 * tiles * HV * C, beginning)
         tl.store(d_sums + at + TO_END * 2 * tiles * HV * C, to_end)
     # No gate decays the pair of a token with itself: its gradient would drown that of the others.
-    written += by_states + itself * load_tile(q, token, hi, hk, d, H, K)
-    tl.store(dbeta + ((lo + i) * tiles + tile) * HV + h, tl.sum(written * k_, 1), mask=token < hi)
-    written *= beta_t
+    written += by_states + itself * load_tile(q + at_q, i, size, 0, d, H, K)
+    tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, tl.sum(written * k_, 1), mask=i < size)
+    written *= beta_i[:, None]
 
     # Rows read, columns write. Keys read with the gradient -dv.
-    pairs, by_states = _products(dv, r, states, rh, token, hi, h, d, HV, K, V, BV, DOT)
-    beta_s = tl.load(beta + (lo + s) * HV + h, mask=lo + s < hi, other=0.0).to(tl.float32)
-    pairs = tl.where(s < t, pairs * beta_s, 0.0)
+    pairs, by_states = _products(
+        dv + first * V, r + first * V, states + rh * K * V, size, d, HV, K, V, C, BV, DOT
+    )
+    pairs = tl.where(s < t, pairs * beta_i[None, :], 0.0)
     if sums is not None:
-        pairs *= _decayed_pairs(sums, rest, rh * C, t, s)
-        by_states *= near
-    k_ = load_tile(k, token, hi, hk, d, H, K)
+        pairs *= _decayed_pairs(sums, rest, C)
+        by_states *= near[:, None]
+    k_ = load_tile(k + at_q, i, size, 0, d, H, K)
     by_states = split_dot(pairs, k_, DOT, by_states)
     if d_sums is not None:
         tl.store(d_sums + at + ENDING * 2 * tiles * HV * C, -tl.sum(by_states * k_, 1))
-    store_tile(dk, written - by_states, token, hi, h, d, HV, K)
+    store_tile(dk + first * K, written - by_states, i, size, 0, d, HV, K)
     if d_sums is not None:
         whole = tl.zeros([BK], dtype=tl.float32)
         for v0 in range(0, V, BV):
             d2 = v0 + tl.arange(0, BV)
-            S = _load_state(states, rh, d, d2, K, V).to(tl.float32)
-            whole += tl.sum(S * _load_state(d_states, rh, d, d2, K, V), 0)
+            S = _load_state(states + rh * K * V, d, d2, K, V).to(tl.float32)
+            whole += tl.sum(S * _load_state(d_states + rh * K * V, d, d2, K, V), 0)
         tl.store(d_whole + rh * K + d, whole * kept, mask=d < K)

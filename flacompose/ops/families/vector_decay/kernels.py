@@ -68,7 +68,7 @@ def select(choice, x, DOT: tl.constexpr):
 
 
 @triton.jit
-def _round(x, DOT: tl.constexpr):
+def tf32_rounded(x, DOT: tl.constexpr):
     """`x`, rounded to the 11 bits that a TF32 product keeps, as the hardware would cut the others off."""
     if DOT == tl.float32:
         out = x
@@ -79,13 +79,9 @@ def _round(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def _round_dot(a, b, DOT: tl.constexpr):
-    """``a @ b`` for float32 factors, `b` as `_round` gives it."""
-    if DOT == tl.float32:
-        out = tl.dot(a, b, input_precision="tf32x3")
-    else:
-        out = tl.dot(_round(a, DOT), b, input_precision="tf32")
-    return out
+def rounded_dot(a, b, DOT: tl.constexpr):
+    """``a @ b`` for float32 factors, as `tf32_rounded` gives them."""
+    return tl.dot(a, b, input_precision="tf32x3" if DOT == tl.float32 else "tf32")
 
 
 @triton.jit
@@ -97,7 +93,7 @@ def _reads(t, j, READ_BEFORE: tl.constexpr):
 
 
 @triton.jit
-def _level(t, j, level, READ_BEFORE: tl.constexpr):
+def in_local_sum(t, j, level, READ_BEFORE: tl.constexpr):
     """Whether gate `j` is in the local sum of token `t`: from its block's start if odd, to its block's end if even."""
     # Every term depends on `level`: the compiler would keep in registers, across the levels, what does not.
     in_t = t & ((1 << level) - 1)
@@ -113,7 +109,7 @@ def siblings(t, s, level):
 
 
 @triton.jit
-def _from_middle(t, j):
+def from_middle(t, j):
     """The sign of gate `j` in the sum from the chunk's middle to the write of token `t`, and 0 if it is not in it."""
     late = t >= C // 2
     inside = late == (j >= C // 2)
@@ -231,7 +227,7 @@ def state_kernel(
 @triton.jit
 def middle_sums(g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
     """The sums of gates from the chunk's middle to each write and to each read."""
-    write = select(_from_middle(t, s), g, DOT)
+    write = select(from_middle(t, s), g, DOT)
     read = write
     if READ_BEFORE:
         # A read stops before the token's gate. This difference of sums is used where both are below `MILD_BOUND`.
@@ -256,7 +252,7 @@ def exact_pairs(a, b, g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
     out = tl.where(t == s, tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)[:, None], 0.0)
     for level in range(LEVELS):
         role = tl.where(((t >> level) & 1) == 1, a, b)
-        role = role * tl.exp(select(_level(t, s, level, READ_BEFORE), g, DOT))
+        role = role * tl.exp(select(in_local_sum(t, s, level, READ_BEFORE), g, DOT))
         out += tl.where(siblings(t, s, level), fine_dot(role, tl.trans(role), DOT), 0.0)
     return out
 
@@ -483,10 +479,10 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
     g = load_gates(g2, *tile)
     write_sum, read_sum = middle_sums(g, t, s, READ_BEFORE, DOT)
     if S is not None:
-        writer = _round(load_tile(x, *tile) * tl.exp(-write_sum), DOT)
+        writer = tf32_rounded(load_tile(x, *tile) * tl.exp(-write_sum), DOT)
         before *= tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
     if dS is not None:
-        reader = _round(load_tile(y, *tile) * tl.exp(read_sum), DOT)
+        reader = tf32_rounded(load_tile(y, *tile) * tl.exp(read_sum), DOT)
         after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
     if dg2 is not None:
         whole *= tl.exp(tl.sum(g.to(tl.float32), 0))
@@ -495,14 +491,15 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
     if S is not None:
         if P is not None:
             pairs = tl.load(P + t * C + s)
-        before += _round_dot(tl.where(t == s, 0.0, pairs), writer, DOT)
+        before += rounded_dot(tf32_rounded(tl.where(t == s, 0.0, pairs), DOT), writer, DOT)
     if dS is not None:
-        after += _round_dot(tl.load(P + s * C + t, mask=t != s, other=0.0), reader, DOT)
+        transposed = tf32_rounded(tl.load(P + s * C + t, mask=t != s, other=0.0), DOT)
+        after += rounded_dot(transposed, reader, DOT)
     if dg2 is not None:
         # A pair that the gate does not decay is added and subtracted. Both times it is a product of the same rounded
         # factors, so that it cancels.
         dg = tl.where(late, late_sum[None, :], early_sum[None, :])
-        dg += select(_from_middle(s, t), reader * before - writer * after, DOT)
+        dg += select(from_middle(s, t), reader * before - writer * after, DOT)
         if READ_BEFORE:
             dg -= reader * before
     if dS is not None:
@@ -511,10 +508,10 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
         store_tile(dg2, dg, *tile)
     if read is not None:
         if DOT != tl.float32:
-            # What `_round` took from P. It is added last, as the gate's gradient needs two products of equal factors.
+            # What rounding took from P. It is added last, as the gate's gradient needs two products of equal factors.
             if P is not None:
                 pairs = tl.load(P + t * C + s)
-            rest = tl.where(t == s, 0.0, pairs - _round(pairs, DOT))
+            rest = tl.where(t == s, 0.0, pairs - tf32_rounded(pairs, DOT))
             before += dot(rest, writer, DOT)
         before *= tl.exp(read_sum)
     return before, after
@@ -538,23 +535,23 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
         dg += (whole * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
     for level in range(LEVELS):
         odd = ((t >> level) & 1) == 1
-        weight = tl.exp(select(_level(t, s, level, READ_BEFORE), g, DOT))
+        weight = tl.exp(select(in_local_sum(t, s, level, READ_BEFORE), g, DOT))
         # Readers and writers in one product: P where a reader is the row, its transpose where a writer is.
         at = tl.where(odd, t * C + s, s * C + t)
-        pairs = tl.load(P + at, mask=siblings(t, s, level), other=0.0)
+        pairs = tf32_rounded(tl.load(P + at, mask=siblings(t, s, level), other=0.0), DOT)
         if S is None:
             role = tl.where(odd, y_, 0.0)
         elif dS is None:
             role = tl.where(odd, 0.0, x_)
         else:
             role = tl.where(odd, y_, x_)
-        out = weight * _round_dot(pairs, _round(role * weight, DOT), DOT)
+        out = weight * rounded_dot(pairs, tf32_rounded(role * weight, DOT), DOT)
         if S is not None:
             before += tl.where(odd, out, 0.0)
         if dS is not None:
             after += tl.where(odd, 0.0, out)
         if dg2 is not None:
-            dg += select(_level(s, t, level, READ_BEFORE), role * out, DOT)
+            dg += select(in_local_sum(s, t, level, READ_BEFORE), role * out, DOT)
     if dg2 is not None:
         store_tile(dg2, dg, *tile)
     return before, after

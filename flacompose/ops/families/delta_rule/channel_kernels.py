@@ -1,0 +1,274 @@
+"""Triton kernels for the gradients of the delta rule with a gate per channel: those of queries, keys, beta and gates.
+
+Each token reads the state twice: by its key, before it writes and with the gradient ``-dv``, and by its query, with the
+gradient ``do``. It writes ``u = beta r`` by its key. `S` is the state before a chunk, ``dS`` the gradient of the state
+after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for each channel. `pair_gradient_kernel`
+makes the gradients of the products of queries and keys, which all channels share, but for beta:
+
+    of_q[t, s] = scale * do_t . r_s  for s <= t        of_k[t, s] = -dv_t . r_s  for s < t
+
+`channel_kernel` joins them with the vectors:
+
+    dq_t      = scale * exp(D[t, start]) S do_t + sum over s of beta_s of_q[t, s] exp(D[t, s]) k_s
+    dk_read_t =       - exp(D[t, start]) S dv_t + sum over s of beta_s of_k[t, s] exp(D[t, s]) k_s
+    written_s = exp(D[end, s]) dS r_s + sum over t of exp(D[t, s]) (of_q[t, s] q_t + of_k[t, s] k_t)
+    dk_s      = dk_read_s + beta_s written_s        dbeta_s = written_s . k_s
+
+The gradient of a gate is the sum of all of these, each with its query or key, whose exponents contain it. As in vector
+decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates are mild, and
+where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and never divided
+by.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flacompose.ops.families._kernels import (
+    dot,
+    find_chunk,
+    load_tile,
+    split_program,
+    store_tile,
+)
+from flacompose.ops.families.vector_decay.kernels import (
+    LEVELS,
+    MILD_BOUND,
+    C,
+    from_middle,
+    in_local_sum,
+    load_gates,
+    middle_sums,
+    rounded_dot,
+    select,
+    siblings,
+    size_of_gates,
+    tf32_rounded,
+)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "scale"])
+def pair_gradient_kernel(
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V]
+    pairs,  # [chunks, HV, 2, C, C]: `of_q` and `of_k`, without their diagonals
+    itself,  # [chunks, HV, C]: the diagonal of `of_q`
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    HV,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s`` for ``s < t``, and the former for ``s = t``.
+
+    They are rounded as products in TF32 need them.
+    """
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    row, h, _ = split_program(tl.num_programs(0) // HV, HV)
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    i = tl.arange(0, C)
+    t = i[:, None]
+    s = i[None, :]
+    of_q = tl.zeros([C, C], dtype=tl.float32)
+    of_k = tl.zeros([C, C], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d = v0 + tl.arange(0, BV)
+        r_ = tl.trans(load_tile(r, lo + i, hi, h, d, HV, V))
+        of_q += dot(load_tile(do, lo + i, hi, h, d, HV, V), r_, DOT)
+        of_k += dot(load_tile(dv, lo + i, hi, h, d, HV, V), r_, DOT)
+    of_q *= scale
+    rh = row * HV + h
+    tl.store(itself + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
+    pairs += rh * 2 * C * C + t * C + s
+    tl.store(pairs, tf32_rounded(tl.where(s < t, of_q, 0.0), DOT))
+    tl.store(pairs + C * C, tf32_rounded(tl.where(s < t, -of_k, 0.0), DOT))
+
+
+@triton.jit
+def _of_state(x, S, size, HV, V: tl.constexpr, d, K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
+    """``x S^T`` of ``x [C, V]`` and the rows `d` of ``S [K, V]``."""
+    out = tl.zeros([C, d.shape[0]], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d2 = v0 + tl.arange(0, BV)
+        S_ = tl.load(S + d[None, :] * V + d2[:, None], mask=(d < K)[None, :] & (d2 < V)[:, None], other=0.0)
+        out += dot(load_tile(x, tl.arange(0, C), size, 0, d2, HV, V), S_, DOT)
+    return out
+
+
+@triton.jit
+def _by_levels(x, k_beta, g, pairs, by, written, d_gates, GATES: tl.constexpr, DOT: tl.constexpr):
+    """`by`, `written` and the gradient of gates, with the pairs of readers `x`: at each level of blocks one product.
+
+    In it, readers are the rows of odd blocks, and writers those of even ones.
+    """
+    t = tl.arange(0, C)[:, None]
+    s = tl.arange(0, C)[None, :]
+    for level in range(LEVELS):
+        odd = ((t >> level) & 1) == 1
+        weight = tl.exp(select(in_local_sum(t, s, level, False), g, DOT))
+        role = tl.where(odd, x, k_beta)
+        # The pairs where a reader is the row, and their transpose where a writer is.
+        between = tl.load(pairs + tl.where(odd, t * C + s, s * C + t), mask=siblings(t, s, level), other=0.0)
+        out = weight * rounded_dot(between, tf32_rounded(role * weight, DOT), DOT)
+        by += tl.where(odd, out, 0.0)
+        written += tl.where(odd, 0.0, out)
+        if GATES:
+            d_gates += select(in_local_sum(s, t, level, False), role * out, DOT)
+    return by, written, d_gates
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def channel_kernel(
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    gk,  # [tokens, HV, K]
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V]
+    pairs,  # [chunks, HV, 2, C, C], as `itself`, from `pair_gradient_kernel`
+    itself,  # [chunks, HV, C]
+    states,  # [chunks, HV, K, V], before each chunk
+    d_states,  # [chunks, HV, K, V], after it
+    dq,  # [tokens, HV, K]
+    dk,  # [tokens, HV, K]
+    dbeta,  # [tokens, tiles of K, HV], to be added up
+    dgk,  # [tokens, HV, K]
+    mild,  # [chunks, HV, tiles of K]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    MILD: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of channels.
+
+    It runs twice, for the tiles whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
+    both would need twice the registers. Registers are scarce, so that queries and keys read one after the other, and
+    inputs are loaded again rather than kept.
+    """
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    rh = row * HV + h
+    mild += rh * tiles + tile
+    if not MILD:
+        if tl.load(mild) != 0:
+            return
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    i = tl.arange(0, C)
+    t = i[:, None]
+    s = i[None, :]
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    first = lo * HV + h
+    q += (lo * H + h // (HV // H)) * K
+    k += (lo * H + h // (HV // H)) * K
+    gk += first * K
+    r += first * V
+    do += first * V
+    dv += first * V
+    at_q = i, size, 0, d, H, K
+    at_g = i, size, 0, d, HV, K
+    g = load_gates(gk, *at_g)
+    if MILD:
+        middle, middle_ = middle_sums(g, t, s, False, DOT)
+        is_mild = tl.max(size_of_gates(g, middle, middle_, DOT)) < MILD_BOUND
+        tl.store(mild, is_mild.to(tl.int8))
+        if not is_mild:
+            return
+    pairs += rh * 2 * C * C
+    itself += rh * C
+    states += rh * K * V
+    d_states += rh * K * V
+    beta_t = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)[:, None]
+
+    written = tl.zeros([C, BK], dtype=tl.float32)
+    whole = tl.zeros([BK], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d2 = v0 + tl.arange(0, BV)
+        in_state = (d < K)[None, :] & (d2 < V)[:, None]
+        dS = tl.load(d_states + d[None, :] * V + d2[:, None], mask=in_state, other=0.0)
+        written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
+        if dgk is not None:
+            S = tl.load(states + d[None, :] * V + d2[:, None], mask=in_state, other=0.0)
+            whole += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+    whole *= tl.exp(tl.sum(g.to(tl.float32), 0))
+
+    by = tl.zeros([C, BK], dtype=tl.float32)
+    if MILD:
+        late = t >= C // 2
+        to_middle = tl.exp(middle)
+        writer = tf32_rounded(load_tile(k, *at_q) * beta_t / to_middle, DOT)
+        from_start = tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
+        written *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
+        # The rows are the gradients of the sums of gates from the middle to the tokens. The last of the early tokens
+        # has no gate in its sum, so its row is free for what all early gates get; all late gates are in the last sum.
+        free = t == C // 2 - 1
+        d_gates = tl.where(free, whole[None, :], 0.0)
+        d_gates += tl.where(t == C - 1, (whole + tl.sum(writer * written, 0))[None, :], 0.0)
+    else:
+        from_start = tl.exp(select(s <= t, g, DOT))
+        written *= tl.exp(select(s > t, g, DOT))
+        d_gates = tl.zeros([C, BK], dtype=tl.float32) + whole[None, :]
+        if dgk is not None:
+            d_gates += select(t > s, load_tile(k, *at_q) * beta_t * written, DOT)
+    for reader in range(2):
+        of_q = reader == 0
+        x = load_tile(q if of_q else k, *at_q)
+        by = _of_state(do if of_q else dv, states, size, HV, V, d, K, BV, DOT)
+        by *= (scale if of_q else -1.0) * from_start
+        of_pairs = pairs + reader * C * C
+        if MILD:
+            # A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a product of
+            # the same rounded factors, so that it cancels.
+            x = tf32_rounded(x * to_middle, DOT)
+            if dgk is not None:
+                d_gates += tl.where(free, tl.sum(x * by, 0)[None, :], 0.0)
+            by += rounded_dot(tl.load(of_pairs + t * C + s), writer, DOT)
+            written += rounded_dot(tl.load(of_pairs + s * C + t), x, DOT)
+            if dgk is not None:
+                d_gates += tl.where(free, 0.0, x * by)
+            by *= to_middle
+        else:
+            if dgk is not None:
+                d_gates += select(t <= s, x * by, DOT)
+            k_beta = load_tile(k, *at_q) * beta_t
+            by, written, d_gates = _by_levels(
+                x, k_beta, g, of_pairs, by, written, d_gates, dgk is not None, DOT
+            )
+        if of_q:
+            # No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others
+            # in the gate's gradient.
+            k_beta = load_tile(k, *at_q) * beta_t
+            store_tile(dq + first * K, by + tl.load(itself + i)[:, None] * k_beta, *at_g)
+    if MILD:
+        if dgk is not None:
+            writer = tf32_rounded(load_tile(k, *at_q) * beta_t / to_middle, DOT)
+            d_gates -= tl.where(free, 0.0, writer * written)
+            sums = tl.where((s == C // 2 - 1) & (t < C // 2), 1.0, from_middle(s, t))
+            d_gates = select(sums, d_gates, DOT)
+        written /= to_middle
+    if dgk is not None:
+        store_tile(dgk + first * K, d_gates, *at_g)
+    written += tl.load(itself + i)[:, None] * load_tile(q, *at_q)
+    d_beta = tl.sum(written * load_tile(k, *at_q), 1)
+    tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
+    store_tile(dk + first * K, by + written * beta_t, *at_g)
