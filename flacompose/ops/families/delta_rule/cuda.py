@@ -291,7 +291,7 @@ def chunk_size(bfloat16: bool, of_channels: bool) -> int:
 def pair_config(bfloat16: bool, of_channels: bool) -> dict[str, int]:
     """Block size of the contracted axis, warps and pipeline stages."""
     return {
-        "BK": 64 if bfloat16 else 32,
+        "BK": (64 if of_channels else 128) if bfloat16 else 32,
         "num_warps": 4,
         "num_stages": 1,
     }
@@ -311,7 +311,7 @@ def gradient_config(bfloat16: bool, K: int) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
     if not bfloat16:
         return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
-    return {"BK": max(block(K, 128), 64), "BV": 64, "num_warps": 8, "num_stages": 2}
+    return {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 3}
 
 
 def pair_gradient_config(bfloat16: bool) -> dict[str, int]:

@@ -81,7 +81,7 @@ def _decayed_pairs(sums, rest, C: tl.constexpr):
 
 
 @triton.jit
-def _inverse(upper, DOT: tl.constexpr):
+def inverse(upper, DOT: tl.constexpr):
     """``(I + upper)^-1``, where only the part of `upper` above the diagonal counts.
 
     From the inverses of diagonal blocks of 1, 2, 4, ... tokens. As in substitution, no intermediate result is larger
@@ -89,23 +89,21 @@ def _inverse(upper, DOT: tl.constexpr):
     """
     C: tl.constexpr = upper.shape[0]
     N: tl.constexpr = C // BLOCK
-    i = tl.arange(0, C)[:, None]
-    j = tl.arange(0, C)[None, :]
-    between_16 = in_parts(tl.where(siblings(i, j, 4) & (i < j), upper, 0.0), DOT)
-    between_32 = in_parts(tl.where(siblings(i, j, 5) & (i < j), upper, 0.0), DOT)
     # Up to blocks of 16 tokens, one such product for each is enough.
     own = (tl.arange(0, N)[:, None] == tl.arange(0, N)[None, :])[:, None, :, None]
     blocks = tl.sum(tl.where(own, tl.reshape(upper, [N, BLOCK, N, BLOCK]), 0.0), 2)
     s = tl.arange(0, BLOCK)[None, :, None]
     t = tl.arange(0, BLOCK)[None, None, :]
     Y = tl.where(s == t, 1.0, 0.0) - tl.where(siblings(s, t, 0) & (s < t), blocks, 0.0)
-    for level in tl.static_range(1, 4):
+    for level in range(1, 4):
         between = tl.where(siblings(s, t, level) & (s < t), blocks, 0.0)
         Y -= fine_dot(fine_dot(Y, between, DOT), Y, DOT)
     Y = tl.reshape(tl.where(own, Y[:, :, None, :], 0.0), [C, C])
-    Y -= fine_dot(dot_of_parts(Y, between_16, DOT), Y, DOT)
-    if C > 32:
-        Y -= fine_dot(dot_of_parts(Y, between_32, DOT), Y, DOT)
+    s = tl.arange(0, C)[:, None]
+    t = tl.arange(0, C)[None, :]
+    for level in range(4, 4 + N // 2):
+        between = tl.where(siblings(s, t, level) & (s < t), upper, 0.0)
+        Y -= fine_dot(fine_dot(Y, between, DOT), Y, DOT)
     return Y
 
 
@@ -179,8 +177,8 @@ def pair_kernel(
         of_q *= between
         of_k *= between
     of_q = in_parts(of_q, DOT)
-    inverse = _inverse(of_k * beta_i[:, None], DOT)
-    weighted = inverse * beta_i[None, :]
+    solved = inverse(of_k * beta_i[:, None], DOT)
+    weighted = solved * beta_i[None, :]
     at = rh * C * C + s * C + t
     tl.store(P + at, dot_of_parts(weighted, of_q, DOT).to(P.dtype.element_ty))
     if sums is not None:
@@ -201,7 +199,7 @@ def pair_kernel(
             tl.store(total + rh * K + d, tl.exp(tl.sum(g_.to(tl.float32), 0)), mask=d < K)
         store_tile(W + first * K, written, i, size, 0, d, HV, K)
     if Y is not None:
-        tl.store(Y + at, inverse.to(Y.dtype.element_ty))
+        tl.store(Y + at, solved.to(Y.dtype.element_ty))
 
 
 @triton.jit
