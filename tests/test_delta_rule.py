@@ -19,6 +19,7 @@ from flacompose.ops import (
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
 )
+from flacompose.ops.families import _chunks
 from flacompose.ops.families.delta_rule import op
 from flacompose.ops.families.delta_rule.reference import delta_rule
 
@@ -103,6 +104,24 @@ def test_both_gates(device: torch.device) -> None:
     expected = evaluate(delta_rule)
     for form in (op.chunk, op.recurrent):
         assert_close(evaluate(form), expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_segments_of_chunks(
+    packed: bool, channels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the sequence is cut into segments, one computed after the other, changes nothing."""
+    x = inputs(device, B=1 if packed else B, T=300)
+    cu_seqlens = torch.tensor([0, 0, 70, 71, 290], device=device) if packed else None
+    x["g"] = -torch.rand_like(x["k"] if channels else x["beta"])
+    if channels:
+        x["g"] = x["g"].repeat_interleave(HV // H, 2)
+    x["initial_state"] = torch.randn(4 if packed else B, HV, K, V, dtype=torch.float64, device=device)
+    form = chunk_kda if channels else chunk_gated_delta_rule
+    whole = results(form, x, cu_seqlens=cu_seqlens)
+    monkeypatch.setattr(_chunks, "SEGMENT", 2 * 64 * 64 * HV)  # 1 chunk of two rows, or 2 of packed sequences
+    assert_close(results(form, x, cu_seqlens=cu_seqlens), whole, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
