@@ -86,6 +86,8 @@ MORE = (
     Shape(8, 2048, 16, 128, 64),
 )
 GROUPED = Shape(8, 2048, 4, 128, 64, group=4)
+SHARED_KEYS = (Shape(4, 8192, 16, 128, 128, group=2), Shape(1, 32768, 16, 128, 128, group=2))
+"""Heads as models with the gated delta rule have them, at which other projects publish their times."""
 HOST_BOUND = Shape(1, 64, 16, 128, 128)
 DECODE_GPU = Shape(64, 1, 16, 128, 128)
 DECODE_HOST = Shape(1, 1, 16, 128, 128)
@@ -141,6 +143,7 @@ class Op:
     recurrent_names: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     grouped: bool = False
+    training: Sequence[Shape] = TRAINING
     targets: Targets = Targets()
 
     def chunk_of(self, module: Functions) -> Callable[..., tuple]:
@@ -232,7 +235,7 @@ OPS = {
         _op("rwkv6", "chunk_rwkv6", TARGETS),
         _op("hgrn", "chunk_hgrn", Targets(forward=0.6), state_gradients=False),
         _op("delta_rule", "chunk_delta_rule", TARGETS),
-        _op("gated_delta_rule", "chunk_gated_delta_rule", TARGETS),
+        _op("gated_delta_rule", "chunk_gated_delta_rule", TARGETS, training=(*TRAINING, *SHARED_KEYS)),
         _op("kda", "chunk_kda", TARGETS),
     )
 }

@@ -163,7 +163,6 @@ def tuned_file(choice: str) -> Path | None:
 
 
 def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
-    shapes = arguments.shapes or cases.TRAINING
     parts = arguments.parts
     configs = tuned_file(arguments.peer_configs)
     sides: cuda.Sides = {"flacompose": importlib.import_module("flacompose.ops"), "fla": peer.load()}
@@ -177,6 +176,7 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
     if "more" in parts:
         run.note("no figure of the peer at other widths and grouped heads: it would tune for minutes at each")
     for op in ops:
+        shapes = arguments.shapes or op.training
         if arguments.warm_peer:
             every = [*shapes, cases.ACCURACY]
             limits = arguments.warm_timeout, arguments.workers

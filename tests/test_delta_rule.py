@@ -15,15 +15,20 @@ from flacompose.ops import (
     chunk_gated_delta_rule,
     chunk_kda,
     fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_product,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
 )
+from flacompose.ops.families import _chunks
 from flacompose.ops.families.delta_rule import op
 from flacompose.ops.families.delta_rule.reference import delta_rule
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 16, 12
 gated_forms = pytest.mark.parametrize(
     "form", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule], ids=lambda form: form.__name__
+)
+product_forms = pytest.mark.parametrize(
+    "form", [chunk_gated_delta_product, fused_recurrent_gated_delta_product], ids=lambda form: form.__name__
 )
 kda_forms = pytest.mark.parametrize("form", [chunk_kda, fused_recurrent_kda], ids=lambda form: form.__name__)
 
@@ -99,6 +104,24 @@ def test_both_gates(device: torch.device) -> None:
     expected = evaluate(delta_rule)
     for form in (op.chunk, op.recurrent):
         assert_close(evaluate(form), expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_segments_of_chunks(
+    packed: bool, channels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the sequence is cut into segments, one computed after the other, changes nothing."""
+    x = inputs(device, B=1 if packed else B, T=300)
+    cu_seqlens = torch.tensor([0, 0, 70, 71, 290], device=device) if packed else None
+    x["g"] = -torch.rand_like(x["k"] if channels else x["beta"])
+    if channels:
+        x["g"] = x["g"].repeat_interleave(HV // H, 2)
+    x["initial_state"] = torch.randn(4 if packed else B, HV, K, V, dtype=torch.float64, device=device)
+    form = chunk_kda if channels else chunk_gated_delta_rule
+    whole = results(form, x, cu_seqlens=cu_seqlens)
+    monkeypatch.setattr(_chunks, "SEGMENT", 2 * 64 * 64 * HV)  # 1 chunk of two rows, or 2 of packed sequences
+    assert_close(results(form, x, cu_seqlens=cu_seqlens), whole, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -201,9 +224,10 @@ def product_by_hand(
     return torch.stack(o, 1), S
 
 
+@product_forms
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_delta_product(n: int, gated: bool, device: torch.device) -> None:
+def test_delta_product(form, n: int, gated: bool, device: torch.device) -> None:
     x = inputs(device, T=n * 25)
     x["q"] = x["q"][:, :25]
     x["g"] = -torch.rand(B, 25, HV, dtype=torch.float64, device=device)
@@ -213,7 +237,7 @@ def test_delta_product(n: int, gated: bool, device: torch.device) -> None:
         y.requires_grad_()
     if not gated:
         x |= {"g": None}
-    o, S = chunk_gated_delta_product(**x, num_householder=n, initial_state=state, output_final_state=True)
+    o, S = form(**x, num_householder=n, initial_state=state, output_final_state=True)
     expected, last = product_by_hand(**x, n=n, S=state)
     assert_close((o, S), (expected, last), atol=1e-10, rtol=1e-10)
     wanted = [y for name, y in leaves.items() if gated or name != "g"]
@@ -224,37 +248,38 @@ def test_delta_product(n: int, gated: bool, device: torch.device) -> None:
     assert o.is_contiguous()
 
 
-def test_packed_delta_product(device: torch.device) -> None:
+@product_forms
+def test_packed_delta_product(form, device: torch.device) -> None:
     n = 2
     x = inputs(device, B=1, T=n * 30)
     x["q"], x["g"] = x["q"][:, :30], -torch.rand(1, 30, HV, dtype=torch.float64, device=device)
     cu_seqlens = torch.tensor([0, 11, 11, 28], device=device)
-    o, states = chunk_gated_delta_product(
-        **x, num_householder=n, cu_seqlens=cu_seqlens, output_final_state=True
-    )
+    o, states = form(**x, num_householder=n, cu_seqlens=cu_seqlens, output_final_state=True)
     for i, (begin, end) in enumerate(((0, 11), (11, 28))):
         tokens, steps = slice(begin, end), slice(begin * n, end * n)
         alone = {name: y[:, tokens if name in ("q", "g") else steps] for name, y in x.items()}
-        expected, last = chunk_gated_delta_product(**alone, num_householder=n, output_final_state=True)
+        expected, last = form(**alone, num_householder=n, output_final_state=True)
         assert_close(o[:, tokens], expected)
         assert_close(states[2 * i], last[0])
     assert (states[1] == 0).all() and (o[:, 28:] == 0).all()
 
 
-def test_wrong_delta_products(device: torch.device) -> None:
+@product_forms
+def test_wrong_delta_products(form, device: torch.device) -> None:
     x = inputs(device, T=6)
     with pytest.raises(ValueError, match=r"k must have shape \(2, 12, 2, 16\), got \(2, 6, 2, 16\)"):
-        chunk_gated_delta_product(**x, g=None, num_householder=2)
+        form(**x, g=None, num_householder=2)
     with pytest.raises(ValueError, match="num_householder must be at least 1, got 0"):
-        chunk_gated_delta_product(**x, g=None, num_householder=0)
+        form(**x, g=None, num_householder=0)
     with pytest.raises(ValueError, match=r"g must have shape \(2, 3, 4\), got \(2, 6, 4\)"):
-        chunk_gated_delta_product(**x | {"q": x["q"][:, :3]}, g=x["beta"], num_householder=2)
+        form(**x | {"q": x["q"][:, :3]}, g=x["beta"], num_householder=2)
 
 
-def test_delta_product_is_one_node(device: torch.device) -> None:
+@product_forms
+def test_delta_product_is_one_node(form, device: torch.device) -> None:
     class Model(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-            return chunk_gated_delta_product(q, k, v, g, beta, 2)[0]
+            return form(q, k, v, g, beta, 2)[0]
 
     def arguments(T: int) -> tuple[Tensor, ...]:
         x = inputs(device, T=2 * T)
@@ -265,7 +290,7 @@ def test_delta_product_is_one_node(device: torch.device) -> None:
     shapes = ({1: tokens}, {1: 2 * tokens}, {1: 2 * tokens}, {1: tokens}, {1: 2 * tokens})
     program = torch.export.export(Model(), arguments(9), dynamic_shapes=shapes)
     calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert calls.count("flacompose.delta_rule_chunk.default") == 1
+    assert sum(call.startswith("flacompose.delta_rule_") for call in calls) == 1
     for T in (3, 64, 65):
         assert_close(program.module()(*arguments(T)), Model()(*arguments(T)))
 

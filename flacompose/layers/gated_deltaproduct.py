@@ -14,7 +14,7 @@ from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops import chunk_gated_delta_product
+from flacompose.ops import chunk_gated_delta_product, fused_recurrent_gated_delta_product
 from flacompose.ops._dtype import upcast
 from flacompose.ops.gated_delta_rule import log_decay
 
@@ -45,7 +45,7 @@ class GatedDeltaProduct(RecurrentLayer):
         num_heads: Number of heads ``H`` of queries and keys.
         num_v_heads: Number of heads ``HV`` of values, decays and $\beta$, a multiple of ``H``: neighbours share one of
             queries and keys. Default: ``H``.
-        mode: "chunk" or "fused_recurrent", which here are the same: the op has one form.
+        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
         use_output_gate: Whether the normed output is gated.
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution`.
         conv_size: Its width ``W``.
@@ -149,7 +149,7 @@ class GatedDeltaProduct(RecurrentLayer):
         beta = shared(beta.unflatten(-1, (n, HV)).flatten(1, 2), self.value_parts)
 
         gated_delta_product = self._op(
-            chunk_gated_delta_product, chunk_gated_delta_product, x, past.recurrent, tokens
+            chunk_gated_delta_product, fused_recurrent_gated_delta_product, x, past.recurrent, tokens
         )
         o, recurrent = gated_delta_product(q, k, v, g, beta, n, use_qk_l2norm_in_kernel=True)
         o = o.flatten(2).unflatten(-1, (HV, -1))

@@ -2,7 +2,10 @@
 
 from flacompose.ops.abc import chunk_abc
 from flacompose.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
-from flacompose.ops.gated_delta_product import chunk_gated_delta_product
+from flacompose.ops.gated_delta_product import (
+    chunk_gated_delta_product,
+    fused_recurrent_gated_delta_product,
+)
 from flacompose.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flacompose.ops.gla import chunk_gla, fused_recurrent_gla
 from flacompose.ops.gsa import chunk_gsa, fused_recurrent_gsa
@@ -30,6 +33,7 @@ __all__ = [
     "chunk_rwkv6",
     "chunk_simple_gla",
     "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_product",
     "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gla",
     "fused_recurrent_gsa",

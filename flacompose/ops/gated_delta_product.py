@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -59,8 +61,51 @@ def chunk_gated_delta_product(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.count("num_householder", num_householder)
-    n = num_householder
+    return _product(
+        op.chunk, q, k, v, g, beta, num_householder, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens,
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    num_householder: int,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_gated_delta_product][flacompose.ops.chunk_gated_delta_product], step by step: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+    """
+    return _product(
+        op.recurrent, q, k, v, g, beta, num_householder, scale, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel, cu_seqlens,
+    )  # fmt: skip
+
+
+def _product(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    n: int,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    use_qk_l2norm_in_kernel: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments, and call one form of the family's op on the steps of all tokens."""
+    _check.count("num_householder", n)
     _check.axes("q", q, "B, T, H, K")
     B, T, H, K = q.shape
     _check.like(q, "k", k, (B, T * n, H, K))
@@ -78,6 +123,6 @@ def chunk_gated_delta_product(
     if g is not None:
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     o, final_state = run(
-        op.chunk, q, k, v, beta, g, None, scale, initial_state, output_final_state, stretched(cu_seqlens, n)
+        form, q, k, v, beta, g, None, scale, initial_state, output_final_state, stretched(cu_seqlens, n)
     )
     return o.unflatten(1, (T, n))[:, :, -1].contiguous(), final_state

@@ -40,8 +40,9 @@ LONG_PIECES = [70, 2, 3, 64, 130]  # for which one graph does
 PACKED = [[5, 2, 0, 2], [0, 0, 0, 67], [32, 1, 0, 1], [1, 0, 2, 2]]
 SOME = ["gla", "rwkv6"]
 # Each has something that the others lack: a convolution and a gate, rotary positions, a token shift and the norm of
-# groups, a convolution of three in one, two recurrences, a scan. The others are traced and run as they are.
-THROUGH_INDUCTOR = ["gla", "retention", "rwkv6", "mamba2", "gsa", "hgrn"]
+# groups, a convolution of three in one, two recurrences, a scan, several steps for each token, a decay of low rank. The
+# others are traced and run as they are.
+THROUGH_INDUCTOR = ["gla", "retention", "rwkv6", "mamba2", "gsa", "hgrn", "gated_deltaproduct", "kda"]
 # In norm. The whole sums the tokens of a gradient in another order than its segments do.
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -13,10 +14,14 @@ from flacompose.ops._dtype import state_dtype
 from flacompose.ops._varlen import ChunkTable, chunk_table, sequence_count
 
 CHUNK = 64  # tokens of a chunk, at most; a power of two
+SEGMENT = 1 << 18  # elements of the largest tensor of a segment, so that a cache holds it
 
 
 class Chunks:
-    """``[B, T, H, ...]`` cut into ``[B, H, R, C, ...]``, padded with zeros that do nothing, and put together again."""
+    """``[B, T, H, ...]`` cut into ``[B, H, R, C, ...]``, padded with zeros that do nothing, and put together again.
+
+    `at` are the numbers of these R chunks: all, or those of a segment of the tokens.
+    """
 
     def __init__(self, q: Tensor, cu_seqlens: Tensor | None) -> None:
         self.B, self.T = q.shape[:2]
@@ -29,15 +34,39 @@ class Chunks:
             self.table = chunk_table(cu_seqlens, self.T, self.size, self.one_each)
             # Token T stands for all that do not exist.
             self.token = torch.where(self.table.exists, self.table.token, self.T)  # [R, C]
+        self.at = range(-(-self.T // self.size) if self.table is None else len(self.token))
+
+    def segments(self, elements: int) -> list[Chunks]:
+        """These chunks in segments, as long as is fast where the largest tensor has `elements` for each chunk.
+
+        Made one after the other, the tensors of segments lie in the same memory, which stays in the cache.
+        """
+        length, segments = max(1, SEGMENT // max(1, elements)), []
+        for begin in self.at[::length]:
+            segment = copy(self)
+            segment.at = self.at[begin : begin + length]
+            segments.append(segment)
+        return segments
 
     def split(self, x: Tensor) -> Tensor:
-        x = x.to(self.dtype).transpose(1, 2)
-        if self.table is None:
-            return F.pad(x, (0, 0, 0, -self.T % self.size)).unflatten(2, (-1, self.size))
-        return F.pad(x, (0, 0, 0, 1))[:, :, self.token]
+        first, last = self.at.start, self.at.stop
+        if self.table is not None:
+            token, exists = self.token[first:last], self.table.exists[first:last, :, None]
+            x = x.transpose(1, 2)[:, :, token.clamp(max=self.T - 1)]
+            return torch.where(exists, x, 0).to(self.dtype)
+        x = x[:, first * self.size : last * self.size].to(self.dtype).transpose(1, 2).contiguous()
+        if padding := -x.shape[2] % self.size:
+            x = F.pad(x, (0, 0, 0, padding))
+        return x.unflatten(2, (-1, self.size))
 
-    def join(self, x: Tensor) -> Tensor:
-        return self.tokens(x).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    def join(self, *segments: Tensor) -> Tensor:
+        """``[B, T, H, ...]`` of what lies in all chunks, given whole or by segments."""
+        if self.table is not None:
+            x = self.tokens(torch.cat(segments, 2)).transpose(1, 2)
+            return x.clone(memory_format=torch.contiguous_format)
+        tokens = [x.flatten(2, 3).transpose(1, 2) for x in segments]
+        tokens[-1] = tokens[-1][:, : self.T - sum(x.shape[1] for x in tokens[:-1])]
+        return torch.cat(tokens, 1).contiguous()
 
     def tokens(self, x: Tensor) -> Tensor:
         """``[B, H, T, ...]`` of what lies in chunks; it may be a view."""
@@ -76,30 +105,53 @@ class Chunks:
     def sweep(
         self, step: Callable[[int, Tensor], Tensor], R: int, start: Tensor, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """``S <- step(i, S)`` over the ``R`` chunks, from the states `start`, ``[N, H, K, V]``.
+        """`Sweep` over all ``R`` chunks: the state before every chunk, and after the last chunk of each sequence."""
+        sweep = Sweep(self, start, reverse)
+        return sweep.over(range(R), step), sweep.end()
 
-        Returns the state before every chunk, ``[B, H, R, K, V]``, and after the last chunk of each sequence,
-        ``[N, H, K, V]``. With `reverse`, backwards in time: the gradient of the state after every chunk, and before
-        the first.
-        """
-        if self.table is None:
-            S = start
-        else:
-            S = torch.zeros_like(start[:1])
+
+class Sweep:
+    """A state on its way over the chunks, from the states `start`, ``[N, H, K, V]``, before the sequences.
+
+    With `reverse` it goes backwards in time: the gradient of the state, from those after the sequences.
+    """
+
+    def __init__(self, chunks: Chunks, start: Tensor, reverse: bool = False) -> None:
+        self.table, self.start, self.reverse = chunks.table, start, reverse
+        self.S = start
+        if self.table is not None:
+            self.S = torch.zeros_like(start[:1])
             first, last, sequence = self.table.first, self.table.last, self.table.sequence
-            begins = (last - 1 if reverse else first)[sequence] == torch.arange(R, device=sequence.device)
-        before, after = [S] * R, [S] * R
-        for i in reversed(range(R)) if reverse else range(R):
+            number = torch.arange(len(sequence), device=sequence.device)
+            self.begins = (last - 1 if reverse else first)[sequence] == number
+            self.after = [self.S] * len(sequence)
+
+    def over(self, at: range, step: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """``S <- step(i, S)`` over the chunks `at`, of which `i` counts from 0, so many as there are.
+
+        Returns the state before every chunk, ``[B, H, R, K, V]``. With `reverse`, the gradient of the state after
+        every chunk.
+        """
+        before = [self.S] * len(at)
+        for i in reversed(range(len(at))) if self.reverse else range(len(at)):
+            number = at[i]
             if self.table is not None:
-                S = torch.where(begins[i], start[sequence[i : i + 1]], S)
-            before[i] = S
-            after[i] = S = step(i, S)
-        states = torch.stack(before, 2)
+                mine = self.table.sequence[number : number + 1]
+                self.S = torch.where(self.begins[number], self.start[mine], self.S)
+            before[i] = self.S
+            self.S = step(i, self.S)
+            if self.table is not None:
+                self.after[number] = self.S
+        return torch.stack(before, 2)
+
+    def end(self) -> Tensor:
+        """The state after the last chunk of each sequence, ``[N, H, K, V]``, or its gradient before the first."""
         if self.table is None:
-            return states, S.contiguous()
-        end = (first if reverse else last - 1).clamp(0, R - 1)
-        ended = torch.where((first == last)[:, None, None, None], start, torch.cat(after)[end])
-        return states, ended.contiguous()
+            return self.S.contiguous()
+        first, last = self.table.first, self.table.last
+        end = (first if self.reverse else last - 1).clamp(0, len(self.after) - 1)
+        ended = torch.cat(self.after)[end]
+        return torch.where((first == last)[:, None, None, None], self.start, ended).contiguous()
 
 
 def gradients(

@@ -5,12 +5,15 @@
 Given ``u``, this is linear attention with the values ``u``. Within a chunk that begins with the state S, the tokens'
 equations are one triangular system, ``(I + diag(beta) A) u = diag(beta) (v - k_read S)``, where ``A[t, s]`` is the
 product of the keys of tokens ``s < t``, decayed by the gates between them, and `k_read` the keys decayed by the gates
-since the chunk's start. Its solution ``U - W S`` is linear in S, so a chunk takes S to ``M S + k_write^T U``. Here `M`
-is the product of the transitions ``(I - beta_t k_t k_t^T) diag(exp g_t)``, and the sweep takes one matrix product for
-each chunk.
+since the chunk's start. With the inverse ``Y`` of the system, which does not depend on S, a sweep over the chunks takes
+three products for each: ``k_read S``, ``u = Y diag(beta) (v - k_read S)``, and ``k_write^T u``, which the state gains.
 
-Backwards in time the gradient of u obeys the transposed equations, and dv is their solution. The gradients of the rest
-are those of two reads from linear attention: of the queries, with the gradient do, and of the keys, with -dv.
+Backwards in time the gradient du obeys the transposed equations, ``Y^T`` solves them, and ``dv = beta * solved``. The
+gradients of the rest are those of two reads from linear attention: of the queries, with the gradient do, and of the
+keys, with -dv.
+
+All is done segment by segment of a few chunks, whose tensors a cache holds. The backward goes forwards over the
+segments, for the states, and then backwards.
 
 Everything is functional, differentiable PyTorch, so derivatives of any order exist. Heads of values that share one of
 queries and keys are a dimension ``n`` beside it.
@@ -19,14 +22,16 @@ queries and keys are a dimension ``n`` beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flacompose.ops._define import tree_map
-from flacompose.ops._dtype import upcast
-from flacompose.ops.families._chunks import Chunks, gradients
+from flacompose.ops._dtype import state_dtype, upcast
+from flacompose.ops._varlen import sequence_count
+from flacompose.ops.families._chunks import Chunks, Sweep, gradients
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.scalar_decay.eager import Decay
 from flacompose.ops.families.vector_decay.eager import Gate, halves
@@ -36,10 +41,14 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return _token(inputs)
-    rule = _Rule(inputs)
-    S, final_state = rule.states(inputs.initial_state)
-    o = rule.read(rule.q) @ S + rule.P @ rule.written(S)
-    return rule.join(o).to(inputs.v.dtype), final_state
+    chunks, segments = _cut(inputs)
+    sweep = Sweep(chunks, _start(inputs, inputs.initial_state))
+    outputs = []
+    for segment in segments:
+        rule = _Rule(inputs, segment)
+        S, u = rule.states(sweep)
+        outputs.append((rule.read(rule.q) @ S + rule.P @ u).to(inputs.v.dtype))
+    return _join(chunks, outputs), sweep.end()
 
 
 def _token(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -65,78 +74,125 @@ def backward(
     inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dbeta, dg, dgk, d_initial_state)``, empty where `output_mask` is False or the input is absent."""
-    q, k, v, beta, g, gk, initial_state, _, scale = inputs
     want_q, want_k, want_v, want_beta, want_g, want_gk, want_state = output_mask
-    gates_wanted = (want_g and g is not None) or (want_gk and gk is not None)
-    rule = _Rule(inputs)
-    do_ = rule.split(torch.zeros_like(v) if do is None else do)
+    gates_wanted = (want_g and inputs.g is not None) or (want_gk and inputs.gk is not None)
+    chunks, segments = _cut(inputs)
+    rules = [_Rule(inputs, segment) for segment in segments]
+    do = torch.zeros_like(inputs.v) if do is None else do
 
+    written: list[tuple[Tensor, Tensor] | None] = [None] * len(rules)
     if want_q or want_k or want_beta or gates_wanted:
-        S, _ = rule.states(initial_state)
-        u = rule.written(S)
-    if want_k or want_v or want_beta or want_state or gates_wanted:
-        dS, d_initial_state = rule.gradients_of_states(do_, d_final_state)
-        du = rule.P.mT @ do_ + rule.write(rule.k) @ dS
-        solved = torch.linalg.solve_triangular(rule.system.mT, du, upper=True, unitriangular=True)
-        dv = rule.beta * solved
-    if want_q or want_k or gates_wanted:
-        # The state is read by queries, with the gradient do, and by keys, before they write, with -dv.
-        dq = rule.read(do_ @ S.mT)
-        of_q = _pair_gradient(rule.q, rule.k, rule.P, (do_ @ u.mT).tril(), rule.gate)
-    if want_k or gates_wanted:
-        dk_read, dk_write = -rule.read(dv @ S.mT), rule.write(u @ dS.mT)
-        of_k = _pair_gradient(rule.k, rule.k, rule.A, -(dv @ u.mT).tril(-1), rule.gate)
-    if gates_wanted:
-        reads, writes = rule.q * dq + rule.k * dk_read, rule.k * dk_write
-        total = (rule.gate.total.mT * S * dS).sum(-1).unsqueeze(-2)
-        if rule.gate.total.shape[-1] != k.shape[-1]:
-            reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
-        exponents = tree_map(torch.add, of_q.exponents, of_k.exponents)
-        d_gates = rule.join(rule.gate.gradient(exponents, reads, writes, total))
+        forwards = Sweep(chunks, _start(inputs, inputs.initial_state))
+        written = [rule.states(forwards) for rule in rules]
+    backwards = Sweep(chunks, _start(inputs, d_final_state), reverse=True)
+    made = [
+        _segment_gradients(rule, do, states, backwards, gates_wanted, output_mask)
+        for rule, states in zip(reversed(rules), reversed(written))
+    ]
+    dq, dk, dv, dbeta, d_gates = (x[::-1] for x in zip(*made))
 
     return gradients(
         inputs,
         output_mask,
-        lambda: rule.join((dq + of_q.a).sum(2, True)) * scale,
-        lambda: rule.join((dk_read + dk_write + of_q.b + of_k.a + of_k.b).sum(2, True)),
-        lambda: rule.join(dv),
-        lambda: rule.join((solved * rule.errors(S, u)).sum(-1, True)).squeeze(-1),
-        lambda: d_gates.sum(-1),
-        lambda: d_gates,
-        lambda: d_initial_state,
+        lambda: _join(chunks, dq),
+        lambda: _join(chunks, dk),
+        lambda: _join(chunks, dv),
+        lambda: _join(chunks, dbeta).squeeze(-1),
+        lambda: _join(chunks, d_gates).sum(-1),
+        lambda: _join(chunks, d_gates),
+        backwards.end,
     )
 
 
-class _Rule:
-    """The tokens of one call in chunks, ``[B, H, n, R, C, D]``, and what each chunk does to a state."""
+def _segment_gradients(
+    rule: _Rule,
+    do: Tensor,
+    written: tuple[Tensor, Tensor] | None,
+    backwards: Sweep,
+    gates_wanted: bool,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """``(dq, dk, dv, dbeta, d_gates)`` of a segment's chunks, those that are wanted."""
+    want_q, want_k, want_v, want_beta, _, _, want_state = output_mask
+    dq = dk = dv = dbeta = d_gates = do.new_empty(0)
+    do = rule.split(do)
+    if want_k or want_v or want_beta or want_state or gates_wanted:
+        dS, solved = rule.gradients_of_states(do, backwards)
+        dv = rule.beta * solved
+    if written is not None:
+        S, u = written
+    if want_beta:
+        dbeta = (solved * rule.errors(S, u)).sum(-1, True)
+    # The state is read by queries, with the gradient do, and by keys, before they write, with -dv.
+    if want_q or want_k or gates_wanted:
+        dq_read = rule.read(do @ S.mT)
+        of_q = _pair_gradient(rule.q, rule.k, rule.P, (do @ u.mT).tril(), rule.gate)
+    if want_k or gates_wanted:
+        minus_dv = -dv
+        dk_read, dk_write = rule.read(minus_dv @ S.mT), rule.write(u @ dS.mT)
+        of_k = _pair_gradient(rule.k, rule.k, rule.A, (minus_dv @ u.mT).tril(-1), rule.gate)
+    if gates_wanted:
+        reads, writes = rule.q * dq_read + rule.k * dk_read, rule.k * dk_write
+        total = rule.gate.total * (S * dS).sum(-1).unsqueeze(-2)
+        if rule.gate.total.shape[-1] != rule.k.shape[-1]:
+            reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
+        exponents = tree_map(torch.add, of_q.exponents, of_k.exponents)
+        d_gates = rule.gate.gradient(exponents, reads, writes, total)
+    if want_q:
+        dq = rule.of_group(dq_read + of_q.a) * rule.scale
+    if want_k:
+        dk = rule.of_group(dk_read + dk_write + of_q.b + of_k.a + of_k.b)
+    return dq, dk, dv, dbeta, d_gates
 
-    def __init__(self, inputs: Inputs) -> None:
-        q, k, v, beta, g, gk, _, cu_seqlens, scale = inputs
-        self.chunks, self.H = Chunks(q, cu_seqlens), q.shape[2]
-        self.q, self.k, self.v = self.split(q) * scale, self.split(k), self.split(v)
-        self.beta = self.split(beta.unsqueeze(-1))
+
+def _cut(inputs: Inputs) -> tuple[Chunks, list[Chunks]]:
+    """The chunks of all tokens, and of the segments."""
+    chunks = Chunks(inputs.q, inputs.cu_seqlens)
+    (B, _, HV, V), K = inputs.v.shape, inputs.q.shape[-1]
+    return chunks, chunks.segments(B * HV * max(chunks.size * max(chunks.size, K, V), K * V))
+
+
+def _join(chunks: Chunks, segments: Sequence[Tensor]) -> Tensor:
+    """``[B, T, HV, D]`` from what lies in the chunks of segments, ``[B, H, n, R, C, D]``."""
+    return chunks.join(*(x.flatten(1, 2) for x in segments))
+
+
+def _start(inputs: Inputs, state: Tensor | None) -> Tensor:
+    """A state ``[N, HV, K, V]``, zeros where there is none."""
+    q, (*_, HV, V) = inputs.q, inputs.v.shape
+    if state is None:
+        N = sequence_count(q, inputs.cu_seqlens)
+        return q.new_zeros(N, HV, q.shape[-1], V, dtype=state_dtype(q.dtype))
+    return state.to(state_dtype(q.dtype))
+
+
+class _Rule:
+    """The tokens of a segment in chunks, ``[B, H, n, R, C, D]``, and what each chunk does to a state."""
+
+    def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
+        q, k, v, beta, g, gk, _, _, self.scale = inputs
+        self.chunks, self.heads, self._q = chunks, q.shape[2], q
+        self.k, self.v, self.beta = self.split(k), self.split(v), self.split(beta.unsqueeze(-1))
         self.gate: Gate | Decay
         if gk is None:
-            self.gate = Decay(self.chunks, q, g, None)
+            self.gate = Decay(chunks, q, g, None)
         else:
-            gk = gk.to(self.chunks.dtype)
-            self.gate = Gate(self.split(gk if g is None else gk + g.unsqueeze(-1)), read_before=False)
+            gates = self.split(gk)
+            self.gate = Gate(gates if g is None else gates + self.split(g.unsqueeze(-1)), read_before=False)
+        self.A = _pair(self.k, self.k, self.gate, -1)
+        self.Y = _inverse(self.beta * self.A)
+        self.k_read, self.k_write = self.read(self.k), self.write(self.k)
 
-        self.P, self.A = _pair(self.q, self.k, self.gate), _pair(self.k, self.k, self.gate).tril(-1)
-        eye = torch.eye(self.chunks.size, dtype=self.A.dtype, device=q.device)
-        self.system = eye + self.beta * self.A
-        # Solved by substitution, whose error hardly grows where keys are alike; a power series would lose all digits.
-        known = self.beta * torch.cat([self.read(self.k).expand(*self.v.shape[:-1], -1), self.v], -1)
-        solved = torch.linalg.solve_triangular(self.system, known, upper=False, unitriangular=True)
-        self.W, self.U = solved.split([k.shape[-1], v.shape[-1]], -1)
-        eye = torch.eye(k.shape[-1], dtype=self.A.dtype, device=q.device)
-        self.M = eye * self.gate.total - self.write(self.k).mT @ self.W
+    @cached_property
+    def q(self) -> Tensor:
+        return self.split(self._q) * self.scale
+
+    @cached_property
+    def P(self) -> Tensor:
+        return _pair(self.q, self.k, self.gate)
 
     def split(self, x: Tensor) -> Tensor:
-        return self.chunks.split(x).unflatten(1, (self.H, -1))
-
-    def join(self, x: Tensor) -> Tensor:
-        return self.chunks.join(x.flatten(1, 2))
+        return self.chunks.split(x).unflatten(1, (self.heads, -1))
 
     def read(self, x: Tensor) -> Tensor:
         return x * self.gate.read
@@ -144,49 +200,92 @@ class _Rule:
     def write(self, x: Tensor) -> Tensor:
         return x * self.gate.write
 
-    def written(self, S: Tensor) -> Tensor:
-        """``u``, what the tokens write, from the states before the chunks."""
-        return self.U - self.W @ S
+    def of_group(self, x: Tensor) -> Tensor:
+        """The gradient of what the `n` heads of values share."""
+        return x.sum(2, True) if x.shape[2] > 1 else x
 
     def errors(self, S: Tensor, u: Tensor) -> Tensor:
         """``v_t - S'^T k_t``: what each value differs by from the one that its key had."""
-        return self.v - self.read(self.k) @ S - self.A @ u
+        return self.v - self.k_read @ S - self.A @ u
 
-    def states(self, start: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The state before each chunk, and after the last of each sequence, ``[N, HV, K, V]``."""
-        return self._sweep(self.M, self.write(self.k).mT @ self.U, start)
+    def states(self, sweep: Sweep) -> tuple[Tensor, Tensor]:
+        """The state before each chunk, and ``u``, what the tokens write."""
+        return self._sweep(sweep, self.Y, self.beta * self.v, -self.beta * self.k_read, self.k_write)
 
-    def gradients_of_states(self, do: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The gradient of the state after each chunk, and of that before the first of each sequence."""
-        return self._sweep(self.M.mT, (self.read(self.q) - self.P @ self.W).mT @ do, end, reverse=True)
+    def gradients_of_states(self, do: Tensor, sweep: Sweep) -> tuple[Tensor, Tensor]:
+        """The gradient of the state after each chunk, and ``Y^T du``, which is ``dv / beta``."""
+        x, added = self.P.mT @ do, self.read(self.q).mT @ do
+        return self._sweep(sweep, self.Y.mT, x, self.k_write, -self.beta * self.k_read, added)
 
     def _sweep(
-        self, M: Tensor, added: Tensor, start: Tensor | None, reverse: bool = False
+        self, sweep: Sweep, Y: Tensor, x: Tensor, reads: Tensor, writes: Tensor, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        n = added.shape[2]
-        M, added = M.expand(*added.shape[:4], -1, -1).flatten(1, 2), added.flatten(1, 2)
-        _, HV, R, K, V = added.shape
-        start = added.new_zeros(self.chunks.N, HV, K, V) if start is None else start.to(added.dtype)
-        S, end = self.chunks.sweep(lambda i, S: M[:, :, i] @ S + added[:, :, i], R, start, reverse)
-        return S.unflatten(1, (-1, n)), end
+        """``y = Y (x + reads S)`` and ``S <- decay S + writes^T y + added`` over the chunks: S before each, and y."""
+        Y_, x_, reads_, writes_ = map(self._by_chunk, (Y, x, reads, writes.mT))
+        decay = self._by_chunk(torch.atleast_2d(self.gate.total).mT)
+        added_ = None if added is None else self._by_chunk(added)
+        y = list(x_)
+
+        def step(i: int, S: Tensor) -> Tensor:
+            heads, S = S.shape[:2], S.flatten(0, 1)
+            y[i] = torch.bmm(Y_[i], torch.baddbmm(x_[i], reads_[i], S))
+            S = S * decay[i] if added_ is None else torch.addcmul(added_[i], S, decay[i])
+            return torch.baddbmm(S, writes_[i], y[i]).unflatten(0, heads)
+
+        S = sweep.over(self.chunks.at, step)
+        return S.unflatten(1, self.v.shape[1:3]), torch.stack(y, 1).unflatten(0, self.v.shape[:3])
+
+    def _by_chunk(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``[B, H, n, R, ...]``, or broadcast to it, as one ``[B * HV, ...]`` for each chunk."""
+        return x.expand(*self.v.shape[:4], *x.shape[-2:]).flatten(0, 2).unbind(1)
 
 
-def _pair(a: Tensor, b: Tensor, gate: Gate | Decay) -> Tensor:
+def _inverse(A: Tensor) -> Tensor:
+    """``(I + A)^-1`` of ``A [..., C, C]``, which is 0 on and above the diagonal.
+
+    By substitution within small blocks, whose error hardly grows where keys are alike; a power series would lose all
+    digits. From the inverses of two blocks follows that of both.
+    """
+    C, b = A.shape[-1], min(16, A.shape[-1])
+    eye = torch.eye(b, dtype=A.dtype, device=A.device)
+    blocks = _diagonal(A, b)
+    Y = torch.linalg.solve_triangular(blocks + eye, eye.expand_as(blocks), upper=False, unitriangular=True)
+    while b < C:
+        Y_0, Y_1 = halves(Y)
+        between = _diagonal(A, 2 * b)[..., b:, :b]
+        Y = _joined(Y_0, -(Y_1 @ between @ Y_0), Y_1)
+        b *= 2
+    return Y.squeeze(-3)
+
+
+def _diagonal(x: Tensor, b: int) -> Tensor:
+    """The blocks of ``b`` tokens on the diagonal of ``[..., C, C]``, as ``[..., C / b, b, b]``."""
+    return x.unflatten(-2, (-1, b)).unflatten(-1, (-1, b)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _joined(x_0: Tensor, between: Tensor, x_1: Tensor) -> Tensor:
+    """``[..., b, b]`` of two neighbouring blocks, and of the later one with the earlier, as ``[..., 2b, 2b]``."""
+    return torch.cat([torch.cat([x_0, torch.zeros_like(x_0)], -1), torch.cat([between, x_1], -1)], -2)
+
+
+def _pair(a: Tensor, b: Tensor, gate: Gate | Decay, diagonal: int = 0) -> Tensor:
     """``P[t, s] = a_t . b_s`` for ``s <= t``, decayed by the gates ``s + 1`` to ``t``; ``a`` and ``b [..., C, K]``.
+
+    With `diagonal` -1 only for ``s < t``.
 
     Gates of channels take part in the products: the two blocks of the next size have between them the products of the
     later one's `a` and the earlier one's `b`, both decayed to the boundary. These are sums of gates, never a difference
     of two, so that nothing overflows or cancels.
     """
     if isinstance(gate, Decay):
-        return (a @ b.mT).tril() * gate.pair
+        return ((a @ b.mT) * gate.pair).tril(diagonal)
     P = (a * b).sum(-1, keepdim=True).unsqueeze(-1)  # [..., C / b, b, b] with b = 1
     for level, (read, write) in enumerate(gate.levels):
         a_1, b_0 = halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
         between = a_1 @ b_0.mT
         P_0, P_1 = (x.expand_as(between) for x in halves(P))
-        P = torch.cat([torch.cat([P_0, torch.zeros_like(P_0)], -1), torch.cat([between, P_1], -1)], -2)
-    return P.squeeze(-3)
+        P = _joined(P_0, between, P_1)
+    return P.squeeze(-3).tril(diagonal)
 
 
 class _PairGradient(NamedTuple):
@@ -205,8 +304,7 @@ def _pair_gradient(a: Tensor, b: Tensor, P: Tensor, dP: Tensor, gate: Gate | Dec
     for level, (read, write) in enumerate(gate.levels):
         a_1, b_0 = halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
         size = 1 << level
-        blocks = dP.unflatten(-2, (-1, 2 * size)).unflatten(-1, (-1, 2 * size))
-        between = blocks.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)[..., size:, :size]
+        between = _diagonal(dP, 2 * size)[..., size:, :size]
         d_read, d_write = between @ b_0, between.mT @ a_1
         levels.append((a_1 * d_read, b_0 * d_write))
         zero = torch.zeros_like(d_write)

@@ -30,7 +30,6 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     q_, decay = q_ * scale, Decay(chunks, q, g, g_gamma)
 
     S, final_state = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
-    # Not left to the weight 0 that `pair` has above the diagonal: a product there may overflow.
     o = (q_ * decay.read) @ S + ((q_ @ k_.mT).tril() * decay.pair) @ v_
     return chunks.join(o.flatten(1, 2)).to(v.dtype), final_state
 
@@ -111,15 +110,15 @@ def _by_group(chunks: Chunks, q: Tensor, *others: Tensor) -> list[Tensor]:
 class Decay:
     """The weights within each chunk, exponentials of sums of gates; without gates all 1.
 
-    `pair` ``[..., t, s]`` joins a write to a later read, `read` and `write` ``[..., t, 1]`` a token to the start and
-    the end of the chunk, `total` ``[..., 1, 1]`` those two.
+    `pair` ``[..., t, s]`` joins a write to a later read, and is 1 where there is none; `read` and `write`
+    ``[..., t, 1]`` join a token to the start and the end of the chunk, `total` ``[..., 1, 1]`` those two.
     """
 
     def __init__(self, chunks: Chunks, q: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> None:
         ones = torch.ones(chunks.size, chunks.size, dtype=chunks.dtype, device=q.device)
         self.before = ones.tril(-1)  # [t, s], 1 where s < t
         if g is None and g_gamma is None:
-            self.pair, self.read, self.write, self.total = ones.tril(), ones[0, 0], ones[0, 0], ones[0, 0]
+            self.pair = self.read = self.write = self.total = ones[0, 0]
             return
         gates = _gates(ones, g, g_gamma)
         if g is None:
@@ -127,16 +126,17 @@ class Decay:
         # Padding is no token, and does not decay.
         g = chunks.split(gates).unflatten(1, (q.shape[2], -1))
         sums = torch.where(self.before > 0, g, 0).cumsum(-2)  # [..., t, s], gates s + 1 to t
-        self.pair = sums.exp().tril()
+        self.pair = sums.exp()
         self.read = g.cumsum(-2).exp()
         self.write = sums[..., -1:, :].mT.exp()
         self.total = self.read[..., -1:, :]
 
     def gradient(self, pair: Tensor, read: Tensor, write: Tensor, total: Tensor) -> Tensor:
         """The gradient of every gate ``[..., C, 1]``, from those of the sums that hold it."""
-        from_here = 1 - self.before  # [j, t], 1 where t >= j
-        pairs = (from_here @ pair * self.before).sum(-1, True)
-        return pairs + from_here @ read + self.before @ write + total
+        until_here = 1 - self.before.mT  # [t, j], 1 where t >= j
+        # Vectors are multiplied as rows of one matrix, not each as a column by its own copy of the sums.
+        pairs = (pair @ self.before.mT * until_here).sum(-2, True)
+        return (pairs + read.mT @ until_here + write.mT @ self.before.mT).mT + total
 
 
 def _sweep(
