@@ -98,7 +98,7 @@ class _Launches(MatrixSequences):
         self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
-        self.config = sweep_config(bfloat16, self.K)
+        self.config = sweep_config(bfloat16, self.K, self.V, self.N * self.HV)
         if gk is not None:
             gk, g = _gates_of_channels(g, gk), None
         self.gk = operand(gk)
@@ -198,23 +198,25 @@ class _Launches(MatrixSequences):
         self, do: Tensor, r: Tensor, dv: Tensor, S: Tensor | None, dS: Tensor | None, gates: bool
     ) -> dict[str, Tensor]:
         """The gradients of queries, keys, `beta` and, if wanted, of the gates of heads, by their names."""
-        config = gradient_config(self.bfloat16, self.K)
-        parts = tile_count(self.K, config["BK"])
+        of_query, of_key = (
+            config(self.bfloat16, self.K) for config in (query_gradient_config, key_gradient_config)
+        )
+        tiles_of_query, tiles = (tile_count(self.K, config["BK"]) for config in (of_query, of_key))
+        PARTS = tiles_of_query + tiles
         HV, H = self.HV, self.q.shape[2]
         dtype = self.dtype if HV == H else torch.float32
         dq, dk = (self.per_token(HV, self.K, dtype=dtype) for _ in range(2))
-        dbeta = self.per_token(parts, HV, dtype=torch.float32)
-        d_sums = self.per_chunk(3, 2 * parts, HV, self.C) if gates else None
+        dbeta = self.per_token(tiles, HV, dtype=torch.float32)
+        d_sums = self.per_chunk(3, PARTS, HV, self.C) if gates else None
         d_whole = self.per_chunk(HV, self.K) if gates else None
         arguments = {name: x for name, x in self.arguments.items() if name != "HK"}
         arguments |= {"q": self.q, "k": self.k, "beta": self.beta, "r": r, "do": do, "states": S}
         arguments |= {"sums": self.gates["sums"], "rest": self.gates["rest"], "d_sums": d_sums}
-        arguments |= {"H": H, "V": self.V, **config}
-        grid = (parts * self.chunks * HV,)
-        launch(query_gradient_kernel, grid, dq=dq, **arguments)
-        launch(
-            key_gradient_kernel, grid, dv=dv, d_states=dS, dk=dk, dbeta=dbeta, d_whole=d_whole, **arguments
-        )
+        arguments |= {"H": H, "V": self.V, "PARTS": PARTS}
+        programs = self.chunks * HV
+        launch(query_gradient_kernel, (tiles_of_query * programs,), dq=dq, **arguments, **of_query)
+        arguments |= {"dv": dv, "d_states": dS, "dk": dk, "dbeta": dbeta, "d_whole": d_whole}
+        launch(key_gradient_kernel, (tiles * programs,), **arguments, **of_key)
         made = self.added_up(dq, dk, dbeta)
         if d_sums is not None and d_whole is not None:
             made["g"] = scalar_decay.gate_gradient(self, d_sums, d_whole, 1.0, torch.float32)
@@ -297,18 +299,30 @@ def pair_config(bfloat16: bool, of_channels: bool) -> dict[str, int]:
     }
 
 
-def sweep_config(bfloat16: bool, K: int) -> dict[str, int]:
-    """Block sizes of the contracted axis, which is one block, and of the other, warps and pipeline stages."""
+def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
+    """Block sizes of the contracted axis, which is one block, and of the other, warps and pipeline stages.
+
+    Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
+    """
     BK = block(K, 256)
     if not bfloat16:
         return {"BK": BK, "BV": 16 if BK == 256 else 32, "num_warps": 4, "num_stages": 1}
     if BK == 256:
         return {"BK": BK, "BV": 64, "num_warps": 8, "num_stages": 1}
-    return {"BK": max(BK, 64), "BV": 64, "num_warps": 4, "num_stages": 2}
+    few = isinstance(states, int) and states * tile_count(V, 64) <= 128
+    BV = 64 if V <= 64 or few else 128
+    return {"BK": max(BK, 64), "BV": BV, "num_warps": BV // 16, "num_stages": 2}
 
 
-def gradient_config(bfloat16: bool, K: int) -> dict[str, int]:
+def query_gradient_config(bfloat16: bool, K: int) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
+    if not bfloat16:
+        return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
+    return {"BK": max(block(K, 128), 64), "BV": 64, "num_warps": 4, "num_stages": 2}
+
+
+def key_gradient_config(bfloat16: bool, K: int) -> dict[str, int]:
+    """As `query_gradient_config`."""
     if not bfloat16:
         return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
     return {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 3}

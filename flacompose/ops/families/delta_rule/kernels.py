@@ -89,6 +89,10 @@ def inverse(upper, DOT: tl.constexpr):
     """
     C: tl.constexpr = upper.shape[0]
     N: tl.constexpr = C // BLOCK
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    between_16 = in_parts(tl.where(siblings(i, j, 4) & (i < j), upper, 0.0), DOT)
+    between_32 = in_parts(tl.where(siblings(i, j, 5) & (i < j), upper, 0.0), DOT)
     # Up to blocks of 16 tokens, one such product for each is enough.
     own = (tl.arange(0, N)[:, None] == tl.arange(0, N)[None, :])[:, None, :, None]
     blocks = tl.sum(tl.where(own, tl.reshape(upper, [N, BLOCK, N, BLOCK]), 0.0), 2)
@@ -99,11 +103,9 @@ def inverse(upper, DOT: tl.constexpr):
         between = tl.where(siblings(s, t, level) & (s < t), blocks, 0.0)
         Y -= fine_dot(fine_dot(Y, between, DOT), Y, DOT)
     Y = tl.reshape(tl.where(own, Y[:, :, None, :], 0.0), [C, C])
-    s = tl.arange(0, C)[:, None]
-    t = tl.arange(0, C)[None, :]
-    for level in range(4, 4 + N // 2):
-        between = tl.where(siblings(s, t, level) & (s < t), upper, 0.0)
-        Y -= fine_dot(fine_dot(Y, between, DOT), Y, DOT)
+    Y -= fine_dot(dot_of_parts(Y, between_16, DOT), Y, DOT)
+    if C > 32:
+        Y -= fine_dot(dot_of_parts(Y, between_32, DOT), Y, DOT)
     return Y
 
 
@@ -178,12 +180,11 @@ def pair_kernel(
         of_k *= between
     of_q = in_parts(of_q, DOT)
     solved = inverse(of_k * beta_i[:, None], DOT)
-    weighted = solved * beta_i[None, :]
-    at = rh * C * C + s * C + t
-    tl.store(P + at, dot_of_parts(weighted, of_q, DOT).to(P.dtype.element_ty))
+    to_end = beta_i
     if sums is not None:
         near, far, kept = _decayed_rows(sums, rest, C)
-        weighted *= far[None, :]
+        to_end *= far
+    weighted = solved * to_end[None, :]
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
         k_ = load_tile(k + at_q, i, size, 0, d, H, K)
@@ -198,6 +199,8 @@ def pair_kernel(
             store_tile(q_read + first * K, q_ * read, i, size, 0, d, HV, K)
             tl.store(total + rh * K + d, tl.exp(tl.sum(g_.to(tl.float32), 0)), mask=d < K)
         store_tile(W + first * K, written, i, size, 0, d, HV, K)
+    at = rh * C * C + s * C + t
+    tl.store(P + at, dot_of_parts(solved * beta_i[None, :], of_q, DOT).to(P.dtype.element_ty))
     if Y is not None:
         tl.store(Y + at, solved.to(Y.dtype.element_ty))
 
@@ -281,7 +284,7 @@ def sweep_kernel(
             read = dot(S, tl.trans(load_tile(q + at_k, i, size, 0, dk, HK, K)), DOT) * scale
             if sums is not None:
                 read *= near[None, :]
-            o_ = split_dot(e, tl.load(P + rh * C * C + at_pair), DOT, read)
+            o_ = read + dot(e, tl.load(P + rh * C * C + at_pair), DOT)
             _store_transposed(o + first * V, o_, i, size, 0, dv, HV, V)
         if sums is not None:
             S *= kept
@@ -399,7 +402,7 @@ def query_gradient_kernel(
     do,  # [tokens, HV, V]
     states,  # [chunks, HV, K, V], before each chunk
     dq,  # [tokens, HV, K]
-    d_sums,  # [chunks, 3, 2 for each tile of K, HV, C], for `gate_gradient_kernel` of scalar decay
+    d_sums,  # [chunks, 3, PARTS, HV, C], for `gate_gradient_kernel` of scalar decay
     cu_seqlens,
     T,
     N,
@@ -411,6 +414,7 @@ def query_gradient_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PARTS: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """The gradient of the queries of a chunk, for a tile of the key axis, and what gates of heads have from it."""
@@ -445,11 +449,11 @@ def query_gradient_kernel(
     k_ = load_tile(k + at_q, i, size, 0, d, H, K)
     by_q = split_dot(pairs, k_, DOT, by_q) * scale
     if d_sums is not None:
-        at = d_sums + ((row * 6 * tiles + tile) * HV + h) * C + i
+        at = d_sums + ((row * 3 * PARTS + tile) * HV + h) * C + i
         ending = tl.sum(by_q * load_tile(q + at_q, i, size, 0, d, H, K), 1)
-        tl.store(at + ENDING * 2 * tiles * HV * C, ending)
-        tl.store(at + BEGINNING * 2 * tiles * HV * C, tl.zeros_like(ending))
-        tl.store(at + TO_END * 2 * tiles * HV * C, tl.zeros_like(ending))
+        tl.store(at + ENDING * PARTS * HV * C, ending)
+        tl.store(at + BEGINNING * PARTS * HV * C, tl.zeros_like(ending))
+        tl.store(at + TO_END * PARTS * HV * C, tl.zeros_like(ending))
     store_tile(dq + first * K, by_q + itself * beta_i[:, None] * scale * k_, i, size, 0, d, HV, K)
 
 
@@ -467,7 +471,7 @@ def key_gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it
     dk,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3, 2 for each tile of K, HV, C], for `gate_gradient_kernel` of scalar decay
+    d_sums,  # [chunks, 3, PARTS, HV, C], for `gate_gradient_kernel` of scalar decay
     d_whole,  # [chunks, HV, K]
     cu_seqlens,
     T,
@@ -480,6 +484,7 @@ def key_gradient_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    PARTS: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """The gradients of the keys and of `beta`, as `query_gradient_kernel`. Keys write, and before that they read."""
@@ -504,31 +509,35 @@ def key_gradient_kernel(
             rest += rh * C
         near, far, kept = _decayed_rows(sums, rest, C)
     # Rows write, columns read: not every version of Triton transposes the result of a product right.
-    pairs, by_states = _products(
+    pairs, written = _products(
         r + first * V, do + first * V, d_states + rh * K * V, size, d, HV, K, V, C, BV, DOT
     )
-    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
+    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1) * scale
     pairs = tl.where(t < s, pairs * scale, 0.0)
     if sums is not None:
         pairs *= _decayed_pairs(sums, rest, C)
-    written = split_dot(pairs, load_tile(q + at_q, i, size, 0, d, H, K), DOT)
+        written *= far[:, None]
+    at = ((row * 3 * PARTS + PARTS - tiles + tile) * HV + h) * C + i
+    k_ = load_tile(k + at_q, i, size, 0, d, H, K)
+    if d_sums is not None:
+        to_end = tl.sum(written * k_, 1) * beta_i
+        tl.store(d_sums + at + TO_END * PARTS * HV * C, to_end)
+    written = split_dot(pairs, load_tile(q + at_q, i, size, 0, d, H, K), DOT, written)
     pairs, _ = _products(r + first * V, dv + first * V, None, size, d, HV, K, V, C, BV, DOT)
     pairs = tl.where(t < s, -pairs, 0.0)
     if sums is not None:
         pairs *= _decayed_pairs(sums, rest, C)
-        by_states *= far[:, None]
     k_ = load_tile(k + at_q, i, size, 0, d, H, K)
     written = split_dot(pairs, k_, DOT, written)
-    at = ((row * 6 * tiles + tiles + tile) * HV + h) * C + i
+    d_beta = tl.sum(written * k_, 1)
     if d_sums is not None:
-        beginning = tl.sum(written * k_ * beta_i[:, None], 1)
-        to_end = tl.sum(by_states * k_ * beta_i[:, None], 1)
-        tl.store(d_sums + at + BEGINNING * 2 * tiles * HV * C, beginning)
-        tl.store(d_sums + at + TO_END * 2 * tiles * HV * C, to_end)
+        # The next gate decays both: what is left of their sum is no smaller than what is taken away by a power of e.
+        tl.store(d_sums + at + BEGINNING * PARTS * HV * C, d_beta * beta_i - to_end)
     # No gate decays the pair of a token with itself: its gradient would drown that of the others.
-    written += by_states + itself * load_tile(q + at_q, i, size, 0, d, H, K)
-    tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, tl.sum(written * k_, 1), mask=i < size)
-    written *= beta_i[:, None]
+    of_itself = itself[:, None] * load_tile(q + at_q, i, size, 0, d, H, K)
+    d_beta += tl.sum(of_itself * k_, 1)
+    tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
+    written = (written + of_itself) * beta_i[:, None]
 
     # Rows read, columns write. Keys read with the gradient -dv.
     pairs, by_states = _products(
@@ -541,7 +550,7 @@ def key_gradient_kernel(
     k_ = load_tile(k + at_q, i, size, 0, d, H, K)
     by_states = split_dot(pairs, k_, DOT, by_states)
     if d_sums is not None:
-        tl.store(d_sums + at + ENDING * 2 * tiles * HV * C, -tl.sum(by_states * k_, 1))
+        tl.store(d_sums + at + ENDING * PARTS * HV * C, -tl.sum(by_states * k_, 1))
     store_tile(dk + first * K, written - by_states, i, size, 0, d, HV, K)
     if d_sums is not None:
         whole = tl.zeros([BK], dtype=tl.float32)
