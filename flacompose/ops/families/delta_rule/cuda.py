@@ -16,6 +16,7 @@ from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.delta_rule.kernels import (
+    join_kernel,
     key_gradient_kernel,
     pair_kernel,
     query_gradient_kernel,
@@ -98,7 +99,9 @@ class _Launches(MatrixSequences):
         self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
-        self.config = sweep_config(bfloat16, self.K, self.V, self.N * self.HV)
+        self.SEGMENTS = segment_count(self.chunks_of_row, self.HV * (1 if cu_seqlens is None else self.N))
+        self.split = not (isinstance(self.SEGMENTS, int) and self.SEGMENTS == 1)
+        self.transitions: Tensor | None = None
         if gk is not None:
             gk, g = _gates_of_channels(g, gk), None
         self.gk = operand(gk)
@@ -132,12 +135,12 @@ class _Launches(MatrixSequences):
         self.reads = (
             {"q": self.q, "k": self.k} if gk is None else {"q": reads["q_read"], "k": reads["k_read"]}
         )
-        self.arguments["HK"] = q.shape[2] if gk is None else self.HV
+        self.arguments |= {"HK": q.shape[2] if gk is None else self.HV, "SEGMENTS": self.SEGMENTS}
 
     def free(self) -> None:
         """Give back the memory that only sweeps need."""
         self.pairs.clear()
-        self.Y = None
+        self.Y = self.transitions = None
 
     def per_chunk_state(self) -> Tensor:
         """Memory for a state of each chunk."""
@@ -151,23 +154,22 @@ class _Launches(MatrixSequences):
         final: Tensor | None = None,
     ) -> None:
         """Forwards in time: fill what is given."""
-        launch(
-            sweep_kernel,
-            self.grid(),
-            v=self.v,
-            Y=self.Y if r is not None else None,
-            initial=self.initial,
-            o=o,
-            r=r,
-            states=states,
-            final=final,
-            **self.reads,
-            **self.gates,
-            **self.pairs,
-            **self.arguments,
-            V=self.V,
-            **self.config,
-        )
+        initial = self.initial
+        if self.split:
+            ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
+            self._sweep(v=self.v, ends=ends)
+            self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
+            self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
+            initial = self._join(ends, initial)
+        Y = self.Y if r is not None else None
+        P = self.pairs["P"] if o is not None else None
+        self._sweep(v=self.v, initial=initial, o=o, r=r, states=states, final=final, P=P, Y=Y)
+
+    def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
+        V = self.V if V is None else V
+        outputs = dict.fromkeys(("v", "P", "Y", "initial", "o", "r", "states", "ends", "final")) | tensors
+        arguments = {**self.reads, **self.gates, **outputs, **self.arguments, "W": self.pairs["W"]}
+        launch(sweep_kernel, self.grid(V), **arguments, V=V, IDENTITY=IDENTITY, **self.config(V))
 
     def reverse(
         self,
@@ -178,21 +180,38 @@ class _Launches(MatrixSequences):
         d_initial: Tensor | None = None,
     ) -> None:
         """Backwards in time: fill `dv` and what else is given."""
+        if self.split:
+            if self.transitions is None:
+                self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
+                self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
+            ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
+            self._reverse(do, d_ends=ends)
+            d_final = self._join(ends, d_final, reverse=True)
+        self._reverse(do, d_final=d_final, dv=dv, d_states=d_states, d_initial=d_initial)
+
+    def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
+        outputs = dict.fromkeys(("d_final", "dv", "d_states", "d_ends", "d_initial")) | tensors
+        arguments = {**self.reads, **self.gates, **self.pairs, **outputs, **self.arguments}
+        launch(reverse_kernel, self.grid(self.V), do=do, **arguments, V=self.V, **self.config(self.V))
+
+    def _join(self, ends: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor:
+        """The state before each segment, from the first one's, or with `reverse` its gradient after it."""
+        starts = torch.empty_like(ends)
+        config = join_config(self.bfloat16, self.K)
+        sizes = {"N": self.N, "HV": self.HV, "SEGMENTS": self.SEGMENTS, "K": self.K, "V": self.V}
         launch(
-            reverse_kernel,
-            self.grid(),
-            do=do,
-            d_final=d_final,
-            dv=dv,
-            d_states=d_states,
-            d_initial=d_initial,
-            **self.reads,
-            **self.gates,
-            **self.pairs,
-            **self.arguments,
-            V=self.V,
-            **self.config,
+            join_kernel,
+            (tile_count(self.V, config["BV"]) * self.HV * self.N,),
+            transitions=self.transitions,
+            ends=ends,
+            initial=initial,
+            starts=starts,
+            **sizes,
+            REVERSE=reverse,
+            DOT=self.arguments["DOT"],
+            **config,
         )
+        return starts
 
     def gradients(
         self, do: Tensor, r: Tensor, dv: Tensor, S: Tensor | None, dS: Tensor | None, gates: bool
@@ -209,7 +228,7 @@ class _Launches(MatrixSequences):
         dbeta = self.per_token(tiles, HV, dtype=torch.float32)
         d_sums = self.per_chunk(3, PARTS, HV, self.C) if gates else None
         d_whole = self.per_chunk(HV, self.K) if gates else None
-        arguments = {name: x for name, x in self.arguments.items() if name != "HK"}
+        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS")}
         arguments |= {"q": self.q, "k": self.k, "beta": self.beta, "r": r, "do": do, "states": S}
         arguments |= {"sums": self.gates["sums"], "rest": self.gates["rest"], "d_sums": d_sums}
         arguments |= {"H": H, "V": self.V, "PARTS": PARTS}
@@ -228,7 +247,9 @@ class _Launches(MatrixSequences):
         """The gradients of queries, keys, `beta` and, if wanted, of the gates of channels, by their names."""
         assert self.gk is not None
         HV, H = self.HV, self.q.shape[2]
-        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "K", "C")}
+        arguments = {
+            name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS", "K", "C")
+        }
         arguments["V"] = self.V
         products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "itself": self.per_chunk(HV, self.C)}
         config = pair_gradient_config(self.bfloat16)
@@ -278,13 +299,26 @@ class _Launches(MatrixSequences):
         made["beta"] = made["beta"].squeeze(2) if dbeta.shape[-2] == 1 else made["beta"].sum(2)
         return made
 
-    def grid(self) -> tuple[int]:
-        return (tile_count(self.V, self.config["BV"]) * self.HV * self.N,)
+    def config(self, V: int) -> dict[str, int]:
+        return sweep_config(self.bfloat16, self.K, V, self.SEGMENTS * self.N * self.HV)
+
+    def grid(self, V: int) -> tuple[int]:
+        return (tile_count(V, self.config(V)["BV"]) * self.HV * self.N * self.SEGMENTS,)
 
 
 def chunk_size(bfloat16: bool, of_channels: bool) -> int:
     """Tokens of a chunk. Gates of channels are worked on in chunks of vector decay."""
     return vector_decay.CHUNK if of_channels else 64 if bfloat16 else 32
+
+
+def segment_count(chunks: int, states: int) -> int:
+    """Parts in which to sweep a sequence of `chunks`, one of which needs the programs of so many `states`.
+
+    By the shape of one row, so that its bits do not depend on the batch size. In less than four, nothing is gained:
+    that segments begin at the right state takes three sweeps instead of one.
+    """
+    # Not `max` and `min`, which would ask a symbolic length and so bound it.
+    return torch.sym_max(1, torch.sym_min(chunks // 256, 32 // states) * 4)
 
 
 # Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.
@@ -312,6 +346,14 @@ def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
     few = isinstance(states, int) and states * tile_count(V, 64) <= 128
     BV = 64 if V <= 64 or few else 128
     return {"BK": max(BK, 64), "BV": BV, "num_warps": BV // 16, "num_stages": 2}
+
+
+def join_config(bfloat16: bool, K: int) -> dict[str, int]:
+    """Block sizes of the keys' axis, of the other, and of the former where it is contracted, warps, pipeline stages."""
+    BK = block(K, 256)
+    if bfloat16:
+        return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": 8, "num_stages": 1}
+    return {"BK": BK, "BV": 16, "BD": 16, "num_warps": 8, "num_stages": 1}
 
 
 def query_gradient_config(bfloat16: bool, K: int) -> dict[str, int]:

@@ -32,6 +32,7 @@ from flacompose.ops.families._kernels import (
     dot,
     dot_of_parts,
     find_chunk,
+    find_segment,
     find_sequence,
     fine_dot,
     in_parts,
@@ -218,21 +219,22 @@ def _store_transposed(x, value, token, end, h, d, H, D):
     tl.store(at, value.to(x.dtype.element_ty), mask=(token < end)[None, :] & (d < D)[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "N", "HK", "HV", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
     q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following
     k,  # [tokens, HK, K]
-    v,  # [tokens, HV, V]
+    v,  # [tokens, HV, V], zeros if there is none
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     total,  # [chunks, HV, K]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed
-    initial,  # [N, HV, K, V]
+    initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
     states,  # [chunks, HV, K, V], before each chunk
+    ends,  # [SEGMENTS, N, HV, K, V], after each segment
     final,  # [N, HV, K, V]
     cu_seqlens,
     T,
@@ -240,29 +242,40 @@ def sweep_kernel(
     scale,
     HK,
     HV,
+    SEGMENTS,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    IDENTITY: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Forwards in time: fills what is given of `o`, `r`, `states` and `final`."""
+    """Forwards in time: fills what is given of `o`, `r`, `states`, `ends` and `final`.
+
+    One program sweeps one segment of one sequence. Without `initial` it begins at zero or, with `IDENTITY`, at the
+    identity matrix.
+    """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tile, h, n = split_program(tl.cdiv(V, BV), HV)
-    nh = n * HV + h
+    tile, h, ns = split_program(tl.cdiv(V, BV), HV)
+    segment = ns // N
+    nh = ns % N * HV + h
+    at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
     dk = tl.arange(0, BK)
     dv = tile * BV + tl.arange(0, BV)
     in_state = (dv < V)[:, None] & (dk < K)[None, :]
     at_state = dv[:, None] + dk[None, :] * V
-    lo, hi, row0 = find_sequence(n, T, cu_seqlens, C)
+    lo, hi, row0 = find_sequence(ns % N, T, cu_seqlens, C)
+    begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
     S = tl.zeros([BV, BK], dtype=tl.float32)
     if initial is not None:
-        S = tl.load(initial + nh * K * V + at_state, mask=in_state, other=0.0).to(tl.float32)
+        S = tl.load(initial + at_end + at_state, mask=in_state, other=0.0).to(tl.float32)
+    if IDENTITY:
+        S = tl.where(dv[:, None] == dk[None, :], 1.0, 0.0)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
-    for chunk in range(tl.cdiv(hi - lo, C)):
+    for chunk in range(begin, stop):
         rh = (row0 + chunk) * HV + h
         start = lo + chunk * C
         size = tl.minimum(hi - start, C).to(tl.int32)
@@ -270,12 +283,13 @@ def sweep_kernel(
         first = start * HV + h
         if states is not None:
             tl.store(states + rh * K * V + at_state, S.to(states.dtype.element_ty), mask=in_state)
-        read = dot(S, tl.trans(load_tile(k + at_k, i, size, 0, dk, HK, K)), DOT)
+        e = -dot(S, tl.trans(load_tile(k + at_k, i, size, 0, dk, HK, K)), DOT)
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
             near, far, kept = _decayed_rows(sums + rh * C, rest_, C)
-            read *= near[None, :]
-        e = _load_transposed(v + first * V, i, size, 0, dv, HV, V) - read
+            e *= near[None, :]
+        if v is not None:
+            e += _load_transposed(v + first * V, i, size, 0, dv, HV, V)
         if r is not None:
             _store_transposed(
                 r + first * V, split_dot(e, tl.load(Y + rh * C * C + at_pair), DOT), i, size, 0, dv, HV, V
@@ -291,11 +305,14 @@ def sweep_kernel(
         if total is not None:
             S *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
         S = split_dot(e, load_tile(W + first * K, i, size, 0, dk, HV, K), DOT, S)
+    if ends is not None:
+        tl.store(ends + at_end + at_state, S, mask=in_state)
     if final is not None:
-        tl.store(final + nh * K * V + at_state, S.to(final.dtype.element_ty), mask=in_state)
+        if segment == SEGMENTS - 1:
+            tl.store(final + nh * K * V + at_state, S.to(final.dtype.element_ty), mask=in_state)
 
 
-@triton.jit(do_not_specialize=["T", "N", "HK", "HV", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def reverse_kernel(
     q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following
     k,  # [tokens, HK, K]
@@ -305,9 +322,10 @@ def reverse_kernel(
     total,  # [chunks, HV, K]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
-    d_final,  # [N, HV, K, V]
+    d_final,  # [SEGMENTS, N, HV, K, V], after each segment
     dv,  # [tokens, HV, V]
     d_states,  # [chunks, HV, K, V], after each chunk
+    d_ends,  # [SEGMENTS, N, HV, K, V], before each segment
     d_initial,  # [N, HV, K, V]
     cu_seqlens,
     T,
@@ -315,6 +333,7 @@ def reverse_kernel(
     scale,
     HK,
     HV,
+    SEGMENTS,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -322,24 +341,26 @@ def reverse_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Backwards in time: fills `dv` and what is given of `d_states` and `d_initial`."""
+    """Backwards in time: fills what is given of `dv`, `d_states`, `d_ends` and `d_initial`."""
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tile, h, n = split_program(tl.cdiv(V, BV), HV)
-    nh = n * HV + h
+    tile, h, ns = split_program(tl.cdiv(V, BV), HV)
+    segment = ns // N
+    nh = ns % N * HV + h
+    at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
     dk = tl.arange(0, BK)
     d2 = tile * BV + tl.arange(0, BV)
     in_state = (d2 < V)[:, None] & (dk < K)[None, :]
     at_state = d2[:, None] + dk[None, :] * V
-    lo, hi, row0 = find_sequence(n, T, cu_seqlens, C)
+    lo, hi, row0 = find_sequence(ns % N, T, cu_seqlens, C)
+    begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
     dS = tl.zeros([BV, BK], dtype=tl.float32)
     if d_final is not None:
-        dS = tl.load(d_final + nh * K * V + at_state, mask=in_state, other=0.0).to(tl.float32)
+        dS = tl.load(d_final + at_end + at_state, mask=in_state, other=0.0).to(tl.float32)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
-    chunks = tl.cdiv(hi - lo, C)
-    for from_end in range(chunks):
-        chunk = chunks - 1 - from_end
+    for before in range(begin, stop):
+        chunk = begin + stop - 1 - before
         rh = (row0 + chunk) * HV + h
         start = lo + chunk * C
         size = tl.minimum(hi - start, C).to(tl.int32)
@@ -350,7 +371,8 @@ def reverse_kernel(
         do_ = _load_transposed(do + first * V, i, size, 0, d2, HV, V)
         dv_ = dot(do_, tl.trans(tl.load(P + rh * C * C + at_pair)), DOT)
         dv_ += dot(dS, tl.trans(load_tile(W + first * K, i, size, 0, dk, HV, K)), DOT)
-        _store_transposed(dv + first * V, dv_, i, size, 0, d2, HV, V)
+        if dv is not None:
+            _store_transposed(dv + first * V, dv_, i, size, 0, d2, HV, V)
         do_ *= scale
         dv_ = -dv_
         if sums is not None:
@@ -363,8 +385,54 @@ def reverse_kernel(
             dS *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
         dS += dot(do_, load_tile(q + at_k, i, size, 0, dk, HK, K), DOT)
         dS = split_dot(dv_, load_tile(k + at_k, i, size, 0, dk, HK, K), DOT, dS)
+    if d_ends is not None:
+        tl.store(d_ends + at_end + at_state, dS, mask=in_state)
     if d_initial is not None:
-        tl.store(d_initial + nh * K * V + at_state, dS.to(d_initial.dtype.element_ty), mask=in_state)
+        if segment == 0:
+            tl.store(d_initial + nh * K * V + at_state, dS.to(d_initial.dtype.element_ty), mask=in_state)
+
+
+@triton.jit(do_not_specialize=["N", "HV", "SEGMENTS"])
+def join_kernel(
+    transitions,  # [SEGMENTS, N, HV, K, K]: each segment takes a state S to ``transition S + end``
+    ends,  # [SEGMENTS, N, HV, K, V]
+    initial,  # [N, HV, K, V]
+    starts,  # [SEGMENTS, N, HV, K, V]
+    N,
+    HV,
+    SEGMENTS,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BD: tl.constexpr,
+    REVERSE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The state before each segment, from what segments that begin at zero end with. `REVERSE`: gradients, after it."""
+    tile, nh, _ = split_program(tl.cdiv(V, BV), N * HV)
+    dk = tl.arange(0, BK)
+    dv = tile * BV + tl.arange(0, BV)
+    in_state = (dv < V)[:, None] & (dk < K)[None, :]
+    at_state = dv[:, None] + dk[None, :] * V
+    S = tl.zeros([BV, BK], dtype=tl.float32)
+    if initial is not None:
+        S = tl.load(initial + nh * K * V + at_state, mask=in_state, other=0.0).to(tl.float32)
+    for i in range(SEGMENTS):
+        row = (SEGMENTS - 1 - i if REVERSE else i) * N * HV + nh
+        start = starts + row * K * V
+        tl.store(start + at_state, S, mask=in_state)
+        # By blocks of the contracted axis, which other threads have stored.
+        tl.debug_barrier()
+        S = tl.load(ends + row * K * V + at_state, mask=in_state, other=0.0)
+        for d0 in range(0, K, BD):
+            d = d0 + tl.arange(0, BD)
+            S_ = tl.load(
+                start + dv[:, None] + d[None, :] * V, mask=(dv < V)[:, None] & (d < K)[None, :], other=0.0
+            )
+            at = d[:, None] * K + dk[None, :] if REVERSE else d[:, None] + dk[None, :] * K
+            M = tl.load(transitions + row * K * K + at, mask=(d < K)[:, None] & (dk < K)[None, :], other=0.0)
+            S += fine_dot(S_, M, DOT)
 
 
 @triton.jit
