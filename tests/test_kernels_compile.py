@@ -187,7 +187,8 @@ def test_delta_rule_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launch_with(compile_only, monkeypatch)
-    B, T, H, N = 1, 130, 2, 2
+    # With groups, as many as lead to several segments.
+    B, T, H, N = 1, 64 * 260 if groups > 1 else 130, 2, 2
     q, k = torch.zeros(2, B, T, H, K, dtype=dtype)
     v = torch.zeros(B, T, H * groups, V, dtype=dtype)
     beta = torch.zeros(B, T, H * groups)
@@ -375,7 +376,9 @@ def test_scan_launches_at_every_length(N, monkeypatch: pytest.MonkeyPatch) -> No
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
-@pytest.mark.parametrize("family", [scalar_decay, vector_decay, scan], ids=["scalar", "vector", "scan"])
+@pytest.mark.parametrize(
+    "family", [scalar_decay, vector_decay, delta_rule, scan], ids=["scalar", "vector", "delta", "scan"]
+)
 @pytest.mark.parametrize("sequences", [1, 600])
 def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long packed row is cut into segments if it is few sequences: else their states would outgrow it."""
@@ -386,7 +389,11 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     if family is scan:
         scan.chunk(q[:, :, 0], k[:, :, 0], None, cu_seqlens)
     else:
-        gates, options = ((None, None), ()) if family is scalar_decay else ((None,) * 3, (False, False))
+        gates = {scalar_decay: (None, None), vector_decay: (None,) * 3, delta_rule: (v[..., 0], None, None)}[
+            family
+        ]
+        options = (False, False) if family is vector_decay else ()
         family.chunk(q, k, v, *gates, None, cu_seqlens, 1.0, *options)
-    cut = any(arguments.get("segment_state") is not None for _, arguments in launches)
+    ends = "ends" if family is delta_rule else "segment_state"
+    cut = any(arguments.get(ends) is not None for _, arguments in launches)
     assert cut == (sequences == 1)

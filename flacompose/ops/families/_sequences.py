@@ -62,9 +62,9 @@ class Sequences:
         """Memory for ``[segments, N, *shape]``, and one segment more, as in `per_chunk`."""
         return torch.empty(segments + 1, self.N, *shape, dtype=torch.float32, device=self.device)
 
-    def segments(self, units: int, programs: int) -> tuple[int, bool]:
+    def segments(self, units: int, programs: int, least: int = 1) -> tuple[int, bool]:
         """`segment_count` of a row of `units`, if `programs` sweep a sequence, and whether it may be more than 1."""
-        count = segment_count(units, programs if self.cu_seqlens is None else programs * self.N)
+        count = segment_count(units, programs if self.cu_seqlens is None else programs * self.N, least)
         return count, not (isinstance(count, int) and count == 1)
 
 
@@ -87,10 +87,11 @@ class MatrixSequences(Sequences):
         return {"D1": D1, "D2": D2, "stride1": stride1, "stride2": stride2}
 
 
-def segment_count(units: int, programs: int) -> int:
+def segment_count(units: int, programs: int, least: int = 1) -> int:
     """Parts in which to sweep a sequence of `units` (chunks, mostly), `programs` to a part: enough for a large chip.
 
-    By the shape of one row, so that its bits do not depend on the batch size.
+    One, or a multiple of `least`, if fewer parts would not be faster. By the shape of one row, so that its bits do not
+    depend on the batch size.
     """
     # Not `max` and `min`, which would ask a symbolic length and so bound it.
-    return torch.sym_max(1, torch.sym_min(units // 64, 512 // programs))
+    return torch.sym_max(1, torch.sym_min(units // (64 * least), 512 // (programs * least)) * least)

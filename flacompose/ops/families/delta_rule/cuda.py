@@ -99,8 +99,8 @@ class _Launches(MatrixSequences):
         self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
-        self.SEGMENTS = segment_count(self.chunks_of_row, self.HV * (1 if cu_seqlens is None else self.N))
-        self.split = not (isinstance(self.SEGMENTS, int) and self.SEGMENTS == 1)
+        # Three sweeps instead of one have segments begin at the right state, so that two or three gain nothing.
+        self.SEGMENTS, self.split = self.segments(self.chunks_of_row, 4 * self.HV, least=4)
         self.transitions: Tensor | None = None
         if gk is not None:
             gk, g = _gates_of_channels(g, gk), None
@@ -309,16 +309,6 @@ class _Launches(MatrixSequences):
 def chunk_size(bfloat16: bool, of_channels: bool) -> int:
     """Tokens of a chunk. Gates of channels are worked on in chunks of vector decay."""
     return vector_decay.CHUNK if of_channels else 64 if bfloat16 else 32
-
-
-def segment_count(chunks: int, states: int) -> int:
-    """Parts in which to sweep a sequence of `chunks`, one of which needs the programs of so many `states`.
-
-    By the shape of one row, so that its bits do not depend on the batch size. In less than four, nothing is gained:
-    that segments begin at the right state takes three sweeps instead of one.
-    """
-    # Not `max` and `min`, which would ask a symbolic length and so bound it.
-    return torch.sym_max(1, torch.sym_min(chunks // 256, 32 // states) * 4)
 
 
 # Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.

@@ -1,9 +1,9 @@
 """Triton kernels for the delta rule: the pairs of each chunk, and a sweep over the chunks in either direction.
 
-Within a chunk that begins with the state S, ``r_t = v_t - S'^T k_t``, what a value differs by from the one that its key
-had, solves ``(I + A diag(beta)) r = e`` with ``e = v - k_read S``. Here ``A[t, s]`` is the product of the keys of tokens
-``s < t``, decayed by the gates between them, and `k_read` are the keys, decayed by the gates since the chunk's start. So
-what the chunk adds to the state and to the outputs is linear in ``e``:
+Within a chunk that begins with the state S, ``r_t = v_t - S'^T k_t``, what a value differs by from the one that its
+key had, solves ``(I + A diag(beta)) r = e`` with ``e = v - k_read S``. Here ``A[t, s]`` is the product of the keys of
+tokens ``s < t``, decayed by the gates between them, and `k_read` are the keys, decayed by the gates since the chunk's
+start. So what the chunk adds to the state and to the outputs is linear in ``e``:
 
     r = Y e, with Y = (I + A diag(beta))^-1        W = Y^T diag(beta) k_write        P = scale * (q . k) diag(beta) Y
 
@@ -18,6 +18,9 @@ chunk. `sweep_kernel` goes from chunk to chunk, the state in registers:
 
 Both hold the state transposed, `[V, K]`, and all that they compute: the result of each product is then the left factor
 of the next, and stays in registers.
+
+So do the segments of a long row. A first sweep has each begin at zero, and another at the identity matrix, which gives
+what it does to any state; `join_kernel` computes from these the state that each begins at.
 
 A gate of a head scales whole rows, so it is applied to these products. A gate of a channel is in `k_read` and `q_read`
 themselves, which `pair_kernel` then stores.
@@ -57,7 +60,7 @@ BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted by substituti
 
 @triton.jit
 def _decayed_rows(sums, rest, C: tl.constexpr):
-    """The weights ``[C]`` of a chunk's tokens, whose running sums of gates are given: to the start, to the end, of both."""
+    """The weights ``[C]`` of a chunk's tokens with these running sums of gates: to the start, to the end, of both."""
     sum_i = tl.load(sums + tl.arange(0, C))
     total = tl.load(sums + C - 1)
     to_end = total - sum_i
