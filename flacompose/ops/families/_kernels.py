@@ -119,9 +119,9 @@ def dot_split(a, b, DOT: tl.constexpr, acc=None):
 
 
 @triton.jit
-def fine_dot(a, b, DOT: tl.constexpr):
-    """``a @ b`` for float32 factors, each in two parts: under strong gates few pairs count, errors do not cancel."""
-    return dot_of_parts(a, in_parts(b, DOT), DOT)
+def fine_dot(a, b, DOT: tl.constexpr, acc=None):
+    """``acc + a @ b`` for float32 factors, each in two parts: under strong gates few pairs count, no error cancels."""
+    return dot_of_parts(a, in_parts(b, DOT), DOT, acc)
 
 
 @triton.jit
@@ -135,14 +135,14 @@ def in_parts(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def dot_of_parts(a, b, DOT: tl.constexpr):
-    """``a @ b`` for float32 `a` and `b`, given `in_parts`."""
+def dot_of_parts(a, b, DOT: tl.constexpr, acc=None):
+    """``acc + a @ b`` for float32 `a` and `b`, given `in_parts`."""
     high, rest = b
     if DOT == tl.float32:
-        out = tl.dot(a, high, input_precision="tf32x3")
+        out = tl.dot(a, high, acc=acc, input_precision="tf32x3")
     else:
         a_high, a_rest = _parts(a)
-        out = tl.dot(a_high, high, acc=tl.dot(a_high, rest, acc=tl.dot(a_rest, high)))
+        out = tl.dot(a_high, high, acc=tl.dot(a_high, rest, acc=tl.dot(a_rest, high, acc=acc)))
     return out
 
 

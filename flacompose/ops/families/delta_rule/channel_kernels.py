@@ -1,4 +1,7 @@
-"""Triton kernels for the gradients of the delta rule with a gate per channel: those of queries, keys, beta and gates.
+"""Triton kernels for the delta rule with a gate per channel: the pairs of each chunk, and the gradients.
+
+`channel_pair_kernel` does for the sweeps of `kernels` what `pair_kernel` does without such gates. The other two kernels
+make the gradients of queries, keys, beta and gates.
 
 Each token reads the state twice: by its key, before it writes and with the gradient ``-dv``, and by its query, with the
 gradient ``do``. It writes ``u = beta r`` by its key. `S` is the state before a chunk, ``dS`` the gradient of the state
@@ -26,16 +29,22 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
+    bounded,
     dot,
+    dot_of_parts,
     find_chunk,
+    fine_dot,
+    in_parts,
     load_tile,
     split_program,
     store_tile,
 )
+from flacompose.ops.families.delta_rule.kernels import solve
 from flacompose.ops.families.vector_decay.kernels import (
     LEVELS,
     MILD_BOUND,
     C,
+    exact_pairs,
     from_middle,
     in_local_sum,
     load_gates,
@@ -43,9 +52,122 @@ from flacompose.ops.families.vector_decay.kernels import (
     rounded_dot,
     select,
     siblings,
+    size_of_gate,
     size_of_gates,
     tf32_rounded,
 )
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def channel_pair_kernel(
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    gk,  # [tokens, HV, K]
+    W,  # [tokens, HV, K]
+    P,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed
+    q_read,  # [tokens, HV, K]
+    k_read,  # [tokens, HV, K]
+    total,  # [chunks, HV, K]
+    mild,  # [chunks, HV]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    MILD: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`.
+
+    It runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
+    both would need twice the registers. With mild gates, all follows from the sums of gates to the chunk's middle. They
+    differ by a number for each channel from the sums to the chunk's start and to its end.
+    """
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    row, h, _ = split_program(tl.num_programs(0) // HV, HV)
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    rh = row * HV + h
+    if not MILD:
+        if tl.load(mild + rh) != 0:
+            return
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    first = lo * HV + h
+    q += (lo * H + h // (HV // H)) * K
+    k += (lo * H + h // (HV // H)) * K
+    gk += first * K
+    W += first * K
+    q_read += first * K
+    k_read += first * K
+    total += rh * K
+    i = tl.arange(0, C)
+    s = i[:, None]
+    t = i[None, :]
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    # Rows write, columns read. Both have the same sums of gates, as a read comes after the token's gate.
+    of_q = tl.zeros([C, C], dtype=tl.float32)
+    of_k = tl.zeros([C, C], dtype=tl.float32)
+    writers: tl.tuple = ()
+    to_end: tl.tuple = ()
+    for d0 in tl.static_range(0, K, BK):
+        d = d0 + tl.arange(0, BK)
+        at_q = i, size, 0, d, H, K
+        at_g = i, size, 0, d, HV, K
+        # In float32 too: rounding a number and widening it again takes slow instructions.
+        g = bounded(load_tile(gk, *at_g)).to(tl.float32)
+        g_ = g.to(gk.dtype.element_ty)
+        k_ = load_tile(k, *at_q)
+        if MILD:
+            middle, _ = middle_sums(g_, s, t, False, DOT)
+            largest = tl.maximum(tl.max(tl.abs(middle), 1), tl.max(size_of_gate(g, DOT), 1))
+            if not tl.max(largest) < MILD_BOUND:
+                tl.store(mild + rh, 0)  # the second launch overwrites what is stored until here
+                return
+            early = tl.sum(tl.where(s < C // 2, g, 0.0), 0)
+            late = tl.sum(tl.where(s < C // 2, 0.0, g), 0)
+            tl.store(total + d, tl.exp(early + late), mask=d < K)
+            to_middle = tl.exp(middle)
+            from_start = tl.exp(early)[None, :]
+            # Registers are scarce: the readers wait in shared memory for the writer.
+            reader = load_tile(q, *at_q) * to_middle
+            store_tile(q_read, reader * from_start, *at_g)
+            reader_q = in_parts(tl.trans(reader), DOT)
+            writer = k_ / to_middle
+            reader = k_ * to_middle
+            store_tile(k_read, reader * from_start, *at_g)
+            reader_k = in_parts(tl.trans(reader), DOT)
+            writers += (in_parts(writer, DOT),)
+            to_end += (tl.exp(late),)
+            of_q = dot_of_parts(writer, reader_q, DOT, of_q)
+            of_k = dot_of_parts(writer, reader_k, DOT, of_k)
+        else:
+            q_ = load_tile(q, *at_q)
+            read = tl.exp(select(t <= s, g_, DOT))
+            store_tile(q_read, q_ * read, *at_g)
+            store_tile(k_read, k_ * read, *at_g)
+            tl.store(total + d, tl.exp(tl.sum(g, 0)), mask=d < K)
+            of_q += exact_pairs(q_, k_, g_, s, t, False, DOT)
+            of_k += exact_pairs(k_, k_, g_, s, t, False, DOT)
+    if MILD:
+        tl.store(mild + rh, 1)
+    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    of_q = tl.where(s <= t, of_q * scale, 0.0)
+    weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
+    for tile in tl.static_range(0, (K + BK - 1) // BK):
+        d = tile * BK + tl.arange(0, BK)
+        at_g = i, size, 0, d, HV, K
+        if MILD:
+            written = dot_of_parts(weighted, writers[tile], DOT) * to_end[tile][None, :]
+        else:
+            written = load_tile(k, i, size, 0, d, H, K) * tl.exp(select(t > s, load_gates(gk, *at_g), DOT))
+            written = fine_dot(weighted, written, DOT)
+        store_tile(W, written, *at_g)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "scale"])

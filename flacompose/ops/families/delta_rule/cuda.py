@@ -13,7 +13,11 @@ from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, operand_dtype, tile_count
 from flacompose.ops.families._sequences import MatrixSequences
-from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
+from flacompose.ops.families.delta_rule.channel_kernels import (
+    channel_kernel,
+    channel_pair_kernel,
+    pair_gradient_kernel,
+)
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.delta_rule.kernels import (
     join_kernel,
@@ -108,34 +112,42 @@ class _Launches(MatrixSequences):
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         if g is not None:
             self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
-        reads: dict[str, Tensor | None] = dict.fromkeys(("q_read", "k_read"))
-        if gk is not None:
-            reads = {name: self.per_token(self.HV, self.K, dtype=self.dtype) for name in reads}
-            self.gates["total"] = self.per_chunk(self.HV, self.K)
         self.pairs: dict[str, Tensor | None] = {
             "W": self.per_token(self.HV, self.K, dtype=self.dtype),
             "P": self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype),
         }
         self.Y = self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) if with_r else None
-        launch(
-            pair_kernel,
-            (self.chunks * self.HV,),
-            q=self.q,
-            k=self.k,
-            beta=self.beta,
-            gk=self.gk,
-            Y=self.Y,
-            **self.gates,
-            **self.pairs,
-            **reads,
-            **self.arguments,
-            H=q.shape[2],
-            **pair_config(bfloat16, gk is not None),
+        self.reads = {"q": self.q, "k": self.k}
+        arguments = (
+            self.arguments | {"beta": self.beta, "H": q.shape[2], "Y": self.Y} | self.reads | self.pairs
         )
-        self.reads = (
-            {"q": self.q, "k": self.k} if gk is None else {"q": reads["q_read"], "k": reads["k_read"]}
-        )
-        self.arguments |= {"HK": q.shape[2] if gk is None else self.HV, "SEGMENTS": self.SEGMENTS}
+        self.arguments |= {"HK": q.shape[2], "SEGMENTS": self.SEGMENTS}
+        if self.gk is not None:
+            self.channel_pairs(arguments)
+        else:
+            arguments |= {name: self.gates[name] for name in ("sums", "rest")}
+            launch(pair_kernel, (self.chunks * self.HV,), **arguments, **pair_config(bfloat16))
+
+    def channel_pairs(self, arguments: dict[str, Any]) -> None:
+        """Fill what the sweeps take, with gates of channels."""
+        del arguments["C"]
+        self.reads = {name: self.per_token(self.HV, self.K, dtype=self.dtype) for name in ("q", "k")}
+        self.gates["total"] = self.per_chunk(self.HV, self.K)
+        self.arguments["HK"] = self.HV
+        mild = self.per_chunk(self.HV, dtype=torch.int8)
+        for only_mild in (True, False):
+            launch(
+                channel_pair_kernel,
+                (self.chunks * self.HV,),
+                gk=self.gk,
+                q_read=self.reads["q"],
+                k_read=self.reads["k"],
+                total=self.gates["total"],
+                mild=mild,
+                MILD=only_mild,
+                **arguments,
+                **channel_pair_config(self.bfloat16),
+            )
 
     def free(self) -> None:
         """Give back the memory that only sweeps need."""
@@ -314,13 +326,14 @@ def chunk_size(bfloat16: bool, of_channels: bool) -> int:
 # Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.
 
 
-def pair_config(bfloat16: bool, of_channels: bool) -> dict[str, int]:
+def pair_config(bfloat16: bool) -> dict[str, int]:
     """Block size of the contracted axis, warps and pipeline stages."""
-    return {
-        "BK": (64 if of_channels else 128) if bfloat16 else 32,
-        "num_warps": 4,
-        "num_stages": 1,
-    }
+    return {"BK": 128 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
+
+
+def channel_pair_config(bfloat16: bool) -> dict[str, int]:
+    """Block size of the contracted axis, warps and pipeline stages."""
+    return {"BK": 64 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
 
 
 def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:

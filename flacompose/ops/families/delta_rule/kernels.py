@@ -23,7 +23,7 @@ So do the segments of a long row. A first sweep has each begin at zero, and anot
 what it does to any state; `join_kernel` computes from these the state that each begins at.
 
 A gate of a head scales whole rows, so it is applied to these products. A gate of a channel is in `k_read` and `q_read`
-themselves, which `pair_kernel` then stores.
+themselves, which `channel_pair_kernel` stores: it takes the place of `pair_kernel` there.
 """
 
 from __future__ import annotations
@@ -45,15 +45,7 @@ from flacompose.ops.families._kernels import (
     store_tile,
 )
 from flacompose.ops.families.scalar_decay.kernels import BEGINNING, ENDING, TO_END
-from flacompose.ops.families.vector_decay.kernels import (
-    MILD_BOUND,
-    exact_pairs,
-    load_gates,
-    middle_sums,
-    select,
-    siblings,
-    size_of_gates,
-)
+from flacompose.ops.families.vector_decay.kernels import siblings
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted by substitution
 
@@ -113,6 +105,20 @@ def inverse(upper, DOT: tl.constexpr):
     return Y
 
 
+@triton.jit
+def solve(of_q, of_k, beta, P, Y, DOT: tl.constexpr):
+    """``diag(beta) Y``, transposed, of products whose rows write and columns read. Fills `P` and, if given, `Y`."""
+    C: tl.constexpr = of_k.shape[0]
+    at = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    of_q = in_parts(of_q, DOT)
+    solved = inverse(of_k * beta[:, None], DOT)
+    if Y is not None:
+        tl.store(Y + at, solved.to(Y.dtype.element_ty))
+    solved *= beta[None, :]
+    tl.store(P + at, dot_of_parts(solved, of_q, DOT).to(P.dtype.element_ty))
+    return solved
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def pair_kernel(
     q,  # [tokens, H, K]
@@ -120,13 +126,9 @@ def pair_kernel(
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C], running sums of the gates of heads, as `gate_kernel` of scalar decay gives them
     rest,  # [chunks, HV, C]
-    gk,  # [tokens, HV, K]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed
-    q_read,  # [tokens, HV, K], as the following two with `gk` alone
-    k_read,  # [tokens, HV, K]
-    total,  # [chunks, HV, K]
     cu_seqlens,
     T,
     N,
@@ -138,7 +140,7 @@ def pair_kernel(
     BK: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills what is given of `W`, `P`, `Y`, and of what gates of channels need besides."""
+    """Fills `W`, `P` and, if given, `Y`."""
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     row, h, _ = split_program(tl.num_programs(0) // HV, HV)
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
@@ -160,20 +162,8 @@ def pair_kernel(
         d = d0 + tl.arange(0, BK)
         q_ = load_tile(q + at_q, i, size, 0, d, H, K)
         k_ = load_tile(k + at_q, i, size, 0, d, H, K)
-        if gk is None:
-            of_q += dot(k_, tl.trans(q_), DOT)
-            of_k += dot(k_, tl.trans(k_), DOT)
-        else:
-            g_ = load_gates(gk + first * K, i, size, 0, d, HV, K)
-            # Writes and reads have one sum, as a read comes after the token's gate.
-            middle, middle_ = middle_sums(g_, s, t, False, DOT)
-            if tl.max(size_of_gates(g_, middle, middle_, DOT)) < MILD_BOUND:
-                written = k_ * tl.exp(-middle)
-                of_q += fine_dot(written, tl.trans(q_ * tl.exp(middle)), DOT)
-                of_k += fine_dot(written, tl.trans(k_ * tl.exp(middle)), DOT)
-            else:
-                of_q += exact_pairs(q_, k_, g_, s, t, False, DOT)
-                of_k += exact_pairs(k_, k_, g_, s, t, False, DOT)
+        of_q += dot(k_, tl.trans(q_), DOT)
+        of_k += dot(k_, tl.trans(k_), DOT)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
     if sums is not None:
         sums += rh * C
@@ -182,31 +172,14 @@ def pair_kernel(
         between = _decayed_pairs(sums, rest, C)
         of_q *= between
         of_k *= between
-    of_q = in_parts(of_q, DOT)
-    solved = inverse(of_k * beta_i[:, None], DOT)
-    to_end = beta_i
+    weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     if sums is not None:
         near, far, kept = _decayed_rows(sums, rest, C)
-        to_end *= far
-    weighted = solved * to_end[None, :]
+        weighted *= far[None, :]
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
-        k_ = load_tile(k + at_q, i, size, 0, d, H, K)
-        if gk is None:
-            written = split_dot(weighted, k_, DOT)
-        else:
-            g_ = load_gates(gk + first * K, i, size, 0, d, HV, K)
-            written = fine_dot(weighted, k_ * tl.exp(select(t > s, g_, DOT)), DOT)
-            read = tl.exp(select(t <= s, g_, DOT))
-            store_tile(k_read + first * K, k_ * read, i, size, 0, d, HV, K)
-            q_ = load_tile(q + at_q, i, size, 0, d, H, K)
-            store_tile(q_read + first * K, q_ * read, i, size, 0, d, HV, K)
-            tl.store(total + rh * K + d, tl.exp(tl.sum(g_.to(tl.float32), 0)), mask=d < K)
+        written = split_dot(weighted, load_tile(k + at_q, i, size, 0, d, H, K), DOT)
         store_tile(W + first * K, written, i, size, 0, d, HV, K)
-    at = rh * C * C + s * C + t
-    tl.store(P + at, dot_of_parts(solved * beta_i[None, :], of_q, DOT).to(P.dtype.element_ty))
-    if Y is not None:
-        tl.store(Y + at, solved.to(Y.dtype.element_ty))
 
 
 @triton.jit

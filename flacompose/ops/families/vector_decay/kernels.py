@@ -242,8 +242,13 @@ def size_of_gates(g, write, read, DOT: tl.constexpr):
     The multiple is there for the gradient of a gate: if a gate weakens what it decays to less than exp(-4), or exp(-8)
     where products are rounded to bfloat16, its gradient would drown in the rounding of the pairs it does not decay.
     """
-    single = tl.abs(g.to(tl.float32)) * (MILD_BOUND / (4.0 if DOT == tl.float32 else 8.0))
-    return tl.maximum(tl.maximum(tl.abs(write), tl.abs(read)), single)
+    return tl.maximum(tl.maximum(tl.abs(write), tl.abs(read)), size_of_gate(g, DOT))
+
+
+@triton.jit
+def size_of_gate(g, DOT: tl.constexpr):
+    """The multiple of a gate in `size_of_gates`."""
+    return tl.abs(g.to(tl.float32)) * (MILD_BOUND / (4.0 if DOT == tl.float32 else 8.0))
 
 
 @triton.jit
