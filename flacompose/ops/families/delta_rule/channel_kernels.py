@@ -39,7 +39,7 @@ from flacompose.ops.families._kernels import (
     split_program,
     store_tile,
 )
-from flacompose.ops.families.delta_rule.kernels import solve
+from flacompose.ops.families.delta_rule.kernels import load_state, solve
 from flacompose.ops.families.vector_decay.kernels import (
     LEVELS,
     MILD_BOUND,
@@ -219,8 +219,8 @@ def _of_state(x, S, size, HV, V: tl.constexpr, d, K: tl.constexpr, BV: tl.conste
     out = tl.zeros([C, d.shape[0]], dtype=tl.float32)
     for v0 in range(0, V, BV):
         d2 = v0 + tl.arange(0, BV)
-        S_ = tl.load(S + d[None, :] * V + d2[:, None], mask=(d < K)[None, :] & (d2 < V)[:, None], other=0.0)
-        out += dot(load_tile(x, tl.arange(0, C), size, 0, d2, HV, V), S_, DOT)
+        x_ = load_tile(x, tl.arange(0, C), size, 0, d2, HV, V)
+        out += dot(x_, load_state(S, d, d2, K, V), DOT)
     return out
 
 
@@ -322,23 +322,21 @@ def channel_kernel(
     d_states += rh * K * V
     beta_t = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)[:, None]
 
-    written = tl.zeros([C, BK], dtype=tl.float32)
+    written = _of_state(r, d_states, size, HV, V, d, K, BV, DOT)
     whole = tl.zeros([BK], dtype=tl.float32)
-    for v0 in range(0, V, BV):
-        d2 = v0 + tl.arange(0, BV)
-        in_state = (d < K)[None, :] & (d2 < V)[:, None]
-        dS = tl.load(d_states + d[None, :] * V + d2[:, None], mask=in_state, other=0.0)
-        written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
-        if dgk is not None:
-            S = tl.load(states + d[None, :] * V + d2[:, None], mask=in_state, other=0.0)
-            whole += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+    if dgk is not None:
+        # Not in the loop of the product: Triton 3.6 overwrites what a product still reads where it is read twice.
+        for v0 in range(0, V, BV):
+            d2 = v0 + tl.arange(0, BV)
+            S = load_state(states, d, d2, K, V).to(tl.float32)
+            whole += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
     whole *= tl.exp(tl.sum(g.to(tl.float32), 0))
 
     by = tl.zeros([C, BK], dtype=tl.float32)
     if MILD:
         late = t >= C // 2
         to_middle = tl.exp(middle)
-        writer = tf32_rounded(load_tile(k, *at_q) * beta_t / to_middle, DOT)
+        writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)
         from_start = tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
         written *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
         # The rows are the gradients of the sums of gates from the middle to the tokens. The last of the early tokens
@@ -383,11 +381,11 @@ def channel_kernel(
             store_tile(dq + first * K, by + tl.load(itself + i)[:, None] * k_beta, *at_g)
     if MILD:
         if dgk is not None:
-            writer = tf32_rounded(load_tile(k, *at_q) * beta_t / to_middle, DOT)
+            writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)
             d_gates -= tl.where(free, 0.0, writer * written)
             sums = tl.where((s == C // 2 - 1) & (t < C // 2), 1.0, from_middle(s, t))
             d_gates = select(sums, d_gates, DOT)
-        written /= to_middle
+        written *= tl.exp(-middle)
     if dgk is not None:
         store_tile(dgk + first * K, d_gates, *at_g)
     written += tl.load(itself + i)[:, None] * load_tile(q, *at_q)

@@ -208,7 +208,7 @@ class _Launches(MatrixSequences):
 
     def _join(self, ends: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it."""
-        starts = torch.empty_like(ends)
+        starts = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
         config = join_config(self.bfloat16, self.K)
         sizes = {"N": self.N, "HV": self.HV, "SEGMENTS": self.SEGMENTS, "K": self.K, "V": self.V}
         launch(

@@ -424,12 +424,12 @@ def _products(
         a_ = load_tile(a, i, size, 0, d2, HV, V)
         pairs += dot(a_, tl.trans(load_tile(b, i, size, 0, d2, HV, V)), DOT)
         if states is not None:
-            of_state += dot(a_, _load_state(states, d, d2, K, V), DOT)
+            of_state += dot(a_, load_state(states, d, d2, K, V), DOT)
     return pairs, of_state
 
 
 @triton.jit
-def _load_state(state, d, d2, K, V):
+def load_state(state, d, d2, K, V):
     """``[d2, d]`` of ``state [K, V]``."""
     at = state + d[None, :] * V + d2[:, None]
     return tl.load(at, mask=(d < K)[None, :] & (d2 < V)[:, None], other=0.0)
@@ -600,6 +600,6 @@ def key_gradient_kernel(
         whole = tl.zeros([BK], dtype=tl.float32)
         for v0 in range(0, V, BV):
             d2 = v0 + tl.arange(0, BV)
-            S = _load_state(states + rh * K * V, d, d2, K, V).to(tl.float32)
-            whole += tl.sum(S * _load_state(d_states + rh * K * V, d, d2, K, V), 0)
+            S = load_state(states + rh * K * V, d, d2, K, V).to(tl.float32)
+            whole += tl.sum(S * load_state(d_states + rh * K * V, d, d2, K, V), 0)
         tl.store(d_whole + rh * K + d, whole * kept, mask=d < K)
