@@ -381,4 +381,4 @@ def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
 def channel_config(bfloat16: bool) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
     B = 64 if bfloat16 else 32
-    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2}
+    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 3}
