@@ -405,9 +405,6 @@ FAMILIES = {
 }
 
 
-ONE_FORM = ("gated_deltaproduct",)  # whose tokens are several steps
-
-
 def op_of(name: str, form: str) -> torch._ops.OpOverload:
     return getattr(torch.ops.flacompose, f"{FAMILIES.get(name, 'scalar_decay')}_{form}").default
 
@@ -415,7 +412,7 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
 @pytest.mark.parametrize(
     ("name", "mode", "T", "form"),
     [
-        (name, mode, T, "chunk" if name in ONE_FORM else form)
+        (name, mode, T, form)
         for name, config in EVERY.items()
         for mode, T, form in ((None, 2, "chunk"), ("fused_recurrent", 2, "recurrent"), (None, 1, "recurrent"))
         if mode is None or "mode" in inspect.signature(config["layer"]).parameters

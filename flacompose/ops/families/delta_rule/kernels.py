@@ -553,35 +553,29 @@ def key_gradient_kernel(
             rest += rh * C
         near, far, kept = _decayed_rows(sums, rest, C)
     # Rows write, columns read: not every version of Triton transposes the result of a product right.
-    pairs, written = _products(
+    pairs, by_states = _products(
         r + first * V, do + first * V, d_states + rh * K * V, size, d, HV, K, V, C, BV, DOT
     )
-    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1) * scale
+    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
     pairs = tl.where(t < s, pairs * scale, 0.0)
     if sums is not None:
         pairs *= _decayed_pairs(sums, rest, C)
-        written *= far[:, None]
-    at = ((row * 3 * PARTS + PARTS - tiles + tile) * HV + h) * C + i
-    k_ = load_tile(k + at_q, i, size, 0, d, H, K)
-    if d_sums is not None:
-        to_end = tl.sum(written * k_, 1) * beta_i
-        tl.store(d_sums + at + TO_END * PARTS * HV * C, to_end)
-    written = split_dot(pairs, load_tile(q + at_q, i, size, 0, d, H, K), DOT, written)
+        by_states *= far[:, None]
+    in_chunk = split_dot(pairs, load_tile(q + at_q, i, size, 0, d, H, K), DOT)
     pairs, _ = _products(r + first * V, dv + first * V, None, size, d, HV, K, V, C, BV, DOT)
     pairs = tl.where(t < s, -pairs, 0.0)
     if sums is not None:
         pairs *= _decayed_pairs(sums, rest, C)
     k_ = load_tile(k + at_q, i, size, 0, d, H, K)
-    written = split_dot(pairs, k_, DOT, written)
-    d_beta = tl.sum(written * k_, 1)
+    in_chunk = split_dot(pairs, k_, DOT, in_chunk)
+    at = ((row * 3 * PARTS + PARTS - tiles + tile) * HV + h) * C + i
     if d_sums is not None:
-        # The next gate decays both: what is left of their sum is no smaller than what is taken away by a power of e.
-        tl.store(d_sums + at + BEGINNING * PARTS * HV * C, d_beta * beta_i - to_end)
+        tl.store(d_sums + at + BEGINNING * PARTS * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
+        tl.store(d_sums + at + TO_END * PARTS * HV * C, tl.sum(by_states * k_, 1) * beta_i)
     # No gate decays the pair of a token with itself: its gradient would drown that of the others.
-    of_itself = itself[:, None] * load_tile(q + at_q, i, size, 0, d, H, K)
-    d_beta += tl.sum(of_itself * k_, 1)
-    tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
-    written = (written + of_itself) * beta_i[:, None]
+    written = in_chunk + by_states + itself * load_tile(q + at_q, i, size, 0, d, H, K)
+    tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, tl.sum(written * k_, 1), mask=i < size)
+    written *= beta_i[:, None]
 
     # Rows read, columns write. Keys read with the gradient -dv.
     pairs, by_states = _products(
