@@ -67,7 +67,8 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     if r is not None and of_channels:
         made |= rule.channel_gradients(do, r, dv, S, dS, gates=wants["g"] or wants["gk"])
     elif r is not None:
-        made |= rule.gradients(do, r, dv, S, dS, gates=wants["g"])
+        # Those of gates always, so that the bits of the others do not depend on whether they are wanted.
+        made |= rule.gradients(do, r, dv, S, dS, gates=inputs.g is not None)
     tokens = inputs._asdict()
     gradients = [
         made[name].to(tokens[name].dtype) if wants[name] else None
