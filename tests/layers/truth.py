@@ -554,12 +554,12 @@ def described(config: dict[str, Any]) -> str:
 
 
 def build(config: dict[str, Any], **to: Any) -> nn.Module:
-    """A layer with no parameter at its initial value, none of them small."""
+    """A layer with no parameter at its initial value, none of them small: the same on every device."""
     config = dict(config)
     layer = config.pop("layer")(**config).to(**to)
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+            parameter.add_(torch.randn_like(parameter, device="cpu").to(parameter.device), alpha=0.3)
     return layer
 
 
@@ -577,12 +577,14 @@ def materialised(config: dict[str, Any]) -> nn.Module:
 
 def tokens_of(layer: nn.Module, B: int, T: int) -> Tensor:
     like = next(layer.parameters())
-    return torch.randn(B, T, layer.hidden_size, device=like.device, dtype=like.dtype)
+    return torch.randn(B, T, layer.hidden_size, dtype=like.dtype).to(like.device)
 
 
 def random_state(layer: nn.Module, N: int) -> RecurrentState:
     def random(zeros: Tensor) -> Tensor:
-        return torch.randn_like(zeros) if zeros.is_floating_point() else torch.randint_like(zeros, 40)
+        on_cpu = zeros.cpu()
+        x = torch.randn_like(on_cpu) if zeros.is_floating_point() else torch.randint_like(on_cpu, 40)
+        return x.to(zeros.device)
 
     state = pytree.tree_map(random, layer.init_state(N))
     normalizer = pytree.tree_map(lambda z: z.abs() + 0.1, state.normalizer)  # of positive keys
