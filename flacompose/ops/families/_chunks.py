@@ -52,7 +52,8 @@ class Chunks:
         first, last = self.at.start, self.at.stop
         if self.table is not None:
             token, exists = self.token[first:last], self.table.exists[first:last, :, None]
-            x = x.transpose(1, 2)[:, :, token.clamp(max=self.T - 1)]
+            # Contiguous, so that bits do not depend on the strides that indexing would hand on to products.
+            x = x.contiguous().transpose(1, 2)[:, :, token.clamp(max=self.T - 1)]
             return torch.where(exists, x, 0).to(self.dtype)
         x = x[:, first * self.size : last * self.size].to(self.dtype).transpose(1, 2).contiguous()
         if padding := -x.shape[2] % self.size:
@@ -66,7 +67,9 @@ class Chunks:
             return x.clone(memory_format=torch.contiguous_format)
         tokens = [x.flatten(2, 3).transpose(1, 2) for x in segments]
         tokens[-1] = tokens[-1][:, : self.T - sum(x.shape[1] for x in tokens[:-1])]
-        return torch.cat(tokens, 1).contiguous()
+        x = torch.cat(tokens, 1)
+        # To `contiguous`, any stride is one of a contiguous axis of size 1, as that of a single token may be.
+        return x.clone(memory_format=torch.contiguous_format) if self.one_each else x.contiguous()
 
     def tokens(self, x: Tensor) -> Tensor:
         """``[B, H, T, ...]`` of what lies in chunks; it may be a view."""
