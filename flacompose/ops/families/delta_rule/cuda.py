@@ -52,15 +52,17 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     do = operand(torch.zeros_like(inputs.v) if do is None else do)
     d_final_state = operand(d_final_state)
     of_channels = inputs.gk is not None
-    dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
     d_initial_state = None
     if inputs.initial_state is not None and wants["initial_state"]:
         d_initial_state = rule.state(inputs.initial_state.dtype)
     r = S = dS = None
     if by_reads:
         r = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
-        S, dS = rule.per_chunk_state(), rule.per_chunk_state()
+        S = rule.per_chunk_state()
         rule.sweep(r=r, states=S)
+        rule.Y = None  # only what is still needed keeps its memory, here and below
+        dS = rule.per_chunk_state()
+    dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
     rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
     rule.free()
     made: dict[str, Tensor] = {"v": rule.batched(dv)}
