@@ -86,7 +86,7 @@ def test_keys_that_are_alike(
     o, state = chunk_gated_delta_rule(**x, g=g, output_final_state=True)
     exact_o, exact_state = delta_rule(**{n: y.double() for n, y in x.items()}, g=g.double(), scale=K**-0.5)
     bound = (5e-5 if beta == 2 and gate == 0 else 2e-5) if dtype == torch.float32 else 3 * 2**-9
-    if device.type == "cuda" and dtype == torch.bfloat16:
+    if device.type == "cuda" and dtype == torch.bfloat16 and keys != "long" and (gate == 0 or beta == 2):
         bound = 3e-2 if gate == 0 else 1e-2  # the range that docs/ops/delta_rule.md gives
     assert error(o, exact_o) <= bound
     assert error(state, exact_state) <= bound

@@ -7,7 +7,7 @@ import torch
 
 from .accuracy import error
 from .cases import OpCase, one_op_a_form
-from .problems import draw
+from .problems import draw, evaluate
 
 GIB = 2**30
 large_gpu = pytest.mark.skipif(
@@ -60,6 +60,18 @@ def test_one_graph_from_64_tokens_to_many_segments(case: OpCase) -> None:
             expected, final = case.call(**tensors, output_final_state=True)
             assert error(o, expected) <= 1e-6
             assert error(state, final) <= 1e-6
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
+@pytest.mark.parametrize("gates", [-0.05, -3.0], ids=["mild", "strong"])
+@one_op_a_form
+def test_every_run_has_the_same_bits(case: OpCase, gates: float) -> None:
+    """Heads of 128 are several tiles wide, so that kernels load the next tile while they work on one: races show."""
+    problem = draw(case, torch.device("cuda"), torch.bfloat16, B=1, T=1000, H=2, K=128, V=128, gates=gates)
+    first = evaluate(problem)
+    for _ in range(30):
+        for name, x in evaluate(problem).items():
+            assert torch.equal(x, first[name]), name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")

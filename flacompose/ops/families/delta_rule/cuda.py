@@ -60,7 +60,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         r = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
         S = rule.per_chunk_state()
         rule.sweep(r=r, states=S)
-        rule.Y = None  # only what is still needed keeps its memory, here and below
+        rule.Y = None  # its memory is free for what follows
         dS = rule.per_chunk_state()
     dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
     rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
@@ -106,7 +106,7 @@ class _Launches(MatrixSequences):
         self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
-        # Three sweeps instead of one have segments begin at the right state, so that two or three gain nothing.
+        # It takes two more sweeps to find the states that segments begin at, so two or three segments gain nothing.
         self.SEGMENTS, self.split = self.segments(self.chunks_of_row, 4 * self.HV, least=4)
         self.transitions: Tensor | None = None
         if gk is not None:
@@ -173,8 +173,6 @@ class _Launches(MatrixSequences):
         if self.split:
             ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
             self._sweep(v=self.v, ends=ends)
-            self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
-            self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
             initial = self._join(ends, initial)
         Y = self.Y if r is not None else None
         P = self.pairs["P"] if o is not None else None
@@ -196,9 +194,6 @@ class _Launches(MatrixSequences):
     ) -> None:
         """Backwards in time: fill `dv` and what else is given."""
         if self.split:
-            if self.transitions is None:
-                self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
-                self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
             ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
             self._reverse(do, d_ends=ends)
             d_final = self._join(ends, d_final, reverse=True)
@@ -211,6 +206,9 @@ class _Launches(MatrixSequences):
 
     def _join(self, ends: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it."""
+        if self.transitions is None:  # what each segment does to a state, backwards in time transposed
+            self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
+            self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
         starts = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
         config = join_config(self.bfloat16, self.K)
         sizes = {"N": self.N, "HV": self.HV, "SEGMENTS": self.SEGMENTS, "K": self.K, "V": self.V}

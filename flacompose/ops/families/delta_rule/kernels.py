@@ -19,11 +19,12 @@ chunk. `sweep_kernel` goes from chunk to chunk, the state in registers:
 Both hold the state transposed, `[V, K]`, and all that they compute: the result of each product is then the left factor
 of the next, and stays in registers.
 
-So do the segments of a long row. A first sweep has each begin at zero, and another at the identity matrix, which gives
-what it does to any state; `join_kernel` computes from these the state that each begins at.
+A long row is cut into segments, which are swept at the same time. One sweep before that begins every segment at zero,
+and another one at the identity matrix, which shows what the segment does to any state. From the two, `join_kernel`
+computes the state that each segment begins at.
 
-A gate of a head scales whole rows, so it is applied to these products. A gate of a channel is in `k_read` and `q_read`
-themselves, which `channel_pair_kernel` stores: it takes the place of `pair_kernel` there.
+A gate of a head scales whole rows, so it is applied to the products with the state. A gate of a channel is in `k_read`
+and `q_read` themselves, which `channel_pair_kernel` stores: it takes the place of `pair_kernel` there.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from flacompose.ops.families._kernels import (
 from flacompose.ops.families.scalar_decay.kernels import BEGINNING, ENDING, TO_END
 from flacompose.ops.families.vector_decay.kernels import siblings
 
-BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted by substitution
+BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side, each by one warp
 
 
 @triton.jit
