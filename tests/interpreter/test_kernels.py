@@ -228,6 +228,14 @@ def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.M
     check(draw(case, CPU, B=1, H=1, T=300, K=5, V=6, lengths=lengths, gates="mixed"))
 
 
+@every([case for case in CASES if "beta" in case.inputs and case.name not in FORWARD_ALONE])
+def test_segments_with_little_replaced(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a segment begins with reaches its end: otherwise its transition would be too small to be seen."""
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    problem = draw(case, CPU, B=1, H=1, T=200, K=8, V=6, gates=-1e-3)
+    check(problem.with_tensors(beta=0.05 * problem.tensors["beta"]))
+
+
 @each_gated_op
 @pytest.mark.parametrize("exponent", [-45, 40])
 def test_gradients_of_any_size(case: OpCase, exponent: int) -> None:
