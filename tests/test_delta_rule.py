@@ -62,12 +62,11 @@ def results(function, tensors: dict[str, Tensor], **options) -> list[Tensor]:
 def test_keys_that_are_alike(
     keys: str, gate: float, beta: float, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """As accurate as for random keys, also where a power series would lose all digits.
+    """Accurate where a power series would lose all digits.
 
-    Where `beta` is 2 and nothing decays, every token reverses what the others have written, and no error fades.
+    Where `beta` is near 2 and nothing decays, every token reverses what the others have written, and no error fades:
+    the bounds are those that docs/ops/delta_rule.md gives.
     """
-    if device.type == "cuda" and gate == 0 and keys in ("one", "opposite"):
-        pytest.skip("the kernels lose more there, as docs/ops/delta_rule.md says")
     x = inputs(device, torch.float64, T=200)
     one = x["k"][:, :1]
     if keys == "long":  # of norm 4, where 1 - beta |k|^2 is between -1 and 1
@@ -87,7 +86,9 @@ def test_keys_that_are_alike(
     exact_o, exact_state = delta_rule(**{n: y.double() for n, y in x.items()}, g=g.double(), scale=K**-0.5)
     bound = (5e-5 if beta == 2 and gate == 0 else 2e-5) if dtype == torch.float32 else 3 * 2**-9
     if device.type == "cuda" and dtype == torch.bfloat16 and keys != "long" and (gate == 0 or beta == 2):
-        bound = 3e-2 if gate == 0 else 1e-2  # the range that docs/ops/delta_rule.md gives
+        bound = 3e-2 if gate == 0 else 1e-2
+    if device.type == "cuda" and keys in ("one", "opposite") and gate == 0:
+        bound *= 2
     assert error(o, exact_o) <= bound
     assert error(state, exact_state) <= bound
 
@@ -300,12 +301,13 @@ def test_delta_product_is_one_node(form, device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_beta_keeps_its_precision(dtype: torch.dtype, device: torch.device) -> None:
     """One token and a chunk of one are the same function of a `beta` in float32 beside inputs in half precision."""
-    x = inputs(device, dtype, B=1, T=1) | {"beta": torch.full((1, 1, HV), 1 / 3, device=device)}
-    state = torch.randn(1, HV, K, V, device=device)
+    # From zeros, so that the update is all of the state. Rounding this `beta` costs 3.4e-3 or, in float16, 5e-4.
+    x = inputs(device, dtype, B=1, T=1) | {"beta": torch.full((1, 1, HV), 0.5 + 7 * 2**-12, device=device)}
     one = torch.tensor([0, 1], device=device)
-    exact = delta_rule(**{name: y.double() for name, y in x.items()}, initial_state=state.double())[1]
+    exact = delta_rule(**{name: y.double() for name, y in x.items()})[1]
     for form in (chunk_delta_rule, fused_recurrent_delta_rule):
         for bounds in (None, one):
-            result = form(**x, initial_state=state, output_final_state=True, cu_seqlens=bounds)[1]
-            # The state is rounded to bfloat16 where chunks are multiplied on a GPU.
-            assert error(result, exact) <= (1e-3 if device.type == "cuda" else 1e-6)
+            result = form(**x, output_final_state=True, cu_seqlens=bounds)[1]
+            # Where a GPU multiplies chunks in bfloat16, ``beta * k`` is rounded, but not `beta` before it.
+            rounded = device.type == "cuda" and dtype == torch.bfloat16 and form is chunk_delta_rule
+            assert error(result, exact) <= (3e-3 if rounded else 1e-6)

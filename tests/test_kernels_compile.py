@@ -20,7 +20,14 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from flacompose.ops.families import _launch  # noqa: E402
 from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
+from flacompose.ops.families.delta_rule.kernels import (  # noqa: E402
+    gradient_kernel,
+    pair_kernel,
+    reverse_kernel,
+    sweep_kernel,
+)
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
+from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import slots  # noqa: E402
@@ -60,7 +67,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]
 
 def compile_only(kernel, grid, *args, **kwargs) -> None:
     """In the place of a launch."""
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
     arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -293,6 +300,25 @@ def test_what_is_mild_is_found_once(gates, monkeypatch: pytest.MonkeyPatch) -> N
     told = [arguments for kernel, arguments in launches if kernel is gated_kernel]
     assert {arguments["KNOWN"] for arguments in told} == {alone}
     assert {any(x is arguments["mild"] for x in found) for arguments in told} == {alone}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("q", {sweep_kernel, gradient_kernel}),
+        ("k", {sweep_kernel, reverse_kernel, gradient_kernel}),
+        ("v", {reverse_kernel}),
+        ("g", {sweep_kernel, reverse_kernel, gradient_kernel, gate_gradient_kernel}),
+        ("initial_state", {reverse_kernel}),
+    ],
+)
+def test_unwanted_gradients_cost_nothing(wanted: str, expected: set, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = recorded(monkeypatch)
+    q, k, v, do = torch.zeros(4, 1, 5, 2, 16)
+    beta, g = torch.zeros(2, 1, 5, 2)
+    mask = [name == wanted for name in ("q", "k", "v", "beta", "g", "gk", "initial_state")]
+    delta_rule.backward(q, k, v, beta, g, None, torch.zeros(1, 2, 16, 16), None, 1.0, do, None, mask)
+    assert {kernel for kernel, _ in launches} == expected | {gate_kernel, pair_kernel}
 
 
 def test_no_scores_of_mild_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,8 @@ def launches_into_graph() -> bool:
     return launching.how is _record
 
 
-def _record(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+def _record(kernel: Any, grid: Any, *args: Any, maxnreg: int | None = None, **kwargs: Any) -> None:
+    # Inductor refuses `maxnreg`, the limit of registers, which changes how fast a kernel is and no result.
     torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flacompose.ops.families import _sequences
+
 from .accuracy import error
-from .cases import OpCase, one_op_a_form
+from .cases import CASES, OpCase, every, one_op_a_form
 from .problems import draw, evaluate
 
 GIB = 2**30
@@ -72,6 +74,24 @@ def test_every_run_has_the_same_bits(case: OpCase, gates: float) -> None:
     for _ in range(30):
         for name, x in evaluate(problem).items():
             assert torch.equal(x, first[name]), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
+@pytest.mark.parametrize("D", [128, 256])
+@every([case for case in CASES if "beta" in case.inputs and case.form == "chunk"])
+def test_states_outlive_segments(case: OpCase, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where little is replaced, what a long row begins with reaches its end through many transitions."""
+    sizes = {"B": 1, "T": 16500, "H": 1, "K": D, "V": D}
+    problem = draw(case, torch.device("cuda"), torch.bfloat16, gates=-1e-4, **sizes)
+    problem = problem.with_tensors(beta=0.02 * problem.tensors["beta"])
+    first = evaluate(problem)
+    for _ in range(10):
+        for name, x in evaluate(problem).items():
+            assert torch.equal(x, first[name]), name
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 1)
+    for name, x in evaluate(problem).items():
+        # bfloat16's own rounding is 2e-3.
+        assert error(first[name], x) <= 4e-3, name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")

@@ -228,12 +228,31 @@ def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.M
     check(draw(case, CPU, B=1, H=1, T=300, K=5, V=6, lengths=lengths, gates="mixed"))
 
 
-@every([case for case in CASES if "beta" in case.inputs and case.name not in FORWARD_ALONE])
-def test_segments_with_little_replaced(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
+each_delta_rule = every([case for case in CASES if "beta" in case.inputs and case.name not in FORWARD_ALONE])
+
+
+@each_delta_rule
+@pytest.mark.parametrize("lengths", [None, [3, 100, 0]], ids=["dense", "packed"])
+def test_segments_with_little_replaced(
+    case: OpCase, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a segment begins with reaches its end: otherwise its transition would be too small to be seen."""
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
-    problem = draw(case, CPU, B=1, H=1, T=200, K=8, V=6, gates=-1e-3)
+    problem = draw(case, CPU, B=1, H=1, T=100, K=40, V=20, lengths=lengths, gates=-1e-3)
     check(problem.with_tensors(beta=0.05 * problem.tensors["beta"]))
+
+
+@each_delta_rule
+def test_segments_without_tokens(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave a state as it is, to the bit, also what is not finite."""
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    problem = draw(case, CPU, H=1, K=5, V=6, lengths=[70, 0, 5])
+    problem.tensors["initial_state"][1, 0, 0, 0] = torch.inf
+    problem.d_final_state[1, 0, 0, 0] = torch.inf
+    results = evaluate(problem, "both", launched)
+    assert torch.equal(results["final_state"][1], problem.tensors["initial_state"][1])
+    assert torch.equal(results["dinitial_state"][1], problem.d_final_state[1])
+    assert all(results[name][0].isfinite().all() for name in ("final_state", "dinitial_state", "o"))
 
 
 @each_gated_op
@@ -273,19 +292,41 @@ def test_large_gradients_of_the_softmax_in_float16() -> None:
             [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 1, 6), (1, 34, 1, 5), (1, 34, 1, 6), (1, 5), (1, 1, 5, 6)],
             (0.7, False, False),
         ),
+        (
+            "delta_rule",
+            [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34, 2), None, (1, 2, 5, 6)],
+            (0.7,),
+        ),
+        (
+            "delta_rule",
+            [
+                (1, 34, 1, 5),
+                (1, 34, 1, 5),
+                (1, 34, 2, 6),
+                (1, 34, 2),
+                (1, 34, 2),
+                (1, 34, 2, 5),
+                (1, 2, 5, 6),
+            ],
+            (0.7,),
+        ),
         ("scan", [(1, 34, 3), (1, 34, 3), (1, 3)], ()),
     ],
-    ids=["scalar", "vector", "scan"],
+    ids=["scalar", "vector", "delta", "delta with gates of channels", "scan"],
 )
-def test_one_gradient(family: str, shapes: list[tuple[int, ...]], constants: tuple[float, ...]) -> None:
+def test_one_gradient(
+    family: str, shapes: list[tuple[int, ...] | None], constants: tuple[float, ...]
+) -> None:
     """Each is what it is among all of them, and those that are not wanted are empty."""
     backward = import_module(f"flacompose.ops.families.{family}.cuda").backward
-    inputs = [-torch.rand(shape) for shape in shapes]
+    inputs = [None if shape is None else -torch.rand(shape) for shape in shapes]
     do, d_final_state = torch.randn_like(inputs[0 if family == "scan" else 2]), torch.randn_like(inputs[-1])
     everything = range(len(inputs))
     args = *inputs, None, *constants, do, d_final_state
     expected = backward(*args, [True for _ in everything])
     for i in everything:
+        if inputs[i] is None:
+            continue
         found = backward(*args, [i == j for j in everything])
         torch.testing.assert_close(found[i], expected[i], rtol=1e-4, atol=1e-5)
         assert all(found[j].shape == (0,) for j in everything if i != j)

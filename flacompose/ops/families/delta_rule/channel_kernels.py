@@ -66,7 +66,7 @@ def channel_pair_kernel(
     gk,  # [tokens, HV, K]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
-    Y,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed, in float32
     q_read,  # [tokens, HV, K]
     k_read,  # [tokens, HV, K]
     total,  # [chunks, HV, K]

@@ -20,10 +20,9 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
 )
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.delta_rule.kernels import (
+    gradient_kernel,
     join_kernel,
-    key_gradient_kernel,
     pair_kernel,
-    query_gradient_kernel,
     reverse_kernel,
     sweep_kernel,
 )
@@ -47,30 +46,32 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dbeta, dg, dgk, d_initial_state)``, empty where `output_mask` does not want them."""
     inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
     wants = {name: wanted and x is not None for name, x, wanted in zip(inputs._fields, inputs, output_mask)}
-    by_reads = any(wants[name] for name in ("q", "k", "beta", "g", "gk"))
+    by_writes = any(wants[name] for name in ("k", "beta", "g", "gk"))
+    by_reads = by_writes or wants["q"]
     rule = _Launches(inputs, with_r=by_reads)
     do = operand(torch.zeros_like(inputs.v) if do is None else do)
     d_final_state = operand(d_final_state)
     of_channels = inputs.gk is not None
-    d_initial_state = None
-    if inputs.initial_state is not None and wants["initial_state"]:
-        d_initial_state = rule.state(inputs.initial_state.dtype)
-    r = S = dS = None
+    r = S = dS = dv = d_initial_state = None
     if by_reads:
-        r = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
+        r = rule.scratch(rule.HV, rule.V)
         S = rule.per_chunk_state()
         rule.sweep(r=r, states=S)
         rule.Y = None  # its memory is free for what follows
+    if inputs.initial_state is not None and wants["initial_state"]:
+        d_initial_state = rule.state(inputs.initial_state.dtype)
+    if by_writes or (of_channels and by_reads):
         dS = rule.per_chunk_state()
-    dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
-    rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
+    made: dict[str, Tensor] = {}
+    if dS is not None or wants["v"] or d_initial_state is not None:
+        dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
+        made["v"] = rule.batched(dv)
+        rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
     rule.free()
-    made: dict[str, Tensor] = {"v": rule.batched(dv)}
-    if r is not None and of_channels:
+    if by_reads and of_channels:
         made |= rule.channel_gradients(do, r, dv, S, dS, gates=wants["g"] or wants["gk"])
-    elif r is not None:
-        # Those of gates always, so that the bits of the others do not depend on whether they are wanted.
-        made |= rule.gradients(do, r, dv, S, dS, gates=inputs.g is not None)
+    elif by_reads:
+        made |= rule.gradients(do, r, dv, S, dS, gates=wants["g"])
     tokens = inputs._asdict()
     gradients = [
         made[name].to(tokens[name].dtype) if wants[name] else None
@@ -116,10 +117,10 @@ class _Launches(MatrixSequences):
         if g is not None:
             self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
         self.pairs: dict[str, Tensor | None] = {
-            "W": self.per_token(self.HV, self.K, dtype=self.dtype),
+            "W": self.scratch(self.HV, self.K),
             "P": self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype),
         }
-        self.Y = self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) if with_r else None
+        self.Y = self.per_chunk(self.HV, self.C, self.C) if with_r else None
         self.reads = {"q": self.q, "k": self.k}
         arguments = (
             self.arguments | {"beta": self.beta, "H": q.shape[2], "Y": self.Y} | self.reads | self.pairs
@@ -134,7 +135,7 @@ class _Launches(MatrixSequences):
     def channel_pairs(self, arguments: dict[str, Any]) -> None:
         """Fill what the sweeps take, with gates of channels."""
         del arguments["C"]
-        self.reads = {name: self.per_token(self.HV, self.K, dtype=self.dtype) for name in ("q", "k")}
+        self.reads = {name: self.scratch(self.HV, self.K) for name in ("q", "k")}
         self.gates["total"] = self.per_chunk(self.HV, self.K)
         self.arguments["HK"] = self.HV
         mild = self.per_chunk(self.HV, dtype=torch.int8)
@@ -149,8 +150,12 @@ class _Launches(MatrixSequences):
                 mild=mild,
                 MILD=only_mild,
                 **arguments,
-                **channel_pair_config(self.bfloat16),
+                **channel_pair_config(self.bfloat16, self.K),
             )
+
+    def scratch(self, *shape: int) -> Tensor:
+        """Memory for a factor of products, of each token in a sequence."""
+        return torch.empty(*self.tokens, *shape, dtype=self.dtype, device=self.device)
 
     def free(self) -> None:
         """Give back the memory that only sweeps need."""
@@ -184,25 +189,26 @@ class _Launches(MatrixSequences):
         arguments = {**self.reads, **self.gates, **outputs, **self.arguments, "W": self.pairs["W"]}
         launch(sweep_kernel, self.grid(V), **arguments, V=V, IDENTITY=IDENTITY, **self.config(V))
 
-    def reverse(
-        self,
-        do: Tensor,
-        d_final: Tensor | None,
-        dv: Tensor,
-        d_states: Tensor | None = None,
-        d_initial: Tensor | None = None,
-    ) -> None:
+    def reverse(self, do: Tensor, d_final: Tensor | None, dv: Tensor, **tensors: Tensor | None) -> None:
         """Backwards in time: fill `dv` and what else is given."""
         if self.split:
             ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
             self._reverse(do, d_ends=ends)
             d_final = self._join(ends, d_final, reverse=True)
-        self._reverse(do, d_final=d_final, dv=dv, d_states=d_states, d_initial=d_initial)
+        self._reverse(do, d_final=d_final, dv=dv, **tensors)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
-        outputs = dict.fromkeys(("d_final", "dv", "d_states", "d_ends", "d_initial")) | tensors
-        arguments = {**self.reads, **self.gates, **self.pairs, **outputs, **self.arguments}
-        launch(reverse_kernel, self.grid(self.V), do=do, **arguments, V=self.V, **self.config(self.V))
+        others = ("d_final", "dv", "d_states", "d_ends", "d_initial")
+        arguments = {**self.reads, **self.gates, **self.pairs, **dict.fromkeys(others), **tensors}
+        launch(
+            reverse_kernel,
+            self.grid(self.V),
+            do=do,
+            **arguments,
+            **self.arguments,
+            V=self.V,
+            **self.config(self.V),
+        )
 
     def _join(self, ends: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it."""
@@ -211,7 +217,7 @@ class _Launches(MatrixSequences):
             self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
         starts = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
         config = join_config(self.bfloat16, self.K)
-        sizes = {"N": self.N, "HV": self.HV, "SEGMENTS": self.SEGMENTS, "K": self.K, "V": self.V}
+        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
         launch(
             join_kernel,
             (tile_count(self.V, config["BV"]) * self.HV * self.N,),
@@ -219,43 +225,69 @@ class _Launches(MatrixSequences):
             ends=ends,
             initial=initial,
             starts=starts,
-            **sizes,
+            **arguments,
+            V=self.V,
             REVERSE=reverse,
-            DOT=self.arguments["DOT"],
             **config,
         )
         return starts
 
     def gradients(
-        self, do: Tensor, r: Tensor, dv: Tensor, S: Tensor | None, dS: Tensor | None, gates: bool
+        self,
+        do: Tensor,
+        r: Tensor | None,
+        dv: Tensor | None,
+        S: Tensor | None,
+        dS: Tensor | None,
+        gates: bool,
     ) -> dict[str, Tensor]:
-        """The gradients of queries, keys, `beta` and, if wanted, of the gates of heads, by their names."""
-        of_query, of_key = (
-            config(self.bfloat16, self.K) for config in (query_gradient_config, key_gradient_config)
-        )
-        tiles_of_query, tiles = (tile_count(self.K, config["BK"]) for config in (of_query, of_key))
-        PARTS = tiles_of_query + tiles
-        HV, H = self.HV, self.q.shape[2]
-        dtype = self.dtype if HV == H else torch.float32
-        dq, dk = (self.per_token(HV, self.K, dtype=dtype) for _ in range(2))
-        dbeta = self.per_token(tiles, HV, dtype=torch.float32)
-        d_sums = self.per_chunk(3, PARTS, HV, self.C) if gates else None
-        d_whole = self.per_chunk(HV, self.K) if gates else None
+        """The gradients of queries and, with `dS`, of keys, `beta` and, if wanted, gates of heads, by their names."""
+        config = gradient_config(self.bfloat16, self.V)
+        tiles = tile_count(self.K, config["BK"])
+        HV = self.HV
+        dq, dk, dbeta = self.of_tiles(tiles)
+        # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
+        gated = self.gates["sums"] is not None
+        d_sums = self.per_chunk(3, tiles, HV, self.C) if gated else None
+        d_whole = self.per_chunk(HV, self.K) if gated else None
+        of_writes = {"dk": dk, "dbeta": dbeta, "d_sums": d_sums, "d_whole": d_whole}
+        if dS is None:
+            of_writes = dict.fromkeys(of_writes)
         arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS")}
-        arguments |= {"q": self.q, "k": self.k, "beta": self.beta, "r": r, "do": do, "states": S}
-        arguments |= {"sums": self.gates["sums"], "rest": self.gates["rest"], "d_sums": d_sums}
-        arguments |= {"H": H, "V": self.V, "PARTS": PARTS}
-        programs = self.chunks * HV
-        launch(query_gradient_kernel, (tiles_of_query * programs,), dq=dq, **arguments, **of_query)
-        arguments |= {"dv": dv, "d_states": dS, "dk": dk, "dbeta": dbeta, "d_whole": d_whole}
-        launch(key_gradient_kernel, (tiles * programs,), **arguments, **of_key)
+        launch(
+            gradient_kernel,
+            (tiles * self.chunks * HV,),
+            q=self.q,
+            k=self.k,
+            beta=self.beta,
+            sums=self.gates["sums"],
+            rest=self.gates["rest"],
+            r=r,
+            do=do,
+            dv=dv,
+            states=S,
+            d_states=dS,
+            dq=dq,
+            **of_writes,
+            **arguments,
+            H=self.q.shape[2],
+            V=self.V,
+            **config,
+        )
         made = self.added_up(dq, dk, dbeta)
-        if d_sums is not None and d_whole is not None:
+        if gates:
+            assert d_sums is not None and d_whole is not None
             made["g"] = scalar_decay.gate_gradient(self, d_sums, d_whole, 1.0, torch.float32)
         return made
 
     def channel_gradients(
-        self, do: Tensor, r: Tensor, dv: Tensor, S: Tensor | None, dS: Tensor | None, gates: bool
+        self,
+        do: Tensor,
+        r: Tensor | None,
+        dv: Tensor | None,
+        S: Tensor | None,
+        dS: Tensor | None,
+        gates: bool,
     ) -> dict[str, Tensor]:
         """The gradients of queries, keys, `beta` and, if wanted, of the gates of channels, by their names."""
         assert self.gk is not None
@@ -270,9 +302,7 @@ class _Launches(MatrixSequences):
         launch(pair_gradient_kernel, (self.chunks * HV,), **vectors, **products, **arguments, **config)
         config = channel_config(self.bfloat16)
         parts = tile_count(self.K, config["BK"])
-        dtype = self.dtype if HV == H else torch.float32
-        dq, dk = (self.per_token(HV, self.K, dtype=dtype) for _ in range(2))
-        dbeta = self.per_token(parts, HV, dtype=torch.float32)
+        dq, dk, dbeta = self.of_tiles(parts)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
         mild = self.per_chunk(HV, parts, dtype=torch.int8)
         for only_mild in (True, False):
@@ -304,6 +334,11 @@ class _Launches(MatrixSequences):
             made["g"] = made["gk"].sum(-1)
         return made
 
+    def of_tiles(self, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Memory for dq, dk and dbeta, as `added_up` takes them."""
+        dq, dk = (self.per_token(self.HV, self.K, dtype=self.dtype) for _ in range(2))
+        return dq, dk, self.per_token(tiles, self.HV, dtype=torch.float32)
+
     def added_up(self, dq: Tensor, dk: Tensor, dbeta: Tensor) -> dict[str, Tensor]:
         """The gradients of queries, keys and `beta`, from those of heads of values, and of tiles of the key axis."""
         made = {"q": self.batched(dq), "k": self.batched(dk), "beta": self.batched(dbeta)}
@@ -328,13 +363,15 @@ def chunk_size(bfloat16: bool, of_channels: bool) -> int:
 
 
 def pair_config(bfloat16: bool) -> dict[str, int]:
-    """Block size of the contracted axis, warps and pipeline stages."""
-    return {"BK": 128 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
+    """Block size of the contracted axis, warps, pipeline stages and, for three programs at a time, registers."""
+    if not bfloat16:
+        return {"BK": 32, "num_warps": 4, "num_stages": 1}
+    return {"BK": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 168}
 
 
-def channel_pair_config(bfloat16: bool) -> dict[str, int]:
+def channel_pair_config(bfloat16: bool, K: int) -> dict[str, int]:
     """Block size of the contracted axis, warps and pipeline stages."""
-    return {"BK": 64 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
+    return {"BK": max(block(K, 128), 64) if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
 
 
 def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
@@ -360,18 +397,11 @@ def join_config(bfloat16: bool, K: int) -> dict[str, int]:
     return {"BK": BK, "BV": 16, "BD": 16, "num_warps": 8, "num_stages": 1}
 
 
-def query_gradient_config(bfloat16: bool, K: int) -> dict[str, int]:
+def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
     if not bfloat16:
         return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
-    return {"BK": max(block(K, 128), 64), "BV": 64, "num_warps": 4, "num_stages": 2}
-
-
-def key_gradient_config(bfloat16: bool, K: int) -> dict[str, int]:
-    """As `query_gradient_config`."""
-    if not bfloat16:
-        return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
-    return {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 3}
+    return {"BK": 64, "BV": max(block(V, 128), 64), "num_warps": 4, "num_stages": 1}
 
 
 def pair_gradient_config(bfloat16: bool) -> dict[str, int]:

@@ -114,7 +114,7 @@ def solve(of_q, of_k, beta, P, Y, DOT: tl.constexpr):
     of_q = in_parts(of_q, DOT)
     solved = inverse(of_k * beta[:, None], DOT)
     if Y is not None:
-        tl.store(Y + at, solved.to(Y.dtype.element_ty))
+        tl.store(Y + at, solved)
     solved *= beta[None, :]
     tl.store(P + at, dot_of_parts(solved, of_q, DOT).to(P.dtype.element_ty))
     return solved
@@ -129,7 +129,7 @@ def pair_kernel(
     rest,  # [chunks, HV, C]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
-    Y,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed, in float32
     cu_seqlens,
     T,
     N,
@@ -175,8 +175,8 @@ def pair_kernel(
         of_k *= between
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     if sums is not None:
-        near, far, kept = _decayed_rows(sums, rest, C)
-        weighted *= far[None, :]
+        from_start, to_end, of_chunk = _decayed_rows(sums, rest, C)
+        weighted *= to_end[None, :]
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
         written = split_dot(weighted, load_tile(k + at_q, i, size, 0, d, H, K), DOT)
@@ -206,7 +206,7 @@ def sweep_kernel(
     total,  # [chunks, HV, K]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
-    Y,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed, in float32
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
@@ -240,7 +240,7 @@ def sweep_kernel(
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
     dk = tl.arange(0, BK)
-    dv = tile * BV + tl.arange(0, BV)
+    dv = tile.to(tl.int32) * BV + tl.arange(0, BV)
     in_state = (dv < V)[:, None] & (dk < K)[None, :]
     at_state = dv[:, None] + dk[None, :] * V
     lo, hi, row0 = find_sequence(ns % N, T, cu_seqlens, C)
@@ -263,22 +263,22 @@ def sweep_kernel(
         e = -dot(S, tl.trans(load_tile(k + at_k, i, size, 0, dk, HK, K)), DOT)
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
-            near, far, kept = _decayed_rows(sums + rh * C, rest_, C)
-            e *= near[None, :]
+            from_start, to_end, of_chunk = _decayed_rows(sums + rh * C, rest_, C)
+            e *= from_start[None, :]
         if v is not None:
             e += _load_transposed(v + first * V, i, size, 0, dv, HV, V)
         if r is not None:
-            _store_transposed(
-                r + first * V, split_dot(e, tl.load(Y + rh * C * C + at_pair), DOT), i, size, 0, dv, HV, V
-            )
+            # In two parts: where keys are alike, gradients are sums of `r` in which most of it cancels.
+            r_ = fine_dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
+            _store_transposed(r + first * V, r_, i, size, 0, dv, HV, V)
         if o is not None:
             read = dot(S, tl.trans(load_tile(q + at_k, i, size, 0, dk, HK, K)), DOT) * scale
             if sums is not None:
-                read *= near[None, :]
+                read *= from_start[None, :]
             o_ = read + dot(e, tl.load(P + rh * C * C + at_pair), DOT)
             _store_transposed(o + first * V, o_, i, size, 0, dv, HV, V)
         if sums is not None:
-            S *= kept
+            S *= of_chunk
         if total is not None:
             S *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
         S = split_dot(e, load_tile(W + first * K, i, size, 0, dk, HV, K), DOT, S)
@@ -326,7 +326,7 @@ def reverse_kernel(
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
     dk = tl.arange(0, BK)
-    d2 = tile * BV + tl.arange(0, BV)
+    d2 = tile.to(tl.int32) * BV + tl.arange(0, BV)
     in_state = (d2 < V)[:, None] & (dk < K)[None, :]
     at_state = d2[:, None] + dk[None, :] * V
     lo, hi, row0 = find_sequence(ns % N, T, cu_seqlens, C)
@@ -354,10 +354,10 @@ def reverse_kernel(
         dv_ = -dv_
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
-            near, far, kept = _decayed_rows(sums + rh * C, rest_, C)
-            dS *= kept
-            do_ *= near[None, :]
-            dv_ *= near[None, :]
+            from_start, to_end, of_chunk = _decayed_rows(sums + rh * C, rest_, C)
+            dS *= of_chunk
+            do_ *= from_start[None, :]
+            dv_ *= from_start[None, :]
         if total is not None:
             dS *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
         dS += dot(do_, load_tile(q + at_k, i, size, 0, dk, HK, K), DOT)
@@ -369,64 +369,59 @@ def reverse_kernel(
             tl.store(d_initial + nh * K * V + at_state, dS.to(d_initial.dtype.element_ty), mask=in_state)
 
 
-@triton.jit(do_not_specialize=["N", "HV", "SEGMENTS"])
+@triton.jit(do_not_specialize=["T", "N", "HV", "SEGMENTS"])
 def join_kernel(
     transitions,  # [SEGMENTS, N, HV, K, K]: each segment takes a state S to ``transition S + end``
     ends,  # [SEGMENTS, N, HV, K, V]
     initial,  # [N, HV, K, V]
     starts,  # [SEGMENTS, N, HV, K, V]
+    cu_seqlens,
+    T,
     N,
     HV,
     SEGMENTS,
     K: tl.constexpr,
     V: tl.constexpr,
+    C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     BD: tl.constexpr,
     REVERSE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The state before each segment, from what segments that begin at zero end with. `REVERSE`: gradients, after it."""
+    """Fills `starts` with the state before each segment. `ends` are the states that segments reach from zero.
+
+    With `REVERSE` they are gradients, of the state after each segment, and go from the last segment to the first.
+    """
     tile, nh, _ = split_program(tl.cdiv(V, BV), N * HV)
     dk = tl.arange(0, BK)
-    dv = tile * BV + tl.arange(0, BV)
+    dv = tile.to(tl.int32) * BV + tl.arange(0, BV)
     in_state = (dv < V)[:, None] & (dk < K)[None, :]
     at_state = dv[:, None] + dk[None, :] * V
+    lo, hi, _ = find_sequence(nh // HV, T, cu_seqlens, C)
     S = tl.zeros([BV, BK], dtype=tl.float32)
     if initial is not None:
         S = tl.load(initial + nh * K * V + at_state, mask=in_state, other=0.0).to(tl.float32)
     for i in range(SEGMENTS):
-        row = (SEGMENTS - 1 - i if REVERSE else i) * N * HV + nh
+        segment = SEGMENTS - 1 - i if REVERSE else i
+        row = segment * N * HV + nh
         start = starts + row * K * V
         tl.store(start + at_state, S, mask=in_state)
-        # By blocks of the contracted axis, which other threads have stored.
-        tl.debug_barrier()
-        S = tl.load(ends + row * K * V + at_state, mask=in_state, other=0.0)
-        for d0 in range(0, K, BD):
-            d = d0 + tl.arange(0, BD)
-            S_ = tl.load(
-                start + dv[:, None] + d[None, :] * V, mask=(dv < V)[:, None] & (d < K)[None, :], other=0.0
-            )
-            at = d[:, None] * K + dk[None, :] if REVERSE else d[:, None] + dk[None, :] * K
-            M = tl.load(transitions + row * K * K + at, mask=(d < K)[:, None] & (dk < K)[None, :], other=0.0)
-            S += fine_dot(S_, M, DOT)
-
-
-@triton.jit
-def _products(
-    a, b, states, size, d, HV, K, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr
-):
-    """``a_t . b_s`` of a chunk's tokens and, if `states` are given, ``a S^T``, for channels `d` of the keys."""
-    i = tl.arange(0, C)
-    pairs = tl.zeros([C, C], dtype=tl.float32)
-    of_state = tl.zeros([C, d.shape[0]], dtype=tl.float32)
-    for v0 in range(0, V, BV):
-        d2 = v0 + tl.arange(0, BV)
-        a_ = load_tile(a, i, size, 0, d2, HV, V)
-        pairs += dot(a_, tl.trans(load_tile(b, i, size, 0, d2, HV, V)), DOT)
-        if states is not None:
-            of_state += dot(a_, load_state(states, d, d2, K, V), DOT)
-    return pairs, of_state
+        begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
+        if begin < stop:  # a segment without tokens leaves the state as it is, to the bit
+            # By blocks of the contracted axis, which other threads have stored.
+            tl.debug_barrier()
+            S = tl.load(ends + row * K * V + at_state, mask=in_state, other=0.0)
+            for d0 in range(0, K, BD):
+                d = d0 + tl.arange(0, BD)
+                S_ = tl.load(
+                    start + dv[:, None] + d[None, :] * V, mask=(dv < V)[:, None] & (d < K)[None, :], other=0.0
+                )
+                at = d[:, None] * K + dk[None, :] if REVERSE else d[:, None] + dk[None, :] * K
+                M = tl.load(
+                    transitions + row * K * K + at, mask=(d < K)[:, None] & (dk < K)[None, :], other=0.0
+                )
+                S += fine_dot(S_, M, DOT)
 
 
 @triton.jit
@@ -436,74 +431,30 @@ def load_state(state, d, d2, K, V):
     return tl.load(at, mask=(d < K)[None, :] & (d2 < V)[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
-def query_gradient_kernel(
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C]
-    rest,  # [chunks, HV, C]
-    r,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    states,  # [chunks, HV, K, V], before each chunk
-    dq,  # [tokens, HV, K]
-    d_sums,  # [chunks, 3, PARTS, HV, C], for `gate_gradient_kernel` of scalar decay
-    cu_seqlens,
-    T,
-    N,
-    scale,
-    H,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PARTS: tl.constexpr,
-    DOT: tl.constexpr,
+@triton.jit
+def _reads(
+    x, r, state, size, d, HV, K, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr
 ):
-    """The gradient of the queries of a chunk, for a tile of the key axis, and what gates of heads have from it."""
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tiles = tl.cdiv(K, BK)
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
-    if lo >= hi:
-        return
-    rh = row * HV + h
-    first = lo * HV + h
-    at_q = (lo * H + h // (HV // H)) * K
+    """``x_t . r_s``, its transpose, and ``x S^T`` for channels `d` of the keys, where tokens read with gradients `x`.
+
+    The transpose is a product of its own: Triton before 3.7 transposes the result of a product wrongly on Hopper.
+    """
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
-    if sums is not None:
-        sums += rh * C
-        if rest is not None:
-            rest += rh * C
-        near, far, kept = _decayed_rows(sums, rest, C)
-    # Rows read, columns write. Queries read with the gradient do.
-    pairs, by_q = _products(do + first * V, r + first * V, states + rh * K * V, size, d, HV, K, V, C, BV, DOT)
-    # No gate decays the pair of a token with itself: its gradient would drown that of the others.
-    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None]
-    pairs = tl.where(s < t, pairs * beta_i[None, :], 0.0)
-    if sums is not None:
-        pairs *= _decayed_pairs(sums, rest, C)
-        by_q *= near[:, None]
-    k_ = load_tile(k + at_q, i, size, 0, d, H, K)
-    by_q = split_dot(pairs, k_, DOT, by_q) * scale
-    if d_sums is not None:
-        at = d_sums + ((row * 3 * PARTS + tile) * HV + h) * C + i
-        ending = tl.sum(by_q * load_tile(q + at_q, i, size, 0, d, H, K), 1)
-        tl.store(at + ENDING * PARTS * HV * C, ending)
-        tl.store(at + BEGINNING * PARTS * HV * C, tl.zeros_like(ending))
-        tl.store(at + TO_END * PARTS * HV * C, tl.zeros_like(ending))
-    store_tile(dq + first * K, by_q + itself * beta_i[:, None] * scale * k_, i, size, 0, d, HV, K)
+    pairs = tl.zeros([C, C], dtype=tl.float32)
+    transposed = tl.zeros([C, C], dtype=tl.float32)
+    of_state = tl.zeros([C, d.shape[0]], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d2 = v0 + tl.arange(0, BV)
+        x_ = load_tile(x, i, size, 0, d2, HV, V)
+        r_ = load_tile(r, i, size, 0, d2, HV, V)
+        pairs += dot(x_, tl.trans(r_), DOT)
+        transposed += dot(r_, tl.trans(x_), DOT)
+        of_state += dot(x_, load_state(state, d, d2, K, V), DOT)
+    return pairs, transposed, of_state
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
-def key_gradient_kernel(
+def gradient_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     beta,  # [tokens, HV]
@@ -514,9 +465,10 @@ def key_gradient_kernel(
     dv,  # [tokens, HV, V]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
+    dq,  # [tokens, HV, K]
     dk,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3, PARTS, HV, C], for `gate_gradient_kernel` of scalar decay
+    d_sums,  # [chunks, 3, tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
     d_whole,  # [chunks, HV, K]
     cu_seqlens,
     T,
@@ -529,72 +481,96 @@ def key_gradient_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    PARTS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The gradients of the keys and of `beta`, as `query_gradient_kernel`. Keys write, and before that they read."""
+    """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
+
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_whole`. Registers are scarce, so that
+    queries and keys read one after the other, and inputs and weights are loaded again rather than kept.
+    """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tiles = tl.cdiv(K, BK)
+    tiles: tl.constexpr = (K + BK - 1) // BK
     tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     if lo >= hi:
         return
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     rh = row * HV + h
     first = lo * HV + h
-    at_q = (lo * H + h // (HV // H)) * K
     i = tl.arange(0, C)
     t = i[:, None]
     s = i[None, :]
     d = tile.to(tl.int32) * BK + tl.arange(0, BK)
     size = tl.minimum(hi - lo, C).to(tl.int32)
+    q += (lo * H + h // (HV // H)) * K
+    k += (lo * H + h // (HV // H)) * K
+    r += first * V
+    states += rh * K * V
     beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    beta_t = beta_i[:, None]
     if sums is not None:
         sums += rh * C
         if rest is not None:
             rest += rh * C
-        near, far, kept = _decayed_rows(sums, rest, C)
-    # Rows write, columns read: not every version of Triton transposes the result of a product right.
-    pairs, by_states = _products(
-        r + first * V, do + first * V, d_states + rh * K * V, size, d, HV, K, V, C, BV, DOT
-    )
-    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
-    pairs = tl.where(t < s, pairs * scale, 0.0)
-    if sums is not None:
-        pairs *= _decayed_pairs(sums, rest, C)
-        by_states *= far[:, None]
-    in_chunk = split_dot(pairs, load_tile(q + at_q, i, size, 0, d, H, K), DOT)
-    pairs, _ = _products(r + first * V, dv + first * V, None, size, d, HV, K, V, C, BV, DOT)
-    pairs = tl.where(t < s, -pairs, 0.0)
-    if sums is not None:
-        pairs *= _decayed_pairs(sums, rest, C)
-    k_ = load_tile(k + at_q, i, size, 0, d, H, K)
-    in_chunk = split_dot(pairs, k_, DOT, in_chunk)
-    at = ((row * 3 * PARTS + PARTS - tiles + tile) * HV + h) * C + i
-    if d_sums is not None:
-        tl.store(d_sums + at + BEGINNING * PARTS * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
-        tl.store(d_sums + at + TO_END * PARTS * HV * C, tl.sum(by_states * k_, 1) * beta_i)
-    # No gate decays the pair of a token with itself: its gradient would drown that of the others.
-    written = in_chunk + by_states + itself * load_tile(q + at_q, i, size, 0, d, H, K)
-    tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, tl.sum(written * k_, 1), mask=i < size)
-    written *= beta_i[:, None]
+        from_start, to_end, of_chunk = _decayed_rows(sums, rest, C)
 
-    # Rows read, columns write. Keys read with the gradient -dv.
-    pairs, by_states = _products(
-        dv + first * V, r + first * V, states + rh * K * V, size, d, HV, K, V, C, BV, DOT
-    )
-    pairs = tl.where(s < t, pairs * beta_i[None, :], 0.0)
+    pairs, transposed, by_q = _reads(do + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
+    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
+    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
+    pairs = tl.where(s < t, pairs * (scale * beta_i)[None, :], 0.0)
+    transposed = tl.where(t < s, transposed * scale, 0.0)
+    by_q *= scale
     if sums is not None:
-        pairs *= _decayed_pairs(sums, rest, C)
-        by_states *= near[:, None]
-    k_ = load_tile(k + at_q, i, size, 0, d, H, K)
-    by_states = split_dot(pairs, k_, DOT, by_states)
-    if d_sums is not None:
-        tl.store(d_sums + at + ENDING * PARTS * HV * C, -tl.sum(by_states * k_, 1))
-    store_tile(dk + first * K, written - by_states, i, size, 0, d, HV, K)
-    if d_sums is not None:
-        whole = tl.zeros([BK], dtype=tl.float32)
+        weights = _decayed_pairs(sums, rest, C)
+        pairs *= weights
+        transposed *= weights
+        by_q *= from_start[:, None]
+    q_ = load_tile(q, i, size, 0, d, H, K)
+    k_ = load_tile(k, i, size, 0, d, H, K)
+    by_q = split_dot(pairs, k_, DOT, by_q)
+    store_tile(dq + first * K, by_q + itself * beta_t * k_, i, size, 0, d, HV, K)
+
+    if dk is not None:
+        in_chunk = split_dot(transposed, q_, DOT)
+        ending = tl.sum(by_q * q_, 1)
+
+        # Keys read with the gradient -dv.
+        pairs, transposed, by_k = _reads(dv + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
+        pairs = tl.where(s < t, pairs * -beta_i[None, :], 0.0)
+        transposed = tl.where(t < s, -transposed, 0.0)
+        by_k = -by_k
+        if sums is not None:
+            weights = _decayed_pairs(sums, rest, C)
+            pairs *= weights
+            transposed *= weights
+            by_k *= from_start[:, None]
+        k_ = load_tile(k, i, size, 0, d, H, K)
+        by_k = split_dot(pairs, k_, DOT, by_k)
+        in_chunk = split_dot(transposed, k_, DOT, in_chunk)
+        ending += tl.sum(by_k * k_, 1)
+
+        # What keys write also reaches the chunk's end.
+        written = tl.zeros([C, BK], dtype=tl.float32)
+        whole = tl.zeros([BK, BK], dtype=tl.float32)
         for v0 in range(0, V, BV):
             d2 = v0 + tl.arange(0, BV)
-            S = load_state(states + rh * K * V, d, d2, K, V).to(tl.float32)
-            whole += tl.sum(S * load_state(d_states + rh * K * V, d, d2, K, V), 0)
-        tl.store(d_whole + rh * K + d, whole * kept, mask=d < K)
+            dS = load_state(d_states + rh * K * V, d, d2, K, V)
+            written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
+            if d_whole is not None:  # the sums of S dS are the diagonal of a product
+                whole += dot(tl.trans(load_state(states, d, d2, K, V)), dS, DOT)
+        if sums is not None:
+            written *= to_end[:, None]
+        q_ = load_tile(q, i, size, 0, d, H, K)
+        k_ = load_tile(k, i, size, 0, d, H, K)
+        if d_sums is not None:
+            j = tl.arange(0, BK)
+            whole = tl.sum(tl.where(j[:, None] == j[None, :], whole, 0.0), 1)
+            tl.store(d_whole + rh * K + d, whole * of_chunk, mask=d < K)
+            at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
+            tl.store(at + ENDING * tiles * HV * C, ending)
+            tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
+            tl.store(at + TO_END * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
+        written += in_chunk + itself * q_
+        d_beta = tl.sum(written * k_, 1)
+        tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
+        store_tile(dk + first * K, by_k + written * beta_t, i, size, 0, d, HV, K)

@@ -207,9 +207,9 @@ def gate_gradient(
     sequences: MatrixSequences, d_sums: Tensor, d_whole: Tensor, scale: float, dtype: torch.dtype
 ) -> Tensor:
     """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it."""
-    H, K = sequences.H, sequences.K
+    H, D = d_whole.shape[-2:]
     dg = sequences.per_token(H, dtype=dtype)
-    sizes = {"H": H, "D": K, "C": sequences.C, "BH": BH, "BD": block(K, 256), "PARTS": d_sums.shape[2]}
+    sizes = {"H": H, "D": D, "C": sequences.C, "BH": BH, "BD": block(D, 256), "PARTS": d_sums.shape[2]}
     grid = (sequences.chunks, tile_count(H, BH))
     launch(gate_gradient_kernel, grid, d_sums, d_whole, dg, **sequences.positions, scale=scale, **sizes)
     return sequences.batched(dg)
