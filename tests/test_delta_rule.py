@@ -80,17 +80,27 @@ def test_keys_that_are_alike(
         )
         alike = F.normalize(one * sign[None, :, None, None] + noise, dim=-1)
         x |= {"k": alike, "beta": torch.full_like(x["beta"], beta)}
+    x["g"] = torch.full_like(x["beta"], gate)
     x = {name: y.to(dtype) for name, y in x.items()}
-    g = torch.full_like(x["beta"], gate)
-    o, state = chunk_gated_delta_rule(**x, g=g, output_final_state=True)
-    exact_o, exact_state = delta_rule(**{n: y.double() for n, y in x.items()}, g=g.double(), scale=K**-0.5)
-    bound = (5e-5 if beta == 2 and gate == 0 else 2e-5) if dtype == torch.float32 else 3 * 2**-9
-    if device.type == "cuda" and dtype == torch.bfloat16 and keys != "long" and (gate == 0 or beta == 2):
-        bound = 3e-2 if gate == 0 else 1e-2
-    if device.type == "cuda" and keys in ("one", "opposite") and gate == 0:
-        bound *= 2
-    assert error(o, exact_o) <= bound
-    assert error(state, exact_state) <= bound
+    # A linear loss: states are so large here that the gradient of another one would differ by its own error.
+    do, d_state = torch.randn_like(x["v"]), torch.randn(B, HV, K, V, device=device)
+
+    def evaluate(function, tensors: dict[str, Tensor], **options) -> list[Tensor]:
+        leaves = {name: y.requires_grad_() for name, y in tensors.items()}
+        o, state = function(**leaves, **options)
+        loss = (o * do.to(o)).sum(dtype=state.dtype) + (state * d_state).sum()
+        return [o, state, *torch.autograd.grad(loss, list(leaves.values()))]
+
+    exact = evaluate(delta_rule, {name: y.double() for name, y in x.items()}, scale=K**-0.5)
+    actual = evaluate(chunk_gated_delta_rule, x, output_final_state=True)
+    of_values, of_gradients = (5e-5, 1e-4) if dtype == torch.float32 else (3 * 2**-9, 4 * 2**-9)
+    if device.type == "cuda" and keys != "long":
+        if dtype == torch.bfloat16:
+            of_values, of_gradients = (0.045, 0.065) if gate == 0 else (0.01, 0.025)
+        elif gate == 0:
+            of_gradients = 1.5e-4
+    for i, (y, truth) in enumerate(zip(actual, exact, strict=True)):
+        assert error(y.detach(), truth.detach()) <= (of_values if i < 2 else of_gradients), i
 
 
 def test_both_gates(device: torch.device) -> None:

@@ -59,7 +59,8 @@ class KimiDeltaAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log` and `dt_bias`.
 
     Raises:
-        ValueError: If an argument is none of these, a size is not whole, or a head has over 256 keys or values that
+        ValueError: If an argument is none of these, `lower_bound` is not finite or not below 0, `safe_gate` comes
+            without it, a size is not whole, or a head has over 256 keys or values that
             have no equal parts of at most 256.
         TypeError: If an argument has the wrong type.
     """

@@ -32,8 +32,9 @@ def chunk_delta_rule(
     From "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
     (<https://arxiv.org/abs/2406.06484>).
 
-    A token multiplies what the state holds along its key by ``1 - beta |k|^2``. States stay bounded while this is
-    between -1 and 1, as for keys of norm 1 and ``beta`` from 0 to 2. Beyond, the recurrence itself grows exponentially.
+    A token multiplies what the state holds along its key by ``1 - beta |k|^2``. While this is between -1
+    and 1, as for keys of norm 1 and ``beta`` from 0 to 2, no token enlarges what the state holds, and values add to it
+    at most linearly in time. Beyond, the recurrence itself may grow exponentially.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.

@@ -40,7 +40,8 @@ def chunk_gated_delta_product(
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
         k: Keys, ``[B, T * n, H, K]``, the ``n`` of a token beside each other, in the dtype of `q`; mostly of norm 1.
-        v: Values, ``[B, T * n, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it.
+        v: Values, ``[B, T * n, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head
+            ``h`` of them goes with head ``h // (HV / H)`` of queries and keys.
         g: Decay per token, ``[B, T, HV]``, as natural logarithms from 0 to -inf; any float dtype. None: no decay.
         beta: How much of a value is replaced, ``[B, T * n, HV]``, mostly from 0 to 1 or to 2; any float dtype.
         num_householder: ``n``, the steps of a token.
@@ -49,16 +50,17 @@ def chunk_gated_delta_product(
         output_final_state: Whether to return the state after the last token.
         use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
             of their squares and 1e-6.
-        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
-            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
-            of ``T`` tokens.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, in tokens and not in steps, ``[N + 1]`` from 0
+            upwards, int32 or int64; ``B`` is then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros.
+            Default: ``N = B`` sequences of ``T`` tokens.
 
     Returns:
         ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``[N, HV, K, V]`` in
             float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `num_householder` is below 1, or
+            `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return _product(
@@ -108,9 +110,11 @@ def _product(
     _check.count("num_householder", n)
     _check.axes("q", q, "B, T, H, K")
     B, T, H, K = q.shape
+    _check.not_empty("q", q)
     _check.like(q, "k", k, (B, T * n, H, K))
-    HV, _, V = _check.qkv(k, k, v, of="k", grouped=True)
     _check.same_dtype(q, "k", k)
+    _check.head_size("q", q)
+    HV, _, V = _check.qkv(k, k, v, of="k", grouped=True)
     _check.like(q, "beta", beta, (B, T * n, HV))
     _check.optional(q, "g", g, (B, T, HV))
     N = _check.sequences(q, cu_seqlens)

@@ -31,8 +31,8 @@ def chunk_kda(
     $$S'_t = \operatorname{diag}(e^{g_t})\, S_{t-1} \qquad
     S_t = S'_t + \beta_t\, k_t (v_t - {S'_t}^\top k_t)^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    From "Kimi Linear: An Expressive, Efficient Attention Architecture" (<https://arxiv.org/abs/2510.26692>). States
-    stay bounded as those of [chunk_delta_rule][flacompose.ops.chunk_delta_rule] do.
+    From "Kimi Linear: An Expressive, Efficient Attention Architecture" (<https://arxiv.org/abs/2510.26692>). On how
+    large states become, see [chunk_delta_rule][flacompose.ops.chunk_delta_rule].
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
@@ -66,7 +66,7 @@ def chunk_kda(
 
     Raises:
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `scale` is not finite, `lower_bound`
-            is not below 0, or an option lacks the one that it belongs to.
+            is not finite or not below 0, or an option lacks the one that it belongs to.
         TypeError: If an argument has the wrong type or dtype.
     """
     return run_gated(

@@ -90,8 +90,8 @@ class MatrixSequences(Sequences):
 def segment_count(units: int, programs: int, least: int = 1) -> int:
     """Parts in which to sweep a sequence of `units` (chunks, mostly), `programs` to a part: enough for a large chip.
 
-    One, or a multiple of `least`, if fewer parts would not be faster. By the shape of one row, so that its bits do not
-    depend on the batch size.
+    Fewer than `least` parts would not be faster than one, so it is 1 or a multiple of `least`. By the shape of one row,
+    so that its bits do not depend on the batch size.
     """
     # Not `max` and `min`, which would ask a symbolic length and so bound it.
     return torch.sym_max(1, torch.sym_min(units // (64 * least), 512 // (programs * least)) * least)

@@ -85,8 +85,8 @@ def channel_pair_kernel(
     """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`.
 
     It runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
-    both would need twice the registers. With mild gates, all follows from the sums of gates to the chunk's middle. They
-    differ by a number for each channel from the sums to the chunk's start and to its end.
+    both would need twice the registers. With mild gates, all follows from the sums of gates to the chunk's middle.
+    The sums to the chunk's start and to its end differ from them by one number per channel, the same for all tokens.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     row, h, _ = split_program(tl.num_programs(0) // HV, HV)
