@@ -397,9 +397,8 @@ def _sharded(index: Path, read: Any) -> dict[str, Tensor]:
         held = read(index.parent / file)
         expected = {name for name, place in files.items() if place == file}
         if set(held) != expected:
-            raise ValueError(
-                f"{index}: {file} must hold what it says, got {_listed(sorted(set(held) ^ expected))} not"
-            )
+            differs = ", ".join(sorted(set(held) ^ expected))
+            raise ValueError(f"{file} must hold what {index} says, but differs in {differs}")
         weights |= held
     return weights
 

@@ -167,15 +167,11 @@ class RecurrentLM(nn.Module):
         _check.integral("input_ids", input_ids)
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
-        stateful = self._stateful()
-        if state is not None and (not isinstance(state, (tuple, list)) or len(state) != len(stateful)):
-            got = f"{len(state)}" if isinstance(state, (tuple, list)) else type(state).__name__
-            raise ValueError(f"state must be a tuple of {len(stateful)} RecurrentState, got {got}")
+        old = self._checked(state)
         x = self.embeddings(input_ids)
         if self.config.norm_embeddings:
             x = self.embeddings_norm(x)
 
-        old = list(state or [None] * len(stateful))
         new: list[RecurrentState] = []
         for block, lower_bound in zip(self._blocks(), self._lower_bounds(), strict=True):
             n = len(block.stateful())
@@ -260,6 +256,19 @@ class RecurrentLM(nn.Module):
 
     def _stateful(self) -> list[StatefulLayer]:
         return [layer for block in self._blocks() for layer in block.stateful()]
+
+    def _checked(self, state: Sequence[RecurrentState] | None) -> Sequence[RecurrentState | None]:
+        """`state`, or None for each entry of one; layers check the parts of their own."""
+        count = len(self._stateful())
+        if state is None:
+            return [None] * count
+        if not isinstance(state, (tuple, list)) or len(state) != count:
+            got = len(state) if isinstance(state, (tuple, list)) else type(state).__name__
+            raise ValueError(f"state must be a tuple of {count} RecurrentState, got {got}")
+        for i, part in enumerate(state):
+            if not isinstance(part, RecurrentState):
+                raise TypeError(f"state[{i}] must be a RecurrentState, got {type(part).__name__}")
+        return state
 
     def _lower_bounds(self) -> list[Tensor | None]:
         """Of the forget gates of each block: a cumulative softmax over the blocks, 0 in the first."""

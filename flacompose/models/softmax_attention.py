@@ -89,9 +89,10 @@ class SoftmaxAttention(StatefulLayer):
         k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (self.k_proj(x), self.v_proj(x)))
         position, next_position = positions(x, past.position, tokens)  # [B, T], [B]
         q, k = rotary(q, k, position, self.rope_theta)
-        if past.cache:
+        first = past.position is None
+        if not first:
             k, v = (_appended(old, new, past.position) for old, new in zip(past.cache, (k, v), strict=True))
-        o = self._attend(q, k, v, position, first=not past.cache)
+        o = self._attend(q, k, v, position, first)
         return self.o_proj(o.flatten(2)), RecurrentState((), position=next_position, cache=(k, v))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, first: bool) -> Tensor:

@@ -15,7 +15,9 @@ def weight(name: str, shape: tuple[int, ...]) -> Tensor:
     """A float32 parameter of pseudo-random numbers that follow from its name: in integers, so they are exact."""
     i = torch.arange(math.prod(shape), dtype=torch.int64)
     seed = zlib.crc32(name.encode()) % _PRIME
-    uniform = ((i * i % _PRIME * 7919 + i * 104_729 + seed) % _PRIME).double() / _PRIME * 2 - 1  # from -1 to 1
+    uniform = (
+        (i * i % _PRIME * 7919 + i * 104_729 + seed) % _PRIME
+    ).double() / _PRIME * 2 - 1  # from -1 to 1
     if "norm" in name and name.endswith(".weight"):
         values = 1 + 0.4 * uniform
     elif len(shape) == 1 or "embeddings" in name or name.endswith(("bonus", "x_bias", "lower_bounds")):
