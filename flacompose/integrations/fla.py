@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from flacompose.integrations._fla_configs import WITHOUT_EFFECT
+from flacompose.layers import _check
+from flacompose.layers.activation import ACTIVATIONS
 from flacompose.models import RecurrentConfig, RecurrentLM
 
 
@@ -176,8 +178,9 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
     """What a model of flash-linear-attention 0.6 is made of, from its config.
 
     Args:
-        config: The content of its ``config.json``, or the path of that file. What it lacks has the peer's default. Keys
-            without an effect on logits are passed over, as those of kernels to choose, of losses and of generation.
+        config: The content of its ``config.json``, which is ``to_dict()`` of the peer's config, or the path of that
+            file. What it lacks has the peer's default. Keys without an effect on logits are passed over, as those of
+            kernels to choose, of losses and of generation.
 
     Raises:
         ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "hgrn2", "delta_net", "gated_deltanet"
@@ -212,7 +215,9 @@ def _config(model_type: str, family: _Family, values: dict[str, Any]) -> Recurre
     options["mode"] = _mode(values["attn_mode"])
     rwkv6 = model_type == "rwkv6"
     # The peer's SwiGLU takes "powlu" as well, another function.
-    if not rwkv6 and values["hidden_act"] != "swish":
+    if rwkv6:
+        _check.one_of("config: hidden_act", values["hidden_act"], ACTIVATIONS)
+    elif values["hidden_act"] != "swish":
         raise ValueError(
             f"config: hidden_act must be 'swish' in a {model_type}, got {values['hidden_act']!r}"
         )
@@ -265,7 +270,7 @@ def from_fla(
     Raises:
         ValueError: As `config_from_fla`, or if `state_dict` lacks a parameter, has one too many or one of another
             shape; all of them are named, and no model is made.
-        TypeError: If `state_dict` holds something other than tensors.
+        TypeError: If `state_dict` holds something other than dense floating tensors.
     """
     return _loaded(config_from_fla(config), state_dict, device, dtype, copy=True)
 
@@ -309,8 +314,7 @@ def _loaded(
     names = {_name(name, config): name for name in model.state_dict()}  # the peer's, and ours
     weights = dict(state_dict)
     for name, weight in weights.items():
-        if not isinstance(weight, Tensor):
-            raise TypeError(f"state_dict[{name!r}] must be a tensor, got {type(weight).__name__}")
+        _check.floating(f"state_dict[{name!r}]", weight)
     if config.tie_word_embeddings:
         head = weights.pop("lm_head.weight", None)
         embeddings = weights.get("model.embeddings.weight", head)
@@ -368,6 +372,9 @@ def _intermediate_size(values: Mapping[str, Any], rwkv6: bool) -> Any:
     size, ratio = values["intermediate_size"], values["hidden_ratio"]
     if size is not None:
         return size
+    if ratio is not None:
+        _check.positive("hidden_ratio", ratio)
+    _check.count("hidden_size", values["hidden_size"])
     if rwkv6:
         least, step = int(values["hidden_size"] * (3.5 if ratio is None else ratio)), 32
     else:

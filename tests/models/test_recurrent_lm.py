@@ -216,6 +216,9 @@ def test_state_of_a_beam(device: torch.device) -> None:
     cast = [s.to(torch.bfloat16) for s in state]
     assert cast[1].cache[0].dtype == torch.bfloat16 and cast[1].position.dtype == torch.int64
     assert cast[0].recurrent.dtype == torch.float32
+    # A cache in another dtype is read, here with the three digits of bfloat16.
+    exact, rounded = (model(ids[:, :1], given)[0] for given in (state, cast))
+    assert 0 < (rounded - exact).norm() < 0.05 * exact.norm()
 
 
 @pytest.mark.parametrize("name", ["rwkv6", "gla hybrid"])
