@@ -193,7 +193,7 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ValueError(f"config: model_type must be one of {', '.join(_FAMILIES)}, got {model_type!r}")
-    if model_type == "gsa":  # the peer's constructor spells them so, and its config.json as everyone does
+    if model_type == "gsa":  # the peer's constructor misspells them, and its config.json does not
         for spelt, key in (("exapnd_k", "expand_k"), ("exapnd_v", "expand_v")):
             given.setdefault(key, given.pop(spelt, 1))
     values = _COMMON | family.others | family.options
@@ -214,10 +214,9 @@ def _config(model_type: str, family: _Family, values: dict[str, Any]) -> Recurre
     options = {key: values[key] for key in family.options} | family.constant
     options["mode"] = _mode(values["attn_mode"])
     rwkv6 = model_type == "rwkv6"
-    # The peer's SwiGLU takes "powlu" as well, another function.
     if rwkv6:
         _check.one_of("config: hidden_act", values["hidden_act"], ACTIVATIONS)
-    elif values["hidden_act"] != "swish":
+    elif values["hidden_act"] != "swish":  # the peer's SwiGLU takes "powlu" as well, another function
         raise ValueError(
             f"config: hidden_act must be 'swish' in a {model_type}, got {values['hidden_act']!r}"
         )
