@@ -1,6 +1,6 @@
 """Linear-attention recurrences as PyTorch ops that compile, export and compose."""
 
-from flacompose import layers, ops
+from flacompose import layers, models, ops
 
 __version__ = "0.1.0"
-__all__ = ["layers", "ops"]
+__all__ = ["layers", "models", "ops"]

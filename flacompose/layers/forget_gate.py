@@ -16,6 +16,8 @@ from flacompose.ops._dtype import upcast
 class ForgetGateLayer(RecurrentLayer):
     """A layer whose forget gates may have a lower bound, which is an argument of each call."""
 
+    gate_channels: int  # how many forget gates a token has
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -38,10 +40,10 @@ class ForgetGateLayer(RecurrentLayer):
         """
         return self._call(hidden_states, state, attention_mask, cu_seqlens, lower_bound)
 
-    def _bound(self, x: Tensor, lower_bound: Tensor | None, channels: int) -> Tensor | None:
+    def _bound(self, x: Tensor, lower_bound: Tensor | None) -> Tensor | None:
         """Check `lower_bound`, return what this layer uses of it."""
         if lower_bound is not None:
-            _check.like(x, "lower_bound", lower_bound, (channels,))
+            _check.like(x, "lower_bound", lower_bound, (self.gate_channels,))
         return None if lower_bound is None or self.layer_idx == 0 else beside(x, lower_bound)
 
 

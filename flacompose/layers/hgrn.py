@@ -67,7 +67,7 @@ class HGRNAttention(ForgetGateLayer):
         input_dim = _check.whole("hidden_size * expand_ratio", hidden_size * expand_ratio)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
-        self.input_dim = input_dim
+        self.input_dim = self.gate_channels = input_dim
         self.use_short_conv = use_short_conv
 
         factory = Factory(device=device, dtype=dtype)
@@ -85,7 +85,7 @@ class HGRNAttention(ForgetGateLayer):
     def _compute(
         self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
     ) -> tuple[Tensor, RecurrentState]:
-        lower_bound = self._bound(x, lower_bound, self.input_dim)
+        lower_bound = self._bound(x, lower_bound)
         i, f, conv = self.i_proj(x), self.f_proj(x), past.conv
         if self.use_short_conv:
             (i, f), conv = convolved((i, f), (self.i_conv1d, self.f_conv1d), past.conv, tokens)

@@ -75,6 +75,7 @@ class HGRN2Attention(ForgetGateLayer):
             _check.integer("layer_idx", layer_idx)
         self.num_heads, self.expand_ratio = H, K
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
+        self.gate_channels = H * K
         self.use_short_conv = use_short_conv
 
         factory = Factory(device=device, dtype=dtype)
@@ -93,7 +94,7 @@ class HGRN2Attention(ForgetGateLayer):
     def _compute(
         self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
     ) -> tuple[Tensor, RecurrentState]:
-        lower_bound = self._bound(x, lower_bound, self.key_dim)
+        lower_bound = self._bound(x, lower_bound)
         q, f, i, conv = self.q_proj(x), self.f_proj(x), self.i_proj(x), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d

@@ -30,30 +30,18 @@ class Factory(TypedDict):
     dtype: torch.dtype | None
 
 
-class RecurrentLayer(nn.Module):
-    """A layer around one recurrence, whose op has a chunked form and a recurrent one."""
+class StatefulLayer(nn.Module):
+    """A layer that is called with a state and returns the new one."""
 
-    # Other names of "chunk" in flash-linear-attention, which are refused.
-    chunk_modes: ClassVar[tuple[str, ...]] = ()
     state_shapes: StateShapes
     # The formulas of a layer. It takes the tokens x [B, T, hidden_size], the state before them and their layout, and
     # returns the output [B, T, hidden_size] and the new state. In a call without a state, every part of it is None.
     _compute: Callable[..., tuple[Tensor, RecurrentState]]
 
-    def __init__(
-        self, mode: str, hidden_size: int, norm_eps: float, layer_idx: int | None, conv_size: int = 1
-    ) -> None:
+    def __init__(self, hidden_size: int) -> None:
         super().__init__()
-        if mode in self.chunk_modes:
-            raise ValueError(f"mode {mode!r} is no op of its own: use 'chunk', the same function")
-        if mode not in ("chunk", "fused_recurrent"):
-            raise ValueError(f"mode must be 'chunk' or 'fused_recurrent', got {mode!r}")
         _check.count("hidden_size", hidden_size)
-        _check.not_negative("norm_eps", norm_eps)
-        _check.count("conv_size", conv_size)
-        self.mode = mode
         self.hidden_size = hidden_size
-        self.layer_idx: Any = layer_idx  # layers that use it say what it may be
 
     def init_state(
         self,
@@ -147,11 +135,31 @@ class RecurrentLayer(nn.Module):
         y, state = self._compute(tokens.enter(hidden_states), state, tokens, *others)
         return tokens.leave(y), state
 
+    def extra_repr(self) -> str:
+        shown = vars(self)
+        return ", ".join(f"{name}={shown[name]}" for name in _SHOWN if name in shown)
+
+
+class RecurrentLayer(StatefulLayer):
+    """A layer around one recurrence, whose op has a chunked form and a recurrent one."""
+
+    # Other names of "chunk" in flash-linear-attention, which are refused.
+    chunk_modes: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, mode: str, hidden_size: int, norm_eps: float, layer_idx: int | None, conv_size: int = 1
+    ) -> None:
+        super().__init__(hidden_size)
+        if mode in self.chunk_modes:
+            raise ValueError(f"mode {mode!r} is no op of its own: use 'chunk', the same function")
+        if mode not in ("chunk", "fused_recurrent"):
+            raise ValueError(f"mode must be 'chunk' or 'fused_recurrent', got {mode!r}")
+        _check.not_negative("norm_eps", norm_eps)
+        _check.count("conv_size", conv_size)
+        self.mode = mode
+        self.layer_idx: Any = layer_idx  # layers that use it say what it may be
+
     def _op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:
         """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent one."""
         op = recurrent if self.mode == "fused_recurrent" or _check.is_one(x.shape[1]) else chunk
         return partial(op, initial_state=initial_state, output_final_state=True, cu_seqlens=tokens.cu_seqlens)
-
-    def extra_repr(self) -> str:
-        shown = vars(self)
-        return ", ".join(f"{name}={shown[name]}" for name in _SHOWN if name in shown)

@@ -10,13 +10,13 @@ from flacompose.ops._dtype import state_dtype, upcast
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
 
-def rotary(q: Tensor, k: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    r"""``q`` and ``k [B, T, H, K]``, each pair ``(x[i], x[i + K / 2])`` turned by the angle $p \cdot 10000^{-2 i / K}$.
+def rotary(q: Tensor, k: Tensor, position: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    r"""``q`` and ``k [B, T, H, K]``, each pair ``(x[i], x[i + K / 2])`` turned by the angle $p \cdot base^{-2 i / K}$.
 
     ``position`` ``p`` is ``[B, T]``, integers. Angles and products are float32 (float64 for float64), rounded once.
     """
     K, dtype = q.shape[3], state_dtype(q.dtype)
-    frequency = 10000.0 ** (-torch.arange(0, K, 2, device=q.device, dtype=dtype) / K)
+    frequency = base ** (-torch.arange(0, K, 2, device=q.device, dtype=dtype) / K)
     angle = beside(q, position)[:, :, None, None].to(dtype) * beside(q, frequency)  # [B, T, 1, K / 2]
     cos, sin = angle.cos(), angle.sin()
     return _turned(q, cos, sin), _turned(k, cos, sin)

@@ -16,9 +16,8 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.layers.token_shift import token_shift
+from flacompose.layers.token_shift import as_projected, token_shift
 from flacompose.ops import chunk_rwkv6, fused_recurrent_rwkv6
-from flacompose.ops._define import autocast_dtype
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import upcast
 
@@ -92,7 +91,7 @@ class RWKV6Attention(RecurrentLayer):
 
         factory = Factory(device=device, dtype=dtype)
         self.x_proj = nn.Sequential(
-            _LerpLinear(hidden_size, 5 * proj_low_rank_dim, **factory),
+            LerpLinear(hidden_size, 5 * proj_low_rank_dim, **factory),
             nn.Tanh(),
             _Linear(5 * proj_low_rank_dim, hidden_size, bias=False, **factory),
         )
@@ -116,9 +115,7 @@ class RWKV6Attention(RecurrentLayer):
         nn.init.zeros_(self.bonus)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        dtype = autocast_dtype(x.device)
-        if dtype is not None and x.dtype != torch.float64:
-            x = x.to(dtype)
+        x = as_projected(x)
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens)
         delta = before - x
         mixed = (x + delta * self._mix(x, delta)).to(x.dtype)
@@ -151,7 +148,7 @@ class _Linear(nn.Linear):
         nn.init.xavier_uniform_(self.weight, gain=2**-2.5)
 
 
-class _LerpLinear(nn.Module):
+class LerpLinear(nn.Module):
     """A projection of tokens mixed by `mu` with those before them."""
 
     def __init__(self, input_dim: int, output_dim: int, **factory: Any) -> None:

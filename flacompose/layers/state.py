@@ -28,14 +28,18 @@ class RecurrentState(NamedTuple):
         position: How many tokens each sequence has had, ``[N]``, int64. ``()`` in a layer without positions.
         shift: The last token of each sequence, ``[N, hidden_size]``, in the dtype of the layer's projections. ``()``
             in a layer without a token shift.
+        cache: The keys and the values of softmax attention, ``[N, L, H, D]`` each, in the dtype of the layer's
+            projections. The first `position` of the ``L`` places of a sequence hold its tokens, and what is in the
+            others means nothing. ``()`` in every other layer.
     """
 
-    recurrent: Any  # a tensor, or a tuple of them, as `StateShapes` says
+    recurrent: Any  # a tensor, or a tuple of them, as `StateShapes` says; () in a layer without a recurrence
     conv: tuple[Tensor, ...] = ()
     # An absent part is (), because None would be a leaf of the pytree and not a tensor.
     normalizer: Any = ()
     position: Any = ()
     shift: Any = ()
+    cache: tuple[Tensor, ...] = ()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> RecurrentState:
         """A state of ``function(t)`` for every tensor ``t`` of this one, each of which has ``N`` sequences first."""
@@ -74,8 +78,8 @@ class RecurrentState(NamedTuple):
     ) -> RecurrentState:
         """The state on `device`, for a layer whose parameters have `dtype`, as `init_state` makes it for these.
 
-        So `dtype` is that of `conv` and `shift`, while `recurrent` and `normalizer` become float32, or float64 if
-        `dtype` is. Positions stay int64. A part that does not change is returned itself. To give every part the
+        So `dtype` is that of `conv`, `shift` and `cache`, while `recurrent` and `normalizer` become float32, or float64
+        if `dtype` is. Positions stay int64. A part that does not change is returned itself. To give every part the
         same dtype, for instance to store a state in half the memory, use `map`; layers take any floating dtype.
 
         Args:
@@ -96,7 +100,7 @@ class RecurrentState(NamedTuple):
             return pytree.tree_map(lambda t: t.to(device=device, dtype=dtype), part)
 
         sums = None if dtype is None else state_dtype(dtype)
-        dtypes = (sums, dtype, sums, None, dtype)  # of the parts, in the order of the fields
+        dtypes = (sums, dtype, sums, None, dtype, dtype)  # of the parts, in the order of the fields
         return RecurrentState(*(moved(part, given) for part, given in zip(self, dtypes, strict=True)))
 
     @staticmethod
@@ -128,12 +132,13 @@ pytree._register_namedtuple(RecurrentState, serialized_type_name="flacompose.lay
 class StateShapes(NamedTuple):
     """The shapes of a layer's state, each without its first dimension, ``N``; None of a part that is absent."""
 
-    recurrent: tuple[tuple[int, ...], ...]  # of one, the state is a tensor; of more, a tuple of them
+    recurrent: tuple[tuple[int, ...], ...]  # of one, the state is a tensor; of more or none, a tuple of them
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
     position: bool = False  # whether there are positions, one number each
     shift: tuple[int] | None = None
     log_normalizer: bool = False  # the normaliser is a logarithm, which starts at -inf
+    cache: tuple[int, int] | None = None  # the heads of keys and of values, and their size
 
     def zeros(self, N: int, device: torch.device | str | None, dtype: torch.dtype) -> RecurrentState:
         """The state before the first token, for projections that give `dtype`."""
@@ -145,28 +150,30 @@ class StateShapes(NamedTuple):
         recurrent = tuple(zeros(shape, sums) for shape in self.recurrent)
         normalizer = zeros(self.normalizer, sums)
         return RecurrentState(
-            recurrent if len(recurrent) > 1 else recurrent[0],
+            recurrent[0] if len(recurrent) == 1 else recurrent,
             tuple(zeros(shape, dtype) for shape in self.conv),
             normalizer.log() if self.log_normalizer else normalizer,
             zeros(() if self.position else None, torch.int64),
             zeros(self.shift, dtype),
+            () if self.cache is None else (zeros((0, *self.cache), dtype), zeros((0, *self.cache), dtype)),
         )
 
     def absent(self) -> RecurrentState:
         """The state that a call without one has: None in the place of every part and of every convolution."""
         conv: Any = (None,) * len(self.conv)
-        return RecurrentState(None, conv, None, None, None)
+        return RecurrentState(None, conv, None, None, None, ())
 
     def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
         """Check that `state` has these shapes, `N` sequences, and the device of `x`."""
         if not isinstance(state, RecurrentState):
             given = f"{type(state).__name__} (a mask is the keyword attention_mask)"
             raise TypeError(f"state must be a RecurrentState, got {given}")
-        if len(self.recurrent) > 1:
-            _check_tensors(x, "state.recurrent", state.recurrent, self.recurrent, N)
-        else:
+        if len(self.recurrent) == 1:
             _check.like(x, "state.recurrent", state.recurrent, (N, *self.recurrent[0]))
+        else:
+            _check_tensors(x, "state.recurrent", state.recurrent, self.recurrent, N)
         _check_tensors(x, "state.conv", state.conv, self.conv, N)
+        _check_tensors(x, "state.cache", state.cache, self._cached(state), N)
         kind: Callable[[str, Tensor], None]
         for name, value, shape, kind in (
             ("normalizer", state.normalizer, self.normalizer, _check.floating),
@@ -177,6 +184,14 @@ class StateShapes(NamedTuple):
                 _check.like(x, f"state.{name}", value, (N, *shape), kind)
             elif isinstance(value, Tensor) or value != ():
                 raise ValueError(f"state.{name} must be () in this layer, got {type(value).__name__}")
+
+    def _cached(self, state: RecurrentState) -> tuple[tuple[int, ...], ...]:
+        """The shapes of `state.cache`, whose number of places is any, the same for keys and values."""
+        if self.cache is None:
+            return ()
+        keys = state.cache[0] if isinstance(state.cache, (tuple, list)) and state.cache else None
+        places = keys.shape[1] if isinstance(keys, Tensor) and keys.ndim == 4 else 0
+        return ((places, *self.cache),) * 2
 
 
 def _check_tensors(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, ...], ...], N: int) -> None:

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from flacompose.layers.layout import take
+from flacompose.ops._define import autocast_dtype
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
+
+
+def as_projected(x: Tensor) -> Tensor:
+    """``x`` in the dtype that projections give, so that the last token, which is a state, has it too."""
+    dtype = autocast_dtype(x.device)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 def token_shift(

@@ -541,6 +541,8 @@ def test_refused_calls(call, error, message):
         (LINEAR, "position", torch.zeros(2).long(), ValueError, "must be () in this layer, got Tensor"),
         (LINEAR, "conv", CONV, ValueError, "must hold 0 tensors, got 3"),
         (LINEAR, "shift", X[:, 0], ValueError, "must be () in this layer, got Tensor"),
+        (LINEAR, "cache", X, TypeError, "must be a tuple of tensors, got Tensor"),
+        (LINEAR, "cache", (X, X), ValueError, "must hold 0 tensors, got 2"),
         (RWKV6, "shift", (), TypeError, "must be a tensor, got tuple"),
         (RWKV6, "shift", X[:, :1], ValueError, "must have shape (2, 16), got (2, 1, 16)"),
         (RWKV6, "shift", X[:, 0].to("meta"), ValueError, "must be on cpu, got meta"),

@@ -56,7 +56,8 @@ def test_never_written_to(config, layout, T, device):
     assert all(t.is_contiguous() for t in tensors(new))
 
 
-# What `init_state(3)` gives each layer: recurrent states, windows of convolutions, normalisers, positions, shifts.
+# What `init_state(3)` gives each layer: recurrent states, windows of convolutions, normalisers, positions, shifts. No
+# layer has a cache.
 STATES = {
     "gla": ((3, 4, 3, 6), [(3, 12, 4), (3, 6, 4), (3, 12, 4)], (), (), ()),
     "simple_gla": ((3, 4, 6, 6), [(3, 24, 4), (3, 12, 4), (3, 12, 4)], (), (), ()),
@@ -92,13 +93,13 @@ def test_init_state(name, device):
     configs = EVERY | BOUNDED | {"mapped keys": LINEAR | NORMALIZED | {"feature_map": "dpfp"}}
     layer = build(configs[name], device=device)
     state = layer.init_state(3)
-    assert [shapes(part) for part in state] == [shape or () for shape in STATES[name]]
+    assert [shapes(part) for part in state] == [shape or () for shape in (*STATES[name], ())]
     nothing = -torch.inf if name in ("abc", "lightnet") else 0
     assert all((t == nothing).all() for t in tensors(state.normalizer))
     assert not any(t.any() for t in tensors(state._replace(normalizer=())))
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sums = torch.float64 if dtype == torch.float64 else torch.float32
-        recurrent, conv, normalizer, position, shift = layer.to(dtype).init_state(3)
+        recurrent, conv, normalizer, position, shift, _ = layer.to(dtype).init_state(3)
         assert {t.dtype for t in tensors((recurrent, normalizer))} == {sums}
         assert {t.dtype for t in tensors((conv, shift))} <= {dtype}
         assert {t.dtype for t in tensors(position)} <= {torch.int64}
@@ -107,7 +108,7 @@ def test_init_state(name, device):
         )
     with torch.device("meta"):
         state = layer.init_state(3, device="meta")
-    assert [shapes(part) for part in state] == [shape or () for shape in STATES[name]]
+    assert [shapes(part) for part in state] == [shape or () for shape in (*STATES[name], ())]
 
 
 @every_layer

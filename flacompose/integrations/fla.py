@@ -1,0 +1,434 @@
+"""Checkpoints of the language models of flash-linear-attention 0.6, as models of flacompose."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flacompose.integrations._fla_configs import WITHOUT_EFFECT
+from flacompose.layers import _check
+from flacompose.layers.activation import ACTIVATIONS
+from flacompose.models import RecurrentConfig, RecurrentLM
+
+
+class _Family(NamedTuple):
+    """The models of one `model_type`: their layer, and what their config holds."""
+
+    layer: str
+    # Arguments of the layer that are keys of the config, and the defaults of these.
+    options: dict[str, Any]
+    # Other keys that a model depends on, and their defaults, where these are not `_COMMON`.
+    others: dict[str, Any] = {}
+    # Keys of older versions, or that the models of 0.6 no longer read, with the one value that says what they do.
+    fixed: dict[str, Any] = {}
+    # Arguments of the layer that no key changes.
+    constant: dict[str, Any] = {}
+
+
+# The norms of these layers of the peer add it whatever `norm_eps` is.
+_NORM_EPS = {"norm_eps": 1e-5}
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "intermediate_size": None,
+    "hidden_ratio": 4,
+    "hidden_act": "swish",
+    "norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attn": None,
+    "attn_mode": "chunk",
+}
+_FIXED = {"attnres_block_size": None}
+
+_FAMILIES = {
+    "gla": _Family(
+        "GatedLinearAttention",
+        {
+            "expand_k": 0.5,
+            "expand_v": 1.0,
+            "num_heads": 4,
+            "num_kv_heads": None,
+            "feature_map": None,
+            "use_short_conv": False,
+            "conv_size": 4,
+            "use_output_gate": True,
+            "elementwise_affine": True,
+            "clamp_min": None,
+            "fuse_norm": True,
+        },
+        fixed={"use_gk": True, "use_gv": False},
+    ),
+    "retnet": _Family(
+        "MultiScaleRetention",
+        {
+            "expand_k": 1.0,
+            "expand_v": 2.0,
+            "num_heads": 8,
+            "num_kv_heads": None,
+            "feature_map": None,
+            "use_output_gate": True,
+            "elementwise_affine": True,
+            "fuse_norm": True,
+        },
+        {"hidden_ratio": 2},
+    ),
+    "gsa": _Family(
+        "GatedSlotAttention",
+        {
+            "expand_k": 1,
+            "expand_v": 1,
+            "num_heads": 4,
+            "num_kv_heads": None,
+            "num_slots": 64,
+            "use_short_conv": False,
+            "conv_size": 4,
+            "feature_map": "swish",
+            "gate_logit_normalizer": 8,
+            "elementwise_affine": True,
+        },
+        fixed={"clamp_min": None, "clamp_max": None, "use_rope": False},
+        constant=_NORM_EPS,
+    ),
+    "rwkv6": _Family(
+        "RWKV6Attention",
+        {
+            "expand_k": 0.5,
+            "expand_v": 1.0,
+            "num_heads": 4,
+            "proj_low_rank_dim": 32,
+            "gate_low_rank_dim": 64,
+        },
+        {
+            "hidden_ratio": 3.5,
+            "hidden_act": "sqrelu",
+            "norm_eps": 1e-5,
+            "norm_bias": True,
+            "norm_first": True,
+        },
+    ),
+    "hgrn2": _Family(
+        "HGRN2Attention",
+        {
+            "num_heads": None,
+            "expand_ratio": 128,
+            "use_short_conv": False,
+            "conv_size": 4,
+            "elementwise_affine": True,
+        },
+        {"use_lower_bound": True},
+        constant=_NORM_EPS,
+    ),
+    "delta_net": _Family(
+        "DeltaNet",
+        {
+            "expand_k": 1.0,
+            "expand_v": 1.0,
+            "num_heads": 16,
+            "use_beta": True,
+            "use_gate": False,
+            "use_short_conv": True,
+            "conv_size": 4,
+            "allow_neg_eigval": False,
+            "qk_activation": "silu",
+            "qk_norm": "l2",
+        },
+        fixed={"use_rope": False},
+    ),
+    "gated_deltanet": _Family(
+        "GatedDeltaNet",
+        {
+            "expand_v": 2.0,
+            "head_dim": 256,
+            "num_heads": 6,
+            "num_v_heads": None,
+            "use_gate": True,
+            "use_short_conv": True,
+            "allow_neg_eigval": False,
+            "conv_size": 4,
+            "output_gate_activation": "swish",
+        },
+        {"num_hidden_layers": 21},
+    ),
+    "kda": _Family(
+        "KimiDeltaAttention",
+        {
+            "expand_v": 1.0,
+            "head_dim": 128,
+            "num_heads": 16,
+            "num_v_heads": None,
+            "use_short_conv": True,
+            "allow_neg_eigval": False,
+            "safe_gate": False,
+            "lower_bound": None,
+            "conv_size": 4,
+        },
+    ),
+}
+
+
+def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> RecurrentConfig:
+    """What a model of flash-linear-attention 0.6 is made of, from its config.
+
+    Args:
+        config: The content of its ``config.json``, which is ``to_dict()`` of the peer's config, or the path of that
+            file. What it lacks has the peer's default. Keys without an effect on logits are passed over, as those of
+            kernels to choose, of losses and of generation.
+
+    Raises:
+        ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "hgrn2", "delta_net", "gated_deltanet"
+            and "kda", or a key is not known, or its value asks for something that is not supported; both are named.
+    """
+    if not isinstance(config, Mapping):
+        config = _json(Path(config))
+    given = dict(config)
+    model_type = given.pop("model_type", None)
+    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ValueError(f"config: model_type must be one of {', '.join(_FAMILIES)}, got {model_type!r}")
+    if model_type == "gsa":  # the peer's constructor misspells them, and its config.json does not
+        for spelt, key in (("exapnd_k", "expand_k"), ("exapnd_v", "expand_v")):
+            given.setdefault(key, given.pop(spelt, 1))
+    values = _COMMON | family.others | family.options
+    fixed = _FIXED | family.fixed
+    unknown = sorted(set(given) - set(values) - set(fixed) - WITHOUT_EFFECT)
+    if unknown:
+        raise ValueError(
+            f"config: {_listed(unknown)} not known of a {model_type} of flash-linear-attention 0.6"
+        )
+    for key, value in fixed.items():
+        if given.get(key, value) != value:
+            raise ValueError(f"config: {key} must be {value!r} in a {model_type}, got {given[key]!r}")
+    values |= {key: value for key, value in given.items() if key in values}
+    return _config(str(model_type), family, values)
+
+
+def _config(model_type: str, family: _Family, values: dict[str, Any]) -> RecurrentConfig:
+    options = {key: values[key] for key in family.options} | family.constant
+    options["mode"] = _mode(values["attn_mode"])
+    rwkv6 = model_type == "rwkv6"
+    if rwkv6:
+        _check.one_of("config: hidden_act", values["hidden_act"], ACTIVATIONS)
+    elif values["hidden_act"] != "swish":  # the peer's SwiGLU takes "powlu" as well, another function
+        raise ValueError(
+            f"config: hidden_act must be 'swish' in a {model_type}, got {values['hidden_act']!r}"
+        )
+    if model_type in ("gla", "retnet"):
+        options["gate_fn"] = values["hidden_act"]
+    if model_type == "hgrn2" and options["num_heads"] is not None and options["expand_ratio"] is not None:
+        options["num_heads"] = None  # the peer's layer computes it from the ratio
+    attn = values["attn"]
+    if attn is None:
+        attn = ()
+    elif isinstance(attn, Mapping):
+        attn = (attn,)
+    try:
+        return RecurrentConfig(
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            num_hidden_layers=values["num_hidden_layers"],
+            intermediate_size=_intermediate_size(values, rwkv6),
+            layer=family.layer,
+            layer_options=options,
+            feed_forward="rwkv6" if rwkv6 else "swiglu",
+            feed_forward_act=values["hidden_act"] if rwkv6 else "sqrelu",
+            norm="layer" if rwkv6 else "rms",
+            norm_bias=values.get("norm_bias", True),
+            norm_eps=values["norm_eps"],
+            norm_embeddings=values.get("norm_first", False),
+            use_lower_bound=values.get("use_lower_bound", False),
+            tie_word_embeddings=values["tie_word_embeddings"],
+            attn=attn,
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config: {error}") from error
+
+
+def from_fla(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    state_dict: Mapping[str, Tensor],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> RecurrentLM:
+    """The model of flacompose with the weights, and the logits, of a model of flash-linear-attention 0.6.
+
+    Args:
+        config: Of the peer's model, as `config_from_fla` takes it.
+        state_dict: ``state_dict()`` of the peer's model for causal language modelling; it is copied.
+        device: Where the parameters shall be. Default: where those of `state_dict` are.
+        dtype: What they shall be. Default: what those of `state_dict` are, each.
+
+    Raises:
+        ValueError: As `config_from_fla`, or if `state_dict` lacks a parameter, has one too many or one of another
+            shape; all of them are named, and no model is made.
+        TypeError: If `state_dict` holds something other than dense floating tensors.
+    """
+    return _loaded(config_from_fla(config), state_dict, device, dtype, copy=True)
+
+
+def load_fla(
+    directory: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> RecurrentLM:
+    """Load what ``save_pretrained`` of a model of flash-linear-attention 0.6 has written.
+
+    Args:
+        directory: It holds ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, or the index of several
+            such files, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``; the first of these four
+            that is there is read. Safetensors need the package safetensors.
+        device: Where the parameters shall be. Default: the CPU.
+        dtype: What they shall be. Default: as they were saved.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ImportError: If safetensors is needed and not installed.
+        ValueError: As `from_fla`, or if the index and its files disagree.
+    """
+    folder = Path(directory)
+    config = config_from_fla(folder / "config.json")  # first, since reading it is cheap
+    return _loaded(config, _weights(folder), device, dtype, copy=False)
+
+
+def _loaded(
+    config: RecurrentConfig,
+    state_dict: Mapping[str, Tensor],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    copy: bool,
+) -> RecurrentLM:
+    try:
+        model = RecurrentLM(config, device="meta")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config: {error}") from error
+    names = {_name(name, config): name for name in model.state_dict()}  # the peer's, and ours
+    weights = dict(state_dict)
+    for name, weight in weights.items():
+        _check.floating(f"state_dict[{name!r}]", weight)
+    if config.tie_word_embeddings:
+        head = weights.pop("lm_head.weight", None)
+        embeddings = weights.get("model.embeddings.weight", head)
+        if head is not None and embeddings is not None and not torch.equal(head, embeddings):
+            raise ValueError(
+                "state_dict['lm_head.weight'] must be 'model.embeddings.weight', since tie_word_embeddings is True"
+            )
+    _same_names(names, weights)
+    shapes = {name: parameter.shape for name, parameter in model.state_dict().items()}
+    wrong = [
+        f"{name} must have shape {tuple(shapes[ours])}, got {tuple(weights[name].shape)}"
+        for name, ours in names.items()
+        if weights[name].shape != shapes[ours]
+    ]
+    if wrong:
+        raise ValueError("state_dict: " + "; ".join(wrong))
+    state = {ours: weights[name].detach().to(device, dtype, copy=copy) for name, ours in names.items()}
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_()
+
+
+def _same_names(names: Mapping[str, str], weights: Mapping[str, Tensor]) -> None:
+    missing, unexpected = sorted(set(names) - set(weights)), sorted(set(weights) - set(names))
+    if missing or unexpected:
+        lists = [f"lacks {', '.join(missing)}"] * bool(missing)
+        lists += [f"has {', '.join(unexpected)}, which the config does not ask for"] * bool(unexpected)
+        raise ValueError("state_dict " + " and ".join(lists))
+
+
+def _name(ours: str, config: RecurrentConfig) -> str:
+    """The peer's name of a parameter of ours."""
+    if ours.startswith("lm_head."):
+        return ours
+    if config.feed_forward == "rwkv6":
+        ours = ours.replace(".mlp_norm.", ".ffn_norm.").replace(".mlp.", ".ffn.")
+    return "model." + ours.replace("embeddings_norm.", "layers.0.pre_norm.")
+
+
+def _mode(attn_mode: Any) -> str:
+    """The mode of the layer, which changes no value."""
+    # The others are further kernels of the peer for the function that "chunk" is.
+    modes = {
+        "chunk": "chunk",
+        "fused_chunk": "chunk",
+        "parallel": "chunk",
+        "fused_recurrent": "fused_recurrent",
+    }
+    if not isinstance(attn_mode, str) or attn_mode not in modes:
+        raise ValueError(f"config: attn_mode must be one of {', '.join(modes)}, got {attn_mode!r}")
+    return modes[attn_mode]
+
+
+def _intermediate_size(values: Mapping[str, Any], rwkv6: bool) -> Any:
+    """That of the config, or what the peer computes in its place."""
+    size, ratio = values["intermediate_size"], values["hidden_ratio"]
+    if size is not None:
+        return size
+    if ratio is not None:
+        _check.positive("hidden_ratio", ratio)
+    _check.count("hidden_size", values["hidden_size"])
+    if rwkv6:
+        least, step = int(values["hidden_size"] * (3.5 if ratio is None else ratio)), 32
+    else:
+        least, step = int(values["hidden_size"] * (4 if ratio is None else ratio) * 2 / 3), 256
+    return -(-least // step) * step
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    readers = {"model.safetensors": _safetensors, "pytorch_model.bin": _pickle}
+    for name, read in readers.items():
+        if (folder / name).is_file():
+            return read(folder / name)
+        if (folder / f"{name}.index.json").is_file():
+            return _sharded(folder / f"{name}.index.json", read)
+    files = ", ".join(f"{name}, {name}.index.json" for name in readers)
+    raise FileNotFoundError(f"{folder} must hold one of {files}")
+
+
+def _sharded(index: Path, read: Any) -> dict[str, Tensor]:
+    files = _json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{index} must have a weight_map, got {type(files).__name__}")
+    weights: dict[str, Tensor] = {}
+    for file in sorted(set(files.values())):
+        if Path(file).name != file:
+            raise ValueError(f"{index}: a file must be beside it, got {file!r}")
+        held = read(index.parent / file)
+        expected = {name for name, place in files.items() if place == file}
+        if set(held) != expected:
+            differs = ", ".join(sorted(set(held) ^ expected))
+            raise ValueError(f"{file} must hold what {index} says, but differs in {differs}")
+        weights |= held
+    return weights
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise ImportError(f"{path} needs the package safetensors: pip install safetensors") from error
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be a file")
+    return load_file(path)
+
+
+def _pickle(path: Path) -> dict[str, Tensor]:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold an object, got {type(content).__name__}")
+    return content
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"

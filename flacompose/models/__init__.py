@@ -1,0 +1,6 @@
+"""Whole models of flacompose's layers."""
+
+from flacompose.models.config import RecurrentConfig
+from flacompose.models.recurrent_lm import RecurrentLM
+
+__all__ = ["RecurrentConfig", "RecurrentLM"]

@@ -1,0 +1,122 @@
+"""What a language model is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flacompose import layers
+from flacompose.layers import _check
+from flacompose.layers.activation import ACTIVATIONS
+from flacompose.layers.forget_gate import ForgetGateLayer
+from flacompose.layers.recurrent import RecurrentLayer
+
+_ATTENTION = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentConfig:
+    """What a `RecurrentLM` is made of: plain values, which ``dataclasses.asdict`` and JSON keep.
+
+    Args:
+        vocab_size: Number of tokens.
+        hidden_size: Width of the model.
+        num_hidden_layers: Number of blocks.
+        intermediate_size: Width between the two projections of a feed-forward network.
+        layer: Name of the class in `flacompose.layers` that mixes tokens, as "GatedLinearAttention".
+        layer_options: Arguments of that class, but for `hidden_size` and `layer_idx`; `norm_eps` is that of the model
+            unless it is among them.
+        feed_forward: "swiglu", ``(silu(x W_gate) * (x W_up)) W_down``, or "rwkv6", the channel mixing of RWKV6.
+        feed_forward_act: Activation in the channel mixing: "relu", "sigmoid", "logsigmoid", "silu" or "swish",
+            "sqrelu", "gelu" (its tanh form). Not used by "swiglu".
+        norm: "rms" or "layer": the norms before the two parts of a block and before the logits.
+        norm_bias: Whether layer norms have a bias.
+        norm_eps: Added to the mean square or to the variance in a norm.
+        norm_embeddings: Whether embeddings are normed before the first block.
+        use_lower_bound: Whether forget gates have lower bounds, learned and rising with depth, as in HGRN and HGRN2,
+            the only layers that take them.
+        tie_word_embeddings: Whether the projection to logits has the weight of the embeddings.
+        attn: Blocks whose layer is softmax attention with rotary positions, one mapping for each kind:
+            `layers`, their indices, and `num_heads`; optional are `num_kv_heads`, `qkv_bias`, `window_size` (the number
+            of tokens that a token sees, itself included) and `rope_theta`.
+
+    Raises:
+        ValueError: If a value is none of these.
+        TypeError: If a value has the wrong type.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    layer: str
+    layer_options: Mapping[str, Any] = field(default_factory=dict)
+    feed_forward: str = "swiglu"
+    feed_forward_act: str = "sqrelu"
+    norm: str = "rms"
+    norm_bias: bool = True
+    norm_eps: float = 1e-6
+    norm_embeddings: bool = False
+    use_lower_bound: bool = False
+    tie_word_embeddings: bool = False
+    attn: Sequence[Mapping[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"):
+            _check.count(name, getattr(self, name))
+        _check.one_of("layer", self.layer, [name for name in layers.__all__ if _is_layer(name)])
+        _check.one_of("feed_forward", self.feed_forward, ("swiglu", "rwkv6"))
+        _check.one_of("feed_forward_act", self.feed_forward_act, ACTIVATIONS)
+        _check.one_of("norm", self.norm, ("rms", "layer"))
+        _check.not_negative("norm_eps", self.norm_eps)
+        for name in ("norm_bias", "norm_embeddings", "use_lower_bound", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not isinstance(self.layer_options, Mapping):
+            raise TypeError(f"layer_options must be a mapping, got {type(self.layer_options).__name__}")
+        for name in ("hidden_size", "d_model", "layer_idx", "device", "dtype"):
+            if name in self.layer_options:
+                raise ValueError(f"layer_options must not hold {name}, which the model gives its layers")
+        if self.use_lower_bound and not issubclass(self.layer_class, ForgetGateLayer):
+            raise ValueError(f"use_lower_bound must be False with {self.layer}, whose gates take no bound")
+        self._check_attn()
+
+    def _check_attn(self) -> None:
+        if isinstance(self.attn, (str, Mapping)) or not isinstance(self.attn, Sequence):
+            raise TypeError(f"attn must be a sequence of mappings, got {type(self.attn).__name__}")
+        seen: set[int] = set()
+        for i, spec in enumerate(self.attn):
+            if not isinstance(spec, Mapping):
+                raise TypeError(f"attn[{i}] must be a mapping, got {type(spec).__name__}")
+            for key in spec:
+                _check.one_of(f"attn[{i}]: a key", key, _ATTENTION)
+            for key in ("layers", "num_heads"):
+                if key not in spec:
+                    raise ValueError(f"attn[{i}] must have the key {key!r}, got {sorted(spec)}")
+            if not isinstance(spec["layers"], (tuple, list)):
+                raise TypeError(f"attn[{i}]['layers'] must be a list of indices, got {spec['layers']!r}")
+            for index in spec["layers"]:
+                _check.integer(f"attn[{i}]['layers']: an index", index)
+                if not 0 <= index < self.num_hidden_layers or index in seen:
+                    raise ValueError(
+                        f"attn[{i}]['layers'] must hold indices below num_hidden_layers = "
+                        f"{self.num_hidden_layers}, each at most once in attn, got {index}"
+                    )
+                seen.add(index)
+
+    @property
+    def layer_class(self) -> type[RecurrentLayer]:
+        """The class that `layer` names."""
+        return getattr(layers, self.layer)
+
+    def attention(self, layer_idx: int) -> dict[str, Any] | None:
+        """The arguments of softmax attention in the block `layer_idx`; None if it has a recurrence."""
+        for spec in self.attn:
+            if layer_idx in spec["layers"]:
+                return {key: value for key, value in spec.items() if key != "layers"}
+        return None
+
+
+def _is_layer(name: str) -> bool:
+    return issubclass(getattr(layers, name), RecurrentLayer)

@@ -1,0 +1,69 @@
+"""What follows the layer of a block: a network of each token, in RWKV6 of each token and the one before it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flacompose.layers.activation import activation
+from flacompose.layers.layout import Layout
+from flacompose.layers.recurrent import Factory, StatefulLayer
+from flacompose.layers.rwkv6 import LerpLinear
+from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.layers.token_shift import as_projected, token_shift
+
+
+class SwiGLU(nn.Module):
+    r"""$y = \bigl(\operatorname{silu}(x W_{gate}) \odot x W_{up}\bigr) W_{down}$, https://arxiv.org/abs/2002.05202."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory = Factory(device=device, dtype=dtype)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RWKV6FeedForward(StatefulLayer):
+    r"""The channel mixing of RWKV6, of $x$, with $\delta_t = x_{t-1} - x_t$ (https://arxiv.org/abs/2404.05892):
+
+    $$r = (x + \delta \odot \mu^r) W_r \qquad k = (x + \delta \odot \mu^k) W_k \qquad
+    y = \sigma(r) \odot \operatorname{act}(k) W_v$$
+
+    It is called as every layer is. Its state is the last token of each sequence.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        act: str = "sqrelu",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size)
+        factory = Factory(device=device, dtype=dtype)
+        self.key = LerpLinear(hidden_size, intermediate_size, **factory)
+        self.value = nn.Linear(intermediate_size, hidden_size, bias=False, **factory)
+        self.receptance = LerpLinear(hidden_size, hidden_size, **factory)
+        self.act_fn = activation("feed_forward_act", act)
+        self.state_shapes = StateShapes((), shift=(hidden_size,))
+
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        x = as_projected(x)
+        before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens)
+        delta = before - x
+        value = self.value(self.act_fn(self.key(x, delta)))
+        return self.receptance(x, delta).sigmoid() * value, RecurrentState((), shift=shift)

@@ -1,0 +1,304 @@
+"""A language model of recurrent layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flacompose.layers import RMSNorm, _check
+from flacompose.layers.forget_gate import ForgetGateLayer
+from flacompose.layers.layout import take
+from flacompose.layers.recurrent import Factory, StatefulLayer
+from flacompose.layers.state import RecurrentState
+from flacompose.models import sampling
+from flacompose.models.config import RecurrentConfig
+from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
+from flacompose.models.softmax_attention import SoftmaxAttention
+from flacompose.ops._varlen import bounds
+
+States = tuple[RecurrentState, ...]
+
+
+class Block(nn.Module):
+    """A layer and a feed-forward network, each after a norm and beside a residual connection."""
+
+    def __init__(self, config: RecurrentConfig, layer_idx: int, **factory: Any) -> None:
+        super().__init__()
+        size, intermediate = config.hidden_size, config.intermediate_size
+        self.attn_norm = _norm(config, **factory)
+        attention = config.attention(layer_idx)
+        self.attn: StatefulLayer
+        if attention is None:
+            options = {"norm_eps": config.norm_eps, **config.layer_options}
+            self.attn = cast(Any, config.layer_class)(
+                hidden_size=size, layer_idx=layer_idx, **options, **factory
+            )
+        else:
+            self.attn = SoftmaxAttention(size, **attention, **factory)
+        self.mlp_norm = _norm(config, **factory)
+        self.mlp: SwiGLU | RWKV6FeedForward
+        if config.feed_forward == "swiglu":
+            self.mlp = SwiGLU(size, intermediate, **factory)
+        else:
+            self.mlp = RWKV6FeedForward(size, intermediate, config.feed_forward_act, **factory)
+
+    def stateful(self) -> list[StatefulLayer]:
+        """Its modules that have a state, in the order in which they are called."""
+        return [self.attn, self.mlp] if isinstance(self.mlp, RWKV6FeedForward) else [self.attn]
+
+    def forward(
+        self,
+        x: Tensor,
+        states: Sequence[RecurrentState | None],
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        lower_bound: Tensor | None,
+    ) -> tuple[Tensor, States]:
+        """Its output, and a new state for each of `stateful`."""
+        tokens = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
+        bound = {} if lower_bound is None else {"lower_bound": lower_bound}
+        y, state = self.attn(self.attn_norm(x), states[0], **tokens, **bound)
+        x = x + y
+        if not isinstance(self.mlp, RWKV6FeedForward):
+            return x + self.mlp(self.mlp_norm(x)), (state,)
+        y, shift = self.mlp(self.mlp_norm(x), states[1], **tokens)
+        return x + y, (state, shift)
+
+
+class RecurrentLM(nn.Module):
+    """A language model of one of flacompose's layers, or a hybrid of it and softmax attention.
+
+    Each block is a layer and a feed-forward network, each after a norm and beside a residual connection; embeddings are
+    before the blocks, a norm and a projection to logits after them. The state of the model is that of its layers, a
+    tuple of `RecurrentState`: one for each block, or two with the channel mixing of RWKV6, which has one too.
+
+    The model compiles with ``fullgraph=True`` and exports at any length, as its layers do.
+
+    Args:
+        config: What the model is made of.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default; float32 for those that layers keep so.
+
+    Raises:
+        ValueError: From a layer, if one of its arguments is wrong.
+        TypeError: If `config` is no `RecurrentConfig`, or from a layer.
+    """
+
+    def __init__(
+        self,
+        config: RecurrentConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(config, RecurrentConfig):
+            raise TypeError(f"config must be a RecurrentConfig, got {type(config).__name__}")
+        self.config = config
+        factory = Factory(device=device, dtype=dtype)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
+        if config.norm_embeddings:
+            self.embeddings_norm = _norm(config, **factory)
+        self.layers = nn.ModuleList(Block(config, i, **factory) for i in range(config.num_hidden_layers))
+        self.norm = _norm(config, **factory)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
+        gated = [b.attn for b in self._blocks() if isinstance(b.attn, ForgetGateLayer)]
+        if config.use_lower_bound and gated:
+            shape = config.num_hidden_layers, gated[0].gate_channels
+            self.lower_bounds = nn.Parameter(torch.empty(shape, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the first values of the embeddings, which give small logits when they are tied, and of the bounds."""
+        nn.init.normal_(self.embeddings.weight, std=0.02)
+        if hasattr(self, "lower_bounds"):
+            nn.init.zeros_(self.lower_bounds)
+
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> States:
+        """The state before the first token of `batch_size` sequences; as ``init_state`` of each layer makes it."""
+        return tuple(layer.init_state(batch_size, device=device, dtype=dtype) for layer in self._stateful())
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        state: Sequence[RecurrentState] | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        last_only: bool = False,
+    ) -> tuple[Tensor, States]:
+        """Go through ``T`` tokens from `state`.
+
+        Text given in pieces, each with the state that the piece before returned, gives what the whole gives.
+
+        Args:
+            input_ids: ``[B, T]``, int64 or int32.
+            state: What `init_state` or a call returned, for ``N`` sequences, ``B`` or those packed.
+                It is not written to. Default: the start.
+            attention_mask: ``[B, T]``, bool or integers, 0 for pads, wherever they are in a row, anything else for
+                tokens; of a longer one the last ``T`` columns count. Logits at pads mean nothing. Default: no pads.
+            cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
+                is then 1. Logits past ``cu_seqlens[-1]`` mean nothing. Not for models with softmax attention.
+                Default: a sequence a row.
+            last_only: Whether the logits are those of the last token of each sequence alone, which spares the memory of
+                the others; those of a sequence without tokens mean nothing.
+
+        Returns:
+            ``(logits, state)``: `logits` is ``[B, T, vocab_size]``, or ``[N, vocab_size]`` with `last_only`; `state` is
+            new, that after the last tokens.
+
+        Raises:
+            ValueError: If a shape is wrong, `state` has not one entry for each layer, or `attention_mask` comes with
+                `cu_seqlens`.
+            TypeError: If `input_ids` are no integers, or another argument has the wrong type.
+            IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
+        """
+        _check.integral("input_ids", input_ids)
+        if input_ids.ndim != 2 or 0 in input_ids.shape:
+            raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
+        old = self._checked(state)
+        x = self.embeddings(input_ids)
+        if self.config.norm_embeddings:
+            x = self.embeddings_norm(x)
+
+        new: list[RecurrentState] = []
+        for block, lower_bound in zip(self._blocks(), self._lower_bounds(), strict=True):
+            n = len(block.stateful())
+            x, states = block(x, old[len(new) : len(new) + n], attention_mask, cu_seqlens, lower_bound)
+            new.extend(states)
+        if last_only:
+            x = _last(x, attention_mask, cu_seqlens)
+        return self._logits(self.norm(x)), tuple(new)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        attention_mask: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Read the prompts in one call, then go on token by token: each one step of the recurrences.
+
+        A model that is compiled in place, by ``model.compile(...)``, generates compiled.
+
+        Args:
+            input_ids: The prompts, ``[B, T]``, int64 or int32.
+            max_new_tokens: How many tokens follow, at least 1.
+            temperature: 0 takes the likeliest token each time; above it, tokens are drawn from the softmax of the
+                logits divided by it.
+            top_k: Draw from so many of the likeliest tokens, and from those as likely as the last of them.
+                Default: all.
+            top_p: Draw from the fewest of the likeliest tokens whose probabilities sum to it, above 0, at most 1.
+                Default: all.
+            eos_token_id: A token, or several, that ends a row, which is then filled with it, or with the first of them;
+                when all rows have ended, generation stops. This reads one value on the host for each token.
+                Default: none.
+            attention_mask: ``[B, T]``, 0 for pads of prompts, before or after their tokens. Every row must have a
+                token. Default: no pads.
+            generator: What draws tokens. Default: PyTorch's.
+
+        Returns:
+            The new tokens, without the prompts, ``[B, max_new_tokens]`` or fewer, int64.
+
+        Raises:
+            ValueError: If an argument is none of these.
+            TypeError: If one has the wrong type.
+        """
+        _check.count("max_new_tokens", max_new_tokens)
+        sampling.check(temperature, top_k, top_p)
+        ends = None if eos_token_id is None else self._ends(eos_token_id)
+        state: States | None = None
+        read, mask = input_ids, attention_mask
+        done, tokens = None, []
+        for _ in range(max_new_tokens):
+            logits, state = self(read, state, attention_mask=mask, last_only=True)
+            token = sampling.next_token(logits, temperature, top_k, top_p, generator)
+            if ends is not None:
+                token = token if done is None else token.masked_fill(done, ends[0])
+                done = torch.stack([token == end for end in ends]).any(0)
+            tokens.append(token)
+            if done is not None and bool(done.all()):
+                break
+            read, mask = token[:, None], None
+        return torch.stack(tokens, dim=1)
+
+    def _ends(self, eos_token_id: int | Sequence[int]) -> tuple[int, ...]:
+        ends = tuple(eos_token_id) if isinstance(eos_token_id, (tuple, list)) else (eos_token_id,)
+        for end in ends:
+            _check.integer("eos_token_id", end)
+            if not 0 <= end < self.config.vocab_size:
+                raise ValueError(
+                    f"eos_token_id must be below vocab_size = {self.config.vocab_size}, got {end}"
+                )
+        if not ends:
+            raise ValueError("eos_token_id must hold at least one token, got none")
+        return cast("tuple[int, ...]", ends)
+
+    def _blocks(self) -> list[Block]:
+        return cast("list[Block]", list(self.layers))
+
+    def _stateful(self) -> list[StatefulLayer]:
+        return [layer for block in self._blocks() for layer in block.stateful()]
+
+    def _checked(self, state: Sequence[RecurrentState] | None) -> Sequence[RecurrentState | None]:
+        """`state`, or None for each entry of one; layers check the parts of their own."""
+        count = len(self._stateful())
+        if state is None:
+            return [None] * count
+        if not isinstance(state, (tuple, list)) or len(state) != count:
+            got = len(state) if isinstance(state, (tuple, list)) else type(state).__name__
+            raise ValueError(f"state must be a tuple of {count} RecurrentState, got {got}")
+        for i, part in enumerate(state):
+            if not isinstance(part, RecurrentState):
+                raise TypeError(f"state[{i}] must be a RecurrentState, got {type(part).__name__}")
+        return state
+
+    def _lower_bounds(self) -> list[Tensor | None]:
+        """Of the forget gates of each block: a cumulative softmax over the blocks, 0 in the first."""
+        if not hasattr(self, "lower_bounds"):
+            return [None] * len(self.layers)
+        parts = self.lower_bounds.softmax(
+            0, dtype=torch.promote_types(self.lower_bounds.dtype, torch.float32)
+        )
+        recurrent = [isinstance(block.attn, ForgetGateLayer) for block in self._blocks()]
+        return [b if r else None for b, r in zip(parts.cumsum(0) - parts[0], recurrent, strict=True)]
+
+    def _logits(self, x: Tensor) -> Tensor:
+        if self.config.tie_word_embeddings:
+            return F.linear(x, self.embeddings.weight)
+        return self.lm_head(x)
+
+
+def _norm(config: RecurrentConfig, **factory: Any) -> nn.Module:
+    if config.norm == "rms":
+        return RMSNorm(config.hidden_size, True, config.norm_eps, **factory)
+    return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias, **factory)
+
+
+def _last(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The last token of each sequence in ``x [B, T, D]``, ``[N, D]``."""
+    T = x.shape[1]
+    if cu_seqlens is not None:
+        return x[0, (bounds(cu_seqlens, T)[1:] - 1).clamp(min=0)]
+    if attention_mask is None:
+        return x[:, -1]
+    counts = attention_mask[:, attention_mask.shape[1] - T :] != 0
+    index = (counts * torch.arange(T, device=x.device)).amax(1, keepdim=True)  # [B, 1]
+    return take(x, index).squeeze(1)

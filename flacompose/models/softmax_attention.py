@@ -1,0 +1,123 @@
+"""Causal softmax attention, for the hybrid models that have some of it between their recurrences."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flacompose.layers import _check
+from flacompose.layers.heads import shared
+from flacompose.layers.layout import Layout
+from flacompose.layers.recurrent import Factory, StatefulLayer
+from flacompose.layers.rotary import positions, rotary
+from flacompose.layers.state import RecurrentState, StateShapes
+
+
+class SoftmaxAttention(StatefulLayer):
+    r"""Softmax attention with rotary positions, of $x$, per head:
+
+    $$q_t = R_t (x W_q)_t \quad k_t = R_t (x W_k)_t \quad v = x W_v \qquad
+    o_t = \sum_{s \le t} \operatorname{softmax}_s (K^{-1/2} q_t \cdot k_s)\, v_s \qquad y = o W_o$$
+
+    It is called as every layer is. Its state holds all keys and values so far, so it grows by ``T`` places in a call of
+    ``T`` tokens, pads included; the tokens of a sequence take the first of them.
+
+    Args:
+        hidden_size: Size of the input and of the output, that of all heads together.
+        num_heads: Number of heads.
+        num_kv_heads: Number of heads of keys and values, each shared by neighbouring heads of queries.
+            Default: `num_heads`.
+        qkv_bias: Whether the projections to queries, keys and values have a bias.
+        window_size: How many tokens a token sees, itself included. Default: all before it.
+        rope_theta: Base of the frequencies of the rotary positions.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+
+    Raises:
+        ValueError: If an argument is none of these, or the heads do not divide the size into even numbers.
+        TypeError: If an argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        window_size: int | None = None,
+        rope_theta: float = 10000.0,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size)
+        _check.count("num_heads", num_heads)
+        H, HKV = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+        _check.count("num_kv_heads", HKV)
+        if H % HKV != 0:
+            raise ValueError(f"num_kv_heads must divide num_heads = {H}, got {HKV}")
+        if hidden_size % (2 * H) != 0:
+            raise ValueError(
+                f"hidden_size must be a multiple of 2 * num_heads = {2 * H}, for rotary positions, "
+                f"got {hidden_size}"
+            )
+        if window_size is not None:
+            _check.count("window_size", window_size)
+        _check.positive("rope_theta", rope_theta)
+        _check.finite("rope_theta", rope_theta)
+        D = hidden_size // H
+        self.num_heads, self.num_kv_heads, self.head_dim = H, HKV, D
+        self.window_size = window_size
+        self.rope_theta = float(rope_theta)
+
+        factory = Factory(device=device, dtype=dtype)
+        self.q_proj = nn.Linear(hidden_size, H * D, bias=qkv_bias, **factory)
+        self.k_proj = nn.Linear(hidden_size, HKV * D, bias=qkv_bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, HKV * D, bias=qkv_bias, **factory)
+        self.o_proj = nn.Linear(H * D, hidden_size, bias=False, **factory)
+        self.state_shapes = StateShapes((), position=True, cache=(HKV, D))
+
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        if tokens.cu_seqlens is not None:
+            # The keys and values of N packed sequences would be N rows as long as the longest may be: N * T places.
+            raise ValueError(
+                "cu_seqlens must not be given where layers are softmax attention, whose keys and values "
+                "take a row for each sequence: put the sequences in rows, with an attention_mask"
+            )
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, -1))
+        k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (self.k_proj(x), self.v_proj(x)))
+        position, next_position = positions(x, past.position, tokens)  # [B, T], [B]
+        q, k = rotary(q, k, position, self.rope_theta)
+        first = past.position is None
+        if not first:
+            k, v = (_appended(old, new, past.position) for old, new in zip(past.cache, (k, v), strict=True))
+        o = self._attend(q, k, v, position, first)
+        return self.o_proj(o.flatten(2)), RecurrentState((), position=next_position, cache=(k, v))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, first: bool) -> Tensor:
+        """``q [B, T, H, D]`` of tokens at `position`, in which place of ``k [B, L, HKV, D]`` their keys are.
+
+        In the `first` call, the places are those of the tokens themselves.
+        """
+        groups = self.num_heads // self.num_kv_heads
+        q, k, v = (y.transpose(1, 2) for y in (q, shared(k, groups), shared(v, groups)))
+        if first and self.window_size is None:
+            # Pads come after the tokens of their row, so that no token sees one.
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            age = position[:, None, :, None] - torch.arange(k.shape[2], device=k.device)  # [B, 1, T, L]
+            visible = age >= 0
+            if self.window_size is not None:
+                visible = visible & (age < self.window_size)
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+        return o.transpose(1, 2)
+
+
+def _appended(old: Tensor, new: Tensor, count: Tensor) -> Tensor:
+    """``new [N, T, H, D]`` after the first ``count [N]`` places of ``old [N, L, H, D]``: ``[N, L + T, H, D]``."""
+    L, T = old.shape[1], new.shape[1]
+    # Clamped, so that no access leaves the places, whatever `count` holds.
+    place = count.long().clamp(0, L)[:, None] + torch.arange(T, device=new.device)
+    index = place[:, :, None, None].expand_as(new)
+    return F.pad(old.to(new.dtype), (0, 0, 0, 0, 0, T)).scatter(1, index, new)

@@ -1,0 +1,232 @@
+"""Write fla_goldens.json: logits of the language models of flash-linear-attention, by its own code.
+
+    pip install --no-deps fla-core==0.6.0 flash-linear-attention==0.6.0 einops==0.8.2
+    TRITON_INTERPRET=1 TORCHDYNAMO_DISABLE=1 python tests/models/make_fla_goldens.py
+
+The file was made on a CPU, with PyTorch 2.13.0, Triton 3.7.1 and transformers 5.17.0. There, Triton's interpreter runs
+the peer's own kernels, all of them except those of FlashAttention, a package of its own for GPUs, whose function is
+written below. The peer's recurrent kernels are used, token by token: two of its chunked ones do not run interpreted.
+Nothing else is replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+from models.fla_weights import tokens, weight
+
+SIZES = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 24}
+HEADS = {"num_heads": 2}
+# By name: the model, and its config beside SIZES.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gla": ("GLA", HEADS),
+    "gla varied": (
+        "GLA",
+        {
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "expand_k": 1.0,
+            "feature_map": "relu",
+            "use_short_conv": True,
+            "conv_size": 3,
+            "clamp_min": -0.1,
+            "elementwise_affine": False,
+            "norm_eps": 0.1,
+            "fuse_norm": False,
+            "fuse_swiglu": False,
+            "tie_word_embeddings": True,
+            "intermediate_size": None,
+            "hidden_ratio": 1,
+        },
+    ),
+    "gla ungated": ("GLA", HEADS | {"use_output_gate": False}),
+    "gla hybrid": (
+        "GLA",
+        HEADS
+        | {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "rope_theta": 50.0}},
+    ),
+    "retnet": ("RetNet", HEADS),
+    "retnet varied": (
+        "RetNet",
+        {"num_heads": 4, "num_kv_heads": 2, "expand_v": 1.0, "feature_map": "sigmoid", "fuse_norm": False},
+    ),
+    "gsa": ("GSA", HEADS | {"num_slots": 8}),
+    "gsa varied": (
+        "GSA",
+        HEADS
+        | {"num_kv_heads": 1, "num_slots": 16, "use_short_conv": True, "feature_map": "t2r", "norm_eps": 0.1}
+        | {"gate_logit_normalizer": 2},
+    ),
+    "rwkv6": ("RWKV6", HEADS | {"proj_low_rank_dim": 4, "gate_low_rank_dim": 6}),
+    "rwkv6 varied": (
+        "RWKV6",
+        HEADS
+        | {
+            "proj_low_rank_dim": 4,
+            "gate_low_rank_dim": 6,
+            "expand_k": 1.0,
+            "norm_first": False,
+            "norm_bias": False,
+        }
+        | {
+            "norm_eps": 0.1,
+            "hidden_act": "relu",
+            "hidden_ratio": 0.75,
+            "intermediate_size": None,
+            "fuse_norm": False,
+        },
+    ),
+    "hgrn2": ("HGRN2", {"expand_ratio": 16}),
+    "hgrn2 varied": (
+        "HGRN2",
+        {"num_heads": 4, "expand_ratio": None, "use_short_conv": True, "use_lower_bound": False},
+    ),
+    "delta_net": ("DeltaNet", HEADS),
+    "delta_net varied": (
+        "DeltaNet",
+        HEADS
+        | {
+            "expand_v": 2.0,
+            "use_gate": True,
+            "use_short_conv": False,
+            "qk_norm": "sum",
+            "qk_activation": "elu",
+        },
+    ),
+    "delta_net reversing": ("DeltaNet", HEADS | {"allow_neg_eigval": True, "use_beta": False}),
+    "gated_deltanet": ("GatedDeltaNet", HEADS | {"head_dim": 8}),
+    "gated_deltanet varied": (
+        "GatedDeltaNet",
+        HEADS
+        | {
+            "head_dim": 8,
+            "num_v_heads": 4,
+            "use_gate": False,
+            "use_short_conv": False,
+            "allow_neg_eigval": True,
+        },
+    ),
+    "gated_deltanet hybrid": (
+        "GatedDeltaNet",
+        HEADS
+        | {"head_dim": 8, "output_gate_activation": "sigmoid", "num_hidden_layers": 3}
+        | {"attn": [{"layers": [0], "num_heads": 2, "window_size": 5}, {"layers": [2], "num_heads": 1}]},
+    ),
+    "kda": ("KDA", HEADS | {"head_dim": 8}),
+    "kda varied": (
+        "KDA",
+        HEADS
+        | {"head_dim": 8, "num_v_heads": 4, "safe_gate": True, "lower_bound": -3.0, "use_short_conv": False},
+    ),
+}
+# More than 64 tokens, so that a chunk of flacompose ends among them; the logits of some are kept.
+LENGTH, KEPT = 70, (0, 1, 33, 64, 69)
+# A batch of two, the first row of which begins with pads.
+PADDED, PADS = 12, 5
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
+    """What FlashAttention computes, of ``[T, H, D]``, causal and in a window to the left."""
+    assert causal
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    age = torch.arange(q.shape[0])[:, None] - torch.arange(q.shape[0])
+    seen = (age >= 0) & (age <= window_size[0] if window_size[0] >= 0 else True)
+    scores = torch.einsum("thd,shd->hts", q, k) / q.shape[2] ** 0.5
+    return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return torch.stack([attend(*row, **options) for row in zip(q, k, v, strict=True)])
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **options: Any,
+) -> Tensor:
+    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+    cut = cu_seqlens_q.tolist()
+    rows = zip(cut, cut[1:], strict=False)
+    return torch.cat([attend(q[a:b], k[a:b], v[a:b], **options) for a, b in rows])
+
+
+def peer() -> Any:
+    """The peer's models, whose kernels take their first configuration: the interpreter can time none."""
+    from triton.runtime import autotuner
+
+    init = autotuner.Autotuner.__init__
+
+    def first(self: Any, fn: Any, arg_names: Any, configs: list, *args: Any, **options: Any) -> None:
+        init(self, fn, arg_names, configs[:1], *args, **options | {"do_bench": lambda *_, **__: 0.0})
+
+    autotuner.Autotuner.__init__ = first
+    import fla
+    import fla.models
+    from fla.layers import attn
+
+    attn.flash_attn_func, attn.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    assert fla.__version__ == "0.6.0", fla.__version__
+    return fla.models
+
+
+@torch.no_grad()
+def golden(models: Any, kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    config = getattr(models, f"{kind}Config")(**SIZES | {"fuse_cross_entropy": False} | given)
+    model = getattr(models, f"{kind}ForCausalLM")(config).eval()
+    for module in model.modules():
+        if hasattr(module, "mode"):
+            module.mode = "fused_recurrent"
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    # A tied head is listed as well, and is the embeddings.
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    values = {name: weight(name, shape) for name, shape in shapes.items() if name not in tied}
+    values |= dict.fromkeys(tied, values["model.embeddings.weight"])
+    model.load_state_dict(values)
+
+    # All but what transformers adds by itself and has no effect.
+    saved = {key: value for key, value in config.to_dict().items() if key not in ("id2label", "label2id")}
+    logits = model(tokens(1, LENGTH, config.vocab_size), use_cache=False).logits[0, list(KEPT)]
+    mask = torch.ones(2, PADDED, dtype=torch.int64)
+    mask[0, :PADS] = 0
+    ids = tokens(2, PADDED, config.vocab_size)
+    padded = model(ids, attention_mask=mask, use_cache=False).logits[:, [PADS, -1]]
+    return {
+        "config": saved,
+        "shapes": shapes,
+        "logits": rounded(logits),
+        "padded": rounded(padded),
+    }
+
+
+def rounded(x: Tensor) -> Any:
+    return x.tolist() if x.ndim == 0 else [rounded(y) if y.ndim else float(f"{y.item():.7g}") for y in x]
+
+
+def main() -> None:
+    models = peer()
+    goldens = {}
+    for name, (kind, given) in CASES.items():
+        goldens[name] = golden(models, kind, given)
+        print(name, flush=True)
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in goldens.items()
+    ]
+    path = Path(__file__).with_name("fla_goldens.json")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Checkpoints of flash-linear-attention 0.6.0 give its logits, or an error that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flacompose.integrations._fla_configs import WITHOUT_EFFECT
+from flacompose.integrations.fla import _FAMILIES, config_from_fla, from_fla, load_fla
+
+from .fla_weights import tokens
+from .goldens import GOLDENS, loaded, state_dict
+from .make_fla_goldens import CASES, KEPT, LENGTH, PADDED, PADS, SIZES
+
+VOCAB = SIZES["vocab_size"]
+GLA = {"model_type": "gla", **SIZES, "num_heads": 2}
+
+
+def close(actual: Tensor, golden: Any) -> None:
+    # Logits are of size 2, and float32 is summed in another order. On a CPU errors were seen up to 1e-5, and up to 3e-5
+    # where beta is 2, so that no token forgets the rounding errors of those before it; kernels have an order of their
+    # own. An eps of 1e-6 in place of 1e-5 in one norm of each layer changes logits by 1e-3.
+    torch.testing.assert_close(actual.cpu(), torch.tensor(golden), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+@torch.no_grad()
+def test_logits_are_those_of_the_peer(name: str, device: torch.device) -> None:
+    logits, _ = loaded(name).to(device)(tokens(1, LENGTH, VOCAB).to(device))
+    close(logits[0, list(KEPT)], GOLDENS[name]["logits"])
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+@torch.no_grad()
+def test_logits_after_pads_are_those_of_the_peer(name: str, device: torch.device) -> None:
+    mask = torch.ones(2, PADDED, dtype=torch.bool, device=device)
+    mask[0, :PADS] = False
+    logits, _ = loaded(name).to(device)(tokens(2, PADDED, VOCAB).to(device), attention_mask=mask)
+    close(logits[:, [PADS, -1]], GOLDENS[name]["padded"])
+
+
+def test_every_model_has_goldens() -> None:
+    assert {golden["config"]["model_type"] for golden in GOLDENS.values()} == set(_FAMILIES)
+    assert set(GOLDENS) == set(CASES)
+    for (
+        golden
+    ) in GOLDENS.values():  # far from 0 and from one another, so that a wrong model cannot be near them
+        assert torch.tensor(golden["logits"]).std() > 1
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+@torch.no_grad()
+def test_defaults_are_those_of_the_peer(name: str) -> None:
+    """The config of a golden is complete; a part of it, what the peer's model was made with, gives the same bits."""
+    given = {"model_type": GOLDENS[name]["config"]["model_type"], **SIZES, **CASES[name][1]}
+    ids = tokens(1, LENGTH, VOCAB)
+    actual, expected = from_fla(given, state_dict(name))(ids), loaded(name)(ids)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model_type", _FAMILIES)
+def test_sizes_have_the_defaults_of_the_peer(model_type: str) -> None:
+    config = config_from_fla({"model_type": model_type})
+    layers = 21 if model_type == "gated_deltanet" else 24
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (32000, 2048, layers)
+    # As GatedMLP(hidden_size=2048, hidden_ratio=...).intermediate_size of the peer, and RWKV6FeedForward's.
+    assert config.intermediate_size == {"retnet": 2816, "rwkv6": 7168}.get(model_type, 5632)
+
+
+def test_gsa_takes_both_spellings_of_its_arguments() -> None:
+    def expand_v(**given: float) -> float:
+        return config_from_fla({"model_type": "gsa", **given}).layer_options["expand_v"]
+
+    assert (expand_v(), expand_v(exapnd_v=2), expand_v(expand_v=3), expand_v(exapnd_v=2, expand_v=3)) == (
+        1,
+        2,
+        3,
+        3,
+    )
+
+
+@torch.no_grad()
+def test_hgrn2_computes_its_heads_from_their_size() -> None:
+    """As the peer's layer does where both are given."""
+    config = GOLDENS["hgrn2"]["config"]
+    logits, _ = from_fla(config | {"num_heads": 7}, state_dict("hgrn2"))(tokens(1, LENGTH, VOCAB))
+    close(logits[0, list(KEPT)], GOLDENS["hgrn2"]["logits"])
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"model_type": "mamba2"}, r"model_type must be one of gla, .*, kda, got 'mamba2'"),
+        ({"model_type": None}, r"model_type must be one of .* got None"),
+        (
+            {"num_attention_heads": 4, "rms_norm_eps": 1},
+            r"num_attention_heads, rms_norm_eps are not known of a gla",
+        ),
+        ({"head_dim": 4}, r"head_dim is not known of a gla"),
+        ({"attnres_block_size": 2}, r"attnres_block_size must be None in a gla, got 2"),
+        ({"use_gv": True}, r"use_gv must be False in a gla, got True"),
+        ({"hidden_act": "powlu"}, r"hidden_act must be 'swish' in a gla, got 'powlu'"),
+        (
+            {"model_type": "rwkv6", "hidden_act": "bias_gelu"},
+            r"config: hidden_act must be one of relu, .*'bias_gelu'",
+        ),
+        ({"intermediate_size": None, "hidden_ratio": 0}, r"config: hidden_ratio must be positive, got 0"),
+        ({"intermediate_size": None, "hidden_ratio": "4"}, r"config: hidden_ratio must be"),
+        ({"attn_mode": "fast"}, r"attn_mode must be one of chunk, .* got 'fast'"),
+        ({"feature_map": "cosine"}, r"config: feature_map must be one of"),
+        ({"num_heads": 5}, r"config: hidden_size \* expand_k must be a positive multiple of num_heads = 5"),
+        ({"vocab_size": 0}, r"config: vocab_size must be"),
+        ({"hidden_size": "32"}, r"config: hidden_size must be"),
+        ({"tie_word_embeddings": 1}, r"config: tie_word_embeddings must be a bool, got 1"),
+        (
+            {"attn": {"layers": [2], "num_heads": 2}},
+            r"config: attn\[0\]\['layers'\] must hold indices below .* 2, .* 2",
+        ),
+        (
+            {"attn": {"layers": [0], "num_heads": 2, "qk_norm": True}},
+            r"config: attn\[0\]: a key must be one of .*qk_norm",
+        ),
+        ({"attn": {"layers": [0]}}, r"config: attn\[0\] must have the key 'num_heads'"),
+        (
+            {"attn": {"layers": [0], "num_heads": 3}},
+            r"config: hidden_size must be a multiple of 2 \* num_heads = 6",
+        ),
+        ({"attn": 3}, r"config: attn must be a sequence of mappings, got int"),
+    ],
+)
+def test_what_is_not_supported_in_a_config_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_fla(GLA | given, state_dict("gla"))
+
+
+def test_keys_without_effect() -> None:
+    """Those of transformers, and those that the peer's models had, leave a config as it is."""
+    transformers = pytest.importorskip("transformers")
+    assert set(transformers.PreTrainedConfig().to_dict()) - {"model_type"} <= WITHOUT_EFFECT
+    extras = dict.fromkeys(WITHOUT_EFFECT - {"use_gk", "use_gv"} - set(_FAMILIES["gla"].options))
+    assert config_from_fla(GLA | extras) == config_from_fla(GLA)
+
+
+def test_every_parameter_is_accounted_for() -> None:
+    weights = state_dict("gla")
+    weights["model.layers.0.attn.q.weight"] = weights.pop("model.layers.0.attn.q_proj.weight")
+    del weights["lm_head.weight"]
+    message = (
+        "state_dict lacks lm_head.weight, model.layers.0.attn.q_proj.weight and has model.layers.0.attn.q.weight, "
+        "which the config does not ask for"
+    )
+    with pytest.raises(ValueError, match=message):
+        from_fla(GLA, weights)
+
+
+def test_shapes_are_those_of_the_config() -> None:
+    weights = state_dict("gla")
+    weights["model.norm.weight"] = torch.ones(33)
+    with pytest.raises(
+        ValueError, match=r"state_dict: model.norm.weight must have shape \(32,\), got \(33,\)"
+    ):
+        from_fla(GLA, weights)
+    quantised = torch.zeros(VOCAB, 32, dtype=torch.int8)
+    with pytest.raises(TypeError, match=r"state_dict\['lm_head.weight'\] must be float32, .* got int8"):
+        from_fla(GLA, state_dict("gla") | {"lm_head.weight": quantised})
+    with pytest.raises(TypeError, match=r"state_dict\['lm_head.weight'\] must be a tensor, got list"):
+        from_fla(GLA, state_dict("gla") | {"lm_head.weight": [1.0]})  # type: ignore[dict-item]
+
+
+def test_tied_embeddings() -> None:
+    weights, config = state_dict("gla varied"), GOLDENS["gla varied"]["config"]
+    expected = loaded("gla varied").state_dict()
+    del weights["lm_head.weight"]  # as in safetensors, which hold no tensor twice
+    actual = from_fla(config, weights).state_dict()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="lm_head.weight.* tie_word_embeddings"):
+        from_fla(config, weights | {"lm_head.weight": weights["model.embeddings.weight"] + 1})
+
+
+def test_weights_are_copied() -> None:
+    weights = state_dict("gla")
+    model = from_fla(GLA, weights)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(weights, state_dict("gla"), rtol=0, atol=0)
+
+
+def test_dtypes_are_kept_or_changed() -> None:
+    weights = {name: weight.bfloat16() for name, weight in state_dict("gated_deltanet").items()}
+    weights["model.layers.0.attn.A_log"] = weights["model.layers.0.attn.A_log"].float()
+    config = GOLDENS["gated_deltanet"]["config"]
+    kept = from_fla(config, weights).state_dict()
+    assert {name for name, weight in kept.items() if weight.dtype == torch.float32} == {"layers.0.attn.A_log"}
+    assert {p.dtype for p in from_fla(config, weights, dtype=torch.float64).parameters()} == {torch.float64}
+
+
+@torch.no_grad()
+def test_modes_are_one_function() -> None:
+    ids, config = tokens(1, LENGTH, VOCAB), GOLDENS["retnet"]["config"]
+    chunk, _ = loaded("retnet")(ids)
+    for mode in ("fused_recurrent", "fused_chunk", "parallel"):
+        logits, _ = from_fla(config | {"attn_mode": mode}, state_dict("retnet"))(ids)
+        torch.testing.assert_close(logits, chunk, atol=5e-5, rtol=0)
+
+
+class TestDirectory:
+    """As save_pretrained writes it."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(GOLDENS["rwkv6"]["config"]), encoding="utf-8")
+        return tmp_path
+
+    @pytest.fixture(params=["model.safetensors", "pytorch_model.bin"])
+    def file(self, request: pytest.FixtureRequest) -> str:
+        if request.param == "model.safetensors":
+            pytest.importorskip("safetensors")
+        return request.param
+
+    def save(self, weights: dict[str, Tensor], path: Path) -> None:
+        if path.suffix == ".bin":
+            torch.save(weights, path)
+        else:
+            from safetensors.torch import save_file
+
+            save_file(weights, path)
+
+    def shards(self, folder: Path, file: str) -> dict[str, str]:
+        """Two files, and where the index says that each parameter is."""
+        stem, suffix = file.split(".")
+        weights = state_dict("rwkv6")
+        names = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+        places = {name: names[i % 2] for i, name in enumerate(weights)}
+        for place in names:
+            self.save({name: weights[name] for name in weights if places[name] == place}, folder / place)
+        self.index(folder, file, places)
+        return places
+
+    def index(self, folder: Path, file: str, places: object) -> None:
+        (folder / f"{file}.index.json").write_text(json.dumps({"weight_map": places}), encoding="utf-8")
+
+    def expect(self, folder: Path) -> None:
+        expected = loaded("rwkv6").state_dict()
+        torch.testing.assert_close(load_fla(folder).state_dict(), expected, rtol=0, atol=0)
+
+    def test_one_file(self, folder: Path, file: str) -> None:
+        self.save(state_dict("rwkv6"), folder / file)
+        self.expect(folder)
+        assert load_fla(str(folder), dtype=torch.bfloat16).lm_head.weight.dtype == torch.bfloat16
+
+    def test_several_files(self, folder: Path, file: str) -> None:
+        self.shards(folder, file)
+        self.expect(folder)
+
+    def test_files_that_are_not_what_the_index_says(self, folder: Path, file: str) -> None:
+        places = self.shards(folder, file)
+        self.index(folder, file, {name: place for name, place in places.items() if name != "lm_head.weight"})
+        with pytest.raises(ValueError, match="must hold what .* says, but differs in lm_head.weight"):
+            load_fla(folder)
+        self.index(folder, file, {name: f"../{place}" for name, place in places.items()})
+        with pytest.raises(ValueError, match="a file must be beside it, got '../"):
+            load_fla(folder)
+        self.index(folder, file, ["lm_head.weight"])
+        with pytest.raises(ValueError, match="must have a weight_map, got list"):
+            load_fla(folder)
+        self.index(folder, file, dict.fromkeys(places, f"no-such.{file}"))
+        with pytest.raises(FileNotFoundError, match="no-such"):
+            load_fla(folder)
+
+    def test_no_file(self, folder: Path) -> None:
+        with pytest.raises(
+            FileNotFoundError, match="must hold one of model.safetensors, .*pytorch_model.bin"
+        ):
+            load_fla(folder)
+        with pytest.raises(FileNotFoundError, match="config.json"):
+            load_fla(folder / "nowhere")
+
+    def test_no_safetensors(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (folder / "model.safetensors").touch()
+        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+        with pytest.raises(ImportError, match="needs the package safetensors"):
+            load_fla(folder)
+
+    def test_config_is_a_path_or_an_object(self, folder: Path) -> None:
+        assert config_from_fla(folder / "config.json") == config_from_fla(GOLDENS["rwkv6"]["config"])
+        (folder / "config.json").write_text("[]", encoding="utf-8")
+        with pytest.raises(ValueError, match="config.json must hold an object, got list"):
+            load_fla(folder)

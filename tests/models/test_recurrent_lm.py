@@ -1,0 +1,441 @@
+"""The language model: pieces, pads, packing, generation, gradients, compilation, export, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import Dim
+
+from flacompose.layers import RecurrentState
+from flacompose.models import RecurrentConfig, RecurrentLM
+from flacompose.models.sampling import next_token
+
+from .fla_weights import tokens
+from .goldens import GOLDENS, loaded
+
+VOCAB = 11
+# One of each model, a hybrid with all keys and values and one with a window.
+MODELS = ["gla", "retnet", "gsa varied", "rwkv6", "hgrn2", "delta_net", "gated_deltanet", "kda"]
+HYBRIDS = ["gla hybrid", "gated_deltanet hybrid"]
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+    "layer": "GatedLinearAttention",
+    "layer_options": {"num_heads": 2},
+}
+
+
+def close(actual: Any, expected: Any) -> None:
+    # Logits are of size 2; float32 is summed in another order.
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def small(**changes: Any) -> RecurrentLM:
+    return RecurrentLM(RecurrentConfig(**SMALL | changes))
+
+
+@pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
+@torch.no_grad()
+def test_pieces_are_the_whole(name: str, device: torch.device) -> None:
+    model, ids = loaded(name).to(device), tokens(2, 23, VOCAB).to(device)
+    whole, expected = model(ids)
+    for state in (None, model.init_state(2)):
+        pieces = []
+        for piece in ids.split([9, 1, 12, 1], dim=1):
+            before = None if state is None else tuple(s.clone() for s in state)
+            logits, new = model(piece, state)
+            if state is not None:
+                torch.testing.assert_close(state, before, rtol=0, atol=0)  # not written to
+            state = new
+            pieces.append(logits)
+        close(torch.cat(pieces, dim=1), whole)
+        close(state, expected)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
+@torch.no_grad()
+def test_pads_change_nothing(name: str, device: torch.device) -> None:
+    """Before, between or after the tokens, in a first call and in a later one, where rows have had unlike numbers."""
+    model = loaded(name).to(device)
+    ids = tokens(3, 18, VOCAB).to(device)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    mask[1, 3:5], mask[1, 9], mask[1, -1] = 0, 0, 0
+    first, state = model(ids[:, :9], attention_mask=mask[:, :9])
+    second, state = model(ids[:, 9:], state, attention_mask=mask)  # of the whole history: the last nine count
+    last, _ = model(
+        ids[:, 9:], model(ids[:, :9], attention_mask=mask[:, :9])[1], attention_mask=mask, last_only=True
+    )
+    after, _ = model(ids[:, :2], state)
+    logits = torch.cat([first, second], dim=1)
+    for row, counts in enumerate(mask.bool()):
+        alone, state = model(ids[row : row + 1, counts])
+        close(logits[row, counts], alone[0])
+        close(last[row], alone[0, -1])
+        close(after[row], model(ids[row : row + 1, :2], state)[0][0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_packed_sequences_are_rows(name: str, device: torch.device) -> None:
+    model, ids = loaded(name).to(device), tokens(1, 30, VOCAB).to(device)
+    cut = [0, 1, 12, 25]
+    cu_seqlens = torch.tensor(cut, device=device)
+    packed, state = model(ids, cu_seqlens=cu_seqlens)
+    more, state = model(ids, state, cu_seqlens=cu_seqlens)
+    last, _ = model(ids, cu_seqlens=cu_seqlens, last_only=True)
+    for n, (begin, end) in enumerate(zip(cut, cut[1:], strict=False)):
+        logits, alone = model(ids[:, begin:end])
+        close(packed[:, begin:end], logits)
+        close(last[n], logits[0, -1])
+        logits, alone = model(ids[:, begin:end], alone)
+        close(more[:, begin:end], logits)
+        close(tuple(s.select([n]) for s in state), alone)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
+@torch.no_grad()
+def test_greedy_generation_is_recomputation(name: str, device: torch.device) -> None:
+    model, ids = loaded(name).to(device), tokens(3, 7, VOCAB).to(device)
+    text, steps = ids, 6
+    for _ in range(steps):
+        text = torch.cat([text, model(text)[0][:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(ids, steps), text[:, 7:])
+    assert len(text[:, 7:].unique()) > 1  # no one token always
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "retnet", *HYBRIDS])
+def test_generation_after_pads(name: str, device: torch.device) -> None:
+    model, ids = loaded(name).to(device), tokens(2, 9, VOCAB).to(device)
+    for pads in (slice(0, 4), slice(5, 9)):
+        mask = torch.ones_like(ids)
+        mask[0, pads] = 0
+        alone = [model.generate(ids[row : row + 1, mask[row].bool()], 6) for row in (0, 1)]
+        assert torch.equal(model.generate(ids, 6, attention_mask=mask), torch.cat(alone))
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_gradients_reach_every_parameter(name: str) -> None:
+    model, ids = loaded(name), tokens(2, 12, VOCAB)
+    logits, _ = model(ids[:, :-1])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
+    # The clamped decays of this model are all at their least, so that their projection does nothing.
+    still = ".gk_proj." if name == "gla varied" else None
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), key
+        assert parameter.grad.any() or (still is not None and still in key), key
+
+
+# Inductor takes most of a minute for a model; for the others, only the capture of their one graph is compiled.
+@pytest.mark.parametrize(
+    "name, backend",
+    [
+        ("gla hybrid", "inductor"),
+        ("rwkv6", "eager"),
+        ("hgrn2", "eager"),
+        ("gated_deltanet hybrid", "eager"),
+    ],
+)
+def test_compiled(name: str, backend: str, device: torch.device) -> None:
+    """One graph serves every length, forward and backward."""
+    model = loaded(name).to(device)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    parameters = list(model.parameters())
+    for length, stance in ((20, "default"), (33, "fail_on_recompile"), (70, "fail_on_recompile")):
+        ids = tokens(2, length, VOCAB).to(device)
+        with torch.compiler.set_stance(stance):
+            actual = compiled(ids)
+        expected = model(ids)
+        close(actual, expected)
+        grads = (torch.autograd.grad(out[0].square().mean(), parameters) for out in (actual, expected))
+        close(*grads)
+
+
+@pytest.mark.parametrize("name", ["hgrn2", "gla hybrid"])
+def test_generates_compiled(name: str, device: torch.device) -> None:
+    model, ids = loaded(name).to(device), tokens(2, 7, VOCAB).to(device)
+    expected = model.generate(ids, 6)
+    model.compile(fullgraph=True, backend="eager")
+    assert torch.equal(model.generate(ids, 6), expected)
+
+
+@pytest.mark.parametrize("name", ["hgrn2", "gated_deltanet hybrid"])
+@torch.no_grad()
+def test_exported(name: str, device: torch.device) -> None:
+    model, ids = loaded(name).to(device), tokens(1, 16, VOCAB).to(device)
+    T = Dim("T", min=2, max=8192)
+    program = torch.export.export(model, (ids,), dynamic_shapes={"input_ids": {1: T}}).module()
+    for length in (3, 64, 65, 200):
+        ids = tokens(1, length, VOCAB).to(device)
+        close(program(ids), model(ids))
+
+
+@torch.no_grad()
+def test_exported_with_its_state(device: torch.device) -> None:
+    """Saved and loaded again, the state of the channel mixing among the inputs."""
+    model, ids = loaded("rwkv6").to(device), tokens(2, 16, VOCAB).to(device)
+    state = model(ids)[1]
+    shapes = torch.export.ShapesCollection()
+    shapes[ids] = {1: Dim("T", min=2, max=8192)}
+    dynamic = shapes.dynamic_shapes(model, (ids, state))
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(model, (ids, state), dynamic_shapes=dynamic), file)
+    file.seek(0)
+    ids = tokens(2, 70, VOCAB).to(device)
+    close(torch.export.load(file).module()(ids, state), model(ids, state))
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_saved_and_loaded(name: str) -> None:
+    model, ids = loaded(name), tokens(1, 5, VOCAB)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    config = RecurrentConfig(**json.loads(json.dumps(dataclasses.asdict(model.config))))
+    again = RecurrentLM(config)
+    again.load_state_dict(torch.load(file))
+    torch.testing.assert_close(again(ids), model(ids), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_state_of_a_beam(device: torch.device) -> None:
+    """Sequences are chosen and copied as in every state; a softmax layer's cache among them."""
+    model, ids = loaded("gla hybrid").to(device), tokens(3, 9, VOCAB).to(device)
+    order = [2, 0, 0]
+    _, state = model(ids)
+    logits, _ = model(ids[:, :1], tuple(s.select(order) for s in state))
+    close(logits, model(torch.cat([ids[order], ids[:, :1]], 1))[0][:, -1:])
+    cast = [s.to(torch.bfloat16) for s in state]
+    assert cast[1].cache[0].dtype == torch.bfloat16 and cast[1].position.dtype == torch.int64
+    assert cast[0].recurrent.dtype == torch.float32
+    # A cache in another dtype is read, here with the three digits of bfloat16.
+    exact, rounded = (model(ids[:, :1], given)[0] for given in (state, cast))
+    assert 0 < (rounded - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["rwkv6", "gla hybrid"])
+@torch.no_grad()
+def test_dtypes_of_states(name: str, device: torch.device) -> None:
+    """Those of a first call are those of `init_state`, in bfloat16 and under autocast: one graph for all calls."""
+    ids = tokens(2, 9, VOCAB).to(device)
+    model = loaded(name).to(device)
+    exact, _ = model(ids)
+    for autocast in (False, True):
+        model = loaded(name).to(device) if autocast else loaded(name).to(device, torch.bfloat16)
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            start = model.init_state(2)
+            logits, state = model(ids)
+        for first, later in zip(start, state, strict=True):
+            dtypes = [[t.dtype for t in torch.utils._pytree.tree_leaves(s)] for s in (first, later)]
+            assert dtypes[0] == dtypes[1]
+        # bfloat16 has three digits; a layer that is wrong is off by the size of the logits.
+        assert (logits.float() - exact).norm() < 0.1 * exact.norm()
+
+
+@torch.no_grad()
+def test_every_layer_makes_a_model() -> None:
+    """Those too that no model of flash-linear-attention loads."""
+    options: dict[str, dict[str, Any]] = {
+        "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8},
+        "HGRNAttention": {"expand_ratio": 2},
+        "LightningAttention": {"num_heads": 2, "head_dim": 16, "num_layers": 2},
+    }
+    for layer, given in options.items():
+        bounds = layer == "HGRNAttention"
+        model = small(layer=layer, layer_options=given, use_lower_bound=bounds, tie_word_embeddings=True)
+        logits, state = model(tokens(2, 5, VOCAB))
+        assert logits.shape == (2, 5, VOCAB)
+        if bounds:
+            assert model.lower_bounds.shape == (2, 64)
+
+
+def test_norm_eps_of_a_layer() -> None:
+    assert small(norm_eps=0.5).layers[0].attn.g_norm_swish_gate.eps == 0.5
+    assert (
+        small(layer_options={"num_heads": 2, "norm_eps": 0.25}).layers[0].attn.g_norm_swish_gate.eps == 0.25
+    )
+
+
+class TestSampling:
+    LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+
+    def drawn(self, **options: Any) -> Tensor:
+        """How often each of the tokens is drawn in 20,000 rows."""
+        given = {"temperature": 1.0, "top_k": None, "top_p": None} | options
+        generator = torch.Generator().manual_seed(0)
+        drawn = next_token(self.LOGITS.expand(20_000, -1), generator=generator, **given)
+        return torch.bincount(drawn, minlength=4) / 20_000
+
+    def expect(self, drawn: Tensor, logits: Tensor) -> None:
+        # The standard deviation of a mean of 20,000 draws is at most 0.5 / 20,000 ** 0.5 = 0.0036.
+        torch.testing.assert_close(drawn, logits.softmax(-1), atol=0.018, rtol=0)
+        assert torch.equal(drawn > 0, logits > -torch.inf)
+
+    def test_temperature(self) -> None:
+        self.expect(self.drawn(), self.LOGITS[0])
+        self.expect(self.drawn(temperature=2.0), self.LOGITS[0] / 2)
+
+    def test_top_k(self) -> None:
+        kept = torch.tensor([-torch.inf, 3.0, -torch.inf, 2.0])
+        self.expect(self.drawn(top_k=2), kept)
+        self.expect(self.drawn(top_k=9), self.LOGITS[0])
+
+    def test_top_p(self) -> None:
+        """The softmax is 0.64, 0.24, 0.09 and 0.03."""
+        kept = torch.tensor([-torch.inf, 3.0, -torch.inf, 2.0])
+        self.expect(self.drawn(top_p=0.7), kept)
+        self.expect(self.drawn(top_p=0.87), kept)
+        self.expect(self.drawn(top_p=0.9), torch.tensor([-torch.inf, 3.0, 1.0, 2.0]))
+        self.expect(self.drawn(top_p=1e-9), torch.tensor([-torch.inf, 3.0, -torch.inf, -torch.inf]))
+        self.expect(self.drawn(top_p=1.0), self.LOGITS[0])
+
+    def test_generate(self) -> None:
+        model, ids = loaded("gla"), tokens(3, 5, VOCAB)
+        greedy = model.generate(ids, 8)
+        assert torch.equal(model.generate(ids, 8, temperature=1.0, top_k=1), greedy)
+        assert torch.equal(model.generate(ids, 8, temperature=1.0, top_p=1e-6), greedy)
+
+        def sampled(seed: int) -> Tensor:
+            return model.generate(ids, 8, temperature=1.5, generator=torch.Generator().manual_seed(seed))
+
+        assert torch.equal(sampled(1), sampled(1)) and not torch.equal(sampled(1), sampled(2))
+
+    def test_ends(self) -> None:
+        """A row that has ended is filled up; when all have, there are no more tokens."""
+        model, ids = loaded("gla"), tokens(2, 5, VOCAB)
+        free = model.generate(ids, 12)
+        end = int(free[0, 2])
+        ended = [row.tolist().index(end) if end in row else 12 for row in free]
+        assert ended[0] <= 2 and ended[0] != ended[1]
+        actual = model.generate(ids, 12, eos_token_id=end)
+        assert actual.shape[1] == min(12, max(ended) + 1)
+        for row, stop, whole in zip(actual, ended, free, strict=True):
+            assert torch.equal(row[: stop + 1], whole[: stop + 1][: len(row)])
+            assert (row[stop:] == end).all()
+        both = model.generate(ids, 12, eos_token_id=[end, int(free[1, 0])])
+        assert torch.equal(both[1], torch.tensor([free[1, 0], *[end] * (both.shape[1] - 1)]))
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"vocab_size": 0}, ValueError, "vocab_size must be"),
+        ({"hidden_size": 3.0}, TypeError, "hidden_size must be an int"),
+        ({"layer": "RMSNorm"}, ValueError, "layer must be one of ABCAttention, .* got 'RMSNorm'"),
+        ({"layer_options": [2]}, TypeError, "layer_options must be a mapping, got list"),
+        ({"layer_options": {"hidden_size": 2}}, ValueError, "layer_options must not hold hidden_size"),
+        ({"feed_forward": "relu"}, ValueError, "feed_forward must be one of swiglu, rwkv6, got 'relu'"),
+        ({"feed_forward_act": "tanh"}, ValueError, "feed_forward_act must be one of relu, .* got 'tanh'"),
+        ({"norm": "batch"}, ValueError, "norm must be one of rms, layer, got 'batch'"),
+        ({"norm_eps": -1}, ValueError, "norm_eps must be at least 0, got -1"),
+        ({"tie_word_embeddings": "yes"}, TypeError, "tie_word_embeddings must be a bool, got 'yes'"),
+        ({"use_lower_bound": True}, ValueError, "use_lower_bound must be False with GatedLinearAttention"),
+        ({"attn": {"layers": [0]}}, TypeError, "attn must be a sequence of mappings, got dict"),
+        ({"attn": [3]}, TypeError, r"attn\[0\] must be a mapping, got int"),
+        (
+            {"attn": [{"layers": 0, "num_heads": 2}]},
+            TypeError,
+            r"attn\[0\]\['layers'\] must be a list of indices, got 0",
+        ),
+        (
+            {"attn": [{"layers": [1], "num_heads": 2}, {"layers": [0, 1], "num_heads": 2}]},
+            ValueError,
+            r"attn\[1\]\['layers'\] must hold indices .* at most once in attn, got 1",
+        ),
+        (
+            {"attn": [{"layers": [1], "num_heads": 2, "num_kv_heads": 3}]},
+            ValueError,
+            "num_kv_heads must divide num_heads",
+        ),
+        ({"attn": [{"layers": [1], "num_heads": 2, "window_size": 0}]}, ValueError, "window_size must be"),
+        (
+            {"attn": [{"layers": [1], "num_heads": 2, "rope_theta": 0}]},
+            ValueError,
+            "rope_theta must be positive, got 0",
+        ),
+        ({"layer_options": {"num_head": 2}}, TypeError, "num_head"),
+    ],
+)
+def test_errors_of_a_config(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        small(**changes)
+
+
+def test_errors_of_a_call() -> None:
+    model, ids = small(), tokens(2, 5, VOCAB)
+    state, one = model.init_state(2), torch.tensor([0, 5])
+    mask = torch.ones_like(ids)
+    for call, error, message in [
+        (lambda: RecurrentLM(SMALL), TypeError, "config must be a RecurrentConfig, got dict"),  # type: ignore[arg-type]
+        (lambda: model(ids.float()), TypeError, "input_ids must be an integer dtype, got float32"),
+        (lambda: model(ids[0]), ValueError, r"input_ids must have shape \[B, T\], none 0, got \(5,\)"),
+        (lambda: model(ids[:, :0]), ValueError, r"input_ids must have shape .* got \(2, 0\)"),
+        (lambda: model(ids, state[:1]), ValueError, "state must be a tuple of 2 RecurrentState, got 1"),
+        (lambda: model(ids, state[0].recurrent), ValueError, "state must be a tuple of 2 .*, got Tensor"),
+        (lambda: model(ids, mask), ValueError, "state must be a tuple of 2 RecurrentState, got Tensor"),
+        (lambda: model(ids, model.init_state(3)), ValueError, "state.recurrent must have shape"),
+        (lambda: model(ids, (None, None)), TypeError, r"state\[0\] must be a RecurrentState, got NoneType"),
+        (lambda: model(ids, attention_mask=mask[:1]), ValueError, "attention_mask must have shape"),
+        (lambda: model(ids, cu_seqlens=one), ValueError, "cu_seqlens needs hidden_states of one row"),
+        (lambda: model(ids[:1], attention_mask=mask[:1], cu_seqlens=one), ValueError, "exclude each other"),
+        (lambda: model.generate(ids, 0), ValueError, "max_new_tokens must be"),
+        (
+            lambda: model.generate(ids, 1, temperature=-1),
+            ValueError,
+            "temperature must be at least 0, got -1",
+        ),
+        (lambda: model.generate(ids, 1, top_k=2), ValueError, "top_k must not be given at temperature 0"),
+        (lambda: model.generate(ids, 1, top_p=0.5), ValueError, "top_p must not be given at temperature 0"),
+        (lambda: model.generate(ids, 1, temperature=1, top_k=0), ValueError, "top_k must be"),
+        (
+            lambda: model.generate(ids, 1, temperature=1, top_p=1.5),
+            ValueError,
+            "top_p must be at most 1, got 1.5",
+        ),
+        (
+            lambda: model.generate(ids, 1, eos_token_id=11),
+            ValueError,
+            "eos_token_id must be below vocab_size = 11",
+        ),
+        (lambda: model.generate(ids, 1, eos_token_id="2"), TypeError, "eos_token_id must be an int"),
+        (lambda: model.generate(ids, 1, eos_token_id=[]), ValueError, "eos_token_id must hold at least one"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_errors_of_a_hybrid() -> None:
+    model, ids = loaded("gla hybrid"), tokens(1, 5, VOCAB)
+    with pytest.raises(ValueError, match="cu_seqlens must not be given where layers are softmax attention"):
+        model(ids, cu_seqlens=torch.tensor([0, 5]))
+    recurrent, attention = model(ids)[1]
+    keys, values = attention.cache
+    for cache, error, message in [
+        ((keys,), ValueError, "state.cache must hold 2 tensors, got 1"),
+        (
+            (keys, values[:, :3]),
+            ValueError,
+            r"state.cache\[1\] must have shape \(1, 5, 2, 8\), got \(1, 3, 2, 8\)",
+        ),
+        (
+            (keys[0], values[0]),
+            ValueError,
+            r"state.cache\[0\] must have shape \(1, 0, 2, 8\), got \(5, 2, 8\)",
+        ),
+        ((), ValueError, "state.cache must hold 2 tensors, got 0"),
+        (keys, TypeError, "state.cache must be a tuple of tensors, got Tensor"),
+    ]:
+        with pytest.raises(error, match=message):
+            model(ids, (recurrent, attention._replace(cache=cache)))
+    with pytest.raises(
+        ValueError, match=r"state.recurrent must hold 0 tensors, got 1|state.recurrent must be a tuple"
+    ):
+        model(ids, (recurrent, RecurrentState((keys,), position=attention.position, cache=attention.cache)))
