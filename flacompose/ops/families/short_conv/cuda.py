@@ -11,24 +11,29 @@ from flacompose.ops._define import always_true, launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, tile_count
 from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families.short_conv import eager
 from flacompose.ops.families.short_conv.inputs import Inputs
 from flacompose.ops.families.short_conv.kernels import backward_kernel, forward_kernel
 
-# Of each walk: its steps in a chunk, how many of them are loaded together, and the columns that a thread's registers
-# hold beside the sums: one thread has as many channels as 16 bytes hold or, of a wide convolution, fewer.
-FORWARD, BACKWARD = (64, 8, 32), (128, 4, 16)
+# The kernels have a register for each column, and take long to compile with many; PyTorch computes what is wider.
+MAX_WIDTH = 8
+# Of each walk: its steps in a chunk, how many of them are loaded together, and how many columns a thread holds, of all
+# of its channels, which are those of 16 bytes or, where the convolution is wide, fewer.
+FORWARD, TOKEN, BACKWARD = (64, 4, 32), (1, 1, 32), (128, 4, 16)
 
 
 @compile_ahead
 def forward(*args: Any) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, W])``."""
-    x, weight, bias, initial_state, cu_seqlens, silu = Inputs(*args)
-    # A single token has no others to be loaded with.
-    walk = _Launches(x, weight, cu_seqlens, silu, *((1, 1, 32) if always_true(x.shape[1] == 1) else FORWARD))
-    y = x.new_empty(x.shape)
+    inputs = Inputs(*args)
+    x, weight, bias, initial_state, cu_seqlens, silu = inputs
+    if weight.shape[1] > MAX_WIDTH:
+        return eager.forward(inputs)
+    walk = _Launches(x, weight, cu_seqlens, silu, *(TOKEN if always_true(x.shape[1] == 1) else FORWARD))
+    y = walk.per_token(walk.D, dtype=x.dtype, every=True)
     final_state = walk.per_sequence(walk.D, walk.W)
     walk(forward_kernel, x, weight, bias, initial_state, y=y, final=final_state)
-    return y, final_state
+    return walk.batched(y), final_state
 
 
 @compile_ahead
@@ -36,12 +41,14 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dx, dweight, dbias, d_initial_state)``, empty where `output_mask` does not want them."""
     inputs, (dy, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
     x, weight, bias, initial_state, cu_seqlens, silu = inputs
+    if weight.shape[1] > MAX_WIDTH:
+        return eager.backward(inputs, dy, d_final_state, output_mask)
     wants_x, wants_weight, wants_bias, wants_state = output_mask
     steps, together, columns = BACKWARD
-    # A chunk is so long that a whole number of loads also covers the tokens after it that read its last inputs.
-    walk = _Launches(x, weight, cu_seqlens, silu, max(steps - weight.shape[1] + 1, 16), together, columns)
+    # The walk also covers the tokens after a chunk that read its last inputs.
+    walk = _Launches(x, weight, cu_seqlens, silu, steps - weight.shape[1] + 1, together, columns)
     D, W = walk.D, walk.W
-    dx = x.new_empty(x.shape) if wants_x else None
+    dx = walk.per_token(D, dtype=x.dtype, every=True) if wants_x else None
     d_weight = walk.per_chunk(W, D) if wants_weight else None
     d_bias = walk.per_chunk(D) if bias is not None and wants_bias else None
     d_initial_state = None
@@ -67,7 +74,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         d_weight = d_weight.sum(0).mT.to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
     if d_bias is not None and bias is not None:
         d_bias = d_bias.sum(0).to(bias.dtype)
-    return none_as_empty(x, dx, d_weight, d_bias, d_initial_state)
+    return none_as_empty(x, None if dx is None else walk.batched(dx), d_weight, d_bias, d_initial_state)
 
 
 forward.backward = backward
@@ -91,9 +98,8 @@ class _Launches(Sequences):
         channels = max(1, min(16 // x.element_size(), columns >> (self.W - 1).bit_length()))
         BD = block(self.D, 32 * channels)
         self.tiles = tile_count(self.D, BD)
-        # As many steps as are written out together are fewer where each has many columns.
-        U = max(1, min(together, 64 >> (self.W - 1).bit_length()))
-        self.arguments |= {"D": self.D, "W": self.W, "C": C, "U": U, "BD": BD, "SILU": silu, "num_warps": 1}
+        sizes = {"D": self.D, "W": self.W, "C": C, "U": together, "BD": BD}
+        self.arguments |= {**sizes, "SILU": silu, "num_warps": 1}
 
     def __call__(
         self,

@@ -50,7 +50,6 @@ def backward(
         L = da.shape[1]
         return _new(torch.stack([(da * history[:, 1 + w : 1 + w + L]).sum((0, 1)) for w in range(W)], 1))
 
-    d_history = None
     if output_mask[0] or output_mask[3]:
         # An input is read by its own token with the last column of the weight, and by the later ones with those before.
         d_history = _sums(F.pad(da, (0, 0, W, W - 1)), weight.flip(1), history.shape[1])
@@ -135,7 +134,10 @@ class _Packed:
         self.N, self.T, self.W = N, T, W
         cu = bounds(cu_seqlens, T)
         n, w = torch.arange(N, device=device), torch.arange(W, device=device)
-        begin, end = cu[:-1] + n * W, cu[1:] + n * W  # of a sequence with its state; it has W places from `end` on
+        begin, end = (
+            cu[:-1] + n * W,
+            cu[1:] + n * W,
+        )  # of a sequence with its state; it has W places from `end` on
         self.first_at, self.last_at = (at[:, None] + w for at in (begin, end))
 
         place = torch.arange(T + N * W, device=device)

@@ -145,9 +145,10 @@ def forward_kernel(
     BD: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """``y_t = act(bias + sum_w weight_w * x_{t-W+1+w})``: one program a chunk and a tile of channels, `U` tokens a time.
+    """``y_t = act(bias + sum_w weight_w * x_{t-W+1+w})``: a program for each chunk and tile of channels.
 
-    The program of a sequence's last chunk stores the state after it; an empty sequence has a chunk without tokens.
+    It loads `U` tokens at a time. The program of a sequence's last chunk stores the state after it; an empty sequence
+    has a chunk without tokens.
     """
     tile, _, row = split_program(tl.cdiv(D, BD), 1)
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
@@ -208,10 +209,11 @@ def backward_kernel(
     BD: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """What is given of the gradients: one program a chunk and a tile of channels, `U` tokens a time.
+    """Fill what is given of the gradients: a program for each chunk and tile of channels, `U` tokens at a time.
 
-    With ``da_t`` the gradient of a token's sum, ``dx_p = sum_w weight_w * da_{p+W-1-w}``, to which what the final state
-    takes of it is added. The program of a sequence's first chunk stores the gradient of the state before it.
+    With ``da_t`` the gradient of a token's sum, ``dx_p = sum_w weight_w * da_{p+W-1-w}``, and to the last inputs of a
+    sequence comes the gradient of its final state. The program of a sequence's first chunk stores the gradient of the
+    state before it.
     """
     tile, _, row = split_program(tl.cdiv(D, BD), 1)
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
@@ -267,9 +269,7 @@ def backward_kernel(
                     in_final = (p >= tl.maximum(end - W, start)) & (p < end)
                     at_final = d_final + (p - end + W) + d * W
                     dx_ += tl.load(at_final, mask=in_d & in_final, other=0.0).to(tl.float32)
-                tl.store(
-                    dx + p * D + d, dx_.to(dx.dtype.element_ty), mask=in_d & (p >= start) & (p < stop)
-                )
+                tl.store(dx + p * D + d, dx_.to(dx.dtype.element_ty), mask=in_d & (p >= start) & (p < stop))
 
     if d_weight is not None:
         for w in tl.static_range(W):
