@@ -11,6 +11,7 @@ from contract.accuracy import assert_equal
 from contract.cases import NAMED, OpCase, every
 from contract.problems import draw, evaluate, permuted
 from torch import Tensor
+from triton.runtime import interpreter
 
 from flacompose.ops.families.short_conv import cuda
 
@@ -52,6 +53,46 @@ def test_tokens_before_the_first_sequence() -> None:
         results[name] = results[name][:, 130:]
     assert_equal({name: results[name] for name in ("o", "dx", "final_state", "dinitial_state")},
                  {name: expected[name] for name in ("o", "dx", "final_state", "dinitial_state")})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("T", "lengths", "tail"),
+    [(1, None, 0), (2, None, 0), (140, None, 0), (0, [3, 0, 128, 1, 70], 3), (0, [63, 2, 59, 2], 0)],
+)
+def test_no_access_leaves_a_tensor(
+    T: int, lengths: list[int] | None, tail: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a read, whose value may not matter, nor a write; the last two sequences have chunks past the end."""
+    spans: list[tuple[int, int]] = []
+
+    def launch(kernel: Any, grid: Any, **arguments: Any) -> None:
+        tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+        spans[:] = [(x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in tensors]
+        kernel[grid](**arguments)
+
+    def checked(access: Any, mask_at: int) -> Any:
+        def check_access(self: Any, pointers: Any, *rest: Any) -> Any:
+            for at in pointers.data[rest[mask_at].data.astype(bool)].reshape(-1).tolist():
+                assert any(first <= at < last for first, last in spans)
+            return access(self, pointers, *rest)
+
+        return check_access
+
+    builder = interpreter.InterpreterBuilder
+    monkeypatch.setattr(builder, "create_masked_load", checked(builder.create_masked_load, 0))
+    monkeypatch.setattr(builder, "create_masked_store", checked(builder.create_masked_store, 1))
+    monkeypatch.setattr(cuda, "launch", launch)
+    check(draw(SILU, CPU, T=T, V=3, lengths=lengths, tail=tail))
+    assert spans
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+def test_no_token_past_the_end_has_a_gradient() -> None:
+    """Its sum, of which no one speaks, overflows; that of the last token does not."""
+    x = torch.tensor([[[0.0], [2e38]]])
+    weight, dy = torch.tensor([[2.0, 1.0]]), torch.ones(1, 2, 1)
+    dx, *_ = cuda.backward(x, weight, None, None, None, True, dy, None, [True, False, False, False])
+    torch.testing.assert_close(dx, torch.tensor([[[0.5 + 2.0], [1.0]]]))
 
 
 def part(x: Tensor) -> Tensor:

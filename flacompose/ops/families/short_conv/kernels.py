@@ -239,14 +239,11 @@ def backward_kernel(
         bias_ = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
     # Of the tokens after the chunk, those up to here read its last inputs.
     readers = tl.minimum(stop + W - 1, end)
-    steps_end = stop
-    if dx is not None:
-        steps_end = tl.where(start < stop, stop + W - 1, start)
     d_columns = _zeros(W, BD)
     d_bias_ = tl.zeros([BD], tl.float32)
     window = _window(x, initial, start, begin, end, x_token, d, in_d & inside, W)
     d_window = _zeros(W, BD)
-    for t in tl.range(start, steps_end, U):
+    for t in tl.range(start, stop if dx is None else stop + W - 1, U):
         inputs = _inputs(x, t, readers, x_token, d, in_d, U)
         dys = _inputs(dy, t, readers, dy_token, d, in_d, U)
         for u in tl.static_range(U):
