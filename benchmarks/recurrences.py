@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from flacompose.ops import (
     causal_conv1d,
     chunk_abc,
     chunk_delta_rule,
+    chunk_gated_delta_product,
     chunk_gated_delta_rule,
     chunk_gla,
     chunk_gsa,
@@ -32,6 +34,7 @@ from flacompose.ops import (
     chunk_rwkv6,
     chunk_simple_gla,
     fused_recurrent_delta_rule,
+    fused_recurrent_gated_delta_product,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gla,
     fused_recurrent_gsa,
@@ -182,6 +185,32 @@ def kda_reference(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **options
 ) -> tuple[Tensor, Tensor]:
     return delta_rule(q, k, v, beta, gk=g, **options)
+
+
+def by_steps(
+    form: Callable[..., tuple[Tensor, Tensor | None]],
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A form of the delta product whose steps have an axis of their own: of `k`, `v` and `beta`, after the tokens."""
+
+    def function(
+        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        k, v, b = (x.flatten(1, 2) for x in (k, v, beta))
+        return form(q, k, v, g, b, num_householder=beta.shape[2], **options)
+
+    return function
+
+
+def delta_product_reference(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The delta rule of one step after the other, of which the first decays and the last is read."""
+    n = beta.shape[2]
+    gates = torch.stack([g, *[torch.zeros_like(g)] * (n - 1)], 2)
+    queries = q.unsqueeze(2).expand(-1, -1, n, -1, -1)
+    q, k, v, beta, g = (x.flatten(1, 2) for x in (queries, k, v, beta, gates))
+    o, state = delta_rule(q, k, v, beta, g, **options)
+    return o[:, n - 1 :: n], state
 
 
 def without_overwriting(
@@ -414,6 +443,19 @@ delta = partial(
     draws={"k": unit_vectors, "beta": up_to_two},
 )
 kda = partial(delta, operands={"g": "gk"}, term=without_overwriting(kda_reference))
+product = partial(
+    delta,
+    inputs={
+        "q": Q,
+        "k": ("B", "T", "S", "H", "K"),
+        "v": ("B", "T", "S", "HV", "V"),
+        "beta": ("B", "T", "S", "HV"),
+    },
+    output_axes=VG,
+    term=without_overwriting(delta_product_reference),
+    flops=12,
+    around=None,
+)
 
 chunk, token = "chunk", "recurrent"
 lightning = [
@@ -465,6 +507,10 @@ CASES = [
     kda("chunk_kda", chunk, chunk_kda, fused_recurrent_kda, kda_reference, {"g": ("B", "T", "HV", "K")},
         groups=2, inductor=True),
     kda("fused_recurrent_kda", token, fused_recurrent_kda, chunk_kda, kda_reference, {"g": ("B", "T", "HV", "K")}),
+    product("steps-chunk_gated_delta_product", chunk, by_steps(chunk_gated_delta_product),
+            by_steps(fused_recurrent_gated_delta_product), delta_product_reference, {"g": G}, groups=2),
+    product("steps-fused_recurrent_gated_delta_product", token, by_steps(fused_recurrent_gated_delta_product),
+            by_steps(chunk_gated_delta_product), delta_product_reference, {"g": G}),
     slots("chunk_gsa", chunk, chunk_gsa, fused_recurrent_gsa, slots_reference, {"g": S}),
     slots("fused_recurrent_gsa-grouped", token, fused_recurrent_gsa, chunk_gsa, slots_reference, {"g": S},
           groups=3, around=None),

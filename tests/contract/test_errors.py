@@ -16,7 +16,7 @@ from .cases import CASES, ONE_EACH, OpCase, each_op, every
 from .graphs import recorded
 from .problems import Problem, call, call_named, draw, named
 
-PUBLIC = [case for case in CASES if not case.name.startswith("bonus")]
+PUBLIC = [case for case in CASES if not case.name.startswith(("bonus", "steps"))]
 FLOATS = "float32, bfloat16, float16 or float64"
 
 

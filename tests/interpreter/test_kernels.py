@@ -217,6 +217,7 @@ def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
 COMPOSED = (
     "fused_recurrent_gsa-grouped", "chunk_abc", "chunk_linear_attn-normalize", "chunk_retention",
     "fused_recurrent_lightning_attn", "fused_recurrent_simple_gla-g-g_gamma",
+    "steps-chunk_gated_delta_product", "steps-fused_recurrent_gated_delta_product",
 )  # fmt: skip
 
 
