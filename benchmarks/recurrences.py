@@ -202,11 +202,16 @@ def by_steps(
 
 
 def delta_product_reference(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, every_step: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The delta rule of one step after the other, of which the first decays and the last is read."""
+    """The delta rule of one step after the other, of which the first decays and the last is read.
+
+    With `every_step` the gate of a token gets the gradients of the gates of all of its steps, the others being 0.
+    """
     n = beta.shape[2]
-    gates = torch.stack([g, *[torch.zeros_like(g)] * (n - 1)], 2)
+    other = g - g.detach() if every_step else torch.zeros_like(g)
+    other = torch.where(g.isinf(), 0, other)
+    gates = torch.stack([g, *[other] * (n - 1)], 2)
     queries = q.unsqueeze(2).expand(-1, -1, n, -1, -1)
     q, k, v, beta, g = (x.flatten(1, 2) for x in (queries, k, v, beta, gates))
     o, state = delta_rule(q, k, v, beta, g, **options)
@@ -452,7 +457,8 @@ product = partial(
         "beta": ("B", "T", "S", "HV"),
     },
     output_axes=VG,
-    term=without_overwriting(delta_product_reference),
+    # A strong gate is computed with those of the steps that do not decay, whose gradients are far larger.
+    term=without_overwriting(partial(delta_product_reference, every_step=True)),
     flops=12,
     around=None,
 )
