@@ -195,16 +195,19 @@ def pair_gradient_kernel(
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     if lo >= hi:
         return
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    first = (lo * HV + h) * V
     i = tl.arange(0, C)
     t = i[:, None]
     s = i[None, :]
+    size = tl.minimum(hi - lo, C).to(tl.int32)
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for v0 in range(0, V, BV):
         d = v0 + tl.arange(0, BV)
-        r_ = tl.trans(load_tile(r, lo + i, hi, h, d, HV, V))
-        of_q += dot(load_tile(do, lo + i, hi, h, d, HV, V), r_, DOT)
-        of_k += dot(load_tile(dv, lo + i, hi, h, d, HV, V), r_, DOT)
+        r_ = tl.trans(load_tile(r + first, i, size, 0, d, HV, V))
+        of_q += dot(load_tile(do + first, i, size, 0, d, HV, V), r_, DOT)
+        of_k += dot(load_tile(dv + first, i, size, 0, d, HV, V), r_, DOT)
     of_q *= scale
     rh = row * HV + h
     tl.store(itself + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
