@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flacompose.ops import (
     _check,
+    causal_conv1d,
     chunk_abc,
     chunk_delta_rule,
     chunk_gated_delta_rule,
@@ -46,6 +47,7 @@ from flacompose.ops import (
 from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
+from flacompose.ops.families.short_conv.reference import short_conv
 from flacompose.ops.families.vector_decay import op
 from flacompose.ops.families.vector_decay.reference import vector_decay
 
@@ -71,7 +73,7 @@ class OpCase:
     function: Callable[..., tuple[Tensor, State | None]]
     reference: Callable[..., tuple[Tensor, State]]
     family: str
-    form: str  # of the family's op: "chunk" or "recurrent"
+    form: str  # of the family's op: "chunk" or "recurrent", or "forward" where there is one form
     gates: Mapping[str, Axes]  # the axes of the log decays, by argument
     inputs: Mapping[
         str, Axes
@@ -88,6 +90,7 @@ class OpCase:
     flops: int = 4  # per token and element of the state
     draws: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # made of normal numbers
     any_dtype: Axes = ()  # inputs that need not have the dtype of the first
+    optional: Axes = ()  # inputs that may be absent
     not_cast: Axes = ()  # inputs of tokens that autocast leaves as they are
     operands: Mapping[str, str] = field(default_factory=dict)  # names that the registered op has for inputs
     nodes: int = 1  # calls of the registered op
@@ -382,6 +385,14 @@ def _case(family: str, inputs: Mapping[str, Axes], states: Mapping[str, Axes]) -
 vector = _case("vector_decay", QKV, MATRIX)
 scalar = _case("scalar_decay", QKV_GROUPED, MATRIX_GROUPED)
 channels = partial(_case("scan", {"x": X}, {"initial_state": ("N", "D")}), output="x", scaled=False, flops=2)
+convolution = partial(
+    _case("short_conv", {"x": X, "weight": ("D", "W"), "bias": ("D",)}, {"initial_state": ("N", "D", "W")}),
+    output="x",
+    scaled=False,
+    flops=2,
+    any_dtype=("weight", "bias"),
+    optional=("bias",),
+)
 slots = partial(
     vector,
     inputs={**QKV_OF_SLOTS, "s": S},
@@ -442,6 +453,10 @@ CASES = [
            term=partial(linear_attn_normalized_reference, constant_weight=True)),
     channels("chunk_hgrn", chunk, chunk_hgrn, fused_recurrent_hgrn, scan, {"g": X}, inductor=True),
     channels("fused_recurrent_hgrn", token, fused_recurrent_hgrn, chunk_hgrn, scan, {"g": X}, inductor=True),
+    convolution("causal_conv1d-silu", "forward", partial(causal_conv1d, activation="silu"), None,
+                partial(short_conv, silu=True), inductor=True),
+    convolution("causal_conv1d", "forward", causal_conv1d, None, short_conv,
+                inputs={"x": X, "weight": ("D", "W")}),
     delta("chunk_delta_rule", chunk, chunk_delta_rule, fused_recurrent_delta_rule, delta_rule),
     delta("chunk_gated_delta_rule", chunk, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, delta_rule,
           {"g": G}, groups=2, inductor=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from flacompose.ops.families.delta_rule.kernels import (  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
+from flacompose.ops.families.short_conv import cuda as short_conv  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import slots  # noqa: E402
 from flacompose.ops.families.vector_decay.kernels import (  # noqa: E402
@@ -50,7 +52,7 @@ SHARED_MEMORY = 232448  # bytes a program may have on the chip
 
 
 def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_launch, delta_rule, scalar_decay, scan, slots, vector_decay):
+    for module in (_launch, delta_rule, scalar_decay, scan, short_conv, slots, vector_decay):
         monkeypatch.setattr(module, "launch", launch)
 
 
@@ -65,7 +67,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]
     return launches
 
 
-def compile_only(kernel, grid, *args, **kwargs) -> None:
+def compile_only(kernel, grid, *args, target: GPUTarget = HOPPER, shared=SHARED_MEMORY, **kwargs) -> None:
     """In the place of a launch."""
     options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
     arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
@@ -83,7 +85,7 @@ def compile_only(kernel, grid, *args, **kwargs) -> None:
             if isinstance(value, int) and value % 16 == 0:
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    assert triton.compile(source, target=HOPPER, options=options).metadata.shared <= SHARED_MEMORY
+    assert triton.compile(source, target=target, options=options).metadata.shared <= shared
 
 
 def run(family: ModuleType, do: Tensor, d_final_state: Tensor | None, *args: Any) -> None:
@@ -230,6 +232,41 @@ def test_scan_compiles(
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = None if state_dtype is None else torch.zeros(2 if packed else 1, D, dtype=state_dtype)
     run(scan, x, state, x, g, state, cu_seqlens)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize(
+    "dtype, parameter_dtype, D, W, T, state_dtype, packed",
+    [
+        (torch.bfloat16, torch.bfloat16, 4096, 4, 130, None, False),
+        (torch.bfloat16, torch.float32, 40, 3, 130, torch.bfloat16, True),
+        (torch.float16, torch.float16, 1, 2, 1, torch.float16, False),
+        (torch.float32, torch.float64, 300, 8, 130, torch.float64, True),
+    ],
+)
+def test_short_conv_compiles(
+    dtype: torch.dtype,
+    parameter_dtype: torch.dtype,
+    D: int,
+    W: int,
+    T: int,
+    state_dtype: torch.dtype | None,
+    packed: bool,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In next to no shared memory."""
+    launch_with(partial(compile_only, target=GPUTarget("cuda", capability, 32), shared=4096), monkeypatch)
+    x = torch.zeros(1, T, D, dtype=dtype)
+    weight, bias = torch.zeros(D, W, dtype=parameter_dtype), torch.zeros(D, dtype=parameter_dtype)
+    cu_seqlens = torch.tensor([0, 70, T]) if packed else None
+    state = None if state_dtype is None else torch.zeros(2 if packed else 1, D, W, dtype=state_dtype)
+    run_short_conv(x, None if state is None else state.float(), x, weight, bias, state, cu_seqlens, True)
+
+
+def run_short_conv(dy: Tensor, d_final_state: Tensor | None, *args: Any) -> None:
+    short_conv.forward(*args)
+    short_conv.backward(*args, dy, d_final_state, [True] * 4)
 
 
 class Symbols:
@@ -400,6 +437,37 @@ def test_scan_launches_at_every_length(N, monkeypatch: pytest.MonkeyPatch) -> No
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 40)
         run(scan, x, state, x, x, state, cu_seqlens)
     assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
+def test_short_conv_launches_at_every_length(N, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_with(lambda *_, **__: None, monkeypatch)
+    W = 4
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        x = torch.empty(1, symbol("T", 65), 40)
+        cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
+        state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 40, W)
+        weight, bias = torch.empty(40, W), torch.empty(40)
+        run_short_conv(x, state, x, weight, bias, state, cu_seqlens, True)
+    assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("W", [4, 9])
+@pytest.mark.parametrize("wanted", [range(4), (0,), (1,), (2,), (3,)], ids=str)
+def test_gradients_of_the_short_conv_are_as_a_trace_has_them(
+    wanted: Sequence[int], W: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_with(lambda *_, **__: None, monkeypatch)
+    x = torch.zeros(1, 5, 3, dtype=torch.float16)
+    weight, bias = torch.zeros(3, W), torch.zeros(3, dtype=torch.bfloat16)
+    state = torch.zeros(1, 3, W, dtype=torch.bfloat16)
+    args = x, weight, bias, state, None, True, x, None, [i in wanted for i in range(4)]
+    launched = short_conv.backward(*args)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        traced = torch.ops.flacompose.short_conv_backward(*args)
+    described = [[(x.shape, x.dtype, x.stride()) for x in results] for results in (launched, traced)]
+    assert described[0] == described[1]
 
 
 @pytest.mark.parametrize(

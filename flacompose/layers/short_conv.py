@@ -20,8 +20,10 @@ class ShortConvolution(nn.Module):
     $$y_t = \operatorname{activation}\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \odot x_{t-(W-1)+w}\Bigr)$$
 
     Tokens before the first come from the state, or are zeros. Sums are taken in float32 (float64 for float64). It is
-    written as ``W`` shifted multiply-adds, which compile to one kernel (and a small one for the new state); `conv1d`
-    is a kernel that nothing fuses with, and does not compile for training with a dynamic ``T`` at batch 1.
+    written as ``W`` shifted multiply-adds, which compile to one kernel (and a small one for the new state) together
+    with what is around it. `torch.nn.functional.conv1d` is a kernel that nothing fuses with, and does not compile for
+    training with a dynamic ``T`` at batch 1. Nothing fuses with the op `flacompose.ops.causal_conv1d` either, which
+    knows no `lengths`; without the compiler it is one kernel on a GPU, where this is several.
 
     Args:
         hidden_size: Number of channels ``D``.

@@ -1,6 +1,7 @@
 """The recurrences, each one function of its inputs: nothing is changed in place, states come back as new tensors."""
 
 from flacompose.ops.abc import chunk_abc
+from flacompose.ops.causal_conv1d import causal_conv1d
 from flacompose.ops.delta_rule import chunk_delta_rule, fused_recurrent_delta_rule
 from flacompose.ops.gated_delta_product import (
     chunk_gated_delta_product,
@@ -19,6 +20,7 @@ from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_g
 from flacompose.ops.ssd import mamba_chunk_scan_combined, selective_state_update
 
 __all__ = [
+    "causal_conv1d",
     "chunk_abc",
     "chunk_delta_rule",
     "chunk_gated_delta_product",

@@ -64,6 +64,7 @@ def draw(
     K: int = 16,
     V: int = 32,
     M: int = 12,
+    W: int = 4,
     lengths: Sequence[int] | None = None,
     tail: int = 0,
     cu_dtype: torch.dtype = torch.int32,
@@ -81,7 +82,7 @@ def draw(
         B, N, T = 1, len(lengths), sum(lengths) + tail
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=cu_dtype, device=device)
     many = case.groups * H
-    size = {"B": B, "T": T, "H": H, "HV": many, "HQ": many, "K": K, "V": V, "M": M, "D": V, "N": N}
+    size = {"B": B, "T": T, "H": H, "HV": many, "HQ": many, "K": K, "V": V, "M": M, "D": V, "W": W, "N": N}
     if len(case.states) > 1:
         size["joined"] = sum(prod(size[axis] for axis in axes[2:]) for axes in case.states.values())
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32

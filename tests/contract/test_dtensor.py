@@ -66,7 +66,7 @@ def test_compiled_dtensor() -> None:
     on_two_ranks(check_all, [case.name for case in ONE_EACH], True, True)
 
 
-PACKED = ["chunk_gla", "chunk_gsa", "chunk_abc", "mamba_chunk_scan_combined"]
+PACKED = ["chunk_gla", "chunk_gsa", "chunk_abc", "causal_conv1d-silu", "mamba_chunk_scan_combined"]
 
 
 def test_packed_dtensor() -> None:

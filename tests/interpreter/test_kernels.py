@@ -69,8 +69,8 @@ def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The op on the problem's inputs, the family's launches in the place of what is registered."""
     case = problem.case
     with pytest.MonkeyPatch.context() as patch:
-        for form in ("chunk", "recurrent"):
-            op = part(case, "op")
+        op = part(case, "op")
+        for form in {"chunk", "recurrent", "forward"} & {*vars(op)}:
             launch = partial(Launched.apply, part(case, "cuda"), form)
             patch.setattr(op, form, with_names(launch, op.Inputs))
         return call(problem, **tensors)
@@ -311,8 +311,9 @@ def test_large_gradients_of_the_softmax_in_float16() -> None:
             (0.7,),
         ),
         ("scan", [(1, 34, 3), (1, 34, 3), (1, 3)], ()),
+        ("short_conv", [(1, 34, 3), (3, 4), (3,), (1, 3, 4)], (True,)),
     ],
-    ids=["scalar", "vector", "delta", "delta with gates of channels", "scan"],
+    ids=["scalar", "vector", "delta", "delta with gates of channels", "scan", "convolution"],
 )
 def test_one_gradient(
     family: str, shapes: list[tuple[int, ...] | None], constants: tuple[float, ...]
@@ -320,7 +321,10 @@ def test_one_gradient(
     """Each is what it is among all of them, and those that are not wanted are empty."""
     backward = import_module(f"flacompose.ops.families.{family}.cuda").backward
     inputs = [None if shape is None else -torch.rand(shape) for shape in shapes]
-    do, d_final_state = torch.randn_like(inputs[0 if family == "scan" else 2]), torch.randn_like(inputs[-1])
+    do, d_final_state = (
+        torch.randn_like(inputs[0 if inputs[0].dim() == 3 else 2]),
+        torch.randn_like(inputs[-1]),
+    )
     everything = range(len(inputs))
     args = *inputs, None, *constants, do, d_final_state
     expected = backward(*args, [True for _ in everything])

@@ -1,4 +1,4 @@
-"""The registered ops of a family: a chunked form and a recurrent one, of the same function, with one backward."""
+"""The registered ops of a family: its forms, which are of the same function, with one backward."""
 
 from __future__ import annotations
 
@@ -28,22 +28,24 @@ def define_forms(
     eager: ModuleType,
     inputs: type[Any],
     *,
+    forms: tuple[str, ...] = ("chunk", "recurrent"),
     arguments: str,
     gradients: str,
     axes: Mapping[str, str],
     autocast: Mapping[str, str | None],
     fake: Callable[[Any], tuple[Tensor, Tensor]],
     flops: Callable[..., int],
-) -> tuple[Form, Form]:
-    """Register ``<family>_chunk``, ``<family>_recurrent`` and ``<family>_backward``; return the first two as functions.
+) -> tuple[Form, ...]:
+    """Register ``<family>_<form>`` for each of `forms` and ``<family>_backward``; return the forms as functions.
 
-    Both take the fields of `inputs`, as `with_names` says.
+    They take the fields of `inputs`, as `with_names` says.
 
     Args:
         family: the name of the family, and of its folder.
         eager: its `forward` and `backward` in PyTorch, which take `inputs`, and the latter the other three arguments.
-        inputs: the named tuple of the arguments of both forms.
-        arguments: of both forms, as a schema has them. Those of the backward are these, then ``Tensor? do``, ``Tensor?
+        inputs: the named tuple of the arguments of every form.
+        forms: their names, which are those of the functions in the family's `cuda`.
+        arguments: of every form, as a schema has them. Those of the backward are these, then ``Tensor? do``, ``Tensor?
             d_final_state`` and ``bool[] output_mask``.
         gradients: what the backward returns, as a schema has it.
         axes, autocast: as `define_op` takes them.
@@ -62,7 +64,7 @@ def define_forms(
     def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
         return fake(inputs(*args))
 
-    load = {form: cache(partial(_on_cuda, family, form)) for form in ("chunk", "recurrent", "backward")}
+    load = {form: cache(partial(_on_cuda, family, form)) for form in (*forms, "backward")}
     backward = define_op(
         f"{family}_backward",
         f"({arguments}, Tensor? do, Tensor? d_final_state, bool[] output_mask) -> ({gradients})",
@@ -72,7 +74,7 @@ def define_forms(
         axes=axes,
         flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
     )
-    chunk, recurrent = (
+    ops = (
         define_op(
             f"{family}_{form}",
             f"({arguments}) -> (Tensor o, Tensor final_state)",
@@ -85,9 +87,9 @@ def define_forms(
             autocast=autocast,
             flops=flops,
         )
-        for form in ("chunk", "recurrent")
+        for form in forms
     )
-    return with_names(chunk, inputs), with_names(recurrent, inputs)
+    return tuple(with_names(op, inputs) for op in ops)
 
 
 def matrix_state_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

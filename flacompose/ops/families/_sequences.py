@@ -36,12 +36,12 @@ class Sequences:
         self.positions: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "T": self.T, "N": self.N}
         self.arguments = dict(self.positions)
 
-    def per_token(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def per_token(self, *shape: int, dtype: torch.dtype, every: bool = False) -> Tensor:
         """Memory for an output of each token, which is ``[B, T, *shape]`` after `batched`.
 
-        It is zeros where kernels do not visit every token, as some may be in no packed sequence.
+        It is zeros where kernels do not visit every token, as some may be in no packed sequence; with `every` they do.
         """
-        new = torch.empty if self.cu_seqlens is None else torch.zeros
+        new = torch.empty if every or self.cu_seqlens is None else torch.zeros
         return new(*self.tokens, *shape, dtype=dtype, device=self.device)
 
     def batched(self, x: Tensor) -> Tensor:

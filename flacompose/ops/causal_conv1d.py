@@ -1,0 +1,60 @@
+"""The short causal convolution in front of a recurrence, as of Mamba, https://arxiv.org/abs/2312.00752."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops.families.short_conv import op
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Depthwise causal convolution over time, with explicit state: the form for training, prompts and single tokens.
+
+    $$y_t = \operatorname{activation}\Bigl(\text{bias} + \sum_{w=0}^{W-1} \text{weight}_w \odot x_{t-(W-1)+w}\Bigr)$$
+
+    Tokens before the first come from the state, or are zeros. Sums are taken in float32 (float64 for float64 inputs).
+    It is the convolution of "Mamba: Linear-Time Sequence Modeling with Selective State Spaces"
+    (<https://arxiv.org/abs/2312.00752>, section 3.4), which many recurrent layers have since.
+
+    Args:
+        x: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
+        weight: ``[D, W]`` of any width ``W``, the newest token's in column ``W - 1``; any float dtype.
+        bias: ``[D]``, in any float dtype. Default: none.
+        activation: "silu", its other name "swish", or None for none.
+        initial_state: The ``W`` inputs before the first token, ``[N, D, W]``, the newest in column ``W - 1``, in any
+            float dtype. No output reads column 0; a final state may contain it. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(y, final_state)``: `y` is ``[B, T, D]`` in the dtype of `x`; `final_state` is ``[N, D, W]`` in float32
+            (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or `activation` none of these.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    _check.axes("x", x, "B, T, D")
+    _check.not_empty("x", x)
+    _check.axes("weight", weight, "D, W")
+    D, W = x.shape[2], weight.shape[1]
+    _check.like(x, "weight", weight, (D, W), of="x")
+    _check.not_empty("weight", weight)
+    _check.optional(x, "bias", bias, (D,), of="x")
+    if activation not in ("silu", "swish", None):
+        raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
+    N = _check.sequences(x, cu_seqlens, of="x")
+    _check.optional(x, "initial_state", initial_state, (N, D, W), of="x")
+    y, final_state = op.forward(x, weight, bias, initial_state, cu_seqlens, activation is not None)
+    return y, final_state if output_final_state else None

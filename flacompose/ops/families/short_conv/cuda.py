@@ -1,0 +1,131 @@
+"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._define import always_true, launch
+from flacompose.ops.families._compile import compile_ahead
+from flacompose.ops.families._launch import block, none_as_empty, tile_count
+from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families.short_conv import eager
+from flacompose.ops.families.short_conv.inputs import Inputs
+from flacompose.ops.families.short_conv.kernels import backward_kernel, forward_kernel
+
+# The kernels have a register for each column, and take long to compile with many; PyTorch computes what is wider.
+MAX_WIDTH = 8
+# Of each walk: its steps in a chunk, how many of them are loaded together, and how many columns a thread holds, of all
+# of its channels, which are those of 16 bytes or, where the convolution is wide, fewer.
+FORWARD, TOKEN, BACKWARD = (64, 4, 32), (1, 1, 32), (128, 4, 16)
+
+
+@compile_ahead
+def forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """``(y [B, T, D], final_state [N, D, W])``."""
+    inputs = Inputs(*args)
+    x, weight, bias, initial_state, cu_seqlens, silu = inputs
+    if weight.shape[1] > MAX_WIDTH:
+        return eager.forward(inputs)
+    walk = _Launches(x, weight, cu_seqlens, silu, *(TOKEN if always_true(x.shape[1] == 1) else FORWARD))
+    y = walk.per_token(walk.D, dtype=x.dtype, every=True)
+    final_state = walk.per_sequence(walk.D, walk.W)
+    walk(forward_kernel, x, weight, bias, initial_state, y=y, final=final_state)
+    return walk.batched(y), final_state
+
+
+@compile_ahead
+def backward(*args: Any) -> tuple[Tensor, ...]:
+    """``(dx, dweight, dbias, d_initial_state)``, empty where `output_mask` does not want them."""
+    inputs, (dy, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
+    x, weight, bias, initial_state, cu_seqlens, silu = inputs
+    if weight.shape[1] > MAX_WIDTH:
+        return eager.backward(inputs, dy, d_final_state, output_mask)
+    wants_x, wants_weight, wants_bias, wants_state = output_mask
+    steps, together, columns = BACKWARD
+    # The walk also covers the tokens after a chunk that read its last inputs.
+    walk = _Launches(x, weight, cu_seqlens, silu, steps - weight.shape[1] + 1, together, columns)
+    D, W = walk.D, walk.W
+    dx = walk.per_token(D, dtype=x.dtype, every=True) if wants_x else None
+    d_weight = walk.per_chunk(W, D) if wants_weight else None
+    d_bias = walk.per_chunk(D) if bias is not None and wants_bias else None
+    d_initial_state = None
+    if initial_state is not None and wants_state:
+        d_initial_state = walk.per_sequence(D, W, dtype=initial_state.dtype)
+    dy = _with_unit_stride(torch.zeros_like(x) if dy is None else dy)
+    walk(
+        backward_kernel,
+        x,
+        weight,
+        bias,
+        initial_state,
+        dy=dy,
+        d_final=None if d_final_state is None else d_final_state.contiguous(),
+        dx=dx,
+        d_weight=d_weight,
+        d_bias=d_bias,
+        d_initial=d_initial_state,
+        dy_row=dy.stride(0),
+        dy_token=dy.stride(1),
+    )
+    if d_weight is not None:
+        d_weight = d_weight.sum(0).mT.to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
+    if d_bias is not None and bias is not None:
+        d_bias = d_bias.sum(0).to(bias.dtype)
+    return none_as_empty(x, None if dx is None else walk.batched(dx), d_weight, d_bias, d_initial_state)
+
+
+forward.backward = backward
+
+
+class _Launches(Sequences):
+    """The launches of one call, in chunks of `C` tokens, of which `together` are loaded at a time."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        cu_seqlens: Tensor | None,
+        silu: bool,
+        C: int,
+        together: int,
+        columns: int,
+    ) -> None:
+        super().__init__(x, cu_seqlens, C)
+        self.D, self.W = weight.shape
+        channels = max(1, min(16 // x.element_size(), columns >> (self.W - 1).bit_length()))
+        BD = block(self.D, 32 * channels)
+        self.tiles = tile_count(self.D, BD)
+        sizes = {"D": self.D, "W": self.W, "C": C, "U": together, "BD": BD}
+        self.arguments |= {**sizes, "SILU": silu, "num_warps": 1}
+
+    def __call__(
+        self,
+        kernel: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        initial: Tensor | None,
+        **others: Any,
+    ) -> None:
+        x = _with_unit_stride(x)
+        launch(
+            kernel,
+            # Tokens in no sequence have chunks of their own, one more than are counted.
+            ((self.chunks + 1) * self.tiles,),
+            x=x,
+            weight=weight.contiguous(),
+            bias=None if bias is None else bias.contiguous(),
+            initial=None if initial is None else initial.contiguous(),
+            **others,
+            **self.arguments,
+            x_row=x.stride(0),
+            x_token=x.stride(1),
+        )
+
+
+def _with_unit_stride(x: Tensor) -> Tensor:
+    """``x [B, T, D]``, its rows and tokens of any strides, as of a part of a wider projection, and channels of 1."""
+    return x if always_true(x.stride(2) == 1) else x.contiguous()

@@ -1,0 +1,81 @@
+"""The kernels of the short convolution: every width, and strides, which only a launch sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from contract.accuracy import assert_equal
+from contract.cases import NAMED, OpCase, every
+from contract.problems import draw, evaluate, permuted
+from torch import Tensor
+
+from flacompose.ops.families.short_conv import cuda
+
+from .test_kernels import CPU, check, launched
+
+SILU = NAMED["causal_conv1d-silu"]
+each = every([SILU, NAMED["causal_conv1d"]])
+
+
+@each
+@pytest.mark.parametrize("W", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("T", [1, 2, 67])
+def test_widths(case: OpCase, W: int, T: int) -> None:
+    check(draw(case, CPU, B=2, T=T, V=5, W=W))
+
+
+@each
+@pytest.mark.parametrize("loss", ["o", "state", "both"])
+def test_packed_sequences_that_end_with_a_chunk(case: OpCase, loss: str) -> None:
+    forward, backward = cuda.FORWARD[0], cuda.BACKWARD[0] - 3
+    check(draw(case, CPU, V=3, lengths=[forward, 0, backward, 1, 2 * backward, 0], tail=forward + 1), loss)
+
+
+def test_many_short_sequences() -> None:
+    check(draw(SILU, CPU, V=3, lengths=[1, 2, 3, 0] * 12, tail=1))
+
+
+def test_tokens_before_the_first_sequence() -> None:
+    """They have chunks of their own, which write zeros."""
+    problem = draw(SILU, CPU, V=3, lengths=[200, 3])
+    problem.cu_seqlens[0] = 130
+    poisoned = problem.with_tensors(x=problem.tensors["x"].clone())
+    poisoned.tensors["x"][:, :130] = torch.nan
+    results = evaluate(poisoned, function=launched)
+    assert not results["o"][:, :130].any() and not results["dx"][:, :130].any()
+    rest = replace(problem, cu_seqlens=problem.cu_seqlens - 130, do=problem.do[:, 130:])
+    expected = evaluate(rest.with_tensors(x=problem.tensors["x"][:, 130:]), function=launched)
+    for name in ("o", "dx"):
+        results[name] = results[name][:, 130:]
+    assert_equal({name: results[name] for name in ("o", "dx", "final_state", "dinitial_state")},
+                 {name: expected[name] for name in ("o", "dx", "final_state", "dinitial_state")})  # fmt: skip
+
+
+def part(x: Tensor) -> Tensor:
+    """A view of some channels of a tensor with more of them."""
+    wide = torch.full([*x.shape[:-1], 2 * x.shape[-1] + 3], torch.nan, dtype=x.dtype)
+    wide[..., 3 : 3 + x.shape[-1]] = x
+    return wide[..., 3 : 3 + x.shape[-1]]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("layout", [part, permuted])
+def test_strides(layout, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of wider tensors are read where they lie; the channels of others are brought together first."""
+    problem = draw(SILU, CPU, T=20, V=5, lengths=[9, 0, 11] if packed else None)
+    other = problem.with_tensors(**{name: layout(x) for name, x in problem.tensors.items()})
+    other = replace(other, do=layout(problem.do), d_final_state=layout(problem.d_final_state))
+    read = []
+
+    def launch(kernel: Any, grid: Any, **arguments: Any) -> None:
+        read.extend(arguments[name].data_ptr() for name in ("x", "dy") if name in arguments)
+        kernel[grid](**arguments)
+
+    expected = evaluate(problem, function=launched)
+    monkeypatch.setattr(cuda, "launch", launch)
+    assert_equal(evaluate(other, function=launched), expected)
+    where = [other.tensors["x"].data_ptr()] * 2 + [other.do.data_ptr()]
+    assert (read == where) == (layout is part)
