@@ -14,11 +14,11 @@ from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families.selective_scan.inputs import Inputs
 from flacompose.ops.families.selective_scan.kernels import gradient_kernel, sweep_kernel
 
-# Tokens of a chunk, before which the backward keeps the state: float32 of S / 32 numbers for each input.
-CHUNK = 32
-# Of a program: the tokens of a tile, its channels at most, and how many elements of a tile a thread has.
-SWEEP, GRADIENT = (8, 32, 32), (8, 64, 32)
-STATES = 16  # of a channel in a tile at most: the sums over more are added up outside the kernels
+# Tokens of a chunk, before which the backward keeps the state: S / 16 float32 numbers for each input.
+CHUNK = 16
+# The tokens of a tile, a divisor of `CHUNK`, its channels at most, and how many elements of it a thread has.
+SWEEP, GRADIENT = (8, 32, 32), (8, 32, 32)
+STATES = 16  # numbers of a state in a tile at most; the sums of several tiles are added up outside the kernels
 STAGES = 3
 
 

@@ -27,9 +27,17 @@ def _join(decay, state, a, e, next_decay, next_state, next_a, next_e):
 
 @triton.jit
 def _before(a, e, REVERSE: tl.constexpr):
-    """The decay and the state before each step of ``h <- a * h + e`` along the first axis, begun at 0."""
+    """The decay and the state before each step of ``h <- a * h + e`` along the first axis, begun at 0.
+
+    With `REVERSE` along it backwards. To flip an axis that a thread has alone takes no instruction, where a scan that
+    is told to go backwards would exchange everything between threads.
+    """
+    if REVERSE:
+        a, e = tl.flip(a, 0), tl.flip(e, 0)
     steps = tl.full(a.shape, 1.0, tl.float32), tl.zeros_like(e), a, e
-    decay, state, _, _ = tl.associative_scan(steps, 0, _join, reverse=REVERSE)
+    decay, state, _, _ = tl.associative_scan(steps, 0, _join)
+    if REVERSE:
+        decay, state = tl.flip(decay, 0), tl.flip(state, 0)
     return decay, state
 
 
@@ -132,7 +140,8 @@ def sweep_kernel(
         h = _start(initial, segment_state, segment_dt, A_, segment, n, N, d, s, in_state, D, S)
     sum_dt = tl.zeros([BD], tl.float32)
 
-    t = tl.arange(0, TOKENS)
+    step = tl.arange(0, TOKENS)
+    t = TOKENS - 1 - step if REVERSE else step
     # With stages of its own: those of a launch are for loads that feed products.
     for i in tl.range(begin, stop, num_stages=STAGES):
         first = begin + stop - 1 - i if REVERSE else i
@@ -150,15 +159,15 @@ def sweep_kernel(
         else:
             B_ = _load_states(B, token, in_token, group, s, in_s, G, S)
             e_ = (dt_ * x_)[:, None, :] * B_[:, :, None]
-        decay, state = tl.associative_scan((a_, e_), 0, _compose, reverse=REVERSE)
+        decay, state = tl.associative_scan((a_, e_), 0, _compose)
         if y is not None:
             C_ = _load_states(C, token, in_token, group, s, in_s, G, S)
             y_ = tl.sum((state + decay * h[None, :, :]) * C_[:, :, None], 1)
             at_y = y + (token * tl.cdiv(S, BS) + state_tile)[:, None] * D + d[None, :]
             tl.store(at_y, y_.to(y.dtype.element_ty), mask=in_token[:, None] & in_d[None, :])
-        last = t == (0 if REVERSE else TOKENS - 1)
+        end = tl.sum(tl.where((step == TOKENS - 1)[:, None, None], state, 0.0), 0)
         total = tl.sum(dt_, 0)
-        h = decayed(h, A_ * total[None, :]) + tl.sum(tl.where(last[:, None, None], state, 0.0), 0)
+        h = decayed(h, A_ * total[None, :]) + end
         sum_dt += total
 
     if ENDS:
