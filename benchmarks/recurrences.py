@@ -46,10 +46,12 @@ from flacompose.ops import (
     fused_recurrent_rwkv6,
     fused_recurrent_simple_gla,
     mamba_chunk_scan_combined,
+    selective_scan_fn,
 )
 from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
+from flacompose.ops.families.selective_scan.reference import selective_scan
 from flacompose.ops.families.short_conv.reference import short_conv
 from flacompose.ops.families.vector_decay import op
 from flacompose.ops.families.vector_decay.reference import vector_decay
@@ -354,6 +356,20 @@ def ssd_reference(
     return (y + D.unsqueeze(-1) * x) * F.silu(z), h.mT
 
 
+def mamba(u: Tensor, initial_state=None, output_final_state: bool = False, **inputs):
+    """Mamba's scan, its two keywords for states as the other functions have them."""
+    results = selective_scan_fn(
+        u, **inputs, initial_states=initial_state, return_last_state=output_final_state
+    )
+    return results if output_final_state else (results, None)
+
+
+def mamba_reference(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return selective_scan(u, delta, A, B.unsqueeze(2), C.unsqueeze(2), initial_state)
+
+
 def direct(
     q: Tensor,
     k: Tensor,
@@ -427,6 +443,21 @@ convolution = partial(
     any_dtype=("weight", "bias"),
     optional=("bias",),
 )
+selective = partial(
+    _case(
+        "selective_scan",
+        {"u": X, "delta": X, "A": ("D", "S"), "B": ("B", "T", "S"), "C": ("B", "T", "S")},
+        {"initial_states": ("N", "D", "S")},
+    ),
+    output="u",
+    scaled=False,
+    flops=7,
+    draws={"delta": lambda x: F.softplus(x - 1), "A": lambda x: -x.exp()},
+    any_dtype=("delta", "A"),
+    not_cast=("delta",),
+    operands={"u": "x", "delta": "dt"},
+    around=("unsqueeze", "unsqueeze"),
+)
 slots = partial(
     vector,
     inputs={**QKV_OF_SLOTS, "s": S},
@@ -452,9 +483,9 @@ product = partial(
     delta,
     inputs={
         "q": Q,
-        "k": ("B", "T", "S", "H", "K"),
-        "v": ("B", "T", "S", "HV", "V"),
-        "beta": ("B", "T", "S", "HV"),
+        "k": ("B", "T", "R", "H", "K"),
+        "v": ("B", "T", "R", "HV", "V"),
+        "beta": ("B", "T", "R", "HV"),
     },
     output_axes=VG,
     # A strong gate is computed with those of the steps that do not decay, whose gradients are far larger.
@@ -505,6 +536,7 @@ CASES = [
                 partial(short_conv, silu=True), inductor=True),
     convolution("causal_conv1d", "forward", causal_conv1d, None, short_conv,
                 inputs={"x": X, "weight": ("D", "W")}),
+    selective("selective_scan_fn", "forward", mamba, None, mamba_reference, inductor=True),
     delta("chunk_delta_rule", chunk, chunk_delta_rule, fused_recurrent_delta_rule, delta_rule),
     delta("chunk_gated_delta_rule", chunk, chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, delta_rule,
           {"g": G}, groups=2, inductor=True),

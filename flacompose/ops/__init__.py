@@ -16,6 +16,7 @@ from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_
 from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
 from flacompose.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
+from flacompose.ops.selective_scan import selective_scan_fn
 from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops.ssd import mamba_chunk_scan_combined, selective_state_update
 
@@ -47,5 +48,6 @@ __all__ = [
     "fused_recurrent_rwkv6",
     "fused_recurrent_simple_gla",
     "mamba_chunk_scan_combined",
+    "selective_scan_fn",
     "selective_state_update",
 ]

@@ -437,8 +437,12 @@ def _shardings(
 
         choices: list[Mapping[str, int | None]] = [{}]
         primals = [(x, primal_of(name, heads)) for name, x in zip(arguments, args) if name in present]
-        if _same_shards([(x, heads[primal]) for x, primal in primals if primal in heads]):
-            choices.append(heads)
+        split = [(x, primal, heads[primal]) for x, primal in primals if primal in heads]
+        # What all heads share is whole on every rank, and its gradient a sum over ranks.
+        shared = {primal for x, primal, dim in split if dim is not None and x.shape[dim] == 1}
+        own = [(x, dim) for x, primal, dim in split if primal not in shared]
+        if own and _same_shards(own):
+            choices.append({**heads, **dict.fromkeys(shared)})
         if all(primal_of(name, batch) in batch for name in present):
             choices.append(batch)
         return [

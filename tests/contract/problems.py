@@ -82,20 +82,9 @@ def draw(
         B, N, T = 1, len(lengths), sum(lengths) + tail
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=cu_dtype, device=device)
     many = case.groups * H
-    size = {
-        "B": B,
-        "T": T,
-        "H": H,
-        "HV": many,
-        "HQ": many,
-        "K": K,
-        "V": V,
-        "M": M,
-        "D": V,
-        "W": W,
-        "N": N,
-        "S": 2,
-    }
+    size = {"B": B, "T": T, "H": H, "HV": many, "HQ": many, "K": K, "V": V, "M": M, "W": W, "N": N}
+    size |= {"D": V, "S": K}  # channels without heads, and the state of each
+    size |= {"R": 2}  # steps of a token
     if len(case.states) > 1:
         size["joined"] = sum(prod(size[axis] for axis in axes[2:]) for axes in case.states.values())
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32

@@ -25,7 +25,7 @@ def test_more_elements_than_int32_counts(case: OpCase) -> None:
     T, H, D, rows = 2**20 + 128, 16, 128, 256
     assert T * H * D > 2**31 > (T - rows) * H * D
     generator = torch.Generator("cuda").manual_seed(0)
-    size = {"B": 1, "T": T, "H": H, "HV": H, "HQ": H, "K": D, "V": D, "D": H * D, "W": 4, "S": 2}
+    size = {"B": 1, "T": T, "H": H, "HV": H, "HQ": H, "K": D, "V": D, "D": H * D, "S": 16, "W": 4}
     tensors = {
         name: torch.randn(
             [size[axis] for axis in axes], generator=generator, dtype=torch.bfloat16, device="cuda"

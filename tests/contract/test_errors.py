@@ -134,7 +134,7 @@ def test_another_device(case: OpCase, name: str, device: torch.device) -> None:
     refused(problem, ValueError, message, **{name: named(problem)[name].to("meta")})
 
 
-@each_axis("B", "T", "H HQ HV D", "K", "V", "M", "W")
+@each_axis("B", "T", "H HQ HV D", "K", "V", "M", "S", "W")
 def test_empty_dimensions(case: OpCase, axes: str, device: torch.device) -> None:
     problem = draw(case, device, T=5, state=False)
     name = owner(case, axes)
@@ -143,9 +143,10 @@ def test_empty_dimensions(case: OpCase, axes: str, device: torch.device) -> None
     refused(problem, ValueError, message, **empty)
 
 
-@each_axis("K", "V", "M")
+@each_axis("K", "V", "M", "S")
 def test_head_size(case: OpCase, axes: str, device: torch.device) -> None:
-    problem = draw(case, device, B=1, T=1, H=1, state=False, **{"K": 256, "V": 256, "M": 256, axes: 257})
+    sizes = {"K": 256, "V": 256, "M": 256, "K" if axes == "S" else axes: 257}
+    problem = draw(case, device, B=1, T=1, H=1, state=False, **sizes)
     refused(problem, ValueError, f"{owner(case, axes)} must have a head size of at most 256, got 257")
 
 

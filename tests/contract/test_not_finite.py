@@ -37,6 +37,8 @@ def check_input(problem: Problem, name: str, value: float, function: Callable, e
         """Of a tensor with these axes: the row, the sequence from this token on, the heads of the group."""
         windows = {"H": slice(-1, None), "D": slice(-1, None)}
         windows |= dict.fromkeys(("HV", "HQ"), slice(-case.groups, None))
+        if not windows.keys() & {*poisoned}:  # all heads, or channels, share it
+            windows = {}
         if of_a_row:
             windows |= {axis: slice(n, n + 1) for axis, n in row.items()} | {"T": slice(start + since, end)}
         return tuple(windows.get(axis, slice(None)) for axis in axes)

@@ -1,0 +1,107 @@
+"""Mamba's selective scan, https://arxiv.org/abs/2312.00752, under the name that mamba-ssm gives it."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._dtype import upcast
+from flacompose.ops._varlen import inside
+from flacompose.ops.families.selective_scan import op
+from flacompose.ops.ssd import time_step
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Mamba's scan of a sequence, with all that surrounds it: the form for training and for prompts.
+
+    $$\Delta_t = \operatorname{softplus}(\delta_t + \delta\_bias) \qquad
+    h_t = e^{\Delta_t A} \odot h_{t-1} + (\Delta_t \odot u_t)\, B_t^\top \qquad
+    y_t = (h_t C_t + D \odot u_t) \odot \operatorname{silu}(z_t)$$
+
+    From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (<https://arxiv.org/abs/2312.00752>). Each
+    channel has a state of ``S`` numbers and a time step of its own. The state of all tokens is never in memory.
+
+    Args:
+        u: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
+        delta: Time steps, ``[B, T, D]``, at least 0 (after the softplus, if there is one), in any float dtype.
+        A: Rates, ``[D, S]``, at most 0, finite, in any float dtype.
+        B: How inputs enter the state, ``[B, T, S]`` or ``[B, T, G, S]``, in the dtype of `u`; ``G`` divides ``D``, and
+            channel ``d`` has group ``d // (D / G)``.
+        C: How the state is read, of the shape and dtype of `B`.
+        D: What joins input and output directly, ``[D]``. Default: nothing.
+        z: Gate of the output, ``[B, T, D]``, through silu. Default: none.
+        delta_bias: Added to `delta`, ``[D]``. Default: nothing.
+        delta_softplus: Whether `delta` passes softplus, after its bias.
+        return_last_state: Whether to return the states after the last token too.
+        initial_states: States before the first token, ``[N, D, S]``, in any float dtype. Default: zeros.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``y``, ``[B, T, D]`` in the dtype of `u`, or under autocast in its dtype; or ``(y, last_states)``, the latter
+            ``[N, D, S]`` in float32 (float64 for float64 inputs), a new tensor.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``S`` is above 256.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    _check.axes("u", u, "B, T, D")
+    _check.not_empty("u", u)
+    batch, T, channels = u.shape
+    _check.like(u, "delta", delta, u.shape, of="u")
+    _check.axes("A", A, "D, S")
+    S = A.shape[1]
+    _check.like(u, "A", A, (channels, S), of="u")
+    _check.head_size("A", A)
+    _check.floating("B", B)
+    grouped = B.dim() == 4 and B.shape[:2] == u.shape[:2]
+    _check.like(u, "B", B, (batch, T, B.shape[2], S) if grouped else (batch, T, S), of="u")
+    if grouped and (B.shape[2] == 0 or channels % B.shape[2] != 0):
+        raise ValueError(
+            f"B must have a number of groups that divides the {channels} channels of u, got {B.shape[2]}"
+        )
+    _check.like(u, "C", C, B.shape, of="u")
+    _check.same_dtype(u, "B", B, of="u")
+    _check.same_dtype(u, "C", C, of="u")
+    N = _check.sequences(u, cu_seqlens, of="u")
+    _check.optional(u, "D", D, (channels,), of="u")
+    _check.optional(u, "z", z, u.shape, of="u")
+    _check.optional(u, "delta_bias", delta_bias, (channels,), of="u")
+    _check.optional(u, "initial_states", initial_states, (N, channels, S), of="u")
+
+    around = D is not None or z is not None or delta_bias is not None or delta_softplus
+    tokens = None
+    if around and cu_seqlens is not None:
+        # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of D and delta_bias.
+        tokens = inside(cu_seqlens, T)[:, None]
+        u, delta = u.where(tokens, 0), delta.where(tokens, 0)
+        z = None if z is None else z.where(tokens, 0)
+    if delta_bias is not None or delta_softplus:
+        delta = time_step(delta, delta_bias, delta_softplus, u)
+    if not grouped:
+        B, C = B.unsqueeze(2), C.unsqueeze(2)
+    y, states = op.forward(u, delta, A, B, C, initial_states, cu_seqlens)
+    out = y
+    if D is not None:
+        out = upcast(out) + upcast(u) * D
+    if z is not None:
+        out = upcast(out) * F.silu(upcast(z, u))
+    out = out.to(y.dtype)
+    if tokens is not None:  # a gradient that arrives on the others is dropped
+        out = out.where(tokens, 0)
+    return (out, states) if return_last_state else out
