@@ -3,22 +3,27 @@
 They take the arguments of the functions that they stand in for, and ignore the same ones. Where a modeling file expects
 that its cache is written to, it is written to here, at the edge: the ops themselves return new states.
 
-Packed sequences come as `cu_seq_lens_q`, which transformers' collators make for attention, or as `cu_seqlens`.
+Packed sequences come as `cu_seq_lens_q`, which transformers' collators make for attention, or as `cu_seqlens`. They
+come without a cache, which has one row for each row of a batch and none for each sequence.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flacompose.ops import (
     causal_conv1d,
     chunk_gated_delta_rule,
     chunk_kda,
+    chunk_simple_gla,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_kda,
+    fused_recurrent_simple_gla,
     mamba_chunk_scan_combined,
     selective_state_update,
 )
@@ -34,7 +39,7 @@ def convolve(
 ) -> Tensor:
     """`causal_conv1d_fn` of ``hidden_states [B, D, T]`` and ``weight [D, W]``."""
     x = hidden_states.transpose(1, 2)
-    cu_seqlens = _bounds(kwargs)
+    cu_seqlens = _given_bounds(kwargs)
     if cu_seqlens is None and seq_idx is not None:
         y = _convolved_by_index(x, weight, bias, seq_idx)
     else:
@@ -85,7 +90,7 @@ def gated_delta_rule(
     return chunk_gated_delta_rule(
         query, key, value, g, beta,
         initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs),
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
     )  # fmt: skip
 
 
@@ -104,7 +109,7 @@ def gated_delta_rule_step(
     return fused_recurrent_gated_delta_rule(
         query, key, value, g, beta,
         initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs),
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
     )  # fmt: skip
 
 
@@ -124,7 +129,7 @@ def kda(
     return chunk_kda(
         query, key, value, g, beta,
         initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs),
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
     )  # fmt: skip
 
 
@@ -143,7 +148,7 @@ def kda_step(
     return fused_recurrent_kda(
         query, key, value, g, beta,
         initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs),
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
     )  # fmt: skip
 
 
@@ -166,7 +171,7 @@ def ssd(
     """`mamba2_chunk_scan`."""
     return mamba_chunk_scan_combined(
         hidden_states, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, dt_softplus,
-        (float(dt_limit[0]), float(dt_limit[1])), return_final_states, _bounds(kwargs),
+        (float(dt_limit[0]), float(dt_limit[1])), return_final_states, _bounds(kwargs, cached=return_final_states),
     )  # fmt: skip
 
 
@@ -181,9 +186,10 @@ def state_space_step(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     z: Tensor | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> Tensor:
-    """`mamba_selective_state_update` and `mamba2_selective_state_update`, which write to `state`."""
+    """`mamba2_selective_state_update`, which writes to `state`."""
+    _bounds(kwargs, cached=True)
     y, new = selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
     state.copy_(new)
     return y
@@ -193,10 +199,64 @@ def no_fused_block(*_: Any, **__: Any) -> None:
     """Of the functions that compute a whole block in one: transformers then calls its parts."""
 
 
-def _bounds(kwargs: dict[str, Any]) -> Tensor | None:
+def lightning_attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`MiniMaxLightningAttention.forward`: one op for its loop over blocks and its loop over tokens."""
+    from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
+
+    qkv = self.act_fn(self.qkv_proj(hidden_states))
+    qkv = apply_mask_to_padding_states(qkv, attention_mask)
+    q, k, v = qkv.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim)).split(self.head_dim, -1)
+
+    cached = past_key_values is not None
+    state = past_key_values.get_linear_cache(self.layer_idx) if cached else None
+    attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
+    o, state = attention(
+        q, k, v, g_gamma=-self.slope_rate.flatten(), scale=1.0,
+        initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs, cached),
+    )  # fmt: skip
+    if cached:
+        past_key_values.set_linear_cache(self.layer_idx, state)
+
+    o = self.norm(o.flatten(2)) * torch.sigmoid(self.output_gate(hidden_states))
+    return self.out_proj(o), state
+
+
+class _Grouped:
+    """A layer that says it has as many value heads as key heads."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.num_v_heads = layer.num_k_heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+def grouped(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer of the gated delta rule, which then leaves queries and keys as they are.
+
+    It reads ``num_v_heads`` for one purpose: to repeat them for each value head. The op takes groups of value heads.
+    """
+
+    @wraps(forward)
+    def grouped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(_Grouped(self), *args, **kwargs)
+
+    return grouped_forward
+
+
+def _bounds(kwargs: dict[str, Any], cached: bool) -> Tensor | None:
     """The bounds of packed sequences, or None if each row is one."""
-    given = kwargs.get("cu_seqlens")
-    given = kwargs.get("cu_seq_lens_q") if given is None else given
+    given = _given_bounds(kwargs)
+    if given is not None and cached:
+        raise ValueError("cu_seq_lens_q must come without a cache (use_cache=False), got one")
     if given is None and kwargs.get("seq_idx") is not None:
         raise ValueError(
             "seq_idx must come with cu_seq_lens_q, the bounds of the packed sequences, got seq_idx alone"
@@ -204,12 +264,23 @@ def _bounds(kwargs: dict[str, Any]) -> Tensor | None:
     return given
 
 
+def _given_bounds(kwargs: dict[str, Any]) -> Tensor | None:
+    given = kwargs.get("cu_seqlens")
+    return kwargs.get("cu_seq_lens_q") if given is None else given
+
+
 def _convolved_by_index(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor) -> Tensor:
     """The convolution where only ``seq_idx [B, T]``, the number of each token's sequence, tells sequences apart."""
     T, W = x.shape[1], weight.shape[1]
-    history = torch.nn.functional.pad(x, (0, 0, W - 1, 0)).float()
+    if seq_idx.shape[1] != T:
+        # transformers puts what its cache holds, or zeros, in front of the tokens.
+        raise ValueError(
+            f"seq_idx must come without a cache (use_cache=False), got {seq_idx.shape[1]} numbers for {T} tokens"
+        )
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    history = torch.nn.functional.pad(x, (0, 0, W - 1, 0)).to(dtype)
     of_history = torch.nn.functional.pad(seq_idx, (W - 1, 0), value=-1)
-    y = x.new_zeros((), dtype=history.dtype) if bias is None else bias.to(history.dtype)
+    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
     for w in range(W):
         same = (of_history[:, w : w + T] == seq_idx)[:, :, None]
         y = y + torch.where(same, history[:, w : w + T], 0) * weight[:, w]

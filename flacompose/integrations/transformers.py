@@ -40,12 +40,24 @@ OPS: Mapping[str, str] = {
     "recurrent_kimi_delta_attention": "fused_recurrent_kda",
     "mamba2_chunk_scan": "mamba_chunk_scan_combined",
     "mamba2_selective_state_update": "selective_state_update",
+    "forward": "chunk_simple_gla",  # that of MiniMaxLightningAttention
+}
+
+# What stands in for the forward of a class, made of that forward: where a recurrence is written out in it, and where it
+# makes copies of queries and keys for an op that needs none.
+FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "MiniMaxLightningAttention": lambda _: _modeling.lightning_attention,
+    "OlmoHybridGatedDeltaNet": _modeling.grouped,
+    "Qwen3NextGatedDeltaNet": _modeling.grouped,
+    "Qwen3_5GatedDeltaNet": _modeling.grouped,
+    "Qwen3_5MoeGatedDeltaNet": _modeling.grouped,
+    "Qwen4ExpGatedDeltaNet": _modeling.grouped,
 }
 
 MODELS = (
     "bamba", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp",
-    "zamba", "zamba2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
+    "qwen4_exp", "zamba", "zamba2",
 )  # fmt: skip
 
 
@@ -95,31 +107,25 @@ def enable() -> Enabled:
     Raises:
         ImportError: If transformers is not installed, or its version is not one of those that are known.
     """
-    modules = list(_modeling_files())
-    replaced = [
-        (module, name, vars(module)[name])
-        for module in modules
-        for name, function in FUNCTIONS.items()
-        if vars(module).get(name, function) is not function
-    ]
-    for module, name, _ in replaced:
-        setattr(module, name, FUNCTIONS[name])
+    for holder, name, replacement in list(_places()):
+        if (holder, name) not in _originals:
+            original = _originals[holder, name] = vars(holder)[name]
+            setattr(holder, name, replacement(original))
     handle = Enabled(lambda: _disable(handle))
-    _originals.update({(module, name): original for module, name, original in replaced})
     _enabled.append(handle)
     return handle
 
 
-# The handles that are not disabled, and what modeling files had before the first of them.
+# The handles that are not disabled, and what modeling files and their classes had before the first of them.
 _enabled: list[Enabled] = []
-_originals: dict[tuple[ModuleType, str], Any] = {}
+_originals: dict[tuple[ModuleType | type, str], Any] = {}
 
 
 def _disable(handle: Enabled) -> None:
     _enabled.remove(handle)
     if not _enabled:
-        for (module, name), original in _originals.items():
-            setattr(module, name, original)
+        for (holder, name), original in _originals.items():
+            setattr(holder, name, original)
         _originals.clear()
 
 
@@ -151,7 +157,9 @@ def accelerate(model: nn.Module) -> Enabled:
                 f"model must have the forwards of its classes, got another one in a {type(layer).__name__}"
             )
     for layer in layers:
-        layer.forward = MethodType(_calling(type(layer).forward, FUNCTIONS), layer)
+        owner, forward = _forward(type(layer))
+        replacement = FORWARDS.get(owner.__name__, _unchanged)
+        layer.forward = MethodType(replacement(_calling(forward, FUNCTIONS)), layer)
 
     def undo() -> None:
         for layer in layers:
@@ -171,11 +179,12 @@ def runs_on(model: nn.Module) -> list[Row]:
     """
     rows = []
     for path, layer, names in _layers(model, every=True):
-        scope = inspect.unwrap(vars(layer).get("forward", type(layer).forward)).__globals__
+        forward = inspect.unwrap(vars(layer).get("forward", type(layer).forward))
+        forward = getattr(forward, "__func__", forward)
         for name in names:
-            bound = scope[name]
+            bound = forward if name == "forward" else forward.__globals__[name]
             kind = type(layer).__name__
-            if name in OPS and bound is FUNCTIONS[name]:
+            if name in OPS and bound in (FUNCTIONS.get(name), _modeling.lightning_attention):
                 rows.append(Row(path, kind, name, f"flacompose.ops.{OPS[name]}", ""))
             elif name in OPS:
                 rows.append(Row(path, kind, name, _origin(bound), "neither enabled nor accelerated"))
@@ -187,6 +196,17 @@ def runs_on(model: nn.Module) -> list[Row]:
 def _origin(bound: Any) -> str:
     function = bound if inspect.isroutine(bound) else type(bound)
     return f"{function.__module__}.{function.__qualname__}"
+
+
+def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
+    """What `enable` replaces: where it is, its name there, and the function that makes its replacement of it."""
+    for module in _modeling_files():
+        for name, function in FUNCTIONS.items():
+            if name in vars(module):
+                yield module, name, lambda _, function=function: function
+        for name, replacement in FORWARDS.items():
+            if name in vars(module):
+                yield vars(module)[name], "forward", replacement
 
 
 def _modeling_files() -> Iterator[ModuleType]:
@@ -207,18 +227,32 @@ def _modeling_files() -> Iterator[ModuleType]:
 def _layers(model: nn.Module, every: bool = False) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """The modules of `model` whose forwards call functions of `FUNCTIONS`: path, module, and the names of these.
 
-    With `every`, also the functions that transformers marks as kernels and this library has no op for.
+    With `every`, also the functions that transformers marks as kernels and this library has no op for. Where the whole
+    forward is replaced, ``forward`` is the name.
     """
     for path, module in model.named_modules():
-        forward = inspect.unwrap(type(module).forward)
-        if not isinstance(forward, FunctionType) or not forward.__module__.startswith("transformers.models."):
+        owner, forward = _forward(type(module))
+        forward = inspect.unwrap(forward)
+        if not isinstance(forward, FunctionType) or not owner.__module__.startswith("transformers.models."):
             continue
         names = [name for name in forward.__code__.co_names if name in forward.__globals__]
         found = [name for name in names if name in FUNCTIONS]
         if every:
             found += [name for name in names if name in UNKNOWN]
+        if not found and owner.__name__ in FORWARDS:
+            found = ["forward"]
         if found:
             yield path, module, found
+
+
+def _forward(kind: type[nn.Module]) -> tuple[type, Callable[..., Any]]:
+    """The class that a module's class has its forward from, and that forward as it is when nothing is enabled."""
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    return owner, _originals.get((owner, "forward"), vars(owner)["forward"])
+
+
+def _unchanged(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 # Functions of modeling files that this library has no op for yet.
