@@ -51,7 +51,7 @@ FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "Qwen3NextGatedDeltaNet": _modeling.grouped,
     "Qwen3_5GatedDeltaNet": _modeling.grouped,
     "Qwen3_5MoeGatedDeltaNet": _modeling.grouped,
-    "Qwen4ExpGatedDeltaNet": _modeling.grouped,
+    "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
 }
 
 MODELS = (

@@ -27,7 +27,7 @@ class Logits(nn.Module):
 
 
 def prompt(model: nn.Module, length: int, batch: int = 1) -> Tensor:
-    return torch.randint(model.config.vocab_size, (batch, length), device=model.device)
+    return torch.randint(model.config.get_text_config().vocab_size, (batch, length), device=model.device)
 
 
 def generated(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
