@@ -252,6 +252,18 @@ def grouped(forward: Callable[..., Any]) -> Callable[..., Any]:
     return grouped_forward
 
 
+def packed_or_cached(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer that is a convolution and nothing else, which gives that no sign of a cache."""
+
+    @wraps(forward)
+    def checked_forward(self: nn.Module, hidden_states: Tensor, past_key_values: Any = None, *args: Any, **kwargs: Any):
+        if past_key_values is not None:
+            _bounds(kwargs, cached=True)
+        return forward(self, hidden_states, past_key_values, *args, **kwargs)
+
+    return checked_forward
+
+
 def _bounds(kwargs: dict[str, Any], cached: bool) -> Tensor | None:
     """The bounds of packed sequences, or None if each row is one."""
     given = _given_bounds(kwargs)

@@ -43,9 +43,10 @@ OPS: Mapping[str, str] = {
     "forward": "chunk_simple_gla",  # that of MiniMaxLightningAttention
 }
 
-# What stands in for the forward of a class, made of that forward: where a recurrence is written out in it, and where it
-# makes copies of queries and keys for an op that needs none.
+# What stands in for the forward of a class, made of that forward: where a recurrence is written out in it, where it
+# makes copies of queries and keys for an op that needs none, and where the op cannot see what it has to refuse.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "Lfm3ShortConv": _modeling.packed_or_cached,
     "MiniMaxLightningAttention": lambda _: _modeling.lightning_attention,
     "OlmoHybridGatedDeltaNet": _modeling.grouped,
     "Qwen3NextGatedDeltaNet": _modeling.grouped,
@@ -55,9 +56,9 @@ FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 MODELS = (
-    "bamba", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next",
-    "qwen4_exp", "zamba", "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling", "inkling2",
+    "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+    "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "zamba", "zamba2",
 )  # fmt: skip
 
 

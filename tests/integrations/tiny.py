@@ -30,6 +30,14 @@ SHORT = dict(num_hidden_layers=2, layer_types=["conv", "full_attention"], **ATTE
 
 # The class, and what its configuration has beside what all have.
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "bailing_hybrid": (
+        "BailingHybridForCausalLM",
+        dict(
+            num_hidden_layers=2, layer_types=LAYERS, mlp_layer_types=["dense", "sparse"], num_attention_heads=4,
+            num_key_value_heads=4, head_dim=8, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+            moe_intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        ),
+    ),
     "bamba": ("BambaForCausalLM", dict(MAMBA2, attn_layer_indices=[1])),
     "falcon_h1": ("FalconH1ForCausalLM", dict(MAMBA2, mamba_d_ssm=64)),
     "falcon_mamba": ("FalconMambaForCausalLM", MAMBA),
@@ -53,6 +61,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             sliding_window_size=32, logits_mup_width_multiplier=1.0, route_scale=1.0,
         ),
     ),
+    "inkling2": (
+        "Inkling2ForCausalLM",
+        dict(
+            ATTENTION, num_hidden_layers=2, head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2,
+            swa_head_dim=8, d_rel=4, rel_extent=16, layer_types=["hybrid_sliding", "hybrid"], unpadded_vocab_size=64,
+            moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, sliding_window_size=32, route_scale=1.0,
+            n_layers_per_attn_res_block=2,
+        ),
+    ),
     "jamba": (
         "JambaForCausalLM",
         dict(
@@ -69,6 +86,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2MoeForCausalLM",
         dict(SHORT, num_dense_layers=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     ),
+    "lfm3": ("Lfm3ForCausalLM", dict(SHORT, head_dim=8)),
     "mamba": ("MambaForCausalLM", MAMBA),
     "mamba2": ("Mamba2ForCausalLM", dict(MAMBA, num_heads=4, head_dim=16, n_groups=2, chunk_size=32)),
     "minimax": (
