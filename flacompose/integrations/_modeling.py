@@ -256,7 +256,9 @@ def packed_or_cached(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a layer that is a convolution and nothing else, which gives that no sign of a cache."""
 
     @wraps(forward)
-    def checked_forward(self: nn.Module, hidden_states: Tensor, past_key_values: Any = None, *args: Any, **kwargs: Any):
+    def checked_forward(
+        self: nn.Module, hidden_states: Tensor, past_key_values: Any = None, *args: Any, **kwargs: Any
+    ):
         if past_key_values is not None:
             _bounds(kwargs, cached=True)
         return forward(self, hidden_states, past_key_values, *args, **kwargs)

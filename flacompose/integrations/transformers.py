@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import CellType, FunctionType, MethodType, ModuleType, TracebackType
@@ -204,7 +205,7 @@ def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
     for module in _modeling_files():
         for name, function in FUNCTIONS.items():
             if name in vars(module):
-                yield module, name, lambda _, function=function: function
+                yield module, name, partial(_instead, function)
         for name, replacement in FORWARDS.items():
             if name in vars(module):
                 yield vars(module)[name], "forward", replacement
@@ -250,6 +251,10 @@ def _forward(kind: type[nn.Module]) -> tuple[type, Callable[..., Any]]:
     """The class that a module's class has its forward from, and that forward as it is when nothing is enabled."""
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     return owner, _originals.get((owner, "forward"), vars(owner)["forward"])
+
+
+def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
+    return function
 
 
 def _unchanged(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch import nn
 from flacompose import ops
 from flacompose.integrations import _modeling
 
-from clients.capture import (
+from .capture import (
     EXPORTED,
     PACKAGED,
     Logits,
@@ -23,10 +23,10 @@ from clients.capture import (
     assert_one_compilation,
     exported,
     generated,
+    ops_of,
     packaged,
     prompt,
 )
-from clients.capture import ops as ops_of
 from .tiny import TINY, tiny
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -45,7 +45,9 @@ HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is n
 DOORS = ["kimi_linear", "lfm2", "mamba2", "minimax", "qwen3_next"]
 # Their recurrence is not an op of this library, only their convolution is.
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
-PACKED = [name for name in HERE if name not in ("inkling", "inkling2", "lfm2", "lfm2_moe", "minimax", *SELECTIVE)]
+PACKED = [
+    name for name in HERE if name not in ("inkling", "inkling2", "lfm2", "lfm2_moe", "minimax", *SELECTIVE)
+]
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 
 
@@ -98,7 +100,9 @@ def test_gradients(name: str, model: nn.Module) -> None:
         if expected is not None:
             # Sums of many terms, so what is lost is a part of the largest.
             limit = 1e-4 * float(expected.abs().max()) + 1e-7
-            torch.testing.assert_close(actual, expected, atol=limit, rtol=1e-4, msg=lambda m, p=path: f"{p}: {m}")
+            torch.testing.assert_close(
+                actual, expected, atol=limit, rtol=1e-4, msg=lambda m, p=path: f"{p}: {m}"
+            )
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -133,7 +137,8 @@ def test_continued(name: str, model: nn.Module) -> None:
 
     def pieces() -> torch.Tensor:
         cache, logits = None, []
-        argument = "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else "cache_params"
+        takes = inspect.signature(model.forward).parameters
+        argument = "past_key_values" if "past_key_values" in takes else "cache_params"
         for piece in ids.split([2, 66, 1, 3, 6], 1):
             out = model(piece, use_cache=True, **{argument: cache})
             cache = out[argument]
@@ -205,18 +210,18 @@ GATED_DELTA = SHORT | {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_ru
 KDA = SHORT | {"chunk_kda", "fused_recurrent_kda"}
 SSD = SHORT | {"mamba_chunk_scan_combined", "selective_state_update"}
 RUNS_ON = {
-    "bailing_hybrid": KDA, "glm5_next": KDA, "inkling": SHORT, "inkling2": SHORT, "kimi_linear": KDA, "lfm2": SHORT, "lfm2_moe": SHORT, "lfm3": SHORT,
-    "minimax": {"chunk_simple_gla"}, "olmo_hybrid": GATED_DELTA, "qwen3_5": GATED_DELTA, "qwen3_5_moe": GATED_DELTA,
-    "qwen3_next": GATED_DELTA, "qwen4_exp": GATED_DELTA,
-    **dict.fromkeys(SELECTIVE, SHORT),
+    "minimax": {"chunk_simple_gla"},
+    **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3", *SELECTIVE], SHORT),
+    **dict.fromkeys(["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"], GATED_DELTA),
+    **dict.fromkeys(["bailing_hybrid", "glm5_next", "kimi_linear"], KDA),
     **dict.fromkeys(["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"], SSD),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_runs_on(name: str, model: nn.Module) -> None:
     rows = runs_on(model)
-    assert rows and all(row.why and row.runs_on.startswith("transformers.models.") for row in rows)
+    assert rows and all(row.why and not row.runs_on.startswith("flacompose.") for row in rows)
     with enable():
         assert on_flacompose(model) == RUNS_ON[name]
         for row in runs_on(model):
@@ -299,7 +304,9 @@ def batch(model: nn.Module) -> dict[str, torch.Tensor]:
     )
     features = [{"input_ids": prompt(model, T)[0].tolist()} for T in LENGTHS]
     flat = collator(features)
-    return {k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in flat.items() if k != "labels"}
+    return {
+        k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in flat.items() if k != "labels"
+    }
 
 
 @pytest.mark.parametrize("name", ["mamba2"])
@@ -361,41 +368,62 @@ def test_packed_lightning(name: str, model: nn.Module, device: torch.device) -> 
         torch.testing.assert_close(y, torch.cat(parts, 1), **CLOSE)
 
 
-def ready(model: nn.Module) -> nn.Module:
-    """With experts in products of batches: the default ones read values while they are traced."""
+# What transformers' own scan, a loop over tokens, allows.
+CAPTURED = [name for name in HERE if name not in SELECTIVE]
+
+
+def captured(name: str, model: nn.Module) -> nn.Module:
+    """The model, but for what PyTorch cannot capture in it, which is no recurrence."""
+    if torch.cuda.is_available() and torch.__version__ < "2.12" and name != "mamba2":
+        pytest.skip(
+            "PyTorch 2.11 fails on CUDA: to lower the router's choice of experts in Inductor, and to export softmax "
+            "attention, whose kernels ask for a length that 8 divides"
+        )
     if hasattr(model, "set_experts_implementation"):
+        # The default experts read values while they are traced.
         model.set_experts_implementation("batched_mm")
+    if name in ("glm5_next", "qwen4_exp"):
+        # Their sparse attention asks for 17 tokens, or reads how many blocks are complete.
+        del next(m.layers for m in model.modules() if hasattr(m, "layers"))[1]
     return model
 
 
 def slow_but(*fast: str) -> list:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in HERE]
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in CAPTURED]
 
 
 @pytest.mark.parametrize("name", slow_but("kimi_linear"))
 def test_compile(name: str, model: nn.Module) -> None:
     """Without a break, in one graph for all lengths."""
     with enable():
-        assert_one_compilation(ready(model), [70, 2, 3, 64, 165], training=False)
+        assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165], training=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", DOORS)
 def test_compile_training(name: str, model: nn.Module) -> None:
     with enable():
-        assert_one_compilation(ready(model), [70, 2, 3, 64, 165], training=True)
+        assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165], training=True)
 
 
 @pytest.mark.parametrize("name", slow_but("qwen3_next"))
 def test_export(name: str, model: nn.Module) -> None:
     """Once, for lengths it has not seen, with an op for each layer, which stays after the model is as it was."""
     with enable():
-        program = exported(ready(model))
-        assert ops_of(program.graph_module)
-        assert_exact(program.module(), model, EXPORTED if name != "qwen3_next" else EXPORTED[:-1])
+        program = exported(captured(name, model))
+        recurrences = [op for op in ops_of(program.graph_module) if "short_conv" not in op]
+        assert bool(recurrences) == (RUNS_ON[name] != SHORT)
+        assert_exact(program.module(), model, EXPORTED)
     with torch.no_grad():
         ids = prompt(model, 70)
         torch.testing.assert_close(program.module()(ids), Logits(model)(ids), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "minimax"])
+def test_export_without(name: str, model: nn.Module) -> None:
+    """With their loops over chunks and blocks, whose number is then a constant."""
+    with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
+        exported(captured(name, model))
 
 
 @pytest.mark.slow
@@ -403,5 +431,5 @@ def test_export(name: str, model: nn.Module) -> None:
 @pytest.mark.usefixtures("aoti_packages_load")
 def test_aotinductor(name: str, model: nn.Module, tmp_path) -> None:
     with enable():
-        package = packaged(ready(model), tmp_path)
+        package = packaged(captured(name, model), tmp_path)
         assert_exact(package, model, PACKAGED)

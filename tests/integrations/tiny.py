@@ -66,8 +66,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         dict(
             ATTENTION, num_hidden_layers=2, head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2,
             swa_head_dim=8, d_rel=4, rel_extent=16, layer_types=["hybrid_sliding", "hybrid"], unpadded_vocab_size=64,
-            moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, sliding_window_size=32, route_scale=1.0,
-            n_layers_per_attn_res_block=2,
+            moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, sliding_window_size=32,
+            route_scale=1.0, n_layers_per_attn_res_block=2,
         ),
     ),
     "jamba": (
@@ -93,7 +93,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxForCausalLM",
         dict(
             ATTENTION, num_hidden_layers=2, head_dim=8, num_local_experts=4, block_size=64,
-            layer_types=["full_attention", "linear_attention"],
+            layer_types=LAYERS,
         ),
     ),
     "nemotron_h": (
