@@ -73,10 +73,10 @@ def ops_of(module: GraphModule) -> list[str]:
 
 
 @torch.no_grad()
-def assert_exact(program: nn.Module, model: nn.Module, lengths: Sequence[int]) -> None:
+def assert_exact(program: nn.Module, model: nn.Module, lengths: Sequence[int], limit: float = 1e-5) -> None:
     for length in lengths:
         ids = prompt(model, length)
-        torch.testing.assert_close(program(ids), Logits(model)(ids), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(program(ids), Logits(model)(ids), atol=limit, rtol=limit)
 
 
 def packaged(model: nn.Module, folder: Path) -> nn.Module:

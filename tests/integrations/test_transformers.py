@@ -432,4 +432,5 @@ def test_export_without(name: str, model: nn.Module) -> None:
 def test_aotinductor(name: str, model: nn.Module, tmp_path) -> None:
     with enable():
         package = packaged(captured(name, model), tmp_path)
-        assert_exact(package, model, PACKAGED)
+        # Inductor adds in another order, which changes logits by as much as flacompose's order beside transformers'.
+        assert_exact(package, model, PACKAGED, limit=1e-4)
