@@ -1,0 +1,309 @@
+"""The functions that transformers' modeling files call for their recurrences, over the ops of this library.
+
+They take the arguments of the functions that they stand in for, and ignore the same ones. Where a modeling file expects
+that its cache is written to, it is written to here, at the edge: the ops themselves return new states.
+
+Packed sequences come as `cu_seq_lens_q`, which transformers' collators make for attention, or as `cu_seqlens`. They
+come without a cache, which has one row for each row of a batch and none for each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flacompose.ops import (
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    chunk_simple_gla,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
+    fused_recurrent_simple_gla,
+    mamba_chunk_scan_combined,
+    selective_state_update,
+)
+
+
+def convolve(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """`causal_conv1d_fn` of ``hidden_states [B, D, T]`` and ``weight [D, W]``."""
+    x = hidden_states.transpose(1, 2)
+    cu_seqlens = _given_bounds(kwargs)
+    if cu_seqlens is None and seq_idx is not None:
+        y = _convolved_by_index(x, weight, bias, seq_idx)
+    else:
+        fused = activation in ("silu", "swish")
+        y, _ = causal_conv1d(x, weight, bias, "silu" if fused else None, cu_seqlens=cu_seqlens)
+        activation = None if fused else activation
+    return _activated(y, activation).transpose(1, 2)
+
+
+def convolve_step(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> Tensor:
+    """`causal_conv1d_update` of ``hidden_states [B, D, T]``, which writes to ``conv_state [B, D, L]``."""
+    L, W = conv_state.shape[-1], weight.shape[-1]
+    before = conv_state if L == W else torch.nn.functional.pad(conv_state, (W - L, 0))
+    fused = activation in ("silu", "swish")
+    y, last = causal_conv1d(
+        hidden_states.transpose(1, 2),
+        weight,
+        bias,
+        "silu" if fused else None,
+        before,
+        output_final_state=True,
+    )
+    assert last is not None
+    conv_state.copy_(last[..., -L:] if L <= W else torch.cat([conv_state, hidden_states], -1)[..., -L:])
+    return _activated(y, None if fused else activation).transpose(1, 2)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`torch_chunk_gated_delta_rule`."""
+    return chunk_gated_delta_rule(
+        query, key, value, g, beta,
+        initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
+    )  # fmt: skip
+
+
+def gated_delta_rule_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`torch_recurrent_gated_delta_rule`."""
+    return fused_recurrent_gated_delta_rule(
+        query, key, value, g, beta,
+        initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
+    )  # fmt: skip
+
+
+def kda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_kimi_delta_attention`, which transformers never gives the bounds of packed sequences by that name."""
+    return chunk_kda(
+        query, key, value, g, beta,
+        initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
+    )  # fmt: skip
+
+
+def kda_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`recurrent_kimi_delta_attention`."""
+    return fused_recurrent_kda(
+        query, key, value, g, beta,
+        initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
+    )  # fmt: skip
+
+
+def ssd(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`mamba2_chunk_scan`."""
+    return mamba_chunk_scan_combined(
+        hidden_states, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, dt_softplus,
+        (float(dt_limit[0]), float(dt_limit[1])), return_final_states, _bounds(kwargs, cached=return_final_states),
+    )  # fmt: skip
+
+
+def state_space_step(
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """`mamba2_selective_state_update`, which writes to `state`."""
+    _bounds(kwargs, cached=True)
+    y, new = selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    state.copy_(new)
+    return y
+
+
+def no_fused_block(*_: Any, **__: Any) -> None:
+    """Of the functions that compute a whole block in one: transformers then calls its parts."""
+
+
+def lightning_attention(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`MiniMaxLightningAttention.forward`: one op for its loop over blocks and its loop over tokens."""
+    from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
+
+    qkv = self.act_fn(self.qkv_proj(hidden_states))
+    qkv = apply_mask_to_padding_states(qkv, attention_mask)
+    q, k, v = qkv.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim)).split(self.head_dim, -1)
+
+    cached = past_key_values is not None
+    state = past_key_values.get_linear_cache(self.layer_idx) if cached else None
+    attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
+    o, state = attention(
+        q, k, v, g_gamma=-self.slope_rate.flatten(), scale=1.0,
+        initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs, cached),
+    )  # fmt: skip
+    if cached:
+        past_key_values.set_linear_cache(self.layer_idx, state)
+
+    o = self.norm(o.flatten(2)) * torch.sigmoid(self.output_gate(hidden_states))
+    return self.out_proj(o), state
+
+
+class _Grouped:
+    """A layer that says it has as many value heads as key heads."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.num_v_heads = layer.num_k_heads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+def grouped(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer of the gated delta rule, which then leaves queries and keys as they are.
+
+    It reads ``num_v_heads`` for one purpose: to repeat them for each value head. The op takes groups of value heads.
+    """
+
+    @wraps(forward)
+    def grouped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(_Grouped(self), *args, **kwargs)
+
+    return grouped_forward
+
+
+def packed_or_cached(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer that is a convolution and nothing else, which gives that no sign of a cache."""
+
+    @wraps(forward)
+    def checked_forward(
+        self: nn.Module, hidden_states: Tensor, past_key_values: Any = None, *args: Any, **kwargs: Any
+    ):
+        if past_key_values is not None:
+            _bounds(kwargs, cached=True)
+        return forward(self, hidden_states, past_key_values, *args, **kwargs)
+
+    return checked_forward
+
+
+def _bounds(kwargs: dict[str, Any], cached: bool) -> Tensor | None:
+    """The bounds of packed sequences, or None if each row is one."""
+    given = _given_bounds(kwargs)
+    if given is not None and cached:
+        raise ValueError("cu_seq_lens_q must come without a cache (use_cache=False), got one")
+    if given is None and kwargs.get("seq_idx") is not None:
+        raise ValueError(
+            "seq_idx must come with cu_seq_lens_q, the bounds of the packed sequences, got seq_idx alone"
+        )
+    return given
+
+
+def _given_bounds(kwargs: dict[str, Any]) -> Tensor | None:
+    given = kwargs.get("cu_seqlens")
+    return kwargs.get("cu_seq_lens_q") if given is None else given
+
+
+def _convolved_by_index(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor) -> Tensor:
+    """The convolution where only ``seq_idx [B, T]``, the number of each token's sequence, tells sequences apart."""
+    T, W = x.shape[1], weight.shape[1]
+    if seq_idx.shape[1] != T:
+        # transformers puts what its cache holds, or zeros, in front of the tokens.
+        raise ValueError(
+            f"seq_idx must come without a cache (use_cache=False), got {seq_idx.shape[1]} numbers for {T} tokens"
+        )
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    history = torch.nn.functional.pad(x, (0, 0, W - 1, 0)).to(dtype)
+    of_history = torch.nn.functional.pad(seq_idx, (W - 1, 0), value=-1)
+    y = x.new_zeros((), dtype=dtype) if bias is None else bias.to(dtype)
+    for w in range(W):
+        same = (of_history[:, w : w + T] == seq_idx)[:, :, None]
+        y = y + torch.where(same, history[:, w : w + T], 0) * weight[:, w]
+    return y.to(x.dtype)
+
+
+def _activated(y: Tensor, activation: str | None) -> Tensor:
+    if activation is None:
+        return y
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[activation](y)

@@ -1,0 +1,436 @@
+"""Every model that the integration knows, tiny and with random weights, is on flacompose what it is without."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+from flacompose import ops
+from flacompose.integrations import _modeling
+
+from .capture import (
+    EXPORTED,
+    PACKAGED,
+    Logits,
+    assert_exact,
+    assert_one_compilation,
+    exported,
+    generated,
+    ops_of,
+    packaged,
+    prompt,
+)
+from .tiny import TINY, tiny
+
+transformers = pytest.importorskip("transformers", minversion="5.17")
+
+from flacompose.integrations.transformers import (  # noqa: E402
+    FUNCTIONS,
+    MODELS,
+    UNKNOWN,
+    accelerate,
+    enable,
+    runs_on,
+)
+
+HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
+# One of each function that is replaced.
+DOORS = ["kimi_linear", "lfm2", "mamba2", "minimax", "qwen3_next"]
+# Their recurrence is not an op of this library, only their convolution is.
+SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
+PACKED = [
+    name for name in HERE if name not in ("inkling", "inkling2", "lfm2", "lfm2_moe", "minimax", *SELECTIVE)
+]
+CLOSE = dict(atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def model(name: str, device: torch.device) -> nn.Module:
+    return tiny(name).to(device)
+
+
+def modeling(name: str):
+    return import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def on_flacompose(model: nn.Module) -> set[str]:
+    """The ops that a model's layers run on, in which it must have at least one."""
+    return {row.runs_on.removeprefix("flacompose.ops.") for row in runs_on(model) if not row.why}
+
+
+def test_every_model_is_tested() -> None:
+    assert sorted(TINY) == sorted(MODELS)
+
+
+@pytest.mark.parametrize("name", HERE)
+@torch.no_grad()
+def test_logits(name: str, model: nn.Module) -> None:
+    """Shorter than the convolution, as long as a chunk, one longer, and no multiple of anything."""
+    prompts = [prompt(model, T, B) for T, B in ((1, 2), (3, 1), (64, 1), (65, 2), (165, 2))]
+    theirs = [Logits(model)(ids) for ids in prompts]
+    with enable():
+        assert on_flacompose(model)
+        for ids, expected in zip(prompts, theirs, strict=True):
+            torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_gradients(name: str, model: nn.Module) -> None:
+    """Of every parameter, in training mode, where Mamba-2 would take the function that computes a block in one."""
+    ids = prompt(model.train(), 65, batch=2)
+    parameters = dict(model.named_parameters())
+
+    def gradients() -> list[torch.Tensor | None]:
+        loss = Logits(model)(ids).square().mean()
+        return list(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True))
+
+    theirs = gradients()
+    with enable():
+        ours = gradients()
+    assert sum(expected is not None for expected in theirs) > 10
+    for path, actual, expected in zip(parameters, ours, theirs, strict=True):
+        assert (actual is None) == (expected is None), path
+        if expected is not None:
+            # Sums of many terms, so what is lost is a part of the largest.
+            limit = 1e-4 * float(expected.abs().max()) + 1e-7
+            torch.testing.assert_close(
+                actual, expected, atol=limit, rtol=1e-4, msg=lambda m, p=path: f"{p}: {m}"
+            )
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_generation(name: str, model: nn.Module) -> None:
+    """The same tokens, of a prompt, and of a batch with padding on the left, by logits that are the same."""
+    one, two = prompt(model, 70), prompt(model, 9, batch=2)
+    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9], device=model.device)
+    theirs = generated(model, one), generated(model, two, mask)
+    with enable():
+        ours = generated(model, one), generated(model, two, mask)
+    for (tokens, logits), (expected, expected_logits) in zip(ours, theirs, strict=True):
+        assert torch.equal(tokens, expected)
+        torch.testing.assert_close(logits, expected_logits, **CLOSE)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_beams(name: str, model: nn.Module) -> None:
+    """Beam search reorders the states in the cache."""
+    ids = prompt(model, 9, batch=2)
+    options = dict(max_new_tokens=12, do_sample=False, num_beams=3, eos_token_id=None, pad_token_id=0)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    with enable():
+        actual = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", HERE)
+@torch.no_grad()
+def test_continued(name: str, model: nn.Module) -> None:
+    """A prompt in pieces, through the cache, is what transformers makes of the same pieces."""
+    ids = prompt(model, 78, batch=2)
+
+    def pieces() -> torch.Tensor:
+        cache, logits = None, []
+        takes = inspect.signature(model.forward).parameters
+        argument = "past_key_values" if "past_key_values" in takes else "cache_params"
+        for piece in ids.split([2, 66, 1, 3, 6], 1):
+            out = model(piece, use_cache=True, **{argument: cache})
+            cache = out[argument]
+            logits.append(out.logits)
+        return torch.cat(logits, 1)
+
+    expected = pieces()
+    with enable():
+        torch.testing.assert_close(pieces(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", HERE)
+@torch.no_grad()
+def test_accelerate(name: str, model: nn.Module) -> None:
+    """One model: another keeps its forwards, and a copy of the one is as it is."""
+    other = copy.deepcopy(model)
+    ids = prompt(model, 65)
+    expected = Logits(model)(ids)
+    before = {(module, key): value for module, key, value in bound(name)}
+    with accelerate(model):
+        assert on_flacompose(model) and not on_flacompose(other)
+        assert all("forward" not in vars(module) for module in other.modules())
+        torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+        assert torch.equal(Logits(other)(ids), expected)
+        assert on_flacompose(copy.deepcopy(model)) == on_flacompose(model)
+        with pytest.raises(ValueError, match="model must have the forwards of its classes"):
+            accelerate(model)
+    assert not on_flacompose(model)
+    assert torch.equal(Logits(model)(ids), expected)
+    assert all(value is before[module, key] for module, key, value in bound(name))
+
+
+def bound(name: str):
+    """What a modeling file has by the names that are replaced, and the forwards of its classes."""
+    module = modeling(name)
+    for key in FUNCTIONS:
+        if key in vars(module):
+            yield module, key, vars(module)[key]
+    for value in list(vars(module).values()):
+        if inspect.isclass(value) and "forward" in vars(value):
+            yield value, "forward", vars(value)["forward"]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_disabled(name: str) -> None:
+    """The very same objects, after handles in any order, twice, and after an error."""
+    before = {(holder, key): value for holder, key, value in bound(name)}
+
+    def changed() -> bool:
+        return any(value is not before[holder, key] for holder, key, value in bound(name))
+
+    first, second = enable(), enable()
+    assert changed()
+    first.disable()
+    first.disable()
+    assert changed()
+    second.disable()
+    assert not changed()
+    with enable(), enable():
+        assert changed()
+    assert not changed()
+    with pytest.raises(KeyError), enable():
+        raise KeyError
+    assert not changed()
+
+
+SHORT = {"causal_conv1d"}
+GATED_DELTA = SHORT | {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"}
+KDA = SHORT | {"chunk_kda", "fused_recurrent_kda"}
+SSD = SHORT | {"mamba_chunk_scan_combined", "selective_state_update"}
+RUNS_ON = {
+    "minimax": {"chunk_simple_gla"},
+    **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3", *SELECTIVE], SHORT),
+    **dict.fromkeys(["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"], GATED_DELTA),
+    **dict.fromkeys(["bailing_hybrid", "glm5_next", "kimi_linear"], KDA),
+    **dict.fromkeys(["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"], SSD),
+}
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_runs_on(name: str, model: nn.Module) -> None:
+    rows = runs_on(model)
+    assert rows and all(row.why and not row.runs_on.startswith("flacompose.") for row in rows)
+    with enable():
+        assert on_flacompose(model) == RUNS_ON[name]
+        for row in runs_on(model):
+            assert type(model.get_submodule(row.layer)).__name__ == row.kind
+            assert not row.why or row.function in UNKNOWN
+            assert row.why or hasattr(ops, row.runs_on.removeprefix("flacompose.ops."))
+        assert any(row.why for row in runs_on(model)) == (name in SELECTIVE)
+    assert runs_on(model) == rows
+
+
+def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="model must contain a recurrent layer of transformers .*got Linear"):
+        accelerate(nn.Linear(2, 2))
+    assert runs_on(nn.Linear(2, 2)) == []
+    monkeypatch.setattr("transformers.__version__", "5.16.1")
+    with pytest.raises(ImportError, match="transformers must be of a version from 5.17 to .*, got 5.16.1"):
+        enable()
+
+
+@pytest.mark.parametrize("name", ["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"])
+@pytest.mark.parametrize("replace", [lambda model: enable(), accelerate], ids=["enable", "accelerate"])
+@torch.no_grad()
+def test_groups_are_not_repeated(
+    name: str, model: nn.Module, replace: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The op gets the two key heads of four value heads, in prompts and steps."""
+    heads = []
+    for rule in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
+        op = getattr(_modeling, rule)
+        monkeypatch.setattr(
+            _modeling,
+            rule,
+            lambda q, k, v, *args, op=op, **kwargs: (
+                heads.append((q.shape[2], k.shape[2], v.shape[2])) or op(q, k, v, *args, **kwargs)
+            ),
+        )
+    with replace(model):
+        generated(model, prompt(model, 9))
+    assert len(heads) == 24 and set(heads) == {(2, 2, 4)}
+
+
+# Packed sequences: none shorter than the convolution, one of them, as long as a chunk, longer than one.
+LENGTHS = [5, 1, 64, 2, 70]
+
+
+def bounds(device: torch.device) -> torch.Tensor:
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    return ends.to(torch.int32).to(device)
+
+
+def recurrent(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model that are over this library's ops, each once."""
+    return [model.get_submodule(path) for path in dict.fromkeys(row.layer for row in runs_on(model))]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed(name: str, model: nn.Module, device: torch.device) -> None:
+    """A recurrent layer: outputs and gradients as of one sequence after another.
+
+    Not the whole model: on a CPU, the softmax attention of transformers knows nothing of bounds.
+    """
+    layer = recurrent(model)[0]
+    x = torch.randn(1, sum(LENGTHS), 32, device=device, requires_grad=True)
+    w = torch.randn_like(x)
+
+    def gradients(y: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad((y * w).sum(), [x, *layer.parameters()]))
+
+    with enable():
+        y = layer(x, cu_seq_lens_q=bounds(device))
+        expected = torch.cat([layer(part) for part in x.split(LENGTHS, 1)], 1)
+        torch.testing.assert_close(y, expected, **CLOSE)
+        for actual, of_loop in zip(gradients(y), gradients(expected), strict=True):
+            torch.testing.assert_close(actual, of_loop, atol=1e-4 * float(of_loop.abs().max()), rtol=1e-4)
+
+
+def batch(model: nn.Module) -> dict[str, torch.Tensor]:
+    collator = transformers.DataCollatorWithFlattening(
+        return_tensors="pt", return_flash_attn_kwargs=True, return_seq_idx=True
+    )
+    features = [{"input_ids": prompt(model, T)[0].tolist()} for T in LENGTHS]
+    flat = collator(features)
+    return {
+        k: v.to(model.device) if isinstance(v, torch.Tensor) else v for k, v in flat.items() if k != "labels"
+    }
+
+
+@pytest.mark.parametrize("name", ["mamba2"])
+@torch.no_grad()
+def test_packed_model(name: str, model: nn.Module) -> None:
+    """What transformers' collator makes, in a model without softmax attention.
+
+    Its backbone, since `Mamba2ForCausalLM` drops what it does not know.
+    """
+    packed, backbone = batch(model), model.backbone
+    with enable():
+        states = backbone(**packed, use_cache=False).last_hidden_state
+        parts = [backbone(ids, use_cache=False)[0] for ids in packed["input_ids"].split(LENGTHS, 1)]
+        torch.testing.assert_close(states, torch.cat(parts, 1), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
+def test_packed_by_index(name: str, model: nn.Module, device: torch.device) -> None:
+    """The layers whose convolution gets the numbers of sequences, and no bounds."""
+    layer = recurrent(model)[0]
+    x = torch.randn(1, sum(LENGTHS), 32, device=device)
+    index = torch.arange(len(LENGTHS), device=device).repeat_interleave(torch.tensor(LENGTHS, device=device))
+    with enable():
+        y = layer(x, seq_idx=index[None].to(torch.int32))
+        torch.testing.assert_close(y, torch.cat([layer(part) for part in x.split(LENGTHS, 1)], 1), **CLOSE)
+
+
+@pytest.mark.parametrize("name", [*PACKED, "minimax"])
+def test_packed_with_a_cache(name: str, model: nn.Module) -> None:
+    """A cache has no row for each sequence, and puts tokens in front of those that bounds tell apart."""
+    packed = batch(model)
+    with enable(), pytest.raises(ValueError, match="cu_seq_lens_q must come without a cache"):
+        getattr(model, "backbone", model)(**packed, use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["lfm2"])
+def test_packed_by_index_with_a_cache(name: str, model: nn.Module) -> None:
+    """Two tokens, which transformers pads to the length of the convolution."""
+    ids = prompt(model, 2)
+    with enable(), pytest.raises(ValueError, match="seq_idx must come without a cache"):
+        model(ids, seq_idx=torch.zeros_like(ids), use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["mamba2"])
+def test_index_without_bounds(name: str, model: nn.Module) -> None:
+    ids = prompt(model, 9)
+    with enable(), pytest.raises(ValueError, match="seq_idx must come with cu_seq_lens_q"):
+        model.backbone(ids, seq_idx=torch.zeros_like(ids), use_cache=False)
+
+
+@pytest.mark.parametrize("name", ["minimax"])
+@torch.no_grad()
+def test_packed_lightning(name: str, model: nn.Module, device: torch.device) -> None:
+    layer = recurrent(model)[0]
+    x = torch.randn(1, sum(LENGTHS), 32, device=device)
+    with enable():
+        y, _ = layer(x, None, None, cu_seq_lens_q=bounds(device))
+        parts = [layer(part, None, None)[0] for part in x.split(LENGTHS, 1)]
+        torch.testing.assert_close(y, torch.cat(parts, 1), **CLOSE)
+
+
+# What transformers' own scan, a loop over tokens, allows.
+CAPTURED = [name for name in HERE if name not in SELECTIVE]
+
+
+def captured(name: str, model: nn.Module) -> nn.Module:
+    """The model, but for what PyTorch cannot capture in it, which is no recurrence."""
+    if torch.cuda.is_available() and torch.__version__ < "2.12" and name != "mamba2":
+        pytest.skip(
+            "PyTorch 2.11 fails on CUDA: to lower the router's choice of experts in Inductor, and to export softmax "
+            "attention, whose kernels ask for a length that 8 divides"
+        )
+    if hasattr(model, "set_experts_implementation"):
+        # The default experts read values while they are traced.
+        model.set_experts_implementation("batched_mm")
+    if name in ("glm5_next", "qwen4_exp"):
+        # Their sparse attention asks for 17 tokens, or reads how many blocks are complete.
+        del next(m.layers for m in model.modules() if hasattr(m, "layers"))[1]
+    return model
+
+
+def slow_but(*fast: str) -> list:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in CAPTURED]
+
+
+@pytest.mark.parametrize("name", slow_but("kimi_linear"))
+def test_compile(name: str, model: nn.Module) -> None:
+    """Without a break, in one graph for all lengths."""
+    with enable():
+        assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165], training=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DOORS)
+def test_compile_training(name: str, model: nn.Module) -> None:
+    with enable():
+        assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165], training=True)
+
+
+@pytest.mark.parametrize("name", slow_but("qwen3_next"))
+def test_export(name: str, model: nn.Module) -> None:
+    """Once, for lengths it has not seen, with an op for each layer, which stays after the model is as it was."""
+    with enable():
+        program = exported(captured(name, model))
+        recurrences = [op for op in ops_of(program.graph_module) if "short_conv" not in op]
+        assert bool(recurrences) == (RUNS_ON[name] != SHORT)
+        assert_exact(program.module(), model, EXPORTED)
+    with torch.no_grad():
+        ids = prompt(model, 70)
+        torch.testing.assert_close(program.module()(ids), Logits(model)(ids), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "minimax"])
+def test_export_without(name: str, model: nn.Module) -> None:
+    """With their loops over chunks and blocks, whose number is then a constant."""
+    with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
+        exported(captured(name, model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.usefixtures("aoti_packages_load")
+def test_aotinductor(name: str, model: nn.Module, tmp_path) -> None:
+    with enable():
+        package = packaged(captured(name, model), tmp_path)
+        # Inductor adds in another order, which changes logits by as much as flacompose's order beside transformers'.
+        assert_exact(package, model, PACKAGED, limit=1e-4)
