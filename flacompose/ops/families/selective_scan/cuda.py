@@ -18,7 +18,9 @@ from flacompose.ops.families.selective_scan.kernels import gradient_kernel, swee
 CHUNK = 16
 # The tokens of a tile, a divisor of `CHUNK`, its channels at most, and how many elements of it a thread has.
 SWEEP, GRADIENT = (8, 32, 32), (8, 32, 32)
-STATES = 16  # numbers of a state in a tile at most; the sums of several tiles are added up outside the kernels
+STATES = (
+    16  # numbers of a state in a tile at most; the sums of several tiles are added up outside the kernels
+)
 STAGES = 3
 
 
@@ -111,11 +113,22 @@ class _Launches(Sequences):
         self._sweep(SEGMENTS, x, **ends, **tensors)
 
     def gradients(
-        self, x: Tensor, B: Tensor, C: Tensor, dy: Tensor, d_final: Tensor | None, wants_A: bool, **tensors: Any
+        self,
+        x: Tensor,
+        B: Tensor,
+        C: Tensor,
+        dy: Tensor,
+        d_final: Tensor | None,
+        wants_A: bool,
+        **tensors: Any,
     ) -> Tensor | None:
         """Fill what is given of the gradients, return that of A."""
         SEGMENTS, split = self._segments(GRADIENT)
-        ends = self._ends(SEGMENTS, dy, C=C, REVERSE=True) if split else dict.fromkeys(("segment_state", "segment_dt"))
+        ends = (
+            self._ends(SEGMENTS, dy, C=C, REVERSE=True)
+            if split
+            else dict.fromkeys(("segment_state", "segment_dt"))
+        )
         dA = None
         if wants_A:
             dA = self.per_segment(SEGMENTS, self.D, self.S) if split else self.per_sequence(self.D, self.S)
@@ -148,7 +161,9 @@ class _Launches(Sequences):
         self._sweep(SEGMENTS, x, **ends, ENDS=True, **tensors)
         return ends
 
-    def _sweep(self, SEGMENTS: int, x: Tensor, ENDS: bool = False, REVERSE: bool = False, **tensors: Any) -> None:
+    def _sweep(
+        self, SEGMENTS: int, x: Tensor, ENDS: bool = False, REVERSE: bool = False, **tensors: Any
+    ) -> None:
         programs, sizes = self._sizes(SWEEP)
         absent = dict.fromkeys(("B", "C", "initial", "segment_state", "segment_dt", "y", "before", "final"))
         launch(
