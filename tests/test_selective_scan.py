@@ -1,4 +1,4 @@
-"""Mamba's selective scan: what is around its op, groups, rates and time steps of every size, layouts, and its memory."""
+"""Mamba's selective scan: what is around its op, groups, rates of every size, layouts, and its memory."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_one_group_is_none(device: torch.device) -> None:
 @pytest.mark.parametrize("loss", ["o", "state", "both"])
 @pytest.mark.parametrize("rate", [0.0, 1e-6, 1e-3, 5.0, 30.0, 1e4, 3e38])
 def test_rates_of_every_size(case, rate: float, loss: str, dtype: torch.dtype, device: torch.device) -> None:
-    """From what forgets nothing to what overflows to -inf in a product with a time step: there a token starts afresh."""
+    """From what forgets nothing to what a time step makes -inf: there a token starts afresh."""
     problem = draw(case, device, dtype, V=8, K=3)
     problem = problem.with_tensors(A=torch.full_like(problem.tensors["A"], -rate))
     assert_accurate(problem, evaluate(problem, loss), loss)
