@@ -30,6 +30,7 @@ from flacompose.ops.families.delta_rule.kernels import (  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
+from flacompose.ops.families.selective_scan import cuda as selective_scan  # noqa: E402
 from flacompose.ops.families.short_conv import cuda as short_conv  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import slots  # noqa: E402
@@ -52,7 +53,7 @@ SHARED_MEMORY = 232448  # bytes a program may have on the chip
 
 
 def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_launch, delta_rule, scalar_decay, scan, short_conv, slots, vector_decay):
+    for module in (_launch, delta_rule, scalar_decay, scan, selective_scan, short_conv, slots, vector_decay):
         monkeypatch.setattr(module, "launch", launch)
 
 
@@ -269,6 +270,41 @@ def run_short_conv(dy: Tensor, d_final_state: Tensor | None, *args: Any) -> None
     short_conv.backward(*args, dy, d_final_state, [True] * 4)
 
 
+@pytest.mark.parametrize("T", [130, 64 * 130], ids=["whole", "segments"])
+@pytest.mark.parametrize(
+    "dtype, other_dtype, D, S, G, state_dtype, packed",
+    [
+        (torch.bfloat16, torch.float32, 2048, 16, 1, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, 40, 200, 1, torch.bfloat16, True),
+        (torch.float16, torch.float16, 2, 1, 2, None, False),
+        (torch.float32, torch.float64, 120, 5, 3, torch.float64, True),
+    ],
+)
+def test_selective_scan_compiles(
+    dtype: torch.dtype,
+    other_dtype: torch.dtype,
+    D: int,
+    S: int,
+    G: int,
+    state_dtype: torch.dtype | None,
+    packed: bool,
+    T: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In so little shared memory that many programs fit side by side."""
+    launch_with(partial(compile_only, shared=16384), monkeypatch)
+    x, dt = torch.zeros(1, T, D, dtype=dtype), torch.zeros(1, T, D, dtype=other_dtype)
+    A, B = torch.zeros(D, S, dtype=other_dtype), torch.zeros(1, T, G, S, dtype=dtype)
+    cu_seqlens = torch.tensor([0, 70, T]) if packed else None
+    state = None if state_dtype is None else torch.zeros(2 if packed else 1, D, S, dtype=state_dtype)
+    run_selective_scan(x, None if state is None else state.float(), x, dt, A, B, B, state, cu_seqlens)
+
+
+def run_selective_scan(dy: Tensor, d_final_state: Tensor | None, *args: Any) -> None:
+    selective_scan.forward(*args)
+    selective_scan.backward(*args, dy, d_final_state, [True] * 6)
+
+
 class Symbols:
     """Sizes that every question about them would leave a guard on."""
 
@@ -451,6 +487,39 @@ def test_short_conv_launches_at_every_length(N, monkeypatch: pytest.MonkeyPatch)
         weight, bias = torch.empty(40, W), torch.empty(40)
         run_short_conv(x, state, x, weight, bias, state, cu_seqlens, True)
     assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("S", [5, 40])
+@pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
+def test_selective_scan_launches_at_every_length(N, S: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_with(lambda *_, **__: None, monkeypatch)
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        T = symbol("T", 65)
+        x, A, B = torch.empty(1, T, 40), torch.empty(40, S), torch.empty(1, T, 2, S)
+        cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
+        state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 40, S)
+        run_selective_scan(x, state, x, x, A, B, B, state, cu_seqlens)
+    assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("S", [3, 40])
+@pytest.mark.parametrize("wanted", [range(6), (0,), (1,), (2,), (3,), (4,), (5,)], ids=str)
+def test_gradients_of_the_selective_scan_are_as_a_trace_has_them(
+    wanted: Sequence[int], S: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = recorded(monkeypatch)
+    x, dt = torch.zeros(1, 5, 6, dtype=torch.float16), torch.zeros(1, 5, 6, dtype=torch.bfloat16)
+    A, B = torch.zeros(6, S, dtype=torch.float64), torch.zeros(1, 5, 2, S, dtype=torch.float16)
+    state = torch.zeros(1, 6, S, dtype=torch.bfloat16)
+    args = x, dt, A, B, B, state, None, x, None, [i in wanted for i in range(6)]
+    launched = selective_scan.backward(*args)
+    # The states are swept for the gradients of dt, A and C alone.
+    assert len(launches) == 1 + any(i in wanted for i in (1, 2, 4))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        traced = torch.ops.flacompose.selective_scan_backward(*args)
+    described = [[(x.shape, x.dtype, x.stride()) for x in results] for results in (launched, traced)]
+    assert described[0] == described[1]
 
 
 @pytest.mark.parametrize("W", [4, 9])

@@ -66,10 +66,11 @@ def test_torch_is_recent_enough() -> None:
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
-@pytest.mark.parametrize("family", ["scalar_decay", "scan", "short_conv", "vector_decay"])
+@pytest.mark.parametrize("family", ["scalar_decay", "scan", "selective_scan", "short_conv", "vector_decay"])
 def test_schemas_have_the_inputs_in_their_order(family: str) -> None:
     inputs = import_module(f"flacompose.ops.families.{family}.inputs").Inputs
-    for form in ("forward", "backward") if family == "short_conv" else ("chunk", "recurrent", "backward"):
+    one_form = family in ("selective_scan", "short_conv")
+    for form in ("forward", "backward") if one_form else ("chunk", "recurrent", "backward"):
         schema = getattr(torch.ops.flacompose, f"{family}_{form}").default._schema
         names = tuple(argument.name for argument in schema.arguments)
         assert names == inputs._fields + ("do", "d_final_state", "output_mask") * (form == "backward")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._dtype import upcast
 from flacompose.ops._varlen import stretched
 from flacompose.ops.delta_rule import normalized, run
 from flacompose.ops.families.delta_rule import op
@@ -125,6 +127,9 @@ def _product(
     # The first step of a token decays, the last is read; the others have no gate and no query.
     q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
     if g is not None:
+        # A gate that leaves nothing has no gradient. Computed beside the gradients of steps that do not decay, it would
+        # get their rounding errors.
+        g = torch.where(upcast(g).exp() == 0, g.detach(), g)
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     o, final_state = run(
         form, q, k, v, beta, g, None, scale, initial_state, output_final_state, stretched(cu_seqlens, n)

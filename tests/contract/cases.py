@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks.recurrences import CASES, GATES_ON_BOTH_AXES, SOFTMAX, SSD, OpCase
+from flacompose.ops.families.selective_scan.reference import selective_scan
 
-__all__ = ["CASES", "GATES_ON_BOTH_AXES", "NAMED", "ONE_EACH", "SOFTMAX", "SSD", "TWO_FORMS", "OpCase"]
+__all__ = [
+    "CASES",
+    "GATES_ON_BOTH_AXES",
+    "NAMED",
+    "ONE_EACH",
+    "SELECTIVE",
+    "SELECTIVE_GROUPS",
+    "SOFTMAX",
+    "SSD",
+    "TWO_FORMS",
+    "OpCase",
+]
 
 NAMED = {case.name: case for case in (*CASES, SSD)}
+SELECTIVE = NAMED["selective_scan_fn"]
+# Each of H groups of channels has a B and a C of its own. Not under the whole contract, which draws any number of each.
+SELECTIVE_GROUPS = replace(
+    SELECTIVE,
+    name="selective_scan_fn-groups",
+    reference=lambda u, delta, A, B, C, initial_state=None: selective_scan(u, delta, A, B, C, initial_state),
+    inputs={**SELECTIVE.inputs, **dict.fromkeys("BC", ("B", "T", "H", "S"))},
+    around=(),
+)
 
 
 def every(cases: Iterable[OpCase] = CASES) -> pytest.MarkDecorator:

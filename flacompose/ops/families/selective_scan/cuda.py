@@ -109,8 +109,9 @@ class _Launches(Sequences):
     def sweep(self, x: Tensor, **tensors: Tensor | None) -> None:
         """Fill what is given of `y`, `before` and `final`, forwards in time."""
         SEGMENTS, split = self._segments(SWEEP)
-        ends = self._ends(SEGMENTS, x, B=tensors["B"]) if split else {}
-        self._sweep(SEGMENTS, x, **ends, **tensors)
+        if split:
+            tensors |= self._ends(SEGMENTS, x, B=tensors["B"])
+        self._sweep(SEGMENTS, x, tensors)
 
     def gradients(
         self,
@@ -124,11 +125,7 @@ class _Launches(Sequences):
     ) -> Tensor | None:
         """Fill what is given of the gradients, return that of A."""
         SEGMENTS, split = self._segments(GRADIENT)
-        ends = (
-            self._ends(SEGMENTS, dy, C=C, REVERSE=True)
-            if split
-            else dict.fromkeys(("segment_state", "segment_dt"))
-        )
+        ends = self._ends(SEGMENTS, dy, C=C) if split else dict.fromkeys(("segment_state", "segment_dt"))
         dA = None
         if wants_A:
             dA = self.per_segment(SEGMENTS, self.D, self.S) if split else self.per_sequence(self.D, self.S)
@@ -152,18 +149,16 @@ class _Launches(Sequences):
             return None
         return dA[:SEGMENTS].sum((0, 1)) if split else dA.sum(0)
 
-    def _ends(self, SEGMENTS: int, x: Tensor, **tensors: Any) -> dict[str, Tensor]:
-        """What each segment of a sweep leaves, begun at 0, and its time steps."""
-        ends = {
+    def _ends(self, SEGMENTS: int, x: Tensor, **of_states: Tensor | None) -> dict[str, Tensor | None]:
+        """What each segment of a sweep leaves, begun at 0, and its time steps: with B forwards, with C backwards."""
+        ends: dict[str, Tensor | None] = {
             "segment_state": self.per_segment(SEGMENTS, self.D, self.S),
             "segment_dt": self.per_segment(SEGMENTS, self.D),
         }
-        self._sweep(SEGMENTS, x, **ends, ENDS=True, **tensors)
+        self._sweep(SEGMENTS, x, {**ends, **of_states}, ends=True)
         return ends
 
-    def _sweep(
-        self, SEGMENTS: int, x: Tensor, ENDS: bool = False, REVERSE: bool = False, **tensors: Any
-    ) -> None:
+    def _sweep(self, SEGMENTS: int, x: Tensor, tensors: dict[str, Tensor | None], ends: bool = False) -> None:
         programs, sizes = self._sizes(SWEEP)
         absent = dict.fromkeys(("B", "C", "initial", "segment_state", "segment_dt", "y", "before", "final"))
         launch(
@@ -175,8 +170,8 @@ class _Launches(Sequences):
             SEGMENTS=SEGMENTS,
             **sizes,
             STAGES=STAGES,
-            ENDS=ENDS,
-            REVERSE=REVERSE,
+            ENDS=ends,
+            REVERSE=tensors.get("B") is None,
         )
 
     def _sizes(self, config: tuple[int, int, int]) -> tuple[int, dict[str, int]]:

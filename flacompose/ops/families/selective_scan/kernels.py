@@ -1,8 +1,8 @@
 """Triton kernels for the selective scan: sweeps over a sequence, a tile of channels with their states in registers.
 
-A tile is of C tokens, BS numbers of the states and BD channels, in this order of axes: then threads lie side by side
-along the channels, warps along the states, and each thread has all tokens of its channel, whose steps it composes alone.
-What a step is made of, ``exp(dt_t A)`` and ``dt_t x_t B_t``, is in registers only.
+The axes of a tile are TOKENS, BS numbers of the states and BD channels, in this order: then threads lie side by side
+along the channels and warps along the states, and each thread has all tokens of its channel and composes their steps
+alone. What a step is made of, ``exp(dt_t A)`` and ``dt_t x_t B_t``, is in registers only.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def gradient_kernel(
     """Fill what is given of the gradients, backwards in time, one segment of one sequence in a program.
 
     With ``dh_t = dy_t C_t^T + exp(dt_{t+1} A) * dh_{t+1}``, the gradient of ``dt_t A`` is ``dh_t * exp(dt_t A) *
-    h_{t-1}``, and that of ``dt_t x_t`` is ``dh_t B_t``. The states of a chunk are computed again, tile by tile, from the
-    one before it. What is carried is ``exp(dt_t A) * dh_t``, the gradient of the state before the token.
+    h_{t-1}``, and that of ``dt_t x_t`` is ``dh_t B_t``. The states of a chunk are computed again, tile by tile, from
+    the one before it. What is carried is ``exp(dt_t A) * dh_t``, the gradient of the state before the token.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     state_tile, group, channel_tile, d, in_d, s, in_s = _channels(tile, D // G, S, BS, BD)
