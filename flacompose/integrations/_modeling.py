@@ -25,6 +25,7 @@ from flacompose.ops import (
     fused_recurrent_kda,
     fused_recurrent_simple_gla,
     mamba_chunk_scan_combined,
+    selective_scan_fn,
     selective_state_update,
 )
 
@@ -175,6 +176,31 @@ def ssd(
     )  # fmt: skip
 
 
+def selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **_: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`mamba_selective_scan` of ``hidden_states, dt [B, D, T]`` and ``B, C [B, S, T]``."""
+    u, delta, B, C = (x.transpose(1, 2) for x in (hidden_states, dt, B, C))
+    z = None if z is None else z.transpose(1, 2)
+    dtype = u.dtype
+    y = selective_scan_fn(
+        u, delta, A, B.to(dtype), C.to(dtype), D, z, delta_bias, delta_softplus, return_last_state
+    )
+    if isinstance(y, tuple):
+        return y[0].transpose(1, 2), y[1]
+    return y.transpose(1, 2)
+
+
 def state_space_step(
     state: Tensor,
     hidden_states: Tensor,
@@ -264,6 +290,21 @@ def packed_or_cached(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, hidden_states, past_key_values, *args, **kwargs)
 
     return checked_forward
+
+
+def unpacked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer that keeps the bounds of packed sequences from its scan."""
+
+    @wraps(forward)
+    def refusing(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _given_bounds(kwargs) is not None or kwargs.get("seq_idx") is not None:
+            raise ValueError(
+                f"cu_seq_lens_q and seq_idx must not be given to a {type(self).__name__}: transformers does not pass "
+                "them on to its scan"
+            )
+        return forward(self, hidden_states, *args, **kwargs)
+
+    return refusing
 
 
 def _bounds(kwargs: dict[str, Any], cached: bool) -> Tensor | None:

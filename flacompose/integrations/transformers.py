@@ -29,6 +29,9 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _modeling.ssd,
     "mamba2_selective_state_update": _modeling.state_space_step,
     "mamba2_split_conv1d_scan_combined": _modeling.no_fused_block,
+    "mamba_selective_scan": _modeling.selective_scan,
+    "mamba_selective_state_update": _modeling.state_space_step,
+    "mamba_inner_fn": _modeling.no_fused_block,
 }
 
 # The op that each of them is over, for `runs_on`.
@@ -41,19 +44,25 @@ OPS: Mapping[str, str] = {
     "recurrent_kimi_delta_attention": "fused_recurrent_kda",
     "mamba2_chunk_scan": "mamba_chunk_scan_combined",
     "mamba2_selective_state_update": "selective_state_update",
+    "mamba_selective_scan": "selective_scan_fn",
+    "mamba_selective_state_update": "selective_state_update",
     "forward": "chunk_simple_gla",  # that of MiniMaxLightningAttention
 }
 
 # What stands in for the forward of a class, made of that forward: where a recurrence is written out in it, where it
 # makes copies of queries and keys for an op that needs none, and where the op cannot see what it has to refuse.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "FalconMambaMixer": _modeling.unpacked,
+    "JambaMambaMixer": _modeling.unpacked,
     "Lfm3ShortConv": _modeling.packed_or_cached,
+    "MambaMixer": _modeling.unpacked,
     "MiniMaxLightningAttention": lambda _: _modeling.lightning_attention,
     "OlmoHybridGatedDeltaNet": _modeling.grouped,
     "Qwen3NextGatedDeltaNet": _modeling.grouped,
     "Qwen3_5GatedDeltaNet": _modeling.grouped,
     "Qwen3_5MoeGatedDeltaNet": _modeling.grouped,
     "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
+    "ZambaMambaMixer": _modeling.unpacked,
 }
 
 MODELS = (
@@ -180,7 +189,7 @@ def runs_on(model: nn.Module) -> list[Row]:
         A list of `Row`, in the order of the layers: ``(layer, kind, function, runs_on, why)``.
     """
     rows = []
-    for path, layer, names in _layers(model, every=True):
+    for path, layer, names in _layers(model):
         forward = inspect.unwrap(vars(layer).get("forward", type(layer).forward))
         forward = getattr(forward, "__func__", forward)
         for name in names:
@@ -190,8 +199,6 @@ def runs_on(model: nn.Module) -> list[Row]:
                 rows.append(Row(path, kind, name, f"flacompose.ops.{OPS[name]}", ""))
             elif name in OPS:
                 rows.append(Row(path, kind, name, _origin(bound), "neither enabled nor accelerated"))
-            elif name not in FUNCTIONS:
-                rows.append(Row(path, kind, name, _origin(bound), "flacompose has no op for it"))
     return rows
 
 
@@ -226,11 +233,10 @@ def _modeling_files() -> Iterator[ModuleType]:
             yield import_module(f"transformers.models.{name}.modeling_{name}")
 
 
-def _layers(model: nn.Module, every: bool = False) -> Iterator[tuple[str, nn.Module, list[str]]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """The modules of `model` whose forwards call functions of `FUNCTIONS`: path, module, and the names of these.
 
-    With `every`, also the functions that transformers marks as kernels and this library has no op for. Where the whole
-    forward is replaced, ``forward`` is the name.
+    Where the whole forward is replaced, ``forward`` is the name.
     """
     for path, module in model.named_modules():
         owner, forward = _forward(type(module))
@@ -239,8 +245,6 @@ def _layers(model: nn.Module, every: bool = False) -> Iterator[tuple[str, nn.Mod
             continue
         names = [name for name in forward.__code__.co_names if name in forward.__globals__]
         found = [name for name in names if name in FUNCTIONS]
-        if every:
-            found += [name for name in names if name in UNKNOWN]
         if not found and owner.__name__ in FORWARDS:
             found = ["forward"]
         if found:
@@ -259,10 +263,6 @@ def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
 
 def _unchanged(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
-
-
-# Functions of modeling files that this library has no op for yet.
-UNKNOWN = ("mamba_selective_scan", "mamba_selective_state_update", "mamba_inner_fn")
 
 
 def _calling(function: Callable[..., Any], functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:

@@ -34,7 +34,6 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 from flacompose.integrations.transformers import (  # noqa: E402
     FUNCTIONS,
     MODELS,
-    UNKNOWN,
     accelerate,
     enable,
     runs_on,
@@ -211,7 +210,8 @@ KDA = SHORT | {"chunk_kda", "fused_recurrent_kda"}
 SSD = SHORT | {"mamba_chunk_scan_combined", "selective_state_update"}
 RUNS_ON = {
     "minimax": {"chunk_simple_gla"},
-    **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3", *SELECTIVE], SHORT),
+    **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3"], SHORT),
+    **dict.fromkeys(SELECTIVE, SHORT | {"selective_scan_fn", "selective_state_update"}),
     **dict.fromkeys(["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"], GATED_DELTA),
     **dict.fromkeys(["bailing_hybrid", "glm5_next", "kimi_linear"], KDA),
     **dict.fromkeys(["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"], SSD),
@@ -226,9 +226,7 @@ def test_runs_on(name: str, model: nn.Module) -> None:
         assert on_flacompose(model) == RUNS_ON[name]
         for row in runs_on(model):
             assert type(model.get_submodule(row.layer)).__name__ == row.kind
-            assert not row.why or row.function in UNKNOWN
-            assert row.why or hasattr(ops, row.runs_on.removeprefix("flacompose.ops."))
-        assert any(row.why for row in runs_on(model)) == (name in SELECTIVE)
+            assert not row.why and hasattr(ops, row.runs_on.removeprefix("flacompose.ops."))
     assert runs_on(model) == rows
 
 
@@ -334,6 +332,17 @@ def test_packed_by_index(name: str, model: nn.Module, device: torch.device) -> N
         torch.testing.assert_close(y, torch.cat([layer(part) for part in x.split(LENGTHS, 1)], 1), **CLOSE)
 
 
+@pytest.mark.parametrize("name", SELECTIVE)
+def test_packed_without_a_way_to_the_scan(name: str, model: nn.Module, device: torch.device) -> None:
+    layer = recurrent(model)[0]
+    x = torch.randn(1, sum(LENGTHS), 32, device=device)
+    with (
+        enable(),
+        pytest.raises(ValueError, match="cu_seq_lens_q and seq_idx must not be given to a .*Mixer"),
+    ):
+        layer(x, cu_seq_lens_q=bounds(device))
+
+
 @pytest.mark.parametrize("name", [*PACKED, "minimax"])
 def test_packed_with_a_cache(name: str, model: nn.Module) -> None:
     """A cache has no row for each sequence, and puts tokens in front of those that bounds tell apart."""
@@ -369,7 +378,7 @@ def test_packed_lightning(name: str, model: nn.Module, device: torch.device) -> 
 
 
 # What transformers' own scan, a loop over tokens, allows.
-CAPTURED = [name for name in HERE if name not in SELECTIVE]
+CAPTURED = HERE
 
 
 def captured(name: str, model: nn.Module) -> nn.Module:
