@@ -59,7 +59,10 @@ def test_gates_add(form, device: torch.device) -> None:
 
 
 def sharded(mesh: DeviceMesh) -> None:
-    """All inputs sharded by heads on two ranks: the results of one, and still sharded where groups stay whole."""
+    """All inputs sharded by heads on two ranks: the results of one, and still sharded where groups stay whole.
+
+    A single head of queries and keys is that of every group, and whole on both ranks.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
     torch.manual_seed(0)
@@ -68,7 +71,7 @@ def sharded(mesh: DeviceMesh) -> None:
     def run(*x: Tensor) -> tuple[Tensor, ...]:
         return chunk_simple_gla(**dict(zip(names, x, strict=True)))[:1]
 
-    for H, HV, placement in ((2, 4, Shard(2)), (3, 3, Shard(2)), (3, 6, Replicate()), (1, 4, Replicate())):
+    for H, HV, placement in ((2, 4, Shard(2)), (3, 3, Shard(2)), (3, 6, Replicate()), (1, 4, Shard(2))):
         size = {"B": 2, "T": 5, "H": H, "HV": HV, "K": 4, "V": 3}
         inputs = [torch.randn([size[axis] for axis in BOTH.axes[name]]) for name in names]
         assert check_sharded(mesh, run, inputs, [Shard(2)] * 4) == [placement], (H, HV)
