@@ -397,25 +397,24 @@ def captured(name: str, model: nn.Module) -> nn.Module:
     return model
 
 
-def slow_but(*fast: str) -> list:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in CAPTURED]
+def slow_but(*fast: str, names: list[str] = CAPTURED) -> list:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", slow_but("kimi_linear"))
+@pytest.mark.parametrize("name", slow_but("kimi_linear", "mamba2", "minimax"))
 def test_compile(name: str, model: nn.Module) -> None:
     """Without a break, in one graph for all lengths."""
     with enable():
-        assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165], training=False)
+        assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165, 384], training=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", slow_but("mamba2", "minimax", names=DOORS))
 def test_compile_training(name: str, model: nn.Module) -> None:
     with enable():
         assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165], training=True)
 
 
-@pytest.mark.parametrize("name", slow_but("qwen3_next"))
+@pytest.mark.parametrize("name", slow_but("mamba2", "minimax", "qwen3_next"))
 def test_export(name: str, model: nn.Module) -> None:
     """Once, for lengths it has not seen, with an op for each layer, which stays after the model is as it was."""
     with enable():
@@ -435,11 +434,11 @@ def test_export_without(name: str, model: nn.Module) -> None:
         exported(captured(name, model))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", slow_but("mamba2", "minimax", names=DOORS))
 @pytest.mark.usefixtures("aoti_packages_load")
 def test_aotinductor(name: str, model: nn.Module, tmp_path) -> None:
     with enable():
         package = packaged(captured(name, model), tmp_path)
-        # Inductor adds in another order, which changes logits by as much as flacompose's order beside transformers'.
-        assert_exact(package, model, PACKAGED, limit=1e-4)
+        # Inductor adds in another order, which changes logits of the others by as much as flacompose's order does.
+        limit = 1e-5 if name in ("mamba2", "minimax") else 1e-4
+        assert_exact(package, model, PACKAGED, limit=limit)
