@@ -18,11 +18,7 @@ from torch import Tensor, nn
 
 from flacompose.ops import (
     causal_conv1d,
-    chunk_gated_delta_rule,
-    chunk_kda,
     chunk_simple_gla,
-    fused_recurrent_gated_delta_rule,
-    fused_recurrent_kda,
     fused_recurrent_simple_gla,
     mamba_chunk_scan_combined,
     selective_scan_fn,
@@ -75,82 +71,29 @@ def convolve_step(
     return _activated(y, None if fused else activation).transpose(1, 2)
 
 
-def gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`torch_chunk_gated_delta_rule`."""
-    return chunk_gated_delta_rule(
-        query, key, value, g, beta,
-        initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
-    )  # fmt: skip
+def delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of modeling files that stands for `form`, of the gated delta rule or of KDA."""
 
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        return form(
+            query, key, value, g, beta,
+            initial_state=initial_state, output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=_bounds(kwargs, cached=output_final_state),
+        )  # fmt: skip
 
-def gated_delta_rule_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`torch_recurrent_gated_delta_rule`."""
-    return fused_recurrent_gated_delta_rule(
-        query, key, value, g, beta,
-        initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
-    )  # fmt: skip
-
-
-def kda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`chunk_kimi_delta_attention`, which transformers never gives the bounds of packed sequences by that name."""
-    return chunk_kda(
-        query, key, value, g, beta,
-        initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
-    )  # fmt: skip
-
-
-def kda_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`recurrent_kimi_delta_attention`."""
-    return fused_recurrent_kda(
-        query, key, value, g, beta,
-        initial_state=initial_state, output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=_bounds(kwargs, cached=output_final_state),
-    )  # fmt: skip
+    return attention
 
 
 def ssd(

@@ -13,6 +13,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from flacompose.integrations import _modeling
+from flacompose.ops import (
+    chunk_gated_delta_rule,
+    chunk_kda,
+    fused_recurrent_gated_delta_rule,
+    fused_recurrent_kda,
+)
 
 OLDEST, NEWEST = (5, 17), (5, 23)
 
@@ -22,10 +28,10 @@ OLDEST, NEWEST = (5, 17), (5, 23)
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _modeling.convolve,
     "causal_conv1d_update": _modeling.convolve_step,
-    "torch_chunk_gated_delta_rule": _modeling.gated_delta_rule,
-    "torch_recurrent_gated_delta_rule": _modeling.gated_delta_rule_step,
-    "chunk_kimi_delta_attention": _modeling.kda,
-    "recurrent_kimi_delta_attention": _modeling.kda_step,
+    "torch_chunk_gated_delta_rule": _modeling.delta_rule(chunk_gated_delta_rule),
+    "torch_recurrent_gated_delta_rule": _modeling.delta_rule(fused_recurrent_gated_delta_rule),
+    "chunk_kimi_delta_attention": _modeling.delta_rule(chunk_kda),
+    "recurrent_kimi_delta_attention": _modeling.delta_rule(fused_recurrent_kda),
     "mamba2_chunk_scan": _modeling.ssd,
     "mamba2_selective_state_update": _modeling.state_space_step,
     "mamba2_split_conv1d_scan_combined": _modeling.no_fused_block,

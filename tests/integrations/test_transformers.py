@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from flacompose import ops
-from flacompose.integrations import _modeling
 
 from .capture import (
     EXPORTED,
@@ -247,15 +246,14 @@ def test_groups_are_not_repeated(
 ) -> None:
     """The op gets the two key heads of four value heads, in prompts and steps."""
     heads = []
-    for rule in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
-        op = getattr(_modeling, rule)
-        monkeypatch.setattr(
-            _modeling,
-            rule,
-            lambda q, k, v, *args, op=op, **kwargs: (
-                heads.append((q.shape[2], k.shape[2], v.shape[2])) or op(q, k, v, *args, **kwargs)
-            ),
-        )
+    module = import_module("flacompose.ops.gated_delta_rule")
+    run = module.run_gated
+
+    def counted(form: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, **kwargs):
+        heads.append((q.shape[2], k.shape[2], v.shape[2]))
+        return run(form, q, k, v, *args, **kwargs)
+
+    monkeypatch.setattr(module, "run_gated", counted)
     with replace(model):
         generated(model, prompt(model, 9))
     assert len(heads) == 24 and set(heads) == {(2, 2, 4)}

@@ -274,7 +274,7 @@ class _Launches(MatrixSequences):
             V=self.V,
             **config,
         )
-        made = self.added_up(dq, dk, dbeta)
+        made = self.added_up(q=dq) if dS is None else self.added_up(q=dq, k=dk, beta=dbeta)
         if gates:
             assert d_sums is not None and d_whole is not None
             made["g"] = scalar_decay.gate_gradient(self, d_sums, d_whole, 1.0, torch.float32)
@@ -328,7 +328,7 @@ class _Launches(MatrixSequences):
                 MILD=only_mild,
                 **config,
             )
-        made = self.added_up(dq, dk, dbeta)
+        made = self.added_up(q=dq, k=dk, beta=dbeta)
         if dgk is not None:
             made["gk"] = self.batched(dgk)
             made["g"] = made["gk"].sum(-1)
@@ -339,12 +339,16 @@ class _Launches(MatrixSequences):
         dq, dk = (self.per_token(self.HV, self.K, dtype=self.dtype) for _ in range(2))
         return dq, dk, self.per_token(tiles, self.HV, dtype=torch.float32)
 
-    def added_up(self, dq: Tensor, dk: Tensor, dbeta: Tensor) -> dict[str, Tensor]:
+    def added_up(self, **made: Tensor) -> dict[str, Tensor]:
         """The gradients of queries, keys and `beta`, from those of heads of values, and of tiles of the key axis."""
-        made = {"q": self.batched(dq), "k": self.batched(dk), "beta": self.batched(dbeta)}
-        if self.HV != self.q.shape[2]:
-            made |= {name: made[name].unflatten(2, (self.q.shape[2], -1)).sum(3) for name in ("q", "k")}
-        made["beta"] = made["beta"].squeeze(2) if dbeta.shape[-2] == 1 else made["beta"].sum(2)
+        H = self.q.shape[2]
+        for name, x in made.items():
+            x = self.batched(x)
+            if name == "beta":
+                x = x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
+            elif self.HV != H:
+                x = x.unflatten(2, (H, -1)).sum(3)
+            made[name] = x
         return made
 
     def config(self, V: int) -> dict[str, int]:
