@@ -5,6 +5,7 @@ python -m benchmarks.run --ops gla --against reference   the CPU path beside the
 python -m benchmarks.run --against transformers          Mamba-2's scan on a CPU beside transformers' PyTorch one
 python -m benchmarks.run --parts host                    the host's time per call, beside softmax attention
 python -m benchmarks.run --parts model                   whole models: compilation, training steps, decoding
+python -m benchmarks.run --parts public                  models of transformers: prompts, training steps, decoding
 
 Against flash-linear-attention, inputs are what its own benchmark takes: q, k, v standard normal, gates
 ``logsigmoid(normal)``, all bfloat16. Forward is that of a training step, gradients enabled.
@@ -19,21 +20,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from . import cases, cpu, cuda, host, model, models, peer, report, tuned, warm
+from . import cases, cpu, cuda, host, model, models, peer, public, report, tuned, warm
 from .cases import OPS, Op, Shape
 from .environment import commit, environment
 
 DEVICE = {"fla": "cuda", "reference": "cpu", "transformers": "cpu"}
 
-PARTS = ("training", "more", "decode", "accuracy", "cold", "host", "model")
+PARTS = ("training", "more", "decode", "accuracy", "cold", "host", "model", "public")
 
-APART = {"host", "model"}
+APART = {"host", "model", "public"}
 """Parts whose figures are taken in other processes than this one, without the peer and on a CPU too."""
 
 
@@ -48,9 +50,9 @@ def parser() -> argparse.ArgumentParser:
         "--parts",
         nargs="+",
         choices=PARTS,
-        default=[part for part in PARTS if part not in ("more", "model")],
+        default=[part for part in PARTS if part not in ("more", "model", "public")],
         metavar="PART",
-        help=f"of {', '.join(PARTS)}; more is flacompose alone at more shapes (default: all but more and model)",
+        help=f"of {', '.join(PARTS)}; more is flacompose alone at more shapes (default: without more, model, public)",
     )
     add(
         "--before",
@@ -74,6 +76,10 @@ def parser() -> argparse.ArgumentParser:
     add("--backend", default="inductor", help="torch.compile's (default: %(default)s)")
     add("--model-timeout", type=float, default=400.0, metavar="S", help="seconds for a model (default: 400)")
     model.add_size(add)
+    add = p.add_argument_group("models of transformers").add_argument
+    add("--public-models", nargs="+", choices=public.MODELS, default=list(public.MODELS), metavar="MODEL")
+    add("--sides", nargs="+", choices=public.SIDES, default=list(public.SIDES), metavar="SIDE")
+    add("--small", action="store_true", help="tiny ones, to look at the benchmark itself")
     add = p.add_argument_group("the peer").add_argument
     add("--peer-configs", default="shipped", help="shipped (default), none, or a file saved by a run")
     add("--warm-peer", action="store_true", help="compile its candidates in parallel before it tunes")
@@ -124,11 +130,13 @@ class Run:
 
 def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: argparse.Namespace) -> None:
     """One of the parts `APART`, with a results file of its own."""
-    before = arguments.before
+    before, path = arguments.before, arguments.out
     names = [op.name for op in ops]
     if part == "model":
         names = [*arguments.models, *([models.PEER] if arguments.peer_model else [])]
-    other = "softmax attention"
+    if part == "public":
+        names = arguments.public_models
+    other = public.SIDES[1] if part == "public" else "softmax attention"
     path = arguments.out / f"{'-'.join([part, *names, device])}.json"
     run = Run(report.Results(other, environment(device, argv)), path)
     if before is not None:
@@ -138,21 +146,44 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
             rounds, calls = arguments.host_rounds, arguments.host_calls
             run.take(host.take(ops, device, arguments.host_shape, before, rounds=rounds, calls=calls))
             return
-        figures: list[model.Figure] = []
-        options = {name: getattr(arguments, name) for name in ("jobs", "backend")}
-        size, timeout_s = model.size_of(arguments), arguments.model_timeout
-        for figure in model.take(
-            names, size, arguments.quantities, device, before, timeout_s=timeout_s, **options
-        ):
-            if isinstance(figure, str):
-                run.note(figure)
-            else:
-                figures.append(figure)
-                run.say(f"{figure.model} {figure.side}  {figure.case}  {figure.quantity}: {figure.value:.4g}")
-            run.results.rows = model.rows(figures)
-            run.results.save(run.path)
+        if part == "public":
+            of_transformers(run, device, arguments)
+        else:
+            of_ours(run, names, device, arguments)
     finally:
         run.finish()
+
+
+def of_ours(run: Run, names: list[str], device: str, arguments: argparse.Namespace) -> None:
+    """Models around this library's layers."""
+    options = {name: getattr(arguments, name) for name in ("before", "jobs", "backend")}
+    size, timeout_s = model.size_of(arguments), arguments.model_timeout
+    taken = model.take(names, size, arguments.quantities, device, timeout_s=timeout_s, **options)
+    follow(run, taken, model.rows)
+
+
+def of_transformers(run: Run, device: str, arguments: argparse.Namespace) -> None:
+    """Models of transformers."""
+    run.results.environment["transformers"] = metadata.version("transformers")
+    options = ["--device", device, "--backend", arguments.backend, *(["--small"] if arguments.small else [])]
+    options += ["--peer-configs", str((arguments.out / "peer-configs.json").resolve())]
+    warm_peer = (arguments.warm_timeout, arguments.workers) if arguments.warm_peer else None
+    names, sides, timeout_s = arguments.public_models, arguments.sides, arguments.model_timeout
+    taken = public.take(names, sides, options, warm_peer=warm_peer, timeout_s=timeout_s)
+    follow(run, taken, public.rows)
+
+
+def follow(run: Run, taken: Iterable[Any], rows: Callable[[list[Any]], list[report.Row]]) -> None:
+    """Save the rows of the figures, and the notes among these, as they come."""
+    figures: list[Any] = []
+    for figure in taken:
+        if isinstance(figure, str):
+            run.note(figure)
+        else:
+            figures.append(figure)
+            run.say(f"{figure.model} {figure.side}  {figure.case}  {figure.quantity}: {figure.value:.4g}")
+        run.results.rows = rows(figures)
+        run.results.save(run.path)
 
 
 def tuned_file(choice: str) -> Path | None:

@@ -30,22 +30,30 @@ from .processes import ROOT
 def compile_candidates(
     op: str, shapes: Sequence[Shape], configs: Path | None, timeout_s: float, workers: int
 ) -> str:
-    """Run the workers and end those that take longer than ``timeout_s``. Returns a line that says how it went."""
+    """Compile the candidates of an op's calls in worker processes. Returns a line that says how it went."""
+    asked = [op, ",".join(map(str, shapes)), str(configs or "none")]
+    return side_by_side([sys.executable, "-m", "benchmarks.warm", *asked], timeout_s, workers)
+
+
+def side_by_side(command: Sequence[str], timeout_s: float, workers: int, option: str | None = None) -> str:
+    """Run a command in worker processes, and end those that take longer than ``timeout_s``.
+
+    Each gets its index and the number of workers as its last arguments, behind `option` if there is one. Returns a line
+    that says how it went.
+    """
     start = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.warm",
-        op,
-        ",".join(map(str, shapes)),
-        str(configs or "none"),
-    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}  # one core for each worker
     late, failed = 0, []
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]
         processes = [
-            subprocess.Popen([*command, str(i), str(workers)], cwd=ROOT, env=env, stdout=log, stderr=log)
+            subprocess.Popen(
+                [*command, *([option] if option else []), str(i), str(workers)],
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=log,
+            )
             for i, log in enumerate(logs)
         ]
         try:
