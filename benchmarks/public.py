@@ -142,6 +142,7 @@ def train(model: Any, size: Size, side: str, backend: str, calls: int) -> None:
     """A step is forward, loss and backward; no optimizer."""
     B, T = size.training
     case = f"B{B} T{T}"
+    torch.manual_seed(1)
     tokens, targets = torch.randint(size.vocabulary, (2, B, T), device=model.device)
 
     def loss() -> Tensor:
@@ -152,6 +153,7 @@ def train(model: Any, size: Size, side: str, backend: str, calls: int) -> None:
         model.zero_grad(set_to_none=True)
         of().backward()
 
+    give(case, "loss", "", loss().item())  # the sides have the same weights and tokens
     give(case, "training step, eager", "ms", measure.wall_us(lambda: step(loss), calls=calls, rounds=3) / 1e3)
     if torch.cuda.is_available():
         model.zero_grad(set_to_none=True)

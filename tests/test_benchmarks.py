@@ -23,6 +23,7 @@ from benchmarks import (
     models,
     peer,
     processes,
+    public,
     report,
     run,
     summary,
@@ -640,6 +641,42 @@ def test_the_size_reaches_the_process():
     size = Size(2, 64, 50, ((2, 16), (1, 32)))
     arguments = run.parser().parse_args(["--layers", "2", "--width", "64", *size.arguments()])
     assert model.size_of(arguments) == size and model.size_of(run.parser().parse_args([])) == Size()
+
+
+def test_public_run(tmp_path: Path):
+    """Tiny models in processes of their own: this library's computes what transformers' does, in one graph."""
+    pytest.importorskip("transformers")
+    arguments = ["--parts", "public", "--device", "cpu", "--small", "--backend", "eager"]
+    arguments += ["--public-models", "qwen3-next", "--sides", "flacompose", "python", "--out", str(tmp_path)]
+    run.main(arguments)
+    saved = Results.load(tmp_path / "public-qwen3-next-cpu.json")
+    assert not [note for note in saved.notes if "failed" in note]
+    beside = {row.quantity: row for row in saved.rows if row.beside == "python"}
+    assert set(beside) == {
+        "graph breaks of a token", "loss", "one token, compiled", "one token, eager", "prefill",
+        "training step, eager",
+    }  # fmt: skip
+    assert abs(beside["loss"].ours - beside["loss"].other) < 0.02 * beside["loss"].other
+    alone = {row.quantity: row for row in saved.rows if row.beside == "fla"}
+    assert alone["graph breaks of a training step"].ours == alone["graph breaks of a token"].ours == 0
+    assert alone["training step, compiled"].met is False  # without a figure of the peer
+
+
+def test_public_rows():
+    def figure(side: str, case: str, quantity: str, value: float) -> public.Figure:
+        return public.Figure("qwen3-next", side, case, quantity, "ms", value)
+
+    figures = [
+        figure("flacompose", "B1 T1", public.TOKEN, 1.0), figure("fla", "B1 T1", public.TOKEN, 2.0),
+        figure("flacompose", "B64 T1", public.TOKEN, 1.0), figure("fla", "B64 T1", public.TOKEN, 2.0),
+        figure("flacompose", "B4 T8", public.STEP, 1.0), figure("fla", "B4 T8", public.STEP, 1.25),
+        figure("python", "B4 T8", public.STEP, 4.0),
+    ]  # fmt: skip
+    rows = {(row.beside, row.case): (row.ratio, row.met) for row in public.rows(figures)}
+    assert rows == {
+        ("fla", "B1 T1"): (0.5, False), ("fla", "B64 T1"): (0.5, None), ("fla", "B4 T8"): (0.8, True),
+        ("python", "B4 T8"): (0.25, None),
+    }  # fmt: skip
 
 
 def test_host_run(monkeypatch, tmp_path: Path):
