@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from types import MethodType
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from .capture import (
     packaged,
     prompt,
 )
-from .tiny import TINY, tiny
+from .tiny import DOORS, TINY, tiny
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
@@ -39,8 +40,6 @@ from flacompose.integrations.transformers import (  # noqa: E402
 )
 
 HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
-# One of each function that is replaced.
-DOORS = ["kimi_linear", "lfm2", "mamba2", "minimax", "qwen3_next"]
 # Their recurrence is not an op of this library, only their convolution is.
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
 PACKED = [
@@ -227,6 +226,38 @@ def test_runs_on(name: str, model: nn.Module) -> None:
             assert type(model.get_submodule(row.layer)).__name__ == row.kind
             assert not row.why and hasattr(ops, row.runs_on.removeprefix("flacompose.ops."))
     assert runs_on(model) == rows
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@torch.no_grad()
+def test_use_kernels(name: str, model: nn.Module) -> None:
+    """`use_kernels=True` leaves a layer with the forward that its class had then, or with that of a kernel."""
+    ids, layer = prompt(model, 9), recurrent(model)[0]
+    expected = Logits(model)(ids)
+    with enable():
+        layer.forward = own = MethodType(type(layer).forward, layer)
+        torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+        assert on_flacompose(model) == RUNS_ON[name]
+    assert torch.equal(Logits(model)(ids), expected) and not on_flacompose(model)
+    with enable():
+        torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+
+    layer.forward = own = MethodType(type(layer).forward, layer)
+    with accelerate(model):
+        torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+        assert on_flacompose(model) == RUNS_ON[name]
+    assert layer.forward is own
+
+    layer.forward = MethodType(of_a_kernel, layer)
+    with enable():
+        here = f"{of_a_kernel.__module__}.of_a_kernel"
+        assert {row.runs_on for row in runs_on(model)} == {here} and all(row.why for row in runs_on(model))
+    with pytest.raises(ValueError, match="model must have the forwards of its classes"):
+        accelerate(model)
+
+
+def of_a_kernel(self: nn.Module, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    return hidden_states
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
