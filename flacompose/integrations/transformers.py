@@ -169,18 +169,24 @@ def accelerate(model: nn.Module) -> Enabled:
             f"model must contain a recurrent layer of transformers ({known}), got {type(model).__name__}"
         )
     for layer in layers:
-        if "forward" in vars(layer):
+        # With ``use_kernels=True`` a layer for which there is no kernel has the forward of its class as its own.
+        given = vars(layer).get("forward", layer.forward)
+        if getattr(given, "__func__", None) not in (type(layer).forward, _forward(type(layer))[1]):
             raise ValueError(
                 f"model must have the forwards of its classes, got another one in a {type(layer).__name__}"
             )
+    before: list[Any] = []
     for layer in layers:
         owner, forward = _forward(type(layer))
         replacement = FORWARDS.get(owner.__name__, _unchanged)
+        before.append(vars(layer).get("forward"))
         layer.forward = MethodType(replacement(_calling(forward, FUNCTIONS)), layer)
 
     def undo() -> None:
-        for layer in layers:
+        for layer, forward in zip(layers, before, strict=True):
             vars(layer).pop("forward", None)
+            if forward is not None:
+                layer.forward = forward
 
     return Enabled(undo)
 
@@ -199,7 +205,8 @@ def runs_on(model: nn.Module) -> list[Row]:
         forward = inspect.unwrap(vars(layer).get("forward", type(layer).forward))
         forward = getattr(forward, "__func__", forward)
         for name in names:
-            bound = forward if name == "forward" else forward.__globals__[name]
+            # A forward from elsewhere, such as a kernel of the hub, stands for all that it replaces.
+            bound = forward.__globals__.get(name, forward)
             kind = type(layer).__name__
             if name in OPS and bound in (FUNCTIONS.get(name), _modeling.lightning_attention):
                 rows.append(Row(path, kind, name, f"flacompose.ops.{OPS[name]}", ""))
@@ -209,8 +216,17 @@ def runs_on(model: nn.Module) -> list[Row]:
 
 
 def _origin(bound: Any) -> str:
-    function = bound if inspect.isroutine(bound) else type(bound)
+    """Where a function comes from, which transformers wraps to prefer another library, and `kernels` as a module."""
+    function = getattr(bound.forward, "__func__", bound.forward) if isinstance(bound, nn.Module) else bound
+    for name in ("func", "implementation"):
+        function = _enclosed(function).get(name, function)
     return f"{function.__module__}.{function.__qualname__}"
+
+
+def _enclosed(function: Any) -> dict[str, Any]:
+    """The variables of an outer function that a function refers to."""
+    names = function.__code__.co_freevars if isinstance(function, FunctionType) else ()
+    return dict(zip(names, (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())))
 
 
 def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import MethodType
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from .capture import (
     packaged,
     prompt,
 )
-from .tiny import TINY, tiny
+from .tiny import DOORS, TINY, tiny
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
@@ -39,8 +41,6 @@ from flacompose.integrations.transformers import (  # noqa: E402
 )
 
 HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
-# One of each function that is replaced.
-DOORS = ["kimi_linear", "lfm2", "mamba2", "minimax", "qwen3_next"]
 # Their recurrence is not an op of this library, only their convolution is.
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
 PACKED = [
@@ -127,6 +127,61 @@ def test_beams(name: str, model: nn.Module) -> None:
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("name", [*DOORS, "inkling", "mamba"])
+@torch.no_grad()
+def test_taken_back(name: str, model: nn.Module) -> None:
+    """Where tokens are taken back out of a cache, all is what transformers makes of it, its refusals included.
+
+    Where there is no recurrence it can, by `Cache.crop`, which assisted generation calls. From a recurrent state it can
+    not: it refuses to, or takes tokens back out of the convolution's state alone.
+    """
+    ids = prompt(model, 20)
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, eos_token_id=None)
+    argument = cache_argument(model)
+
+    def cropped(recorded: bool, remove: int) -> torch.Tensor:
+        cache = model(ids[:, :9], use_cache=True)[argument]
+        if recorded:
+            cache.activate_past_recording()
+            for piece in (
+                ids[:, 9:11],
+                ids[:, 11:12],
+            ):  # the second a step, in Kimi Linear by `causal_conv1d_update`
+                model(piece, use_cache=True, **{argument: cache})
+        cache.crop(-remove)
+        return model(ids[:, 12 - remove :], use_cache=True, **{argument: cache}).logits
+
+    def outcomes() -> list[torch.Tensor | str]:
+        found: list[torch.Tensor | str] = []
+        for call in (
+            lambda: model.generate(ids, **options, prompt_lookup_num_tokens=3),
+            lambda: model.generate(ids, **options, assistant_model=copy.deepcopy(model)),
+            *(partial(cropped, recorded, k) for recorded in (False, True) for k in (0, 1, 2)),
+        ):
+            try:
+                found.append(call().float())
+            except (RuntimeError, ValueError) as e:
+                found.append(str(e))
+        return found
+
+    expected = outcomes()
+    # The calls that transformers refuses: all where MiniMax has a cache of its own, else assisted generation with a
+    # recurrence, and a crop of what was not recorded.
+    refused = 8 if name == "minimax" else 3 if RUNS_ON[name] == SHORT else 5
+    assert sum(isinstance(outcome, str) for outcome in expected) == refused
+    with enable():
+        for actual, outcome in zip(outcomes(), expected, strict=True):
+            if isinstance(outcome, str):
+                assert actual == outcome
+            else:
+                torch.testing.assert_close(actual, outcome, **CLOSE)
+
+
+def cache_argument(model: nn.Module) -> str:
+    takes = inspect.signature(model.forward).parameters
+    return "past_key_values" if "past_key_values" in takes else "cache_params"
+
+
 @pytest.mark.parametrize("name", HERE)
 @torch.no_grad()
 def test_continued(name: str, model: nn.Module) -> None:
@@ -135,8 +190,7 @@ def test_continued(name: str, model: nn.Module) -> None:
 
     def pieces() -> torch.Tensor:
         cache, logits = None, []
-        takes = inspect.signature(model.forward).parameters
-        argument = "past_key_values" if "past_key_values" in takes else "cache_params"
+        argument = cache_argument(model)
         for piece in ids.split([2, 66, 1, 3, 6], 1):
             out = model(piece, use_cache=True, **{argument: cache})
             cache = out[argument]
@@ -227,6 +281,38 @@ def test_runs_on(name: str, model: nn.Module) -> None:
             assert type(model.get_submodule(row.layer)).__name__ == row.kind
             assert not row.why and hasattr(ops, row.runs_on.removeprefix("flacompose.ops."))
     assert runs_on(model) == rows
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+@torch.no_grad()
+def test_use_kernels(name: str, model: nn.Module) -> None:
+    """`use_kernels=True` leaves a layer with the forward that its class had then, or with that of a kernel."""
+    ids, layer = prompt(model, 9), recurrent(model)[0]
+    expected = Logits(model)(ids)
+    with enable():
+        layer.forward = own = MethodType(type(layer).forward, layer)
+        torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+        assert on_flacompose(model) == RUNS_ON[name]
+    assert torch.equal(Logits(model)(ids), expected) and not on_flacompose(model)
+    with enable():
+        torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+
+    layer.forward = own = MethodType(type(layer).forward, layer)
+    with accelerate(model):
+        torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+        assert on_flacompose(model) == RUNS_ON[name]
+    assert layer.forward is own
+
+    layer.forward = MethodType(of_a_kernel, layer)
+    with enable():
+        here = f"{of_a_kernel.__module__}.of_a_kernel"
+        assert {row.runs_on for row in runs_on(model)} == {here} and all(row.why for row in runs_on(model))
+    with pytest.raises(ValueError, match="model must have the forwards of its classes"):
+        accelerate(model)
+
+
+def of_a_kernel(self: nn.Module, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    return hidden_states
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:

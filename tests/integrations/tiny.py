@@ -131,6 +131,9 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+# One of each kind of recurrence.
+DOORS = ["kimi_linear", "lfm2", "mamba2", "minimax", "qwen3_next"]
+
 # Without an intermediate size of their own, since theirs is that of the recurrence.
 OF_EXPANSION = ("falcon_mamba", "mamba", "mamba2")
 
