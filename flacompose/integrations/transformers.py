@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
-from types import CellType, FunctionType, MethodType, ModuleType, TracebackType
+from types import CellType, FunctionType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -22,38 +22,38 @@ from flacompose.ops import (
 
 OLDEST, NEWEST = (5, 17), (5, 23)
 
-# What stands in for each function of a modeling file that this library has an op for. Modeling files look it up by its
-# name when they call it, whether transformers has bound it to PyTorch, to flash-linear-attention, to mamba-ssm or to a
-# kernel of the hub.
-FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": _modeling.convolve,
-    "causal_conv1d_update": _modeling.convolve_step,
-    "torch_chunk_gated_delta_rule": _modeling.delta_rule(chunk_gated_delta_rule),
-    "torch_recurrent_gated_delta_rule": _modeling.delta_rule(fused_recurrent_gated_delta_rule),
-    "chunk_kimi_delta_attention": _modeling.delta_rule(chunk_kda),
-    "recurrent_kimi_delta_attention": _modeling.delta_rule(fused_recurrent_kda),
-    "mamba2_chunk_scan": _modeling.ssd,
-    "mamba2_selective_state_update": _modeling.state_space_step,
-    "mamba2_split_conv1d_scan_combined": _modeling.no_fused_block,
-    "mamba_selective_scan": _modeling.selective_scan,
-    "mamba_selective_state_update": _modeling.state_space_step,
-    "mamba_inner_fn": _modeling.no_fused_block,
-}
 
-# The op that each of them is over, for `runs_on`.
-OPS: Mapping[str, str] = {
-    "causal_conv1d_fn": "causal_conv1d",
-    "causal_conv1d_update": "causal_conv1d",
-    "torch_chunk_gated_delta_rule": "chunk_gated_delta_rule",
-    "torch_recurrent_gated_delta_rule": "fused_recurrent_gated_delta_rule",
-    "chunk_kimi_delta_attention": "chunk_kda",
-    "recurrent_kimi_delta_attention": "fused_recurrent_kda",
-    "mamba2_chunk_scan": "mamba_chunk_scan_combined",
-    "mamba2_selective_state_update": "selective_state_update",
-    "mamba_selective_scan": "selective_scan_fn",
-    "mamba_selective_state_update": "selective_state_update",
-    "forward": "chunk_simple_gla",  # that of MiniMaxLightningAttention
+class Function(NamedTuple):
+    """What stands in for a function of a modeling file, and the op of this library that it calls."""
+
+    function: Callable[..., Any]
+    op: str | None = None
+
+
+# By the names in modeling files, which look them up when they call them, whether transformers has bound a name to
+# PyTorch, to flash-linear-attention, to mamba-ssm or to a kernel of the hub.
+FUNCTIONS: Mapping[str, Function] = {
+    "causal_conv1d_fn": Function(_modeling.convolve, "causal_conv1d"),
+    "causal_conv1d_update": Function(_modeling.convolve_step, "causal_conv1d"),
+    "torch_chunk_gated_delta_rule": Function(
+        _modeling.delta_rule(chunk_gated_delta_rule), "chunk_gated_delta_rule"
+    ),
+    "torch_recurrent_gated_delta_rule": Function(
+        _modeling.delta_rule(fused_recurrent_gated_delta_rule), "fused_recurrent_gated_delta_rule"
+    ),
+    "chunk_kimi_delta_attention": Function(_modeling.delta_rule(chunk_kda), "chunk_kda"),
+    "recurrent_kimi_delta_attention": Function(
+        _modeling.delta_rule(fused_recurrent_kda), "fused_recurrent_kda"
+    ),
+    "mamba2_chunk_scan": Function(_modeling.ssd, "mamba_chunk_scan_combined"),
+    "mamba2_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
+    "mamba2_split_conv1d_scan_combined": Function(_modeling.no_fused_block),
+    "mamba_selective_scan": Function(_modeling.selective_scan, "selective_scan_fn"),
+    "mamba_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
+    "mamba_inner_fn": Function(_modeling.no_fused_block),
 }
+# The recurrence of MiniMax is written out in its forward.
+FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
 
 # What stands in for the forward of a class, made of that forward: where a recurrence is written out in it, where it
 # makes copies of queries and keys for an op that needs none, and where the op cannot see what it has to refuse.
@@ -70,6 +70,10 @@ FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
     "ZambaMambaMixer": _modeling.unpacked,
 }
+
+# A function that their forwards call. It is bound to one that does the same, since what is compiled asks whether the
+# functions that it calls are the same as before, and does not ask that of forwards.
+REBOUND = "apply_mask_to_padding_states"
 
 MODELS = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling", "inkling2",
@@ -96,9 +100,9 @@ class Enabled:
 
     def disable(self) -> None:
         """Undo it. A second call does nothing."""
-        undo, self._undo = self._undo, None
-        if undo is not None:
-            undo()
+        if self._undo is not None:
+            self._undo()
+        self._undo = None
 
     def __enter__(self) -> Enabled:
         return self
@@ -115,7 +119,8 @@ def enable() -> Enabled:
     Models that were loaded before and models that will be are meant, on CPU and CUDA, in training, in generation, under
     `torch.compile` and in `torch.export`, whatever else is installed: the names that modeling files call are bound to
     the functions of this library. No weight and no configuration changes. What has been compiled before is compiled
-    again.
+    again. A module whose forward another library has wrapped before, such as accelerate's hooks, keeps that forward,
+    with other functions by the names that it calls; `runs_on` says where that is not enough.
 
     Returns:
         A handle whose `disable` binds the names as they were. It is a context manager that does so on exit. After
@@ -149,70 +154,133 @@ def _disable(handle: Enabled) -> None:
 def accelerate(model: nn.Module) -> Enabled:
     """Run the recurrences of one model of transformers on the ops of this library, and leave other models alone.
 
-    Each layer gets a forward of its own: that of its class, with other functions by the names that it calls.
+    Each layer gets a class of the same name with a forward of its own: that of its class, with other functions by the
+    names that it calls. Copies of an accelerated model, and what is loaded from a pickle of one, are accelerated too,
+    and stay so.
 
     Args:
         model: A model of transformers, or any module that contains layers of one.
 
     Returns:
-        A handle whose `disable` takes these forwards away again. It is a context manager that does so on exit.
+        A handle whose `disable` gives the layers their classes back. It is a context manager that does so on exit. It
+        raises ValueError, and changes nothing, if another library has wrapped the forward of a layer since.
 
     Raises:
         ImportError: If transformers is not installed, or its version is not one of those that are known.
         ValueError: If no layer of `model` calls a function that this library replaces, or one has a forward of its own.
     """
     list(_modeling_files())  # checks the version
-    layers = [layer for _, layer, _ in _layers(model)]
+    layers = [layer for _, layer, _, _ in _layers(model)]
     if not layers:
         known = ", ".join(MODELS)
         raise ValueError(
             f"model must contain a recurrent layer of transformers ({known}), got {type(model).__name__}"
         )
     for layer in layers:
+        owner, forward = _forward(type(layer))
         # With ``use_kernels=True`` a layer for which there is no kernel has the forward of its class as its own.
-        given = vars(layer).get("forward", layer.forward)
-        if getattr(given, "__func__", None) not in (type(layer).forward, _forward(type(layer))[1]):
+        given = getattr(vars(layer).get("forward", layer.forward), "__func__", None)
+        of_the_class = owner in _files_classes(owner) and given in (type(layer).forward, forward)
+        if _is_accelerated(owner) or not of_the_class:
             raise ValueError(
                 f"model must have the forwards of its classes, got another one in a {type(layer).__name__}"
             )
-    before: list[Any] = []
+    before = [vars(layer).pop("forward", None) for layer in layers]
     for layer in layers:
-        owner, forward = _forward(type(layer))
-        replacement = FORWARDS.get(owner.__name__, _unchanged)
-        before.append(vars(layer).get("forward"))
-        layer.forward = MethodType(replacement(_calling(forward, FUNCTIONS)), layer)
+        kind: Any = type(layer)
+        layer.__class__ = _accelerated(kind)
 
     def undo() -> None:
+        for layer in layers:
+            if "forward" in vars(layer):
+                raise ValueError(
+                    f"model must have the forwards that accelerate gave it, got one that has been wrapped since in a "
+                    f"{type(layer).__name__}: take that away before disable()"
+                )
         for layer, forward in zip(layers, before, strict=True):
-            vars(layer).pop("forward", None)
+            layer.__class__ = _plain(type(layer))
             if forward is not None:
                 layer.forward = forward
 
     return Enabled(undo)
 
 
+@cache
+def _accelerated(kind: Any) -> Any:
+    """The class that `accelerate` gives to layers of a class."""
+    owner, forward = _forward(kind)
+    forward = FORWARDS.get(owner.__name__, _unchanged)(_calling(forward))
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, "forward": forward, "__reduce_ex__": _reduce})
+
+
+def _is_accelerated(kind: type) -> bool:
+    return vars(kind).get("__reduce_ex__") is _reduce
+
+
+def _plain(kind: type) -> Any:
+    """The class that `_accelerated` was made of."""
+    return kind.__mro__[1]
+
+
+def _reduce(layer: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """For pickles and copies, which cannot find a class by its name that a module does not have."""
+    kind = _plain(type(layer))
+    _, _, *state = kind.__reduce_ex__(layer, max(protocol, 2))
+    return _empty, (kind,), *state
+
+
+def _empty(kind: Any) -> nn.Module:
+    accelerated = _accelerated(kind)
+    return accelerated.__new__(accelerated)
+
+
 def runs_on(model: nn.Module) -> list[Row]:
     """What each recurrent layer of a model of transformers calls, and what that runs on now.
 
     Args:
-        model: A model of transformers, or any module that contains layers of one.
+        model: A model of transformers, or any module that contains layers of one, or of classes derived from these.
 
     Returns:
         A list of `Row`, in the order of the layers: ``(layer, kind, function, runs_on, why)``.
     """
     rows = []
-    for path, layer, names in _layers(model):
-        forward = inspect.unwrap(vars(layer).get("forward", type(layer).forward))
-        forward = getattr(forward, "__func__", forward)
+    for path, layer, owner, names in _layers(model):
+        kind, chain = type(layer).__name__, _chain(layer)
+        if _forward(type(layer))[0] is not owner:
+            rows.append(
+                Row(
+                    path, kind, "forward", _origin(chain[-1]), f"a forward of its own, not {owner.__name__}'s"
+                )
+            )
+            continue
+        replaced = vars(owner)["forward"] in chain and (_is_accelerated(owner) or bool(_enabled))
         for name in names:
             # A forward from elsewhere, such as a kernel of the hub, stands for all that it replaces.
-            bound = forward.__globals__.get(name, forward)
-            kind = type(layer).__name__
-            if name in OPS and bound in (FUNCTIONS.get(name), _modeling.lightning_attention):
-                rows.append(Row(path, kind, name, f"flacompose.ops.{OPS[name]}", ""))
-            elif name in OPS:
-                rows.append(Row(path, kind, name, _origin(bound), "neither enabled nor accelerated"))
+            bound = getattr(chain[-1], "__globals__", {}).get(name, chain[-1])
+            op = FORWARD_OPS[owner.__name__] if name == "forward" else FUNCTIONS[name].op
+            ours = replaced if name == "forward" else bound is FUNCTIONS[name].function
+            if op is None:
+                continue
+            if ours:
+                rows.append(Row(path, kind, name, f"flacompose.ops.{op}", ""))
+            else:
+                wrapped = name == "forward" and _enabled
+                why = (
+                    "its forward was bound before enable()" if wrapped else "neither enabled nor accelerated"
+                )
+                rows.append(Row(path, kind, name, _origin(bound), why))
     return rows
+
+
+def _chain(layer: nn.Module) -> list[Callable[..., Any]]:
+    """The functions that a call of a layer goes through: its forward, what that wraps, and so on."""
+    forward = vars(layer).get("forward", type(layer).forward)
+    chain = [getattr(forward, "__func__", forward)]
+    while hasattr(chain[-1], "__wrapped__"):
+        inner = chain[-1].__wrapped__
+        chain.append(getattr(inner, "__func__", inner))
+    return chain
 
 
 def _origin(bound: Any) -> str:
@@ -232,12 +300,37 @@ def _enclosed(function: Any) -> dict[str, Any]:
 def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
     """What `enable` replaces: where it is, its name there, and the function that makes its replacement of it."""
     for module in _modeling_files():
-        for name, function in FUNCTIONS.items():
+        for name, (function, _) in FUNCTIONS.items():
             if name in vars(module):
                 yield module, name, partial(_instead, function)
         for name, replacement in FORWARDS.items():
             if name in vars(module):
-                yield vars(module)[name], "forward", replacement
+                yield vars(module)[name], "forward", partial(_while_enabled, replacement)
+        if REBOUND in vars(module):
+            yield module, REBOUND, _same
+
+
+def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
+    return function
+
+
+def _while_enabled(replacement: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that is the replacement until `disable`: hooks that wrap it keep it for longer."""
+    replaced = replacement(original)
+
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (replaced if _enabled else original)(self, *args, **kwargs)
+
+    return forward
+
+
+def _same(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def same(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return same
 
 
 def _modeling_files() -> Iterator[ModuleType]:
@@ -255,50 +348,56 @@ def _modeling_files() -> Iterator[ModuleType]:
             yield import_module(f"transformers.models.{name}.modeling_{name}")
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """The modules of `model` whose forwards call functions of `FUNCTIONS`: path, module, and the names of these.
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]]:
+    """The modules of `model` whose forwards call functions of `FUNCTIONS`, or are replaced by one of this library.
 
-    Where the whole forward is replaced, ``forward`` is the name.
+    Gives the path, the module, the class in transformers that has the forward, and the names of the functions, which is
+    ``forward`` where the whole forward is replaced.
     """
     for path, module in model.named_modules():
-        owner, forward = _forward(type(module))
-        forward = inspect.unwrap(forward)
-        if not isinstance(forward, FunctionType) or not owner.__module__.startswith("transformers.models."):
-            continue
-        names = [name for name in forward.__code__.co_names if name in forward.__globals__]
-        found = [name for name in names if name in FUNCTIONS]
-        if not found and owner.__name__ in FORWARDS:
-            found = ["forward"]
-        if found:
-            yield path, module, found
+        for owner in _files_classes(type(module)):
+            forward = inspect.unwrap(_forward(owner)[1])
+            names = [name for name in forward.__code__.co_names if name in forward.__globals__]
+            found = [name for name in names if name in FUNCTIONS]
+            if not found and owner.__name__ in FORWARD_OPS:
+                found = ["forward"]
+            if found:
+                yield path, module, owner, found
+                break
 
 
-def _forward(kind: type[nn.Module]) -> tuple[type, Callable[..., Any]]:
+def _files_classes(kind: type) -> list[type]:
+    """The classes that a class is derived from, itself included, with a forward that a file of transformers has."""
+    return [
+        base
+        for base in kind.__mro__
+        if base.__module__.startswith("transformers.models.")
+        and isinstance(inspect.unwrap(vars(base).get("forward", object)), FunctionType)
+    ]
+
+
+def _forward(kind: type) -> tuple[type, Callable[..., Any]]:
     """The class that a module's class has its forward from, and that forward as it is when nothing is enabled."""
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     return owner, _originals.get((owner, "forward"), vars(owner)["forward"])
-
-
-def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
-    return function
 
 
 def _unchanged(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _calling(function: Callable[..., Any], functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """A copy of `function`, and of what it wraps, that finds other functions by the names that it calls."""
+def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of `function`, and of what it wraps, that finds those of `FUNCTIONS` by the names that it calls."""
     assert isinstance(function, FunctionType)
     inner = getattr(function, "__wrapped__", None)
     scope, closure = function.__globals__, function.__closure__
     if inner is None:
         # Without the module's name the compiler looks names up in this scope and not in the module.
         scope = {name: x for name, x in scope.items() if name != "__name__"}
-        scope |= {name: x for name, x in functions.items() if name in scope}
+        scope |= {name: x for name, (x, _) in FUNCTIONS.items() if name in scope}
         scope["__builtins__"] = function.__globals__["__builtins__"]
     else:
-        changed = _calling(inner, functions)
+        changed = _calling(inner)
         closure = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in closure or ())
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
 from collections.abc import Callable
-from functools import partial
+from functools import partial, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
 from types import MethodType
@@ -257,6 +259,133 @@ def test_disabled(name: str) -> None:
     assert not changed()
 
 
+@pytest.mark.parametrize("name", DOORS)
+@torch.no_grad()
+def test_compiled_before(name: str, model: nn.Module) -> None:
+    """What is compiled follows `enable` and `disable`, whichever it was compiled under."""
+    ids, ran = prompt(model, 9), []
+
+    def backend(graph: torch.fx.GraphModule, _: list) -> Callable:
+        def run(*args: object) -> object:
+            ran.append(bool(ops_of(graph)))
+            return graph.forward(*args)
+
+        return run
+
+    def on_ops() -> bool:
+        ran.clear()
+        compiled(ids)
+        return any(ran)
+
+    for _ in "plain first", "enabled first":
+        torch.compiler.reset()
+        compiled = torch.compile(Logits(captured(name, model)), backend=backend)
+        assert not on_ops()
+        with enable():
+            assert on_ops()
+        assert not on_ops()
+        torch.compiler.reset()
+        with enable():
+            assert on_ops()
+        assert not on_ops()
+
+
+def hook(layer: nn.Module) -> None:
+    """Wrap a layer's forward as accelerate's hooks do."""
+    forward = layer.forward
+
+    def hooked(module: nn.Module, *args: object, **kwargs: object) -> object:
+        return forward(*args, **kwargs)
+
+    layer.forward = update_wrapper(partial(hooked, layer), forward)
+
+
+@pytest.mark.parametrize("name", DOORS)
+@torch.no_grad()
+def test_hooks(name: str, model: nn.Module) -> None:
+    """Forwards that are wrapped before `enable` and after it, and after `accelerate`."""
+    ids = prompt(model, 65)
+    expected = Logits(model)(ids)
+    early, late, one = (copy.deepcopy(model) for _ in range(3))
+    for layer in recurrent(early):
+        hook(layer)
+    with enable():
+        for layer in recurrent(late):
+            hook(layer)
+        assert on_flacompose(late) == on_flacompose(model)
+        if name == "minimax":  # its recurrence is in the forward itself
+            assert {row.why for row in runs_on(early)} == {"its forward was bound before enable()"}
+        else:
+            assert on_flacompose(early) == on_flacompose(model)
+        torch.testing.assert_close(Logits(early)(ids), expected, **CLOSE)
+        torch.testing.assert_close(Logits(late)(ids), expected, **CLOSE)
+    assert not on_flacompose(early) and not on_flacompose(late)
+    assert torch.equal(Logits(late)(ids), expected)
+
+    handle = accelerate(one)
+    before = [vars(layer).get("forward") for layer in recurrent(one)]
+    for layer in recurrent(one):
+        hook(layer)
+    with pytest.raises(ValueError, match="got one that has been wrapped since in a"):
+        handle.disable()
+    assert on_flacompose(one)
+    torch.testing.assert_close(Logits(one)(ids), expected, **CLOSE)
+    for layer, forward in zip(recurrent(one), before, strict=True):
+        vars(layer).pop("forward")
+        assert forward is None
+    handle.disable()
+    assert not on_flacompose(one) and torch.equal(Logits(one)(ids), expected)
+
+
+@pytest.mark.parametrize("name", DOORS)
+@torch.no_grad()
+def test_copies_and_pickles(name: str, model: nn.Module) -> None:
+    """They are accelerated, and have weights of their own."""
+    ids = prompt(model, 65)
+    with accelerate(model):
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        others = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+    for other in others:
+        assert on_flacompose(other) and not on_flacompose(model)
+        torch.testing.assert_close(Logits(other)(ids), Logits(model)(ids), **CLOSE)
+        parameter = next(recurrent(other)[0].parameters())
+        parameter.mul_(-1.5)
+        assert (Logits(other)(ids) - Logits(model)(ids)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", DOORS)
+@torch.no_grad()
+def test_forwards_of_other_classes(name: str, model: nn.Module) -> None:
+    """A class derived from a layer's, whose forward calls that of the layer."""
+    ids = prompt(model, 65)
+    expected = Logits(model)(ids)
+    layer = recurrent(model)[0]
+    (path, *_) = (row.layer for row in runs_on(model))
+    calls = []
+
+    class Derived(type(layer)):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            calls.append(enabled)
+            return super().forward(*args, **kwargs)
+
+    layer.__class__ = Derived
+    for enabled in False, True:
+        with enable() if enabled else contextlib.nullcontext():
+            (row,) = (row for row in runs_on(model) if row.layer == path)
+            assert (row.kind, row.function) == ("Derived", "forward") and row.runs_on.endswith(
+                "Derived.forward"
+            )
+            assert row.why == f"a forward of its own, not {Derived.__mro__[1].__name__}'s"
+            torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+    assert calls == [False, True]
+    with pytest.raises(
+        ValueError, match="model must have the forwards of its classes, got another one in a Derived"
+    ):
+        accelerate(model)
+
+
 SHORT = {"causal_conv1d"}
 GATED_DELTA = SHORT | {"chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"}
 KDA = SHORT | {"chunk_kda", "fused_recurrent_kda"}
@@ -490,6 +619,17 @@ def test_compile(name: str, model: nn.Module) -> None:
     """Without a break, in one graph for all lengths."""
     with enable():
         assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165, 384], training=False)
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_accelerated_is_captured(name: str, model: nn.Module) -> None:
+    """Compiled in one graph, and exported, on the ops."""
+    model = captured(name, model)
+    with accelerate(model):
+        assert_one_compilation(model, [70, 3, 165], training=False)
+        program = exported(model)
+        assert ops_of(program.graph_module)
+        assert_exact(program.module(), model, [3, 165])
 
 
 @pytest.mark.parametrize("name", slow_but("mamba2", "minimax", names=DOORS))
