@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
+from threading import Lock
 from types import CellType, FunctionType, ModuleType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -129,26 +130,30 @@ def enable() -> Enabled:
     Raises:
         ImportError: If transformers is not installed, or its version is not one of those that are known.
     """
-    for holder, name, replacement in list(_places()):
-        if (holder, name) not in _originals:
-            original = _originals[holder, name] = vars(holder)[name]
-            setattr(holder, name, replacement(original))
+    places = list(_places())
     handle = Enabled(lambda: _disable(handle))
-    _enabled.append(handle)
+    with _lock:
+        for holder, name, replacement in places:
+            if (holder, name) not in _originals:
+                original = _originals[holder, name] = vars(holder)[name]
+                setattr(holder, name, replacement(original))
+        _enabled.append(handle)
     return handle
 
 
 # The handles that are not disabled, and what modeling files and their classes had before the first of them.
 _enabled: list[Enabled] = []
 _originals: dict[tuple[ModuleType | type, str], Any] = {}
+_lock = Lock()  # of both
 
 
 def _disable(handle: Enabled) -> None:
-    _enabled.remove(handle)
-    if not _enabled:
-        for (holder, name), original in _originals.items():
-            setattr(holder, name, original)
-        _originals.clear()
+    with _lock:
+        _enabled.remove(handle)
+        if not _enabled:
+            for (holder, name), original in _originals.items():
+                setattr(holder, name, original)
+            _originals.clear()
 
 
 def accelerate(model: nn.Module) -> Enabled:
@@ -167,9 +172,12 @@ def accelerate(model: nn.Module) -> Enabled:
 
     Raises:
         ImportError: If transformers is not installed, or its version is not one of those that are known.
-        ValueError: If no layer of `model` calls a function that this library replaces, or one has a forward of its own.
+        ValueError: If no layer of `model` calls a function that this library replaces, or one has a forward of its own,
+            as one that is accelerated has.
+        TypeError: If `model` is no module.
     """
     list(_modeling_files())  # checks the version
+    _check(model)
     layers = [layer for _, layer, _, _ in _layers(model)]
     if not layers:
         known = ", ".join(MODELS)
@@ -180,15 +188,14 @@ def accelerate(model: nn.Module) -> Enabled:
         owner, forward = _forward(type(layer))
         # With ``use_kernels=True`` a layer for which there is no kernel has the forward of its class as its own.
         given = getattr(vars(layer).get("forward", layer.forward), "__func__", None)
-        of_the_class = owner in _files_classes(owner) and given in (type(layer).forward, forward)
-        if _is_accelerated(owner) or not of_the_class:
-            raise ValueError(
-                f"model must have the forwards of its classes, got another one in a {type(layer).__name__}"
-            )
+        kind = type(layer).__name__
+        if _is_accelerated(owner):
+            raise ValueError(f"model must have the forwards of its classes, got an accelerated {kind}")
+        if owner not in _files_classes(owner) or given not in (type(layer).forward, forward):
+            raise ValueError(f"model must have the forwards of its classes, got another one in a {kind}")
     before = [vars(layer).pop("forward", None) for layer in layers]
     for layer in layers:
-        kind: Any = type(layer)
-        layer.__class__ = _accelerated(kind)
+        layer.__class__ = _accelerated(cast(Any, type(layer)))
 
     def undo() -> None:
         for layer in layers:
@@ -243,7 +250,11 @@ def runs_on(model: nn.Module) -> list[Row]:
 
     Returns:
         A list of `Row`, in the order of the layers: ``(layer, kind, function, runs_on, why)``.
+
+    Raises:
+        TypeError: If `model` is no module.
     """
+    _check(model)
     rows = []
     for path, layer, owner, names in _layers(model):
         kind, chain = type(layer).__name__, _chain(layer)
@@ -271,6 +282,11 @@ def runs_on(model: nn.Module) -> list[Row]:
                 )
                 rows.append(Row(path, kind, name, _origin(bound), why))
     return rows
+
+
+def _check(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
 
 
 def _chain(layer: nn.Module) -> list[Callable[..., Any]]:

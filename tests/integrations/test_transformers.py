@@ -7,6 +7,7 @@ import copy
 import inspect
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
@@ -218,7 +219,9 @@ def test_accelerate(name: str, model: nn.Module) -> None:
         torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
         assert torch.equal(Logits(other)(ids), expected)
         assert on_flacompose(copy.deepcopy(model)) == on_flacompose(model)
-        with pytest.raises(ValueError, match="model must have the forwards of its classes"):
+        with pytest.raises(
+            ValueError, match="model must have the forwards of its classes, got an accelerated "
+        ):
             accelerate(model)
     assert not on_flacompose(model)
     assert torch.equal(Logits(model)(ids), expected)
@@ -257,6 +260,24 @@ def test_disabled(name: str) -> None:
     with pytest.raises(KeyError), enable():
         raise KeyError
     assert not changed()
+
+
+def test_threads() -> None:
+    """One thread at a time changes modeling files."""
+    module = import_module("flacompose.integrations.transformers")
+    with ThreadPoolExecutor(1) as pool:
+        with module._lock:
+            enabling = pool.submit(enable)
+            assert not wait([enabling], timeout=0.5).done
+            assert not module._enabled and not module._originals
+        handle = enabling.result(timeout=60)
+        assert module._enabled == [handle]
+        with module._lock:
+            disabling = pool.submit(handle.disable)
+            assert not wait([disabling], timeout=0.5).done
+            assert module._enabled == [handle] and module._originals
+        disabling.result(timeout=60)
+    assert not module._enabled and not module._originals
 
 
 @pytest.mark.parametrize("name", DOORS)
@@ -347,6 +368,9 @@ def test_copies_and_pickles(name: str, model: nn.Module) -> None:
         torch.save(model, file)
         file.seek(0)
         others = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+        layer = recurrent(model)[0]
+        shallow = [copy.copy(layer), layer._replicate_for_data_parallel()]
+        assert all(x.forward.__self__ is x and on_flacompose(x) for x in shallow)
     for other in others:
         assert on_flacompose(other) and not on_flacompose(model)
         torch.testing.assert_close(Logits(other)(ids), Logits(model)(ids), **CLOSE)
@@ -448,6 +472,9 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="model must contain a recurrent layer of transformers .*got Linear"):
         accelerate(nn.Linear(2, 2))
     assert runs_on(nn.Linear(2, 2)) == []
+    for call in accelerate, runs_on:
+        with pytest.raises(TypeError, match="model must be a torch.nn.Module, got NoneType"):
+            call(None)
     monkeypatch.setattr("transformers.__version__", "5.16.1")
     with pytest.raises(ImportError, match="transformers must be of a version from 5.17 to .*, got 5.16.1"):
         enable()

@@ -1,0 +1,86 @@
+"""The convolutions that modeling files call, beside PyTorch's, where no model of the tests goes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("transformers", minversion="5.17")
+
+from flacompose.integrations import _modeling
+
+ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu, "gelu": F.gelu}
+B, D, W = 2, 5, 4
+
+
+@pytest.fixture
+def weights(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.randn(D, W, device=device, requires_grad=True), torch.randn(
+        D, device=device, requires_grad=True
+    )
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [B, D, T]`` with nothing before it."""
+    return F.conv1d(F.pad(x, (W - 1, 0)), weight[:, None], bias, groups=D)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("L", [3, 4, 6])
+@pytest.mark.parametrize("has_bias", [True, False])
+@torch.no_grad()
+def test_steps(
+    has_bias: bool,
+    L: int,
+    T: int,
+    activation: str | None,
+    weights: tuple[Tensor, Tensor],
+    device: torch.device,
+) -> None:
+    """A state of as many tokens as a cache has, which is written to."""
+    weight, bias = weights[0], weights[1] if has_bias else None
+    x, state = torch.randn(B, D, T, device=device), torch.randn(B, D, L, device=device)
+    history = torch.cat([state, x], -1)
+    y = _modeling.convolve_step(x, state, weight, bias, activation)
+    expected = ACTIVATIONS[activation](convolved(history, weight, bias)[..., -T:])
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(state, history[..., -L:])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_numbers_of_sequences(
+    has_bias: bool, activation: str | None, weights: tuple[Tensor, Tensor], device: torch.device
+) -> None:
+    """Two rows, packed unlike each other: values and gradients of one sequence after another."""
+    weight, bias = weights[0], weights[1] if has_bias else None
+    x = torch.randn(B, D, 9, device=device, requires_grad=True)
+    lengths = [[2, 6, 1], [9]]
+    index = torch.tensor([[0] * 2 + [1] * 6 + [2], [0] * 9], dtype=torch.int32, device=device)
+    y = _modeling.convolve(x, weight, bias, activation, seq_idx=index)
+    rows = [
+        torch.cat([convolved(part, weight, bias) for part in row[None].split(parts, -1)], -1)
+        for row, parts in zip(x, lengths, strict=True)
+    ]
+    expected = ACTIVATIONS[activation](torch.cat(rows))
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+    leaves = [x, weight, *([bias] if bias is not None else [])]
+    w = torch.randn_like(y)
+    for actual, truth in zip(
+        torch.autograd.grad((y * w).sum(), leaves),
+        torch.autograd.grad((expected * w).sum(), leaves),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, truth, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_without_numbers(
+    activation: str | None, weights: tuple[Tensor, Tensor], device: torch.device
+) -> None:
+    x = torch.randn(B, D, 9, device=device)
+    y = _modeling.convolve(x, *weights, activation=activation)
+    torch.testing.assert_close(y, ACTIVATIONS[activation](convolved(x, *weights)), atol=1e-5, rtol=1e-5)
