@@ -58,17 +58,36 @@ OPS: Mapping[str, str] = {
 # What stands in for the forward of a class, made of that forward: where a recurrence is written out in it, where it
 # makes copies of queries and keys for an op that needs none, and where the op cannot see what it has to refuse.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "FalconMambaMixer": _modeling.unpacked,
-    "JambaMambaMixer": _modeling.unpacked,
+    "FalconMambaMixer": _modeling.scanned_apart,
+    "InklingShortConvolution": _modeling.convolved_apart,
+    "JambaMambaMixer": _modeling.scanned_apart,
+    "Lfm2MoeShortConv": _modeling.convolved_apart,
+    "Lfm2ShortConv": _modeling.convolved_apart,
     "Lfm3ShortConv": _modeling.packed_or_cached,
-    "MambaMixer": _modeling.unpacked,
+    "MambaMixer": _modeling.scanned_apart,
     "MiniMaxLightningAttention": lambda _: _modeling.lightning_attention,
     "OlmoHybridGatedDeltaNet": _modeling.grouped,
     "Qwen3NextGatedDeltaNet": _modeling.grouped,
     "Qwen3_5GatedDeltaNet": _modeling.grouped,
     "Qwen3_5MoeGatedDeltaNet": _modeling.grouped,
     "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
-    "ZambaMambaMixer": _modeling.unpacked,
+    "ZambaMambaMixer": _modeling.scanned_apart,
+}
+
+# The same for modules around them, which call them without the bounds of packed sequences.
+AROUND: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "FalconMambaBlock": _modeling.passing_to("mixer"),
+    "FalconMambaForCausalLM": _modeling.passing_to("backbone"),
+    "FalconMambaModel": _modeling.passing_to("layers"),
+    "InklingAttention": _modeling.passing_to("k_sconv", "v_sconv"),
+    "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
+    "JambaMambaDecoderLayer": _modeling.passing_to("mamba"),
+    "Lfm2DecoderLayer": _modeling.passing_to("conv"),
+    "Lfm2MoeDecoderLayer": _modeling.passing_to("conv"),
+    "Mamba2ForCausalLM": _modeling.passing_to("backbone"),
+    "MambaBlock": _modeling.passing_to("mixer"),
+    "MambaForCausalLM": _modeling.passing_to("backbone"),
+    "MambaModel": _modeling.passing_to("layers"),
 }
 
 MODELS = (
@@ -162,8 +181,9 @@ def accelerate(model: nn.Module) -> Enabled:
         ValueError: If no layer of `model` calls a function that this library replaces, or one has a forward of its own.
     """
     list(_modeling_files())  # checks the version
-    layers = [layer for _, layer, _ in _layers(model)]
-    if not layers:
+    found = list(_layers(model))
+    layers = [layer for _, layer, _ in found]
+    if not any(names for _, _, names in found):
         known = ", ".join(MODELS)
         raise ValueError(
             f"model must contain a recurrent layer of transformers ({known}), got {type(model).__name__}"
@@ -178,9 +198,12 @@ def accelerate(model: nn.Module) -> Enabled:
     before: list[Any] = []
     for layer in layers:
         owner, forward = _forward(type(layer))
-        replacement = FORWARDS.get(owner.__name__, _unchanged)
+        if owner.__name__ in AROUND:
+            forward = AROUND[owner.__name__](forward)
+        else:
+            forward = FORWARDS.get(owner.__name__, _unchanged)(_calling(forward, FUNCTIONS))
         before.append(vars(layer).get("forward"))
-        layer.forward = MethodType(replacement(_calling(forward, FUNCTIONS)), layer)
+        layer.forward = MethodType(forward, layer)
 
     def undo() -> None:
         for layer, forward in zip(layers, before, strict=True):
@@ -235,7 +258,7 @@ def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
         for name, function in FUNCTIONS.items():
             if name in vars(module):
                 yield module, name, partial(_instead, function)
-        for name, replacement in FORWARDS.items():
+        for name, replacement in {**FORWARDS, **AROUND}.items():
             if name in vars(module):
                 yield vars(module)[name], "forward", replacement
 
@@ -258,7 +281,7 @@ def _modeling_files() -> Iterator[ModuleType]:
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """The modules of `model` whose forwards call functions of `FUNCTIONS`: path, module, and the names of these.
 
-    Where the whole forward is replaced, ``forward`` is the name.
+    Where the whole forward is replaced, ``forward`` is the name. A module of `AROUND` has no names.
     """
     for path, module in model.named_modules():
         owner, forward = _forward(type(module))
@@ -269,7 +292,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
         found = [name for name in names if name in FUNCTIONS]
         if not found and owner.__name__ in FORWARDS:
             found = ["forward"]
-        if found:
+        if found or owner.__name__ in AROUND:
             yield path, module, found
 
 
