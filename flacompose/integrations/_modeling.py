@@ -10,9 +10,9 @@ come without a cache, which has one row for each row of a batch and none for eac
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from inspect import unwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,19 +26,22 @@ from flacompose.ops import (
     selective_state_update,
 )
 
+# By which of their arguments modules of transformers tell packed sequences apart.
+PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
+
 
 def convolve(
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    seq_idx: Tensor | None = None,
+    seq_idx: Tensor | _Bounds | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """`causal_conv1d_fn` of ``hidden_states [B, D, T]`` and ``weight [D, W]``."""
     x = hidden_states.transpose(1, 2)
-    cu_seqlens = _given_bounds(kwargs)
-    if cu_seqlens is None and seq_idx is not None:
+    cu_seqlens = seq_idx.cu_seqlens if isinstance(seq_idx, _Bounds) else _given_bounds(kwargs)
+    if cu_seqlens is None and isinstance(seq_idx, Tensor):
         y = _convolved_by_index(x, weight, bias, seq_idx)
     else:
         fused = activation in ("silu", "swish")
@@ -126,7 +129,7 @@ def selective_scan(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None = None,
+    D: Tensor | _Bounded | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
@@ -137,9 +140,11 @@ def selective_scan(
     u, delta, B, C = (x.transpose(1, 2) for x in (hidden_states, dt, B, C))
     z = None if z is None else z.transpose(1, 2)
     dtype = u.dtype
+    D, cu_seqlens = (D.D, D.cu_seqlens) if isinstance(D, _Bounded) else (D, None)
     y = selective_scan_fn(
-        u, delta, A, B.to(dtype), C.to(dtype), D, z, delta_bias, delta_softplus, return_last_state
-    )
+        u, delta, A, B.to(dtype), C.to(dtype), D, z, delta_bias, delta_softplus, return_last_state,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     if isinstance(y, tuple):
         return y[0].transpose(1, 2), y[1]
     return y.transpose(1, 2)
@@ -198,15 +203,16 @@ def lightning_attention(
     return self.out_proj(o), state
 
 
-class _Grouped:
-    """A layer that says it has as many value heads as key heads."""
+class _With:
+    """A module that has some attributes unlike its own."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self.num_v_heads = layer.num_k_heads
+    def __init__(self, module: Any, **attributes: Any) -> None:
+        self._module = module
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
+        return getattr(self._module, name)
 
 
 def grouped(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,7 +226,8 @@ def grouped(forward: Callable[..., Any]) -> Callable[..., Any]:
     def grouped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A model with ``use_kernels=True`` keeps this forward after `disable`, when the names are bound to others.
         on_the_op = scope["torch_chunk_gated_delta_rule"].__module__ == __name__
-        return forward(_Grouped(self) if on_the_op else self, *args, **kwargs)
+        layer = _With(self, num_v_heads=self.num_k_heads) if on_the_op else self
+        return forward(layer, *args, **kwargs)
 
     return grouped_forward
 
@@ -239,19 +246,77 @@ def packed_or_cached(forward: Callable[..., Any]) -> Callable[..., Any]:
     return checked_forward
 
 
-def unpacked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer that keeps the bounds of packed sequences from its scan."""
+def convolved_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer that is a convolution and nothing else, which gives that `seq_idx` and no bounds."""
 
     @wraps(forward)
-    def refusing(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _given_bounds(kwargs) is not None or kwargs.get("seq_idx") is not None:
-            raise ValueError(
-                f"cu_seq_lens_q and seq_idx must not be given to a {type(self).__name__}: transformers does not pass "
-                "them on to its scan"
-            )
-        return forward(self, hidden_states, *args, **kwargs)
+    def packed_forward(
+        self: nn.Module, hidden_states: Tensor, past_key_values: Any = None, *args: Any, **kwargs: Any
+    ):
+        if _given_bounds(kwargs) is not None:
+            bounds = _bounds(kwargs, cached=past_key_values is not None)
+            kwargs = {key: x for key, x in kwargs.items() if key not in PACKED}
+            kwargs["seq_idx"] = _Bounds(bounds)
+        return forward(self, hidden_states, past_key_values, *args, **kwargs)
 
-    return refusing
+    return packed_forward
+
+
+class _Bounds(NamedTuple):
+    """The bounds of packed sequences, in place of the number of each token's sequence."""
+
+    cu_seqlens: Tensor | None
+
+
+class _Bounded:
+    """`D` of a layer of Mamba, which calls nothing but its scan with it, and the bounds, with which it does not."""
+
+    def __init__(self, D: Tensor, cu_seqlens: Tensor) -> None:
+        self.D = D
+        self.cu_seqlens = cu_seqlens
+
+    def __getitem__(self, head: int) -> _Bounded:
+        return _Bounded(self.D[head], self.cu_seqlens)
+
+    def float(self) -> _Bounded:
+        return _Bounded(self.D.float(), self.cu_seqlens)
+
+
+def scanned_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer of Mamba, whose scan then gets the bounds of packed sequences."""
+
+    @wraps(forward)
+    def packed_forward(self: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any):
+        bounds = _bounds(kwargs, cached=cache_params is not None)
+        if bounds is None:
+            return forward(self, hidden_states, cache_params, *args, **kwargs)
+        kwargs["seq_idx"] = _Bounds(bounds)  # Zamba's convolution gets nothing else
+        return forward(_With(self, D=_Bounded(self.D, bounds)), hidden_states, None, *args, **kwargs)
+
+    return packed_forward
+
+
+def passing_to(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the forward of a module that calls modules of these names without the bounds of packed sequences."""
+
+    def of(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def passing_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            given = {key: kwargs[key] for key in PACKED if kwargs.get(key) is not None}
+            if not given:
+                return forward(self, *args, **kwargs)
+            called = {name: _called_with(getattr(self, name), given) for name in names if hasattr(self, name)}
+            return forward(_With(self, **called), *args, **kwargs)
+
+        return passing_forward
+
+    return of
+
+
+def _called_with(module: nn.Module, given: dict[str, Any]) -> Any:
+    if isinstance(module, nn.ModuleList):
+        return [partial(each, **given) for each in module]
+    return partial(module, **given)
 
 
 def _bounds(kwargs: dict[str, Any], cached: bool) -> Tensor | None:

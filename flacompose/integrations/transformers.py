@@ -59,17 +59,36 @@ FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
 # What stands in for the forward of a class, made of that forward: where a recurrence is written out in it, where it
 # makes copies of queries and keys for an op that needs none, and where the op cannot see what it has to refuse.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "FalconMambaMixer": _modeling.unpacked,
-    "JambaMambaMixer": _modeling.unpacked,
+    "FalconMambaMixer": _modeling.scanned_apart,
+    "InklingShortConvolution": _modeling.convolved_apart,
+    "JambaMambaMixer": _modeling.scanned_apart,
+    "Lfm2MoeShortConv": _modeling.convolved_apart,
+    "Lfm2ShortConv": _modeling.convolved_apart,
     "Lfm3ShortConv": _modeling.packed_or_cached,
-    "MambaMixer": _modeling.unpacked,
+    "MambaMixer": _modeling.scanned_apart,
     "MiniMaxLightningAttention": lambda _: _modeling.lightning_attention,
     "OlmoHybridGatedDeltaNet": _modeling.grouped,
     "Qwen3NextGatedDeltaNet": _modeling.grouped,
     "Qwen3_5GatedDeltaNet": _modeling.grouped,
     "Qwen3_5MoeGatedDeltaNet": _modeling.grouped,
     "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
-    "ZambaMambaMixer": _modeling.unpacked,
+    "ZambaMambaMixer": _modeling.scanned_apart,
+}
+
+# The same for modules around them, which call them without the bounds of packed sequences.
+AROUND: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "FalconMambaBlock": _modeling.passing_to("mixer"),
+    "FalconMambaForCausalLM": _modeling.passing_to("backbone"),
+    "FalconMambaModel": _modeling.passing_to("layers"),
+    "InklingAttention": _modeling.passing_to("k_sconv", "v_sconv"),
+    "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
+    "JambaMambaDecoderLayer": _modeling.passing_to("mamba"),
+    "Lfm2DecoderLayer": _modeling.passing_to("conv"),
+    "Lfm2MoeDecoderLayer": _modeling.passing_to("conv"),
+    "Mamba2ForCausalLM": _modeling.passing_to("backbone"),
+    "MambaBlock": _modeling.passing_to("mixer"),
+    "MambaForCausalLM": _modeling.passing_to("backbone"),
+    "MambaModel": _modeling.passing_to("layers"),
 }
 
 # A function that their forwards call. It is bound to one that does the same, since what is compiled asks whether the
@@ -178,8 +197,9 @@ def accelerate(model: nn.Module) -> Enabled:
     """
     list(_modeling_files())  # checks the version
     _check(model)
-    layers = [layer for _, layer, _, _ in _layers(model)]
-    if not layers:
+    found = list(_layers(model))
+    layers = [layer for _, layer, _, _ in found]
+    if not any(names for _, _, _, names in found):
         known = ", ".join(MODELS)
         raise ValueError(
             f"model must contain a recurrent layer of transformers ({known}), got {type(model).__name__}"
@@ -216,7 +236,10 @@ def accelerate(model: nn.Module) -> Enabled:
 def _accelerated(kind: Any) -> Any:
     """The class that `accelerate` gives to layers of a class."""
     owner, forward = _forward(kind)
-    forward = FORWARDS.get(owner.__name__, _unchanged)(_calling(forward))
+    if owner.__name__ in AROUND:
+        forward = AROUND[owner.__name__](forward)
+    else:
+        forward = FORWARDS.get(owner.__name__, _unchanged)(_calling(forward))
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**names, "forward": forward, "__reduce_ex__": _reduce})
 
@@ -257,6 +280,8 @@ def runs_on(model: nn.Module) -> list[Row]:
     _check(model)
     rows = []
     for path, layer, owner, names in _layers(model):
+        if not names:
+            continue
         kind, chain = type(layer).__name__, _chain(layer)
         if _forward(type(layer))[0] is not owner:
             rows.append(
@@ -319,7 +344,7 @@ def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
         for name, (function, _) in FUNCTIONS.items():
             if name in vars(module):
                 yield module, name, partial(_instead, function)
-        for name, replacement in FORWARDS.items():
+        for name, replacement in {**FORWARDS, **AROUND}.items():
             if name in vars(module):
                 yield vars(module)[name], "forward", partial(_while_enabled, replacement)
         if REBOUND in vars(module):
@@ -367,8 +392,8 @@ def _modeling_files() -> Iterator[ModuleType]:
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]]:
     """The modules of `model` whose forwards call functions of `FUNCTIONS`, or are replaced by one of this library.
 
-    Gives the path, the module, the class in transformers that has the forward, and the names of the functions, which is
-    ``forward`` where the whole forward is replaced.
+    Gives the path, the module, the class in transformers that has the forward, and the names of the functions:
+    ``forward`` where the whole forward is replaced, none of a module of `AROUND`.
     """
     for path, module in model.named_modules():
         for owner in _files_classes(type(module)):
@@ -377,7 +402,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]
             found = [name for name in names if name in FUNCTIONS]
             if not found and owner.__name__ in FORWARD_OPS:
                 found = ["forward"]
-            if found:
+            if found or owner.__name__ in AROUND:
                 yield path, module, owner, found
                 break
 

@@ -44,11 +44,7 @@ from flacompose.integrations.transformers import (  # noqa: E402
 )
 
 HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
-# Their recurrence is not an op of this library, only their convolution is.
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
-PACKED = [
-    name for name in HERE if name not in ("inkling", "inkling2", "lfm2", "lfm2_moe", "minimax", *SELECTIVE)
-]
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 
 
@@ -515,22 +511,23 @@ def recurrent(model: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(path) for path in dict.fromkeys(row.layer for row in runs_on(model))]
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", HERE)
 def test_packed(name: str, model: nn.Module, device: torch.device) -> None:
-    """A recurrent layer: outputs and gradients as of one sequence after another.
-
-    Not the whole model: on a CPU, the softmax attention of transformers knows nothing of bounds.
-    """
+    """A recurrent layer: outputs and gradients as of one sequence after another."""
     layer = recurrent(model)[0]
-    x = torch.randn(1, sum(LENGTHS), 32, device=device, requires_grad=True)
+    width = layer.conv1d.in_channels if name.startswith("inkling") else 32
+    x = torch.randn(1, sum(LENGTHS), width, device=device, requires_grad=True)
     w = torch.randn_like(x)
+
+    def run(x: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        return layer(x, None, None, **given)[0] if name == "minimax" else layer(x, **given)
 
     def gradients(y: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad((y * w).sum(), [x, *layer.parameters()]))
 
     with enable():
-        y = layer(x, cu_seq_lens_q=bounds(device))
-        expected = torch.cat([layer(part) for part in x.split(LENGTHS, 1)], 1)
+        y = run(x, cu_seq_lens_q=bounds(device))
+        expected = torch.cat([run(part) for part in x.split(LENGTHS, 1)], 1)
         torch.testing.assert_close(y, expected, **CLOSE)
         for actual, of_loop in zip(gradients(y), gradients(expected), strict=True):
             torch.testing.assert_close(actual, of_loop, atol=1e-4 * float(of_loop.abs().max()), rtol=1e-4)
@@ -547,18 +544,35 @@ def batch(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["mamba2"])
-@torch.no_grad()
-def test_packed_model(name: str, model: nn.Module) -> None:
-    """What transformers' collator makes, in a model without softmax attention.
+# Their softmax attention is given neither bounds nor positions, and mixes sequences on a CPU. Their layers do not.
+MIXED = ["glm5_next", "granitemoehybrid"]
 
-    Its backbone, since `Mamba2ForCausalLM` drops what it does not know.
-    """
-    packed, backbone = batch(model), model.backbone
+
+@pytest.mark.parametrize("replace", [lambda model: enable(), accelerate], ids=["enable", "accelerate"])
+@pytest.mark.parametrize("name", [name for name in HERE if name not in MIXED])
+@torch.no_grad()
+def test_packed_model(name: str, model: nn.Module, replace: Callable) -> None:
+    """What transformers' collator makes, down through all modules. Without this library they mix the sequences."""
+    packed = batch(model)
+
+    def difference() -> torch.Tensor:
+        parts = [Logits(model)(ids) for ids in packed["input_ids"].split(LENGTHS, 1)]
+        return (model(**packed, use_cache=False).logits - torch.cat(parts, 1)).abs().max()
+
+    assert difference() > 0.1
+    with replace(model):
+        assert difference() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["mamba", "zamba", "inkling", "jamba"])
+@torch.no_grad()
+def test_packed_model_compiled(name: str, model: nn.Module) -> None:
+    """The bounds go down the same way where they are traced."""
+    packed = batch(captured(name, model))
     with enable():
-        states = backbone(**packed, use_cache=False).last_hidden_state
-        parts = [backbone(ids, use_cache=False)[0] for ids in packed["input_ids"].split(LENGTHS, 1)]
-        torch.testing.assert_close(states, torch.cat(parts, 1), **CLOSE)
+        expected = model(**packed, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(**packed, use_cache=False).logits, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
@@ -572,23 +586,12 @@ def test_packed_by_index(name: str, model: nn.Module, device: torch.device) -> N
         torch.testing.assert_close(y, torch.cat([layer(part) for part in x.split(LENGTHS, 1)], 1), **CLOSE)
 
 
-@pytest.mark.parametrize("name", SELECTIVE)
-def test_packed_without_a_way_to_the_scan(name: str, model: nn.Module, device: torch.device) -> None:
-    layer = recurrent(model)[0]
-    x = torch.randn(1, sum(LENGTHS), 32, device=device)
-    with (
-        enable(),
-        pytest.raises(ValueError, match="cu_seq_lens_q and seq_idx must not be given to a .*Mixer"),
-    ):
-        layer(x, cu_seq_lens_q=bounds(device))
-
-
-@pytest.mark.parametrize("name", [*PACKED, "minimax"])
+@pytest.mark.parametrize("name", HERE)
 def test_packed_with_a_cache(name: str, model: nn.Module) -> None:
     """A cache has no row for each sequence, and puts tokens in front of those that bounds tell apart."""
     packed = batch(model)
     with enable(), pytest.raises(ValueError, match="cu_seq_lens_q must come without a cache"):
-        getattr(model, "backbone", model)(**packed, use_cache=True)
+        model(**packed, use_cache=True)
 
 
 @pytest.mark.parametrize("name", ["lfm2"])
@@ -599,22 +602,11 @@ def test_packed_by_index_with_a_cache(name: str, model: nn.Module) -> None:
         model(ids, seq_idx=torch.zeros_like(ids), use_cache=True)
 
 
-@pytest.mark.parametrize("name", ["mamba2"])
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "zamba"])
 def test_index_without_bounds(name: str, model: nn.Module) -> None:
     ids = prompt(model, 9)
     with enable(), pytest.raises(ValueError, match="seq_idx must come with cu_seq_lens_q"):
-        model.backbone(ids, seq_idx=torch.zeros_like(ids), use_cache=False)
-
-
-@pytest.mark.parametrize("name", ["minimax"])
-@torch.no_grad()
-def test_packed_lightning(name: str, model: nn.Module, device: torch.device) -> None:
-    layer = recurrent(model)[0]
-    x = torch.randn(1, sum(LENGTHS), 32, device=device)
-    with enable():
-        y, _ = layer(x, None, None, cu_seq_lens_q=bounds(device))
-        parts = [layer(part, None, None)[0] for part in x.split(LENGTHS, 1)]
-        torch.testing.assert_close(y, torch.cat(parts, 1), **CLOSE)
+        model(ids, seq_idx=torch.zeros_like(ids), use_cache=False)
 
 
 # What transformers' own scan, a loop over tokens, allows.
