@@ -35,8 +35,8 @@ def test_several_tiles(
     states, channels = tile
     monkeypatch.setattr(cuda, "STATES", states)
     for config in ("SWEEP", "GRADIENT"):
-        tokens, _, elements = getattr(cuda, config)
-        monkeypatch.setattr(cuda, config, (tokens, channels, elements))
+        tokens, _ = getattr(cuda, config)
+        monkeypatch.setattr(cuda, config, (tokens, channels))
     check(draw(case, CPU, B=1, H=2, T=18, K=K, V=V))
 
 

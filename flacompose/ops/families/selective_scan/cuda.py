@@ -16,23 +16,21 @@ from flacompose.ops.families.selective_scan.kernels import gradient_kernel, swee
 
 # Tokens of a chunk, before which the backward keeps the state: S / 16 float32 numbers for each input.
 CHUNK = 16
-# The tokens of a tile, a divisor of `CHUNK`, its channels at most, and how many elements of it a thread has.
-SWEEP, GRADIENT = (8, 32, 32), (8, 32, 32)
-STATES = (
-    16  # numbers of a state in a tile at most; the sums of several tiles are added up outside the kernels
-)
-STAGES = 3
+# Numbers of a state in a tile at most; the sums of several tiles are added up outside the kernels.
+STATES = 16
+# Tokens of a tile, a divisor of `CHUNK`, and its channels at most.
+SWEEP, GRADIENT = (16, 32), (8, 16)
 
 
 @compile_ahead
 def forward(*args: Any) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, S])``."""
     x, dt, A, B, C, initial_state, cu_seqlens = Inputs(*args)
-    scan = _Launches(x, dt, A, B, cu_seqlens)
+    scan = _Launches(x, dt, A, B, C, cu_seqlens)
     y = scan.per_channel(x.dtype)
     final_state = scan.per_sequence(scan.D, scan.S)
     initial = None if initial_state is None else initial_state.contiguous()
-    scan.sweep(x.contiguous(), B=B.contiguous(), C=C.contiguous(), initial=initial, y=y, final=final_state)
+    scan.sweep(x.contiguous(), initial=initial, y=y, final=final_state)
     return scan.summed(y, x.dtype), final_state
 
 
@@ -42,22 +40,22 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     inputs, (dy, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
     x, dt, A, B, C, initial_state, cu_seqlens = inputs
     wants_x, wants_dt, wants_A, wants_B, wants_C, wants_state = output_mask
-    scan = _Launches(x, dt, A, B, cu_seqlens)
+    scan = _Launches(x, dt, A, B, C, cu_seqlens)
     D, S = scan.D, scan.S
     dy = (torch.zeros_like(x) if dy is None else dy).contiguous()
-    x, B, C = x.contiguous(), B.contiguous(), C.contiguous()
+    x = x.contiguous()
     before = None
     if wants_dt or wants_A or wants_C:
         before = scan.per_chunk(D, S)
         initial = None if initial_state is None else initial_state.contiguous()
-        scan.sweep(x, B=B, initial=initial, before=before)
+        scan.sweep(x, initial=initial, before=before)
     dx, ddt = (scan.per_channel(y.dtype) if want else None for y, want in ((x, wants_x), (dt, wants_dt)))
     dB, dC = (scan.per_group() if want else None for want in (wants_B, wants_C))
     d_initial = None
     if initial_state is not None and wants_state:
         d_initial = scan.per_sequence(D, S, dtype=initial_state.dtype)
     outputs = {"dx": dx, "ddt": ddt, "dB": dB, "dC": dC, "d_initial": d_initial}
-    dA = scan.gradients(x, B, C, dy, d_final_state, wants_A, before=before, **outputs)
+    dA = scan.gradients(x, dy, d_final_state, wants_A, before=before, **outputs)
     return none_as_empty(
         x,
         None if dx is None else scan.summed(dx, x.dtype),
@@ -75,14 +73,18 @@ forward.backward = backward
 class _Launches(Sequences):
     """The launches of one call."""
 
-    def __init__(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, cu_seqlens: Tensor | None) -> None:
+    def __init__(
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor | None
+    ) -> None:
         super().__init__(x, cu_seqlens, CHUNK)
         self.D, self.S = A.shape
         self.G = B.shape[2]
-        self.dt, self.A = dt.contiguous(), A.contiguous()
+        # All channels read B and C, so they are converted once and not by each.
+        BC = torch.stack((B, C), 3).float()
         self.BS = min(1 << (self.S - 1).bit_length(), STATES)
         self.state_tiles = tile_count(self.S, self.BS)
-        self.arguments |= {"dt": self.dt, "A": self.A, "D": self.D, "S": self.S, "G": self.G}
+        self.arguments |= {"dt": dt.contiguous(), "A": A.contiguous(), "BC": BC}
+        self.arguments |= {"D": self.D, "S": self.S, "G": self.G}
         self.arguments |= {"CHUNK": CHUNK, "BS": self.BS}
 
     def per_channel(self, dtype: torch.dtype) -> Tensor:
@@ -100,7 +102,7 @@ class _Launches(Sequences):
         """Memory for what is a sum over the channels of a group: each tile of them has its own."""
         return self.per_token(self.tiles(GRADIENT)[1], self.G, self.S, dtype=torch.float32)
 
-    def tiles(self, config: tuple[int, int, int]) -> tuple[int, int]:
+    def tiles(self, config: tuple[int, int]) -> tuple[int, int]:
         """The channels of a tile, and how many tiles a group has."""
         P = self.D // self.G
         BD = min(1 << (P - 1).bit_length(), config[1])
@@ -110,14 +112,12 @@ class _Launches(Sequences):
         """Fill what is given of `y`, `before` and `final`, forwards in time."""
         SEGMENTS, split = self._segments(SWEEP)
         if split:
-            tensors |= self._ends(SEGMENTS, x, B=tensors["B"])
+            tensors |= self._ends(SEGMENTS, x, reverse=False)
         self._sweep(SEGMENTS, x, tensors)
 
     def gradients(
         self,
         x: Tensor,
-        B: Tensor,
-        C: Tensor,
         dy: Tensor,
         d_final: Tensor | None,
         wants_A: bool,
@@ -125,7 +125,9 @@ class _Launches(Sequences):
     ) -> Tensor | None:
         """Fill what is given of the gradients, return that of A."""
         SEGMENTS, split = self._segments(GRADIENT)
-        ends = self._ends(SEGMENTS, dy, C=C) if split else dict.fromkeys(("segment_state", "segment_dt"))
+        ends: dict[str, Tensor | None] = dict.fromkeys(("segment_state", "segment_dt"))
+        if split:
+            ends = self._ends(SEGMENTS, dy, reverse=True)
         dA = None
         if wants_A:
             dA = self.per_segment(SEGMENTS, self.D, self.S) if split else self.per_sequence(self.D, self.S)
@@ -134,8 +136,6 @@ class _Launches(Sequences):
             gradient_kernel,
             (self.N * programs * SEGMENTS,),
             x=x,
-            B=B,
-            C=C,
             dy=dy,
             d_final=None if d_final is None else d_final.contiguous(),
             dA=dA,
@@ -149,18 +149,25 @@ class _Launches(Sequences):
             return None
         return dA[:SEGMENTS].sum((0, 1)) if split else dA.sum(0)
 
-    def _ends(self, SEGMENTS: int, x: Tensor, **of_states: Tensor | None) -> dict[str, Tensor | None]:
-        """What each segment of a sweep leaves, begun at 0, and its time steps: with B forwards, with C backwards."""
+    def _ends(self, SEGMENTS: int, x: Tensor, reverse: bool) -> dict[str, Tensor | None]:
+        """What each segment of a sweep leaves, begun at 0, and its time steps: of x forwards, of dy backwards."""
         ends: dict[str, Tensor | None] = {
             "segment_state": self.per_segment(SEGMENTS, self.D, self.S),
             "segment_dt": self.per_segment(SEGMENTS, self.D),
         }
-        self._sweep(SEGMENTS, x, {**ends, **of_states}, ends=True)
+        self._sweep(SEGMENTS, x, ends, ends=True, reverse=reverse)
         return ends
 
-    def _sweep(self, SEGMENTS: int, x: Tensor, tensors: dict[str, Tensor | None], ends: bool = False) -> None:
+    def _sweep(
+        self,
+        SEGMENTS: int,
+        x: Tensor,
+        tensors: dict[str, Tensor | None],
+        ends: bool = False,
+        reverse: bool = False,
+    ) -> None:
         programs, sizes = self._sizes(SWEEP)
-        absent = dict.fromkeys(("B", "C", "initial", "segment_state", "segment_dt", "y", "before", "final"))
+        absent = dict.fromkeys(("initial", "segment_state", "segment_dt", "y", "before", "final"))
         launch(
             sweep_kernel,
             (self.N * programs * SEGMENTS,),
@@ -169,18 +176,15 @@ class _Launches(Sequences):
             **self.arguments,
             SEGMENTS=SEGMENTS,
             **sizes,
-            STAGES=STAGES,
             ENDS=ends,
-            REVERSE=tensors.get("B") is None,
+            REVERSE=reverse,
         )
 
-    def _sizes(self, config: tuple[int, int, int]) -> tuple[int, dict[str, int]]:
+    def _sizes(self, config: tuple[int, int]) -> tuple[int, dict[str, int]]:
         """How many programs sweep a segment, and the sizes of their tiles."""
-        tokens, _, elements = config
         BD, tiles = self.tiles(config)
-        warps = max(1, tokens * self.BS * BD // (32 * elements))
-        return self.state_tiles * self.G * tiles, {"TOKENS": tokens, "BD": BD, "num_warps": warps}
+        return self.state_tiles * self.G * tiles, {"TOKENS": config[0], "BD": BD, "num_warps": 1}
 
-    def _segments(self, config: tuple[int, int, int]) -> tuple[int, bool]:
-        # A segment has 2,048 tokens at least, and so 64 times 32.
-        return self.segments(self.T // 32, self._sizes(config)[0])
+    def _segments(self, config: tuple[int, int]) -> tuple[int, bool]:
+        # A segment has 2,048 tokens at least, and so 64 times 32. Programs of one warp are small: twice as many.
+        return self.segments(self.T // 32, tile_count(self._sizes(config)[0], 2))

@@ -1,8 +1,16 @@
 """Triton kernels for the selective scan: sweeps over a sequence, a tile of channels with their states in registers.
 
-The axes of a tile are TOKENS, BS numbers of the states and BD channels, in this order: then threads lie side by side
-along the channels and warps along the states, and each thread has all tokens of its channel and composes their steps
-alone. What a step is made of, ``exp(dt_t A)`` and ``dt_t x_t B_t``, is in registers only.
+A program is one warp, so no thread waits for another warp. It goes from token to token. The tokens of a tile are
+unrolled, so the loads of some overlap with the arithmetic of others. What a step is made of, ``exp(dt_t A)`` and
+``dt_t x_t B_t``, is in registers only. The two kernels place the states of a tile differently:
+
+- A sweep sums over the numbers of a state, and never over channels. A thread has a channel with all of its states.
+- Gradients are sums over both. A thread has 4 numbers of the states of a few channels, 4 threads have all of a channel,
+  and 8 threads lie side by side along the channels.
+
+Triton places a tile as its loads and stores are fastest. In the gradient kernel, whose tiles are ``[BD, BS]`` as states
+lie in memory, that is the place above. A sweep therefore loads its states number by number (`_load_states`): for tiles
+``[BS, BD]`` without loads of whole tiles, Triton puts all threads side by side along the last axis.
 """
 
 from __future__ import annotations
@@ -12,78 +20,71 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import decayed, find_segment, find_sequence, split_program
 
-
-@triton.jit
-def _compose(a, e, next_a, next_e):
-    """The step ``h <- a * h + e``, then another."""
-    return a * next_a, e * next_a + next_e
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _join(decay, state, a, e, next_decay, next_state, next_a, next_e):
-    """Steps, then others: the decay and the state before the last step, and that step."""
-    return decay * a * next_decay, (state * a + e) * next_decay + next_state, next_a, next_e
-
-
-@triton.jit
-def _before(a, e, REVERSE: tl.constexpr):
-    """The decay and the state before each step of ``h <- a * h + e`` along the first axis, begun at 0.
-
-    With `REVERSE` along it backwards. To flip an axis that a thread has alone takes no instruction, where a scan that
-    is told to go backwards would exchange everything between threads.
-    """
-    if REVERSE:
-        a, e = tl.flip(a, 0), tl.flip(e, 0)
-    steps = tl.full(a.shape, 1.0, tl.float32), tl.zeros_like(e), a, e
-    decay, state, _, _ = tl.associative_scan(steps, 0, _join)
-    if REVERSE:
-        decay, state = tl.flip(decay, 0), tl.flip(state, 0)
-    return decay, state
-
-
-@triton.jit
-def _channels(tile, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
+def _place(tile, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
     """Of a program: its tile of the states, its group, its tile in the group, and the channels and states in it.
 
     A group has P channels, in tiles of its own.
     """
-    state_tile = tile % tl.cdiv(S, BS)
+    state_tile = (tile % tl.cdiv(S, BS)).to(tl.int32)
     tile = (tile // tl.cdiv(S, BS)).to(tl.int32)
     group = tile // tl.cdiv(P, BD)
     tile = tile % tl.cdiv(P, BD)
     p = tile * BD + tl.arange(0, BD)
-    s = (state_tile * BS).to(tl.int32) + tl.arange(0, BS)
+    s = state_tile * BS + tl.arange(0, BS)
     return state_tile, group, tile, group * P + p, p < P, s, s < S
 
 
 @triton.jit
-def _load_channels(x, token, in_token, d, in_d, D):
-    """``x [tokens, D]`` of some tokens and channels, in float32 and 0 where there is none."""
-    at = x + token[:, None] * D + d[None, :]
-    return tl.load(at, mask=in_token[:, None] & in_d[None, :], other=0.0).to(tl.float32)
+def _of_channels(x, j, left, d, in_d, D):
+    """``x [tokens, D]`` of the token `j`, and 0 where there is no channel or, with `left` tokens, no token."""
+    return tl.load(x + j * D + d, mask=in_d & (j < left), other=0.0)
 
 
 @triton.jit
-def _load_states(x, token, in_token, group, s, in_s, G, S):
-    """``x [tokens, G, S]`` of some tokens and one group, likewise."""
-    at = x + (token * G + group)[:, None] * S + s[None, :]
-    return tl.load(at, mask=in_token[:, None] & in_s[None, :], other=0.0).to(tl.float32)
+def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.constexpr):
+    """Numbers `s` of ``BC [tokens, G, 2, S]``, of the token `j` and one group.
+
+    Where there is no such token, those of the last of the `left` tokens: the time step is 0 there, and a load without a
+    mask takes fewer instructions.
+    """
+    at = BC + tl.minimum(j, left - 1) * (2 * G * S) + s
+    if S % BS == 0:
+        states = tl.load(at)
+    else:
+        states = tl.load(at, mask=in_s, other=0.0)
+    return states
 
 
 @triton.jit
-def _start(initial, segment_state, segment_dt, A, segment, n, N, d, s, in_state, D, S):
-    """The state before a segment: the initial one, taken on by the segments before."""
-    at = d[None, :] * S + s[:, None]
-    h = tl.zeros(A.shape, tl.float32)
-    if initial is not None:
-        h += tl.load(initial + n * D * S + at, mask=in_state, other=0.0).to(tl.float32)
-    if segment_state is not None:
-        for i in range(segment):
-            row = i * N + n
-            dt = tl.load(segment_dt + row * D + d, mask=d < D, other=0.0)
-            h = decayed(h, A * dt[None, :])
-            h += tl.load(segment_state + row * D * S + at, mask=in_state, other=0.0)
-    return h
+def _decay(A, dt):
+    """``exp(dt A)`` for each channel and state. The factor of a power of two costs a product for each channel alone."""
+    return tl.exp2(A * (dt * LOG2_E))
+
+
+@triton.jit
+def _load_states(x, state_tile, d, in_d, S: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
+    """``x [D, S]`` as a tile ``[BS, BD]`` in float32, a thread with all numbers of its channel."""
+    states = tl.zeros([BS, BD], tl.float32)
+    for i in tl.static_range(BS):
+        s = state_tile * BS + i
+        row = tl.load(x + d * S + s, mask=in_d & (s < S), other=0.0).to(tl.float32)
+        states = tl.where((tl.arange(0, BS) == i)[:, None], row[None, :], states)
+    return states
+
+
+@triton.jit
+def _tile_of_channels(x, token, hi, d, in_d, D: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr):
+    """``x [tokens, D]`` of each token of a tile in the order of the sweep, 0 from `hi` on."""
+    left = tl.minimum(hi - token, TOKENS).to(tl.int32)
+    tokens = ()
+    for i in tl.static_range(TOKENS):
+        j = TOKENS - 1 - i if REVERSE else i
+        tokens += (_of_channels(x + token * D, j, left, d, in_d, D),)
+    return tokens
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
@@ -91,8 +92,7 @@ def sweep_kernel(
     x,  # [tokens, D]; backwards dy
     dt,  # [tokens, D]
     A,  # [D, S]
-    B,  # [tokens, G, S]; None backwards
-    C,  # [tokens, G, S]; None where no output is read
+    BC,  # [tokens, G, 2, S], float32: B and C
     initial,  # [N, D, S]
     segment_state,  # [SEGMENTS, N, D, S]: each segment's end, begun at 0
     segment_dt,  # [SEGMENTS, N, D]: its summed time steps
@@ -110,7 +110,6 @@ def sweep_kernel(
     TOKENS: tl.constexpr,
     BS: tl.constexpr,
     BD: tl.constexpr,
-    STAGES: tl.constexpr,
     ENDS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
@@ -119,55 +118,71 @@ def sweep_kernel(
     One program sweeps one segment of one sequence. With `ENDS` it begins at zero and stores the state at the segment's
     end. Otherwise it begins at the true state, computed from those ends, and stores what is given of `y`, `before` and
     `final`. Backwards, segment 0 is the last in time.
+
+    From tile to tile, `h` is decayed by all of the tile at once, and what its tokens add, `added`, is computed apart.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     if ENDS:
         if segment == SEGMENTS - 1:
             return
-    state_tile, group, _, d, in_d, s, in_s = _channels(tile, D // G, S, BS, BD)
+    state_tile, group, _, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
     in_state = in_s[:, None] & in_d[None, :]
     at_state = d[None, :] * S + s[:, None]
     lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
     part = SEGMENTS - 1 - segment if REVERSE else segment
     begin, stop = find_segment(part, SEGMENTS, tl.cdiv(hi - lo, CHUNK))
-    begin *= CHUNK // TOKENS
-    stop = tl.minimum(stop * (CHUNK // TOKENS), tl.cdiv(hi - lo, TOKENS))
+    begin = (begin * (CHUNK // TOKENS)).to(tl.int32)
+    stop = tl.minimum(stop * (CHUNK // TOKENS), tl.cdiv(hi - lo, TOKENS)).to(tl.int32)
 
-    A_ = tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32)  # [BS, BD]
-    if ENDS:
-        h = tl.zeros([BS, BD], tl.float32)
-    else:
-        h = _start(initial, segment_state, segment_dt, A_, segment, n, N, d, s, in_state, D, S)
+    A_ = _load_states(A, state_tile, d, in_d, S, BS, BD)
+    h = tl.zeros([BS, BD], tl.float32)
+    if not ENDS:
+        if initial is not None:
+            h = _load_states(initial + n * D * S, state_tile, d, in_d, S, BS, BD)
+        if segment_state is not None:
+            for i in range(segment):
+                at = i * N + n
+                h = decayed(h, A_ * tl.load(segment_dt + at * D + d, mask=in_d, other=0.0)[None, :])
+                h += _load_states(segment_state + at * D * S, state_tile, d, in_d, S, BS, BD)
     sum_dt = tl.zeros([BD], tl.float32)
 
-    step = tl.arange(0, TOKENS)
-    t = TOKENS - 1 - step if REVERSE else step
-    # With stages of its own: those of a launch are for loads that feed products.
-    for i in tl.range(begin, stop, num_stages=STAGES):
+    # What tokens need is loaded with the tile before theirs: of channels into registers, of states by a pipeline of two
+    # stages into shared memory, from where every thread reads them.
+    next_token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * TOKENS
+    next_x = _tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
+    next_dt = _tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
+    both = s[:, None] + tl.arange(0, 2)[None, :] * S
+    for i in tl.range(begin, stop, num_stages=2):
         first = begin + stop - 1 - i if REVERSE else i
-        token = lo + first * TOKENS + t
-        in_token = token < hi
-        dt_ = _load_channels(dt, token, in_token, d, in_d, D)
-        x_ = _load_channels(x, token, in_token, d, in_d, D)
-        a_ = tl.exp(dt_[:, None, :] * A_[None, :, :])
+        token = lo + first * TOKENS
+        left = tl.minimum(hi - token, TOKENS).to(tl.int32)
+        next_token = tl.maximum(token - TOKENS, lo) if REVERSE else token + TOKENS
+        x_tile, dt_tile = next_x, next_dt
+        next_x = _tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
+        next_dt = _tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
         if before is not None:
             at_chunk = before + (row + first // (CHUNK // TOKENS)) * D * S + at_state
             tl.store(at_chunk, h, mask=in_state & (first % (CHUNK // TOKENS) == 0))
-        if REVERSE:
-            C_ = _load_states(C, token, in_token, group, s, in_s, G, S)
-            e_ = a_ * (x_[:, None, :] * C_[:, :, None])
-        else:
-            B_ = _load_states(B, token, in_token, group, s, in_s, G, S)
-            e_ = (dt_ * x_)[:, None, :] * B_[:, :, None]
-        decay, state = tl.associative_scan((a_, e_), 0, _compose)
-        if y is not None:
-            C_ = _load_states(C, token, in_token, group, s, in_s, G, S)
-            y_ = tl.sum((state + decay * h[None, :, :]) * C_[:, :, None], 1)
-            at_y = y + (token * tl.cdiv(S, BS) + state_tile)[:, None] * D + d[None, :]
-            tl.store(at_y, y_.to(y.dtype.element_ty), mask=in_token[:, None] & in_d[None, :])
-        end = tl.sum(tl.where((step == TOKENS - 1)[:, None, None], state, 0.0), 0)
-        total = tl.sum(dt_, 0)
-        h = decayed(h, A_ * total[None, :]) + end
+        begun, added = h, tl.zeros([BS, BD], tl.float32)
+        total = tl.zeros([BD], tl.float32)
+        for step in tl.static_range(TOKENS):
+            j = TOKENS - 1 - step if REVERSE else step
+            x_, dt_ = x_tile[step].to(tl.float32), dt_tile[step].to(tl.float32)
+            at_states = BC + (token * G + group) * (2 * S)
+            B_, C_ = tl.split(_of_states(at_states, j, left, both, in_s[:, None], G, S, BS))
+            a_ = _decay(A_, dt_[None, :])
+            if REVERSE:
+                added = a_ * (added + x_[None, :] * C_[:, None])
+            else:
+                e_ = (dt_ * x_)[None, :] * B_[:, None]
+                added = a_ * added + e_
+                if y is not None:
+                    h = a_ * h + e_
+                    y_ = tl.sum(h * C_[:, None], 0).to(y.dtype.element_ty)
+                    y_tile = y + (token * tl.cdiv(S, BS) + state_tile) * D
+                    tl.store(y_tile + j * tl.cdiv(S, BS) * D + d, y_, mask=in_d & (j < left))
+            total += dt_
+        h = decayed(begun, A_ * total[None, :]) + added
         sum_dt += total
 
     if ENDS:
@@ -185,8 +200,7 @@ def gradient_kernel(
     x,  # [tokens, D]
     dt,  # [tokens, D]
     A,  # [D, S]
-    B,  # [tokens, G, S]
-    C,  # [tokens, G, S]
+    BC,  # [tokens, G, 2, S], float32: B and C
     dy,  # [tokens, D]
     before,  # [chunks, D, S]: the state before each chunk; None where no gradient needs states
     d_final,  # [N, D, S]
@@ -212,80 +226,108 @@ def gradient_kernel(
 ):
     """Fill what is given of the gradients, backwards in time, one segment of one sequence in a program.
 
-    With ``dh_t = dy_t C_t^T + exp(dt_{t+1} A) * dh_{t+1}``, the gradient of ``dt_t A`` is ``dh_t * exp(dt_t A) *
-    h_{t-1}``, and that of ``dt_t x_t`` is ``dh_t B_t``. The states of a chunk are computed again, tile by tile, from
-    the one before it. What is carried is ``exp(dt_t A) * dh_t``, the gradient of the state before the token.
+    With ``dh_t = dy_t C_t^T + exp(dt_{t+1} A) * dh_{t+1}``, the gradient of ``dt_t x_t`` is ``dh_t B_t``. What is
+    carried is ``c_t = exp(dt_t A) * dh_t``, the gradient of the state before the token, and the gradient of ``dt_t A``
+    is ``c_t * h_{t-1}``. The states of a tile of tokens are computed again, from the one before its chunk, and all are
+    kept in registers.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
-    state_tile, group, channel_tile, d, in_d, s, in_s = _channels(tile, D // G, S, BS, BD)
-    in_state = in_s[:, None] & in_d[None, :]
-    at_state = d[None, :] * S + s[:, None]
+    state_tile, group, channel_tile, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
+    in_state = in_d[:, None] & in_s[None, :]
+    at_state = d[:, None] * S + s[None, :]
     lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
     begin, stop = find_segment(SEGMENTS - 1 - segment, SEGMENTS, tl.cdiv(hi - lo, CHUNK))
 
-    A_ = tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32)  # [BS, BD]
-    c = _start(d_final, segment_state, segment_dt, A_, segment, n, N, d, s, in_state, D, S)
-    dA_ = tl.zeros([BS, BD], tl.float32)
+    A_ = tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32)  # [BD, BS]
+    c = tl.zeros([BD, BS], tl.float32)
+    if d_final is not None:
+        c += tl.load(d_final + n * D * S + at_state, mask=in_state, other=0.0).to(tl.float32)
+    if segment_state is not None:
+        for i in range(segment):
+            at = i * N + n
+            c = decayed(c, A_ * tl.load(segment_dt + at * D + d, mask=in_d, other=0.0)[:, None])
+            c += tl.load(segment_state + at * D * S + at_state, mask=in_state, other=0.0)
+    dA_ = tl.zeros([BD, BS], tl.float32)
     t = tl.arange(0, TOKENS)
+
     for i in range(begin, stop):
         chunk = begin + stop - 1 - i
-        # The states before the tiles of the chunk.
-        states = ()
-        if before is not None:
-            h = tl.load(before + (row + chunk) * D * S + at_state, mask=in_state, other=0.0)
-            states = (h,)
-            for j in tl.static_range(CHUNK // TOKENS - 1):
-                token = lo + chunk * CHUNK + j * TOKENS + t
-                in_token = token < hi
-                dt_ = _load_channels(dt, token, in_token, d, in_d, D)
-                x_ = _load_channels(x, token, in_token, d, in_d, D)
-                B_ = _load_states(B, token, in_token, group, s, in_s, G, S)
-                a_ = tl.exp(dt_[:, None, :] * A_[None, :, :])
-                e_ = (dt_ * x_)[:, None, :] * B_[:, :, None]
-                _, state = tl.associative_scan((a_, e_), 0, _compose)
-                end = tl.sum(tl.where((t == TOKENS - 1)[:, None, None], state, 0.0), 0)
-                h = decayed(h, A_ * tl.sum(dt_, 0)[None, :]) + end
-                states += (h,)
-        for j in tl.static_range(CHUNK // TOKENS - 1, -1, -1):
-            token = lo + chunk * CHUNK + j * TOKENS + t
-            in_token = token < hi
-            dt_ = _load_channels(dt, token, in_token, d, in_d, D)
-            dy_ = _load_channels(dy, token, in_token, d, in_d, D)
-            C_ = _load_states(C, token, in_token, group, s, in_s, G, S)
-            a_ = tl.exp(dt_[:, None, :] * A_[None, :, :])
-            read = dy_[:, None, :] * C_[:, :, None]
-            decay, state = _before(a_, a_ * read, True)
-            end = tl.sum(tl.where((t == 0)[:, None, None], a_ * (state + read), 0.0), 0)
-            dh = read + state + decay * c[None, :, :]
-            c = decayed(c, A_ * tl.sum(dt_, 0)[None, :]) + end
-
-            at_channels = (token * tl.cdiv(S, BS) + state_tile)[:, None] * D + d[None, :]
-            in_channels = in_token[:, None] & in_d[None, :]
-            at_states = (token * tl.cdiv(D // G, BD) + channel_tile) * G + group
-            at_states = at_states[:, None] * S + s[None, :]
-            in_states = in_token[:, None] & in_s[None, :]
-            x_ = _load_channels(x, token, in_token, d, in_d, D)
-            B_ = _load_states(B, token, in_token, group, s, in_s, G, S)
-            product = dt_ * x_
-            if dB is not None:
-                tl.store(dB + at_states, tl.sum(dh * product[:, None, :], 2), mask=in_states)
-            if (dx is not None) or (ddt is not None):
-                d_product = tl.sum(dh * B_[:, :, None], 1)
-                if dx is not None:
-                    tl.store(dx + at_channels, (dt_ * d_product).to(dx.dtype.element_ty), mask=in_channels)
+        # As in the sweep, but of a chunk.
+        begun, added = c, tl.zeros([BD, BS], tl.float32)
+        total = tl.zeros([BD], tl.float32)
+        for k in range(CHUNK // TOKENS):
+            tiles_before = CHUNK // TOKENS - 1 - k
+            token = lo + chunk * CHUNK + tiles_before * TOKENS
+            left = tl.minimum(hi - token, TOKENS).to(tl.int32)
+            BC_tile = BC + (token * G + group) * (2 * S)
+            states = ()  # before each token of the tile, and after the last
             if before is not None:
-                e_ = product[:, None, :] * B_[:, :, None]
-                decay, state = _before(a_, e_, False)
-                left = a_ * (state + decay * states[j][None, :, :])
-                if dC is not None:
-                    tl.store(dC + at_states, tl.sum((left + e_) * dy_[:, None, :], 2), mask=in_states)
-                if (ddt is not None) or (dA is not None):
-                    d_exponent = dh * left
+                h = tl.load(before + (row + chunk) * D * S + at_state, mask=in_state, other=0.0)
+                for tile_before in range(tiles_before):
+                    earlier = lo + chunk * CHUNK + tile_before * TOKENS
+                    left_then = tl.minimum(hi - earlier, TOKENS).to(tl.int32)
+                    BC_then = BC + (earlier * G + group) * (2 * S)
+                    for j in tl.static_range(TOKENS):
+                        x_ = _of_channels(x + earlier * D, j, left_then, d, in_d, D).to(tl.float32)
+                        dt_ = _of_channels(dt + earlier * D, j, left_then, d, in_d, D).to(tl.float32)
+                        B_ = _of_states(BC_then, j, left_then, s, in_s, G, S, BS)
+                        h = _decay(A_, dt_[:, None]) * h + (dt_ * x_)[:, None] * B_[None, :]
+                states = (h,)
+                for j in tl.static_range(TOKENS):
+                    x_ = _of_channels(x + token * D, j, left, d, in_d, D).to(tl.float32)
+                    dt_ = _of_channels(dt + token * D, j, left, d, in_d, D).to(tl.float32)
+                    B_ = _of_states(BC_tile, j, left, s, in_s, G, S, BS)
+                    h = _decay(A_, dt_[:, None]) * h + (dt_ * x_)[:, None] * B_[None, :]
+                    states += (h,)
+            # The results of all tokens of the tile, to be stored together.
+            dx_, ddt_ = tl.zeros([BD, TOKENS], tl.float32), tl.zeros([BD, TOKENS], tl.float32)
+            dB_, dC_ = tl.zeros([TOKENS, BS], tl.float32), tl.zeros([TOKENS, BS], tl.float32)
+            for j in tl.static_range(TOKENS - 1, -1, -1):
+                x_ = _of_channels(x + token * D, j, left, d, in_d, D).to(tl.float32)
+                dt_ = _of_channels(dt + token * D, j, left, d, in_d, D).to(tl.float32)
+                dy_ = _of_channels(dy + token * D, j, left, d, in_d, D).to(tl.float32)
+                B_ = _of_states(BC_tile, j, left, s, in_s, G, S, BS)
+                C_ = _of_states(BC_tile + S, j, left, s, in_s, G, S, BS)
+                a_ = _decay(A_, dt_[:, None])
+                dh = c + dy_[:, None] * C_[None, :]
+                c = a_ * dh
+                added = a_ * (added + dy_[:, None] * C_[None, :])
+                total += dt_
+
+                row_of_token, column_of_token = (t == j)[:, None], (t == j)[None, :]
+                if dB is not None:
+                    dB_j = tl.sum(dh * (dt_ * x_)[:, None], 0)
+                    dB_ = tl.where(row_of_token, dB_j[None, :], dB_)
+                if (dx is not None) or (ddt is not None):
+                    d_product = tl.sum(dh * B_[None, :], 1)
+                    if dx is not None:
+                        dx_ = tl.where(column_of_token, (dt_ * d_product)[:, None], dx_)
+                if before is not None:
+                    if dC is not None:
+                        dC_j = tl.sum(states[j + 1] * dy_[:, None], 0)
+                        dC_ = tl.where(row_of_token, dC_j[None, :], dC_)
+                    d_exponent = c * states[j]
                     if dA is not None:
-                        dA_ += tl.sum(d_exponent * dt_[:, None, :], 0)
+                        dA_ += d_exponent * dt_[:, None]
                     if ddt is not None:
-                        ddt_ = x_ * d_product + tl.sum(d_exponent * A_[None, :, :], 1)
-                        tl.store(ddt + at_channels, ddt_.to(ddt.dtype.element_ty), mask=in_channels)
+                        ddt_j = x_ * d_product + tl.sum(d_exponent * A_, 1)
+                        ddt_ = tl.where(column_of_token, ddt_j[:, None], ddt_)
+
+            in_channels = in_d[:, None] & (t < left)[None, :]
+            at_channels = state_tile * D + t[None, :] * (tl.cdiv(S, BS) * D) + d[:, None]
+            at_channels = token * (tl.cdiv(S, BS) * D) + at_channels
+            if dx is not None:
+                tl.store(dx + at_channels, dx_.to(dx.dtype.element_ty), mask=in_channels)
+            if ddt is not None:
+                tl.store(ddt + at_channels, ddt_.to(ddt.dtype.element_ty), mask=in_channels)
+            in_states = (t < left)[:, None] & in_s[None, :]
+            at_sums = (token + t) * (tl.cdiv(D // G, BD) * G) + channel_tile * G + group
+            at_sums = at_sums[:, None] * S + s[None, :]
+            if dB is not None:
+                tl.store(dB + at_sums, dB_, mask=in_states)
+            if dC is not None:
+                tl.store(dC + at_sums, dC_, mask=in_states)
+        c = decayed(begun, A_ * total[:, None]) + added
 
     if dA is not None:
         tl.store(dA + (segment * N + n) * D * S + at_state, dA_, mask=in_state)
