@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +60,8 @@ def convolve_step(
     """`causal_conv1d_update` of ``hidden_states [B, D, T]``, which writes to ``conv_state [B, D, L]``."""
     L, W = conv_state.shape[-1], weight.shape[-1]
     before = conv_state if L == W else torch.nn.functional.pad(conv_state, (W - L, 0))
+    if torch.is_grad_enabled() and L == W:
+        before = before.clone()  # kept for the backward, and written to below
     fused = activation in ("silu", "swish")
     y, last = causal_conv1d(
         hidden_states.transpose(1, 2),
@@ -94,7 +95,7 @@ def delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
             query, key, value, g, beta,
             initial_state=initial_state, output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=_bounds(kwargs, cached=output_final_state),
+            cu_seqlens=_bounds(kwargs),
         )  # fmt: skip
 
     return attention
@@ -119,7 +120,7 @@ def ssd(
     """`mamba2_chunk_scan`."""
     return mamba_chunk_scan_combined(
         hidden_states, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, dt_softplus,
-        (float(dt_limit[0]), float(dt_limit[1])), return_final_states, _bounds(kwargs, cached=return_final_states),
+        (float(dt_limit[0]), float(dt_limit[1])), return_final_states, _bounds(kwargs),
     )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def selective_scan(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | _Bounded | None = None,
+    D: Tensor | _Scanned | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
@@ -140,10 +141,10 @@ def selective_scan(
     u, delta, B, C = (x.transpose(1, 2) for x in (hidden_states, dt, B, C))
     z = None if z is None else z.transpose(1, 2)
     dtype = u.dtype
-    D, cu_seqlens = (D.D, D.cu_seqlens) if isinstance(D, _Bounded) else (D, None)
+    given = D if isinstance(D, _Scanned) else _Scanned(D)
     y = selective_scan_fn(
-        u, delta, A, B.to(dtype), C.to(dtype), D, z, delta_bias, delta_softplus, return_last_state,
-        cu_seqlens=cu_seqlens,
+        u, delta, A, B.to(dtype), C.to(dtype), given.D, z, delta_bias, delta_softplus, return_last_state,
+        given.initial_state, given.cu_seqlens,
     )  # fmt: skip
     if isinstance(y, tuple):
         return y[0].transpose(1, 2), y[1]
@@ -164,7 +165,6 @@ def state_space_step(
     **kwargs: Any,
 ) -> Tensor:
     """`mamba2_selective_state_update`, which writes to `state`."""
-    _bounds(kwargs, cached=True)
     y, new = selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
     state.copy_(new)
     return y
@@ -194,7 +194,7 @@ def lightning_attention(
     attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
     o, state = attention(
         q, k, v, g_gamma=-self.slope_rate.flatten(), scale=1.0,
-        initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs, cached),
+        initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs),
     )  # fmt: skip
     if cached:
         past_key_values.set_linear_cache(self.layer_idx, state)
@@ -220,28 +220,24 @@ def grouped(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     It reads ``num_v_heads`` for one purpose: to repeat them for each value head. The op takes groups of value heads.
     """
-    scope = unwrap(forward).__globals__
 
     @wraps(forward)
-    def grouped_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # A model with ``use_kernels=True`` keeps this forward after `disable`, when the names are bound to others.
-        on_the_op = scope["torch_chunk_gated_delta_rule"].__module__ == __name__
-        layer = _With(self, num_v_heads=self.num_k_heads) if on_the_op else self
-        return forward(layer, *args, **kwargs)
+    def grouped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(_With(self, num_v_heads=self.num_k_heads), *args, **kwargs)
 
     return grouped_forward
 
 
 def packed_or_cached(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer that is a convolution and nothing else, which gives that no sign of a cache."""
+    """A forward that refuses packed sequences with a cache, before it writes to that."""
+    from transformers.cache_utils import Cache
 
     @wraps(forward)
-    def checked_forward(
-        self: nn.Module, hidden_states: Tensor, past_key_values: Any = None, *args: Any, **kwargs: Any
-    ):
-        if past_key_values is not None:
-            _bounds(kwargs, cached=True)
-        return forward(self, hidden_states, past_key_values, *args, **kwargs)
+    def checked_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = [key for key in PACKED if kwargs.get(key) is not None]
+        if given and any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
+            raise ValueError(f"{given[0]} must come without a cache (use_cache=False), got one")
+        return forward(self, *args, **kwargs)
 
     return checked_forward
 
@@ -250,14 +246,12 @@ def convolved_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a layer that is a convolution and nothing else, which gives that `seq_idx` and no bounds."""
 
     @wraps(forward)
-    def packed_forward(
-        self: nn.Module, hidden_states: Tensor, past_key_values: Any = None, *args: Any, **kwargs: Any
-    ):
-        if _given_bounds(kwargs) is not None:
-            bounds = _bounds(kwargs, cached=past_key_values is not None)
+    def packed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bounds = _given_bounds(kwargs)
+        if bounds is not None:
             kwargs = {key: x for key, x in kwargs.items() if key not in PACKED}
             kwargs["seq_idx"] = _Bounds(bounds)
-        return forward(self, hidden_states, past_key_values, *args, **kwargs)
+        return forward(self, *args, **kwargs)
 
     return packed_forward
 
@@ -268,32 +262,44 @@ class _Bounds(NamedTuple):
     cu_seqlens: Tensor | None
 
 
-class _Bounded:
-    """`D` of a layer of Mamba, which calls nothing but its scan with it, and the bounds, with which it does not."""
+class _Scanned:
+    """`D` of a layer of Mamba, with which it calls nothing but its scan, and what it keeps from that."""
 
-    def __init__(self, D: Tensor, cu_seqlens: Tensor) -> None:
+    def __init__(
+        self, D: Tensor | None, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None
+    ) -> None:
         self.D = D
         self.cu_seqlens = cu_seqlens
+        self.initial_state = initial_state
 
-    def __getitem__(self, head: int) -> _Bounded:
-        return _Bounded(self.D[head], self.cu_seqlens)
+    def __getitem__(self, head: int) -> _Scanned:
+        state = None if self.initial_state is None else self.initial_state[:, head]
+        return _Scanned(None if self.D is None else self.D[head], self.cu_seqlens, state)
 
-    def float(self) -> _Bounded:
-        return _Bounded(self.D.float(), self.cu_seqlens)
+    def float(self) -> _Scanned:
+        return _Scanned(None if self.D is None else self.D.float(), self.cu_seqlens, self.initial_state)
 
 
-def scanned_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer of Mamba, whose scan then gets the bounds of packed sequences."""
+def scanned(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer of Mamba, whose scan then gets the bounds of packed sequences, and the cached state."""
 
     @wraps(forward)
-    def packed_forward(self: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any):
-        bounds = _bounds(kwargs, cached=cache_params is not None)
-        if bounds is None:
+    def scanned_forward(
+        self: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        bounds, state = _bounds(kwargs), None
+        if cache_params is not None and cache_params.has_previous_state(self.layer_idx):
+            state = cache_params.layers[self.layer_idx].recurrent_states[0]
+        if bounds is not None:
+            kwargs["seq_idx"] = _Bounds(bounds)  # Zamba's convolution gets nothing else
+        # One token goes through the function for steps, which gets the state.
+        if bounds is None and (state is None or hidden_states.shape[1] == 1):
             return forward(self, hidden_states, cache_params, *args, **kwargs)
-        kwargs["seq_idx"] = _Bounds(bounds)  # Zamba's convolution gets nothing else
-        return forward(_With(self, D=_Bounded(self.D, bounds)), hidden_states, None, *args, **kwargs)
+        return forward(
+            _With(self, D=_Scanned(self.D, bounds, state)), hidden_states, cache_params, *args, **kwargs
+        )
 
-    return packed_forward
+    return scanned_forward
 
 
 def passing_to(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -319,11 +325,9 @@ def _called_with(module: nn.Module, given: dict[str, Any]) -> Any:
     return partial(module, **given)
 
 
-def _bounds(kwargs: dict[str, Any], cached: bool) -> Tensor | None:
+def _bounds(kwargs: dict[str, Any]) -> Tensor | None:
     """The bounds of packed sequences, or None if each row is one."""
     given = _given_bounds(kwargs)
-    if given is not None and cached:
-        raise ValueError("cu_seq_lens_q must come without a cache (use_cache=False), got one")
     if given is None and kwargs.get("seq_idx") is not None:
         raise ValueError(
             "seq_idx must come with cu_seq_lens_q, the bounds of the packed sequences, got seq_idx alone"
@@ -340,10 +344,7 @@ def _convolved_by_index(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx:
     """The convolution where only ``seq_idx [B, T]``, the number of each token's sequence, tells sequences apart."""
     T, W = x.shape[1], weight.shape[1]
     if seq_idx.shape[1] != T:
-        # transformers puts what its cache holds, or zeros, in front of the tokens.
-        raise ValueError(
-            f"seq_idx must come without a cache (use_cache=False), got {seq_idx.shape[1]} numbers for {T} tokens"
-        )
+        raise ValueError(f"seq_idx must have a number for each of {T} tokens, got {seq_idx.shape[1]}")
     dtype = torch.promote_types(x.dtype, torch.float32)
     history = torch.nn.functional.pad(x, (0, 0, W - 1, 0)).to(dtype)
     of_history = torch.nn.functional.pad(seq_idx, (W - 1, 0), value=-1)

@@ -56,23 +56,22 @@ FUNCTIONS: Mapping[str, Function] = {
 # The recurrence of MiniMax is written out in its forward.
 FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
 
-# What stands in for the forward of a class, made of that forward: where a recurrence is written out in it, where it
-# makes copies of queries and keys for an op that needs none, and where the op cannot see what it has to refuse.
+# What stands in for the forward of a class that calls them, made of that forward: where a recurrence is written out in
+# it, where it makes copies of queries and keys for an op that needs none, where it keeps bounds or states to itself.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "FalconMambaMixer": _modeling.scanned_apart,
+    "FalconMambaMixer": _modeling.scanned,
     "InklingShortConvolution": _modeling.convolved_apart,
-    "JambaMambaMixer": _modeling.scanned_apart,
+    "JambaMambaMixer": _modeling.scanned,
     "Lfm2MoeShortConv": _modeling.convolved_apart,
     "Lfm2ShortConv": _modeling.convolved_apart,
-    "Lfm3ShortConv": _modeling.packed_or_cached,
-    "MambaMixer": _modeling.scanned_apart,
+    "MambaMixer": _modeling.scanned,
     "MiniMaxLightningAttention": lambda _: _modeling.lightning_attention,
     "OlmoHybridGatedDeltaNet": _modeling.grouped,
     "Qwen3NextGatedDeltaNet": _modeling.grouped,
     "Qwen3_5GatedDeltaNet": _modeling.grouped,
     "Qwen3_5MoeGatedDeltaNet": _modeling.grouped,
     "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
-    "ZambaMambaMixer": _modeling.scanned_apart,
+    "ZambaMambaMixer": _modeling.scanned,
 }
 
 # The same for modules around them, which call them without the bounds of packed sequences.
@@ -236,10 +235,7 @@ def accelerate(model: nn.Module) -> Enabled:
 def _accelerated(kind: Any) -> Any:
     """The class that `accelerate` gives to layers of a class."""
     owner, forward = _forward(kind)
-    if owner.__name__ in AROUND:
-        forward = AROUND[owner.__name__](forward)
-    else:
-        forward = FORWARDS.get(owner.__name__, _unchanged)(_calling(forward))
+    forward = _replacement(owner)(_calling(forward))
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**names, "forward": forward, "__reduce_ex__": _reduce})
 
@@ -344,11 +340,19 @@ def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
         for name, (function, _) in FUNCTIONS.items():
             if name in vars(module):
                 yield module, name, partial(_instead, function)
-        for name, replacement in {**FORWARDS, **AROUND}.items():
-            if name in vars(module):
-                yield vars(module)[name], "forward", partial(_while_enabled, replacement)
+        for owner in list(vars(module).values()):
+            if inspect.isclass(owner) and owner.__module__ == module.__name__ and _called(owner) is not None:
+                yield owner, "forward", partial(_while_enabled, _replacement(owner))
         if REBOUND in vars(module):
             yield module, REBOUND, _same
+
+
+def _replacement(owner: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes the forward that stands in for that of a class."""
+    if owner.__name__ in AROUND:
+        return AROUND[owner.__name__]
+    replacement = FORWARDS.get(owner.__name__)
+    return lambda forward: _modeling.packed_or_cached(replacement(forward) if replacement else forward)
 
 
 def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
@@ -397,14 +401,21 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]
     """
     for path, module in model.named_modules():
         for owner in _files_classes(type(module)):
-            forward = inspect.unwrap(_forward(owner)[1])
-            names = [name for name in forward.__code__.co_names if name in forward.__globals__]
-            found = [name for name in names if name in FUNCTIONS]
-            if not found and owner.__name__ in FORWARD_OPS:
-                found = ["forward"]
-            if found or owner.__name__ in AROUND:
-                yield path, module, owner, found
+            names = _called(owner)
+            if names is not None:
+                yield path, module, owner, names
                 break
+
+
+def _called(owner: type) -> list[str] | None:
+    """Those of `FUNCTIONS` that the forward of a class calls; None if this library does not replace that forward."""
+    if owner not in _files_classes(owner):
+        return None
+    if owner.__name__ in FORWARD_OPS:
+        return ["forward"]
+    forward: Any = inspect.unwrap(_forward(owner)[1])
+    names = [name for name in forward.__code__.co_names if name in FUNCTIONS and name in forward.__globals__]
+    return names if names or owner.__name__ in AROUND else None
 
 
 def _files_classes(kind: type) -> list[type]:
@@ -421,10 +432,6 @@ def _forward(kind: type) -> tuple[type, Callable[..., Any]]:
     """The class that a module's class has its forward from, and that forward as it is when nothing is enabled."""
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     return owner, _originals.get((owner, "forward"), vars(owner)["forward"])
-
-
-def _unchanged(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
