@@ -25,6 +25,7 @@ from .capture import (
     Logits,
     assert_exact,
     assert_one_compilation,
+    captured,
     exported,
     generated,
     ops_of,
@@ -649,27 +650,7 @@ def test_index_without_bounds(name: str, model: nn.Module) -> None:
         model(ids, seq_idx=torch.zeros_like(ids), use_cache=False)
 
 
-# What transformers' own scan, a loop over tokens, allows.
-CAPTURED = HERE
-
-
-def captured(name: str, model: nn.Module) -> nn.Module:
-    """The model, but for what PyTorch cannot capture in it, which is no recurrence."""
-    if torch.cuda.is_available() and torch.__version__ < "2.12" and name != "mamba2":
-        pytest.skip(
-            "PyTorch 2.11 fails on CUDA: to lower the router's choice of experts in Inductor, and to export softmax "
-            "attention, whose kernels ask for a length that 8 divides"
-        )
-    if hasattr(model, "set_experts_implementation"):
-        # The default experts read values while they are traced.
-        model.set_experts_implementation("batched_mm")
-    if name in ("glm5_next", "qwen4_exp"):
-        # Their sparse attention asks for 17 tokens, or reads how many blocks are complete.
-        del next(m.layers for m in model.modules() if hasattr(m, "layers"))[1]
-    return model
-
-
-def slow_but(*fast: str, names: list[str] = CAPTURED) -> list:
+def slow_but(*fast: str, names: list[str] = HERE) -> list:
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 # The backward of the last two is launched as that of another of these is.
 BOTH_WAYS = (
     "chunk_gla", "fused_recurrent_gla-gk-gv", "chunk_rwkv6", "chunk_gsa", "chunk_hgrn", "chunk_simple_gla-g",
-    "causal_conv1d-silu",
+    "causal_conv1d-silu", "selective_scan_fn",
 )  # fmt: skip
 FORWARD_ALONE = ("fused_recurrent_simple_gla-g-g_gamma", "fused_recurrent_hgrn")
 
