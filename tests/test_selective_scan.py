@@ -168,6 +168,24 @@ def test_what_a_tail_holds_changes_nothing(device: torch.device) -> None:
     assert_equal(results, expected)
 
 
+def test_a_tail_is_zeros_and_has_no_gradient(device: torch.device) -> None:
+    """Whatever a sequence's `D` is, and whatever arrives on the tail, as NaN from the square root of its zeros."""
+    tensors = inputs(device, B=1)
+    options = {"delta_softplus": True, "cu_seqlens": torch.tensor([0, 30, 65], device=device)}
+    y, _ = scan(**tensors | {"D": torch.full_like(tensors["D"], torch.inf)}, **options)
+    assert not y[:, 65:].any()
+
+    leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+    y, _ = scan(**leaves, **options)
+    ones = torch.ones_like(y)
+    wrong = ones.masked_fill(torch.arange(T, device=device)[:, None] >= 65, torch.nan)
+    expected, actual = (
+        torch.autograd.grad(y, list(leaves.values()), x, retain_graph=True) for x in (ones, wrong)
+    )
+    for x, whole in zip(actual, expected, strict=True):
+        assert x.isfinite().all() and torch.equal(x, whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("lengths", [None, [0, 70, 1, 64]], ids=["dense", "packed"])
 @pytest.mark.parametrize("H", [1, 2, 6])

@@ -31,7 +31,7 @@ class _Family(NamedTuple):
     constant: dict[str, Any] = {}
 
 
-# The norms of these layers of the peer add it whatever `norm_eps` is.
+# In these layers of the peer, the norm of the output adds 1e-5 to the mean square, whatever `norm_eps` is.
 _NORM_EPS = {"norm_eps": 1e-5}
 
 _COMMON: dict[str, Any] = {
@@ -186,6 +186,19 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
         ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "hgrn2", "delta_net", "gated_deltanet"
             and "kda", or a key is not known, or its value asks for something that is not supported; both are named.
     """
+    return _without_values(config).config
+
+
+def _without_values(config: Mapping[str, Any] | str | os.PathLike[str]) -> RecurrentLM:
+    """The model of a config of the peer, on the meta device: its layers refuse what they do not support."""
+    made_of = _read(config)
+    try:
+        return RecurrentLM(made_of, device="meta")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config: {error}") from error
+
+
+def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> RecurrentConfig:
     if not isinstance(config, Mapping):
         config = _json(Path(config))
     given = dict(config)
@@ -271,7 +284,7 @@ def from_fla(
             shape; all of them are named, and no model is made.
         TypeError: If `state_dict` holds something other than dense floating tensors.
     """
-    return _loaded(config_from_fla(config), state_dict, device, dtype, copy=True)
+    return _loaded(_without_values(config), state_dict, device, dtype, copy=True)
 
 
 def load_fla(
@@ -295,21 +308,19 @@ def load_fla(
         ValueError: As `from_fla`, or if the index and its files disagree.
     """
     folder = Path(directory)
-    config = config_from_fla(folder / "config.json")  # first, since reading it is cheap
-    return _loaded(config, _weights(folder), device, dtype, copy=False)
+    model = _without_values(folder / "config.json")  # first, since it is cheap
+    return _loaded(model, _weights(folder), device, dtype, copy=False)
 
 
 def _loaded(
-    config: RecurrentConfig,
+    model: RecurrentLM,
     state_dict: Mapping[str, Tensor],
     device: torch.device | str | None,
     dtype: torch.dtype | None,
     copy: bool,
 ) -> RecurrentLM:
-    try:
-        model = RecurrentLM(config, device="meta")
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"config: {error}") from error
+    """`model`, which has no values yet, with those of `state_dict`."""
+    config = model.config
     names = {_name(name, config): name for name in model.state_dict()}  # the peer's, and ours
     weights = dict(state_dict)
     for name, weight in weights.items():

@@ -56,8 +56,7 @@ class ABCAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm without a gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys or
-            values.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 slots.
         TypeError: If an argument has the wrong type.
     """
 
@@ -87,7 +86,7 @@ class ABCAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("chunk", hidden_size, norm_eps, layer_idx, conv_size)
-        H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v, use_rope)
+        H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v, use_rope, wide_keys=True)
         M = K if num_slots is None else num_slots
         _check.head_size("num_slots", M)
         for name, bound, none in (("clamp_min", clamp_min, -math.inf), ("clamp_max", clamp_max, math.inf)):

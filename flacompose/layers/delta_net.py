@@ -55,8 +55,7 @@ class DeltaNet(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm without a gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys or
-            values.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys.
         TypeError: If an argument has the wrong type.
     """
 
@@ -140,7 +139,7 @@ class DeltaNet(RecurrentLayer):
         if self.allow_neg_eigval:
             beta = 2 * beta
 
-        delta_rule = self._op(chunk_delta_rule, fused_recurrent_delta_rule, x, past.recurrent, tokens)
+        delta_rule = self._wide_op(chunk_delta_rule, fused_recurrent_delta_rule, x, past.recurrent, tokens)
         # A token whose beta is 0 writes nothing.
         o, recurrent = delta_rule(q, k, v, tokens.masked(beta), use_qk_l2norm_in_kernel=self.qk_norm == "l2")
         if self.use_gate:

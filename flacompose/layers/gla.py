@@ -56,8 +56,7 @@ class GatedLinearAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys or
-            values.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys.
         TypeError: If an argument has the wrong type.
     """
 
@@ -142,7 +141,7 @@ class GatedLinearAttention(RecurrentLayer):
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         k, v, gk = (shared(y, self.num_kv_groups) for y in (tokens.masked(k), v, tokens.masked(gk)))
 
-        gla = self._op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
+        gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(q, k, v, gk)
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))

@@ -59,8 +59,7 @@ class GatedSlotAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys or
-            values.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 slots.
         TypeError: If an argument has the wrong type.
     """
 
@@ -91,7 +90,7 @@ class GatedSlotAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
+        H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v, wide_keys=True)
         if H * V != hidden_size:
             raise ValueError(f"hidden_size * expand_v must be hidden_size, as the norm is, got {H * V}")
         M = K if num_slots is None else num_slots

@@ -9,11 +9,18 @@ from flacompose.ops._check import MAX_HEAD_SIZE
 
 
 def heads_of(
-    hidden_size: int, heads: int, kv_heads: int | None, expand_k: float, expand_v: float, rotary: bool = False
+    hidden_size: int,
+    heads: int,
+    kv_heads: int | None,
+    expand_k: float,
+    expand_v: float,
+    rotary: bool = False,
+    wide_keys: bool = False,
 ) -> tuple[int, int, int, int]:
     """Check these arguments of a layer, return the heads of queries, those of keys and values, and their sizes K, V.
 
     The heads of queries have all of ``hidden_size * expand_k`` channels. With `rotary` positions, K must be even.
+    Without `wide_keys`, K is at most what the ops take.
     """
     _check.count("num_heads", heads)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -22,6 +29,8 @@ def heads_of(
         raise ValueError(f"num_kv_heads must divide num_heads = {heads}, got {kv_heads}")
     K = _head_size("expand_k", hidden_size, expand_k, heads)
     V = _head_size("expand_v", hidden_size, expand_v, heads)
+    if K > MAX_HEAD_SIZE and not wide_keys:
+        raise ValueError(f"hidden_size * expand_k / num_heads must be at most {MAX_HEAD_SIZE}, got {K}")
     if rotary and K % 2 != 0:
         raise ValueError(f"hidden_size * expand_k / num_heads must be even, for rotary positions, got {K}")
     return heads, kv_heads, K, V
@@ -61,9 +70,10 @@ def expanded_heads(
         why = hint if num_heads is None else ""
         raise ValueError(f"hidden_size must be a multiple of num_heads = {H}, got {hidden_size}{why}")
     V = hidden_size // H
-    if V > MAX_HEAD_SIZE:
-        raise ValueError(f"hidden_size / num_heads must be at most {MAX_HEAD_SIZE}, got {V}")
-    return H, V if expand_ratio is None else expand_ratio, V
+    K = V if expand_ratio is None else expand_ratio
+    if K > MAX_HEAD_SIZE:
+        raise ValueError(f"hidden_size / num_heads must be at most {MAX_HEAD_SIZE}, got {K}")
+    return H, K, V
 
 
 def value_heads(
@@ -101,7 +111,4 @@ def _head_size(argument: str, hidden_size: int, ratio: float, num_heads: int) ->
     """``hidden_size * ratio / num_heads``, which must be an int."""
     _check.number(argument, ratio)
     name = f"hidden_size * {argument}"
-    size = _check.whole(name, hidden_size * ratio, "num_heads", num_heads) // num_heads
-    if size > MAX_HEAD_SIZE:
-        raise ValueError(f"{name} / num_heads must be at most {MAX_HEAD_SIZE}, got {size}")
-    return size
+    return _check.whole(name, hidden_size * ratio, "num_heads", num_heads) // num_heads

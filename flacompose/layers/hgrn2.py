@@ -47,7 +47,7 @@ class HGRN2Attention(ForgetGateLayer):
 
     Raises:
         ValueError: If neither `num_heads` nor `expand_ratio` is given, they contradict each other, the heads do not
-            divide `hidden_size`, or one takes over 256 keys or values.
+            divide `hidden_size`, or one takes over 256 keys.
         TypeError: If an argument has the wrong type.
     """
 
@@ -103,6 +103,6 @@ class HGRN2Attention(ForgetGateLayer):
         k, g = forget_gate(f, lower_bound)
         k, g = tokens.masked(k), tokens.masked(g)
 
-        gla = self._op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
+        gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(F.silu(q), k.to(i.dtype), i, g)
         return self.o_proj(self.g_norm(o.flatten(2))), RecurrentState(recurrent, conv)

@@ -48,7 +48,7 @@ class LightNetAttention(RecurrentLayer):
 
     Raises:
         ValueError: If neither `num_heads` nor `expand_ratio` is given, the heads do not divide `hidden_size`, or one
-            has over 256 keys or values.
+            has over 256 keys.
         TypeError: If an argument has the wrong type.
     """
 
@@ -102,6 +102,6 @@ class LightNetAttention(RecurrentLayer):
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
         g, k, z = running_logsumexp(upcast(tokens.masked(k, -torch.inf)), past.normalizer, tokens.cu_seqlens)
 
-        gla = self._op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
+        gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(F.silu(q), k.to(v.dtype), v, g)
         return self.o_proj(self.g_norm(o.flatten(2), self.g_proj(x))), RecurrentState(recurrent, conv, z)

@@ -52,8 +52,8 @@ class LinearAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 values,
-            or keys after the feature map.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys,
+            before or after the feature map.
         TypeError: If an argument has the wrong type.
     """
 
@@ -126,7 +126,7 @@ class LinearAttention(RecurrentLayer):
         initial_state = past.recurrent
         if initial_state is not None and self.do_feature_map_norm:
             initial_state = initial_state, past.normalizer
-        linear_attn = self._op(chunk_linear_attn, fused_recurrent_linear_attn, x, initial_state, tokens)
+        linear_attn = self._wide_op(chunk_linear_attn, fused_recurrent_linear_attn, x, initial_state, tokens)
         o, final_state = linear_attn(q, k, v, normalize=self.do_feature_map_norm)
         recurrent, normalizer = final_state if isinstance(final_state, tuple) else (final_state, ())
         return self.o_proj(self.norm(o).flatten(2)), RecurrentState(recurrent, normalizer=normalizer)

@@ -64,7 +64,7 @@ class Mamba2(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log`.
 
     Raises:
-        ValueError: If sizes do not divide as said, a bound is wrong, or `head_dim` or `state_size` is above 256.
+        ValueError: If sizes do not divide as said, a bound is wrong, or `state_size` is above 256.
         TypeError: If an argument has the wrong type.
     """
 
@@ -97,7 +97,7 @@ class Mamba2(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("chunk", hidden_size, norm_eps, layer_idx)
-        _check.head_size("head_dim", head_dim)
+        _check.count("head_dim", head_dim)
         _check.head_size("state_size", state_size)
         _check.number("expand", expand)
         inner = _check.whole("expand * hidden_size", expand * hidden_size, "head_dim", head_dim)
@@ -167,7 +167,7 @@ class Mamba2(RecurrentLayer):
 
         # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
         v, g = (x * dt.unsqueeze(-1)).to(x.dtype), -dt * upcast(self.A_log).exp()
-        simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
+        simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
         o, recurrent = simple_gla(C, B, v, g, scale=1.0)
         o = (upcast(o) + x * upcast(self.D).reshape(H, -1)).flatten(-2)
         o = o * F.silu(upcast(z)) if self.norm is None else self.norm(o, z)

@@ -55,8 +55,8 @@ class MultiScaleRetention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys or
-            values, or an odd number of keys.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys
+            or an odd number of them.
         TypeError: If an argument has the wrong type.
     """
 
@@ -128,7 +128,7 @@ class MultiScaleRetention(RecurrentLayer):
         decay = log_decay(self.num_heads, q)
         # Retention would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
-        simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
+        simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, g, decay if g is None else None)
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))

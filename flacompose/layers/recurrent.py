@@ -14,8 +14,7 @@ from flacompose.layers.layout import Layout, beside, layout
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._varlen import sequence_count
-
-Op = Callable[..., tuple[Tensor, Any]]  # what it computes, and the state after the last token
+from flacompose.ops._wide import Op, by_values
 
 _SHOWN = (
     "mode", "num_heads", "num_kv_heads", "num_v_heads", "head_dim", "state_size", "n_groups", "input_dim", "decay",
@@ -163,3 +162,7 @@ class RecurrentLayer(StatefulLayer):
         """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent one."""
         op = recurrent if self.mode == "fused_recurrent" or _check.is_one(x.shape[1]) else chunk
         return partial(op, initial_state=initial_state, output_final_state=True, cu_seqlens=tokens.cu_seqlens)
+
+    def _wide_op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:
+        """`_op`, for heads of any number of values."""
+        return partial(by_values, self._op(chunk, recurrent, x, None, tokens), initial_state)

@@ -55,8 +55,7 @@ class RWKV6Attention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys or
-            values.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys.
         TypeError: If an argument has the wrong type.
     """
 
@@ -126,7 +125,7 @@ class RWKV6Attention(RecurrentLayer):
         gate = self.gate_fn(self.g_proj(mixed_g))
         r, w, k, v, gate = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, gate))
 
-        rwkv6 = self._op(chunk_rwkv6, fused_recurrent_rwkv6, x, past.recurrent, tokens)
+        rwkv6 = self._wide_op(chunk_rwkv6, fused_recurrent_rwkv6, x, past.recurrent, tokens)
         o, recurrent = rwkv6(r, tokens.masked(k), v, tokens.masked(w), self.bonus, scale=1.0)
         return self.o_proj((self.g_norm(o) * gate).flatten(2)), RecurrentState(recurrent, shift=shift)
 

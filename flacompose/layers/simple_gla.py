@@ -54,8 +54,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys or
-            values.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys.
         TypeError: If an argument has the wrong type.
     """
 
@@ -124,7 +123,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
 
-        simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
+        simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, tokens.masked(g))
         gate = self.g_proj(x).unflatten(-1, (self.num_heads, -1))
         if self.fuse_norm_and_gate:

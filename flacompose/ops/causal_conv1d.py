@@ -38,8 +38,8 @@ def causal_conv1d(
             of ``T`` tokens.
 
     Returns:
-        ``(y, final_state)``: `y` is ``[B, T, D]`` in the dtype of `x`; `final_state` is ``[N, D, W]`` in float32
-            (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+        ``(y, final_state)``: `y` is ``[B, T, D]`` in the dtype of `x`, or under autocast in its dtype; `final_state` is
+            ``[N, D, W]`` in float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
         ValueError: If a shape or a device is wrong, or `activation` none of these.

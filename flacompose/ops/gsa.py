@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from flacompose.ops._define import autocast_dtype
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._logsumexp import running_logsumexp
 from flacompose.ops._varlen import stretched
+from flacompose.ops._wide import by_keys, by_values
 from flacompose.ops.families.vector_decay import op
 
 
@@ -63,7 +65,7 @@ def chunk_gsa(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K``, ``V`` or ``M`` is above 256, or `scale` is not finite.
+        ValueError: If a shape or a device is wrong, ``M`` is above 256, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return run(op.chunk, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens)
@@ -131,10 +133,9 @@ def run(
             k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
             cu_seqlens = stretched(cu_seqlens, groups)
         # Logits are not rounded: their error would be a relative error of the weights that the softmax gives.
-        logits, Hk = form(
-            q, k, s, gv=g, initial_state=Hk, cu_seqlens=cu_seqlens, scale=scale, full_precision=True
-        )
-        o, Hv = form(logits, s, v, gk=g, initial_state=Hv, cu_seqlens=cu_seqlens, scale=1.0, softmax=True)
+        form = partial(form, cu_seqlens=cu_seqlens)
+        logits, Hk = by_keys(form, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
+        o, Hv = by_values(form, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
         if groups > 1:
             o = o.unflatten(1, (T, groups)).transpose(2, 3).flatten(2, 3)
     if not output_final_state:
@@ -155,8 +156,9 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) 
     _check.optional(q, "g", g, s.shape)
     _check.same_dtype(q, "k", k)
     _check.same_dtype(q, "v", v)
-    for name, x in (("q", q), ("k", k), ("v", v), ("s", s)):
-        _check.head_size(name, x)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        _check.not_empty(name, x)
+    _check.head_size("s", s)
     return HQ // H
 
 

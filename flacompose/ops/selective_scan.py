@@ -102,6 +102,7 @@ def selective_scan_fn(
     if z is not None:
         out = upcast(out) * F.silu(upcast(z, u))
     out = out.to(y.dtype)
-    if tokens is not None:  # a gradient that arrives on the others is dropped
+    if tokens is not None:
+        # It is 0 in the others already, but if `D` or what arrives there is not finite, 0 times that would be NaN.
         out = out.where(tokens, 0)
     return (out, states) if return_last_state else out

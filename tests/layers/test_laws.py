@@ -102,6 +102,8 @@ LAYOUTS = CASES | {
         "expand_v": 150,
         "use_output_gate": False,
     },
+    "gla of large heads": GLA | {"expand_v": 50.0, "num_kv_heads": 2},
+    "gsa of large heads": EVERY["gsa"] | {"expand_k": 50.0},
     "gated_deltanet of large heads": GATED_DELTANET | {"head_dim": 2, "expand_v": 150, "use_gate": False},
 }
 VARIANTS = [

@@ -53,11 +53,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         HEADS
         | {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "rope_theta": 50.0}},
     ),
+    "gla wide": ("GLA", HEADS | {"expand_v": 20.0, "num_hidden_layers": 1}),  # 320 values
     "retnet": ("RetNet", HEADS),
     "retnet varied": (
         "RetNet",
         {"num_heads": 4, "num_kv_heads": 2, "expand_v": 1.0, "feature_map": "sigmoid", "fuse_norm": False},
     ),
+    "retnet wide": ("RetNet", HEADS | {"expand_v": 20.0, "num_hidden_layers": 1}),
     "gsa": ("GSA", HEADS | {"num_slots": 8}),
     "gsa varied": (
         "GSA",
@@ -65,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_kv_heads": 1, "num_slots": 16, "use_short_conv": True, "feature_map": "t2r", "norm_eps": 0.1}
         | {"gate_logit_normalizer": 2},
     ),
+    "gsa wide": ("GSA", HEADS | {"num_slots": 8, "exapnd_k": 20.0, "num_hidden_layers": 1}),  # 320 keys
     "rwkv6": ("RWKV6", HEADS | {"proj_low_rank_dim": 4, "gate_low_rank_dim": 6}),
     "rwkv6 varied": (
         "RWKV6",
@@ -84,10 +87,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "fuse_norm": False,
         },
     ),
+    "rwkv6 wide": (
+        "RWKV6",
+        HEADS | {"proj_low_rank_dim": 4, "gate_low_rank_dim": 6, "expand_v": 20.0, "num_hidden_layers": 1},
+    ),
     "hgrn2": ("HGRN2", {"expand_ratio": 16}),
     "hgrn2 varied": (
         "HGRN2",
         {"num_heads": 4, "expand_ratio": None, "use_short_conv": True, "use_lower_bound": False},
+    ),
+    "hgrn2 hybrid": (
+        "HGRN2",
+        {"expand_ratio": 16, "num_hidden_layers": 3, "attn": {"layers": [1], "num_heads": 2}},
     ),
     "delta_net": ("DeltaNet", HEADS),
     "delta_net varied": (

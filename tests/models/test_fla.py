@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flacompose.integrations._fla_configs import WITHOUT_EFFECT
 from flacompose.integrations.fla import _FAMILIES, config_from_fla, from_fla, load_fla
+from flacompose.models import RecurrentLM
 
 from .fla_weights import tokens
 from .goldens import GOLDENS, loaded, state_dict
@@ -74,15 +75,37 @@ def test_sizes_have_the_defaults_of_the_peer(model_type: str) -> None:
 
 
 def test_gsa_takes_both_spellings_of_its_arguments() -> None:
-    def expand_v(**given: float) -> float:
-        return config_from_fla({"model_type": "gsa", **given}).layer_options["expand_v"]
+    def expand_k(**given: float) -> float:
+        return config_from_fla({"model_type": "gsa", **given}).layer_options["expand_k"]
 
-    assert (expand_v(), expand_v(exapnd_v=2), expand_v(expand_v=3), expand_v(exapnd_v=2, expand_v=3)) == (
+    assert (expand_k(), expand_k(exapnd_k=2), expand_k(expand_k=3), expand_k(exapnd_k=2, expand_k=3)) == (
         1,
         2,
         3,
         3,
     )
+    with pytest.raises(ValueError, match="config: hidden_size \\* expand_v must be hidden_size"):
+        config_from_fla({"model_type": "gsa", "exapnd_v": 2})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "states"),
+    [
+        ("gla", [(4, 256, 512)]),
+        ("retnet", [(8, 256, 512)]),
+        ("gsa", [(4, 512, 64), (4, 64, 512)]),
+        ("rwkv6", [(4, 256, 512)]),
+        ("hgrn2", [(16, 128, 128)]),
+        ("delta_net", [(16, 128, 128)]),
+        ("gated_deltanet", [(12, 256, 256)]),
+        ("kda", [(16, 128, 128)]),
+    ],
+)
+def test_default_sizes_of_the_peer_are_supported(model_type: str, states: list[tuple[int, ...]]) -> None:
+    """Its published models of gated linear attention, retention and slots have heads of these sizes."""
+    config = config_from_fla({"model_type": model_type, "num_hidden_layers": 1, "vocab_size": VOCAB})
+    model = RecurrentLM(config, device="meta")
+    assert list(model.layers[0].attn.state_shapes.recurrent) == states
 
 
 @torch.no_grad()
@@ -132,9 +155,40 @@ def test_hgrn2_computes_its_heads_from_their_size() -> None:
             r"config: hidden_size must be a multiple of 2 \* num_heads = 6",
         ),
         ({"attn": 3}, r"config: attn must be a sequence of mappings, got int"),
+        ({"use_gk": False}, r"use_gk must be True in a gla, got False"),
+        *(
+            (
+                {"model_type": model_type, key: value},
+                rf"{key} must be {wanted} in a {model_type}, got {value}",
+            )
+            for model_type, key, value, wanted in (
+                ("gsa", "clamp_min", -1.0, "None"),
+                ("gsa", "clamp_max", 1.0, "None"),
+                ("gsa", "use_rope", True, "False"),
+                ("delta_net", "use_rope", True, "False"),
+            )
+        ),
+        *(
+            (
+                {"model_type": model_type, "num_heads": 1, "expand_k": 9},
+                r"config: hidden_size \* expand_k / num_heads must be at most 256, got 288",
+            )
+            for model_type in ("gla", "retnet", "rwkv6", "delta_net")
+        ),
+        *(
+            ({"model_type": model_type, "head_dim": 288}, r"config: head_dim must be from 1 to 256, got 288")
+            for model_type in ("gated_deltanet", "kda")
+        ),
+        (
+            {"model_type": "gated_deltanet", "head_dim": 1, "expand_v": 257},
+            r"config: head_dim \* expand_v must have 2 equal parts of at most 256, got 257",
+        ),
+        ({"model_type": "gsa", "num_slots": 257}, r"config: num_slots must be from 1 to 256, got 257"),
     ],
 )
 def test_what_is_not_supported_in_a_config_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_fla(GLA | given)
     with pytest.raises(ValueError, match=message):
         from_fla(GLA | given, state_dict("gla"))
 

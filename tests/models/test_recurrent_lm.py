@@ -20,9 +20,9 @@ from .fla_weights import tokens
 from .goldens import GOLDENS, loaded
 
 VOCAB = 11
-# One of each model, a hybrid with all keys and values and one with a window.
+# One of each model; hybrids with all keys and values, with a window, and with lower bounds of forget gates.
 MODELS = ["gla", "retnet", "gsa varied", "rwkv6", "hgrn2", "delta_net", "gated_deltanet", "kda"]
-HYBRIDS = ["gla hybrid", "gated_deltanet hybrid"]
+HYBRIDS = ["gla hybrid", "gated_deltanet hybrid", "hgrn2 hybrid"]
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

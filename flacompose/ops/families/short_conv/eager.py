@@ -134,10 +134,8 @@ class _Packed:
         self.N, self.T, self.W = N, T, W
         cu = bounds(cu_seqlens, T)
         n, w = torch.arange(N, device=device), torch.arange(W, device=device)
-        begin, end = (
-            cu[:-1] + n * W,
-            cu[1:] + n * W,
-        )  # of a sequence with its state; it has W places from `end` on
+        # Of a sequence with its state. It has W places from `end` on.
+        begin, end = cu[:-1] + n * W, cu[1:] + n * W
         self.first_at, self.last_at = (at[:, None] + w for at in (begin, end))
 
         place = torch.arange(T + N * W, device=device)
