@@ -305,7 +305,9 @@ def main() -> None:
             )
             tuned.install(tuned.H100)
         # PyTorch 2.11 says so of every model that it compiles, and transformers would then call its own loops.
-        vars(importlib.import_module("transformers.integrations.hub_kernels"))["is_torchdynamo_exporting"] = bool
+        vars(importlib.import_module("transformers.integrations.hub_kernels"))["is_torchdynamo_exporting"] = (
+            bool
+        )
         if arguments.peer_configs and arguments.peer_configs.exists():
             tuned.install(arguments.peer_configs)
     if arguments.share:
