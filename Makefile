@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test pytest lint format types docs docs-serve dev clean
+.PHONY: help demo test pytest newest lint format types docs docs-serve dev clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,11 @@ pytest: export TORCHINDUCTOR_COMPILE_THREADS := 1
 pytest: $(VENV)/dev.stamp ## The test suite, then the Triton kernels under the interpreter
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 tests/interpreter
+
+NEWEST := 5.23.0
+newest: $(VENV)/dev.stamp ## The tests of transformers' models with its newest release that is known
+	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps --upgrade --target $(VENV)/newest transformers==$(NEWEST)
+	PYTHONPATH=$(VENV)/newest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 tests/integrations $(ARGS)
 
 lint: $(VENV)/dev.stamp ## ruff, without changing anything
 	$(BIN)/ruff check
