@@ -206,6 +206,8 @@ def lightning_attention(
 class _With:
     """A module that has some attributes unlike its own."""
 
+    forward = None  # where transformers asks whether its wrapper for checkpoints is the outermost: it is further out
+
     def __init__(self, module: Any, **attributes: Any) -> None:
         self._module = module
         for name, value in attributes.items():
@@ -300,6 +302,21 @@ def scanned(forward: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return scanned_forward
+
+
+def refusing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a convolution that is no op of this library, and knows nothing of packed sequences."""
+
+    @wraps(forward)
+    def unpacked_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for key in PACKED:
+            if kwargs.get(key) is not None:
+                raise ValueError(
+                    f"{key} must not be given to a {type(self).__name__}, which cannot keep sequences apart"
+                )
+        return forward(self, *args, **kwargs)
+
+    return unpacked_forward
 
 
 def passing_to(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -60,6 +60,7 @@ FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
 # it, where it makes copies of queries and keys for an op that needs none, where it keeps bounds or states to itself.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "FalconMambaMixer": _modeling.scanned,
+    "Inkling2ShortConvolution": _modeling.convolved_apart,
     "InklingShortConvolution": _modeling.convolved_apart,
     "JambaMambaMixer": _modeling.scanned,
     "Lfm2MoeShortConv": _modeling.convolved_apart,
@@ -79,6 +80,11 @@ AROUND: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "FalconMambaBlock": _modeling.passing_to("mixer"),
     "FalconMambaForCausalLM": _modeling.passing_to("backbone"),
     "FalconMambaModel": _modeling.passing_to("layers"),
+    "Inkling2DynamicShortConvolution": _modeling.refusing,
+    "Inkling2FullAttention": _modeling.passing_to("k_sconv", "v_sconv"),
+    "Inkling2FullDecoderLayer": _modeling.passing_to("post_attention_convolution", "post_mlp_convolution"),
+    "Inkling2SlidingAttention": _modeling.passing_to("k_sconv", "v_sconv"),
+    "Inkling2SlidingDecoderLayer": _modeling.passing_to("post_attention_convolution", "post_mlp_convolution"),
     "InklingAttention": _modeling.passing_to("k_sconv", "v_sconv"),
     "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
     "JambaMambaDecoderLayer": _modeling.passing_to("mamba"),
@@ -155,6 +161,7 @@ def enable() -> Enabled:
             if (holder, name) not in _originals:
                 original = _originals[holder, name] = vars(holder)[name]
                 setattr(holder, name, replacement(original))
+                _checkpoint(holder)
         _enabled.append(handle)
     return handle
 
@@ -368,6 +375,13 @@ def _while_enabled(replacement: Callable[[Any], Any], original: Callable[..., An
         return (replaced if _enabled else original)(self, *args, **kwargs)
 
     return forward
+
+
+def _checkpoint(holder: ModuleType | type) -> None:
+    """Let transformers wrap a layer's new forward too, where it checkpoints in the outermost wrapper of a forward."""
+    for base in getattr(holder, "__mro__", ())[1:]:
+        if base.__name__ == "GradientCheckpointingLayer" and "__init_subclass__" in vars(base):
+            vars(base)["__init_subclass__"].__func__(holder)
 
 
 def _same(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,6 +66,7 @@ def use_kernelized_func(*functions):
 
 CUDAProperties = Device = LayerRepository = LocalLayerRepository = Mode = register_kernel_mapping = None
 replace_kernel_forward_from_hub = use_kernel_mapping = get_kernel = kernelize = None
+KernelizeFallback = ROCMProperties = None  # of newer releases
 """
 
 
@@ -84,9 +85,11 @@ def write_libraries(folder: Path) -> None:
                     break
                 (package / "__init__.py").touch()
             (path / "__init__.py").write_text("".join(_raising(module, name) for name in functions))
+    from transformers.utils.import_utils import KERNELS_MIN_VERSION
+
     (folder / "stand_in" / "kernels").mkdir(parents=True)
     (folder / "stand_in" / "kernels" / "__init__.py").write_text(KERNELS)
-    _distribution(folder / "stand_in", "kernels", "0.16.2")
+    _distribution(folder / "stand_in", "kernels", KERNELS_MIN_VERSION)
 
 
 def _distribution(folder: Path, name: str, version: str) -> None:
