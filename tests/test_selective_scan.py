@@ -328,10 +328,20 @@ ERRORS = [
     ({"delta": lambda x: x[..., :1]}, ValueError, "delta must have shape (2, 70, 6), got (2, 70, 1)"),
     ({"A": lambda x: x[0]}, ValueError, "A must have shape [D, S], got (5,)"),
     ({"A": lambda x: x[:1]}, ValueError, "A must have shape (6, 5), got (1, 5)"),
-    ({"A": lambda x: x.repeat(1, 60)}, ValueError, "A must have a head size of at most 256, got 300"),
-    ({"B": lambda x: x.mT}, ValueError, "B must have shape (2, 70, 5), got (2, 5, 70)"),
-    ({"B": lambda x: x[0, 0]}, ValueError, "B must have shape (2, 70, 5), got (5,)"),
-    ({"B": lambda x: x[:, :, None, :1]}, ValueError, "B must have shape (2, 70, 1, 5), got (2, 70, 1, 1)"),
+    ({"A": lambda x: x.repeat(1, 60)}, ValueError, "A must have a state size of at most 256, got 300"),
+    *(
+        (
+            {"B": change},
+            ValueError,
+            f"B must have shape (2, 70, 5) or, in groups, (2, 70, G, 5), got {got}",
+        )
+        for change, got in (
+            (lambda x: x.mT, (2, 5, 70)),
+            (lambda x: x.mT[:, None], (2, 1, 5, 70)),  # as mamba-ssm has it
+            (lambda x: x[0, 0], (5,)),
+            (lambda x: x[:, :, None, :1], (2, 70, 1, 1)),
+        )
+    ),
     (
         {name: lambda x: x[:, :, None].repeat(1, 1, 4, 1) for name in ("B", "C")},
         ValueError,

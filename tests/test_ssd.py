@@ -418,7 +418,7 @@ def test_sizes_of_the_scan(device: torch.device) -> None:
         "x must have a head size of at most 256, got 300",
     )
     states = {"B": B.repeat(1, 1, 1, 60), "C": C.repeat(1, 1, 1, 60)}
-    refused(scan, {**tensors, **states}, ValueError, "B must have a head size of at most 256, got 300")
+    refused(scan, {**tensors, **states}, ValueError, "B must have a state size of at most 256, got 300")
     refused(
         scan, {**tensors, "C": C.bfloat16()}, TypeError, "C must have the dtype of x, float32, got bfloat16"
     )

@@ -17,10 +17,10 @@ WITHOUT_EFFECT = frozenset(
     + """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures
     auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
-    is_decoder is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size
-    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_scores pad_token_id
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size
+    eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
+    is_decoder is_encoder_decoder label2id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups
+    num_beams num_labels num_return_sequences output_attentions output_hidden_states output_scores pad_token_id
     prefix problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
     sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
     top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flacompose.integrations._fla_configs import WITHOUT_EFFECT
 from flacompose.layers import _check
@@ -185,22 +186,35 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
     Raises:
         ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "hgrn2", "delta_net", "gated_deltanet"
             and "kda", or a key is not known, or its value asks for something that is not supported; both are named.
+            If `config` is JSON itself, or its file holds none.
+        TypeError: If `config` is neither a mapping nor a path.
+        FileNotFoundError: If it is the path of no file.
     """
-    return _without_values(config).config
+    return _without_values(_given(config)).config
 
 
-def _without_values(config: Mapping[str, Any] | str | os.PathLike[str]) -> RecurrentLM:
+def _given(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The content of `config`."""
+    if isinstance(config, Mapping):
+        return config
+    expected = "config must be a mapping or the path of a config.json"
+    if not isinstance(config, (str, os.PathLike)):
+        raise TypeError(f"{expected}, got {type(config).__name__}")
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        raise ValueError(f"{expected}, got a str of JSON, which json.loads makes a mapping")
+    return _json(Path(config))
+
+
+def _without_values(given: Mapping[str, Any]) -> RecurrentLM:
     """The model of a config of the peer, on the meta device: its layers refuse what they do not support."""
-    made_of = _read(config)
+    made_of = _read(given)
     try:
         return RecurrentLM(made_of, device="meta")
     except (TypeError, ValueError) as error:
         raise ValueError(f"config: {error}") from error
 
 
-def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> RecurrentConfig:
-    if not isinstance(config, Mapping):
-        config = _json(Path(config))
+def _read(config: Mapping[str, Any]) -> RecurrentConfig:
     given = dict(config)
     model_type = given.pop("model_type", None)
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -211,7 +225,7 @@ def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> RecurrentConfig
             given.setdefault(key, given.pop(spelt, 1))
     values = _COMMON | family.others | family.options
     fixed = _FIXED | family.fixed
-    unknown = sorted(set(given) - set(values) - set(fixed) - WITHOUT_EFFECT)
+    unknown = sorted(map(str, set(given) - set(values) - set(fixed) - WITHOUT_EFFECT))
     if unknown:
         raise ValueError(
             f"config: {_listed(unknown)} not known of a {model_type} of flash-linear-attention 0.6"
@@ -277,14 +291,21 @@ def from_fla(
         config: Of the peer's model, as `config_from_fla` takes it.
         state_dict: ``state_dict()`` of the peer's model for causal language modelling; it is copied.
         device: Where the parameters shall be. Default: where those of `state_dict` are.
-        dtype: What they shall be. Default: what those of `state_dict` are, each.
+        dtype: What they shall be: float32, bfloat16, float16 or float64. Default: what those of `state_dict` are, each.
 
     Raises:
         ValueError: As `config_from_fla`, or if `state_dict` lacks a parameter, has one too many or one of another
             shape; all of them are named, and no model is made.
-        TypeError: If `state_dict` holds something other than dense floating tensors.
+        TypeError: As `config_from_fla`, or if `state_dict` is no mapping of names to dense floating tensors, or `dtype`
+            none of these; or if it is not given and the embeddings, linear projections and layer norms, which compute
+            in the dtype of their input, do not all have one dtype.
+        FileNotFoundError: As `config_from_fla`.
     """
-    return _loaded(_without_values(config), state_dict, device, dtype, copy=True)
+    given = _given(config)
+    _check_names("state_dict", state_dict)
+    if dtype is not None:
+        _check.float_dtype(dtype)
+    return _loaded(_without_values(given), given, state_dict, device, dtype, copy=True)
 
 
 def load_fla(
@@ -300,26 +321,33 @@ def load_fla(
             such files, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``; the first of these four
             that is there is read. Safetensors need the package safetensors.
         device: Where the parameters shall be. Default: the CPU.
-        dtype: What they shall be. Default: as they were saved.
+        dtype: What they shall be: float32, bfloat16, float16 or float64. Default: as they were saved.
 
     Raises:
         FileNotFoundError: If a file is missing.
         ImportError: If safetensors is needed and not installed.
-        ValueError: As `from_fla`, or if the index and its files disagree.
+        ValueError: As `from_fla`, or if a file cannot be read, which is named, or the index and its files disagree.
+        TypeError: As `from_fla`, or if `directory` is no path, or a file holds no mapping of names.
     """
+    if not isinstance(directory, (str, os.PathLike)):
+        raise TypeError(f"directory must be a path, got {type(directory).__name__}")
+    if dtype is not None:
+        _check.float_dtype(dtype)
     folder = Path(directory)
-    model = _without_values(folder / "config.json")  # first, since it is cheap
-    return _loaded(model, _weights(folder), device, dtype, copy=False)
+    given = _json(folder / "config.json")
+    model = _without_values(given)  # first, since it is cheap
+    return _loaded(model, given, _weights(folder), device, dtype, copy=False)
 
 
 def _loaded(
     model: RecurrentLM,
+    given: Mapping[str, Any],
     state_dict: Mapping[str, Tensor],
     device: torch.device | str | None,
     dtype: torch.dtype | None,
     copy: bool,
 ) -> RecurrentLM:
-    """`model`, which has no values yet, with those of `state_dict`."""
+    """`model`, which has no values yet, with those of `state_dict`; `given` is the config that it is made of."""
     config = model.config
     names = {_name(name, config): name for name in model.state_dict()}  # the peer's, and ours
     weights = dict(state_dict)
@@ -332,26 +360,69 @@ def _loaded(
             raise ValueError(
                 "state_dict['lm_head.weight'] must be 'model.embeddings.weight', since tie_word_embeddings is True"
             )
-    _same_names(names, weights)
+    wrong = _other_names(names, weights)
+    if not wrong:
+        wrong = _other_shapes(names, weights, model)
+    if wrong:
+        raise ValueError(_assumed(given, config) + wrong)
+    state = {ours: weights[name].detach().to(device, dtype, copy=copy) for name, ours in names.items()}
+    model.load_state_dict(state, assign=True)
+    _same_dtype(model)
+    return model.requires_grad_()
+
+
+def _check_names(what: str, held: object) -> None:
+    """Check that `held` is a mapping of names."""
+    if not isinstance(held, Mapping):
+        raise TypeError(f"{what} must be a mapping of names to tensors, got {type(held).__name__}")
+    for key in held:
+        if not isinstance(key, str):
+            raise TypeError(f"{what} must have names for keys, got {key!r}")
+
+
+def _assumed(given: Mapping[str, Any], config: RecurrentConfig) -> str:
+    """What an error about parameters begins with, where the reason may be a size that the config does not give."""
+    absent = [key for key in ("vocab_size", "hidden_size", "num_hidden_layers") if key not in given]
+    sizes = ", ".join(f"{key}, taken to be {getattr(config, key)}" for key in absent)
+    return f"config lacks {sizes}; " if absent else ""
+
+
+def _other_shapes(names: Mapping[str, str], weights: Mapping[str, Tensor], model: RecurrentLM) -> str:
     shapes = {name: parameter.shape for name, parameter in model.state_dict().items()}
     wrong = [
         f"{name} must have shape {tuple(shapes[ours])}, got {tuple(weights[name].shape)}"
         for name, ours in names.items()
         if weights[name].shape != shapes[ours]
     ]
-    if wrong:
-        raise ValueError("state_dict: " + "; ".join(wrong))
-    state = {ours: weights[name].detach().to(device, dtype, copy=copy) for name, ours in names.items()}
-    model.load_state_dict(state, assign=True)
-    return model.requires_grad_()
+    return "state_dict: " + "; ".join(wrong) if wrong else ""
 
 
-def _same_names(names: Mapping[str, str], weights: Mapping[str, Tensor]) -> None:
+def _other_names(names: Mapping[str, str], weights: Mapping[str, Tensor]) -> str:
     missing, unexpected = sorted(set(names) - set(weights)), sorted(set(weights) - set(names))
-    if missing or unexpected:
-        lists = [f"lacks {', '.join(missing)}"] * bool(missing)
-        lists += [f"has {', '.join(unexpected)}, which the config does not ask for"] * bool(unexpected)
-        raise ValueError("state_dict " + " and ".join(lists))
+    lists = [f"lacks {', '.join(missing)}"] * bool(missing)
+    lists += [f"has {', '.join(unexpected)}, which the config does not ask for"] * bool(unexpected)
+    return "state_dict " + " and ".join(lists) if lists else ""
+
+
+def _same_dtype(model: RecurrentLM) -> None:
+    """Check that the modules of PyTorch, which compute in the dtype of their input, have one dtype.
+
+    What else has parameters here, as norms and convolutions, takes those of any dtype.
+    """
+    expected = model.embeddings.weight.dtype
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.Linear, nn.LayerNorm)):
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if parameter.dtype != expected:
+                    raise TypeError(
+                        f"state_dict[{_name(name, model.config)!r}] must have the dtype of "
+                        f"'model.embeddings.weight', {_dtype(expected)}, where the argument dtype is not given, "
+                        f"got {_dtype(parameter.dtype)}"
+                    )
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _name(ours: str, config: RecurrentConfig) -> str:
@@ -407,6 +478,9 @@ def _sharded(index: Path, read: Any) -> dict[str, Tensor]:
     files = _json(index).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{index} must have a weight_map, got {type(files).__name__}")
+    for name, file in files.items():
+        if not isinstance(file, str):
+            raise ValueError(f"{index} must have a file for {name}, got {file!r}")
     weights: dict[str, Tensor] = {}
     for file in sorted(set(files.values())):
         if Path(file).name != file:
@@ -427,15 +501,29 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         raise ImportError(f"{path} needs the package safetensors: pip install safetensors") from error
     if not path.is_file():
         raise FileNotFoundError(f"{path} must be a file")
-    return load_file(path)
+    return _read_by(load_file, path)
 
 
 def _pickle(path: Path) -> dict[str, Tensor]:
-    return torch.load(path, map_location="cpu", weights_only=True)
+    return _read_by(partial(torch.load, map_location="cpu", weights_only=True), path)
+
+
+def _read_by(load: Callable[[Path], Any], path: Path) -> dict[str, Tensor]:
+    try:
+        held = load(path)
+    except OSError:  # its message has the path
+        raise
+    except Exception as error:  # a damaged file, or one of another kind, makes readers raise anything
+        raise ValueError(f"{path} must be a whole {path.suffix} file of tensors: {error!r}") from error
+    _check_names(str(path), held)
+    return held
 
 
 def _json(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must hold JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold an object, got {type(content).__name__}")
     return content

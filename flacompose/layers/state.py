@@ -163,17 +163,17 @@ class StateShapes(NamedTuple):
         conv: Any = (None,) * len(self.conv)
         return RecurrentState(None, conv, None, None, None, ())
 
-    def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
-        """Check that `state` has these shapes, `N` sequences, and the device of `x`."""
+    def check(self, state: RecurrentState, N: int, x: Tensor, called: str = "state") -> None:
+        """Check that `state`, which errors call `called`, has these shapes, `N` sequences, and the device of `x`."""
         if not isinstance(state, RecurrentState):
             given = f"{type(state).__name__} (a mask is the keyword attention_mask)"
-            raise TypeError(f"state must be a RecurrentState, got {given}")
+            raise TypeError(f"{called} must be a RecurrentState, got {given}")
         if len(self.recurrent) == 1:
-            _check.like(x, "state.recurrent", state.recurrent, (N, *self.recurrent[0]))
+            _check.like(x, f"{called}.recurrent", state.recurrent, (N, *self.recurrent[0]))
         else:
-            _check_tensors(x, "state.recurrent", state.recurrent, self.recurrent, N)
-        _check_tensors(x, "state.conv", state.conv, self.conv, N)
-        _check_tensors(x, "state.cache", state.cache, self._cached(state), N)
+            _check_tensors(x, f"{called}.recurrent", state.recurrent, self.recurrent, N)
+        _check_tensors(x, f"{called}.conv", state.conv, self.conv, N)
+        _check_tensors(x, f"{called}.cache", state.cache, self._cached(state), N)
         kind: Callable[[str, Tensor], None]
         for name, value, shape, kind in (
             ("normalizer", state.normalizer, self.normalizer, _check.floating),
@@ -181,9 +181,9 @@ class StateShapes(NamedTuple):
             ("shift", state.shift, self.shift, _check.floating),
         ):
             if shape is not None:
-                _check.like(x, f"state.{name}", value, (N, *shape), kind)
+                _check.like(x, f"{called}.{name}", value, (N, *shape), kind)
             elif isinstance(value, Tensor) or value != ():
-                raise ValueError(f"state.{name} must be () in this layer, got {type(value).__name__}")
+                raise ValueError(f"{called}.{name} must be () in this layer, got {type(value).__name__}")
 
     def _cached(self, state: RecurrentState) -> tuple[tuple[int, ...], ...]:
         """The shapes of `state.cache`, whose number of places is any, the same for keys and values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from flacompose.layers.activation import ACTIVATIONS
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.recurrent import RecurrentLayer
 
+# Arguments of layers that the model gives.
+_GIVEN = ("hidden_size", "d_model", "layer_idx", "device", "dtype")
 _ATTENTION = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
 
 
@@ -75,12 +78,26 @@ class RecurrentConfig:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not isinstance(self.layer_options, Mapping):
             raise TypeError(f"layer_options must be a mapping, got {type(self.layer_options).__name__}")
-        for name in ("hidden_size", "d_model", "layer_idx", "device", "dtype"):
+        for name in _GIVEN:
             if name in self.layer_options:
                 raise ValueError(f"layer_options must not hold {name}, which the model gives its layers")
+        self._check_layer_options()
         if self.use_lower_bound and not issubclass(self.layer_class, ForgetGateLayer):
             raise ValueError(f"use_lower_bound must be False with {self.layer}, whose gates take no bound")
         self._check_attn()
+
+    def _check_layer_options(self) -> None:
+        """Check its keys; the layer checks their values."""
+        arguments = inspect.signature(self.layer_class).parameters
+        known = {name: argument for name, argument in arguments.items() if name not in _GIVEN}
+        for key in self.layer_options:
+            _check.one_of("layer_options: a key", key, known, f", of {self.layer}")
+        for name, argument in known.items():
+            if argument.default is argument.empty and name not in self.layer_options:
+                raise ValueError(
+                    f"layer_options must have the key {name!r}, which {self.layer} has no default for, "
+                    f"got {sorted(self.layer_options)}"
+                )
 
     def _check_attn(self) -> None:
         if isinstance(self.attn, (str, Mapping)) or not isinstance(self.attn, Sequence):

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from flacompose.layers import RMSNorm, _check
 from flacompose.layers.forget_gate import ForgetGateLayer
@@ -161,10 +162,25 @@ class RecurrentLM(nn.Module):
         Raises:
             ValueError: If a shape is wrong, `state` has not one entry for each layer, or `attention_mask` comes with
                 `cu_seqlens`.
-            TypeError: If `input_ids` are no integers, or another argument has the wrong type.
+            TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong type.
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
-        _check.integral("input_ids", input_ids)
+        try:
+            return self._computed(input_ids, state, attention_mask, cu_seqlens, last_only)
+        except (TypeError, ValueError):
+            self._check_entries(state)
+            raise
+
+    def _computed(
+        self,
+        input_ids: Tensor,
+        state: Sequence[RecurrentState] | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        last_only: bool,
+    ) -> tuple[Tensor, States]:
+        """`forward`, in whose errors a layer does not say which entry of the model's state it was given."""
+        _check.indices("input_ids", input_ids)
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
         old = self._checked(state)
@@ -269,6 +285,14 @@ class RecurrentLM(nn.Module):
             if not isinstance(part, RecurrentState):
                 raise TypeError(f"state[{i}] must be a RecurrentState, got {type(part).__name__}")
         return state
+
+    def _check_entries(self, state: Sequence[RecurrentState] | None) -> None:
+        """Check that each entry of `state` has the parts of its layer, of any number of sequences on any device."""
+        for i, (layer, part) in enumerate(zip(self._stateful(), self._checked(state), strict=True)):
+            if part is not None:
+                leaves = pytree.tree_leaves(part)
+                x = next((t for t in leaves if isinstance(t, Tensor) and t.ndim > 0), torch.empty(0))
+                layer.state_shapes.check(part, x.shape[0], x, f"state[{i}]")
 
     def _lower_bounds(self) -> list[Tensor | None]:
         """Of the forget gates of each block: a cumulative softmax over the blocks, 0 in the first."""

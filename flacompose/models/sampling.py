@@ -32,10 +32,13 @@ def next_token(
     """A token for each row, ``[B]``, int64: of the `top_k` likeliest, and of the fewest that have `top_p` together."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    logits = logits.float()
     if top_k is not None and top_k < logits.shape[-1]:
         least = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
+    # The largest becomes 0 first, so that no quotient is infinite and positive. Below the bound, a temperature
+    # would in float32 be 0 or have an infinite reciprocal; at the bound, only the largest have any probability already.
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
     probabilities = logits.softmax(-1)
     if top_p is not None:
         ordered, order = probabilities.sort(dim=-1, descending=True)

@@ -64,11 +64,11 @@ def same_dtype(q: Tensor, name: str, x: Tensor, of: str = "q") -> None:
     raise TypeError(f"{name} must have the dtype of {of}, {_name(q.dtype)}, got {_name(x.dtype)}")
 
 
-def head_size(name: str, x: Tensor) -> None:
-    """Check that ``x [..., D]`` has a size that the ops take."""
+def head_size(name: str, x: Tensor, of: str = "head") -> None:
+    """Check that ``x [..., D]`` has a size that the ops take, which errors call that of a head, or of a state."""
     not_empty(name, x)
     if x.shape[-1] > MAX_HEAD_SIZE:
-        raise ValueError(f"{name} must have a head size of at most {MAX_HEAD_SIZE}, got {x.shape[-1]}")
+        raise ValueError(f"{name} must have a {of} size of at most {MAX_HEAD_SIZE}, got {x.shape[-1]}")
 
 
 def not_empty(name: str, x: Tensor) -> None:
@@ -96,9 +96,7 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None, of: str = "q") -> int:
     B = q.shape[0]
     if cu_seqlens is None:
         return B
-    tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens must be int32 or int64, got {_name(cu_seqlens.dtype)}")
+    indices("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != q.device:
@@ -106,6 +104,13 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None, of: str = "q") -> int:
     if B != 1:
         raise ValueError(f"{of} must have batch size 1 when cu_seqlens is given, got {B}")
     return cu_seqlens.shape[0] - 1
+
+
+def indices(name: str, x: Tensor) -> None:
+    """Check that `x` is a tensor of a dtype that PyTorch takes for indices."""
+    tensor(name, x)
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {_name(x.dtype)}")
 
 
 def integer(name: str, x: Any) -> None:

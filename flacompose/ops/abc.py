@@ -44,8 +44,9 @@ def chunk_abc(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HQ, V]`` in the dtype of `v`; `final_state` is ``(Hk, Hv, z)``, new
-            tensors in float32 (float64 for float64 inputs), or None unless `output_final_state`.
+        ``(o, final_state)``: `o` is ``[B, T, HQ, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``(Hk, Hv, z)``, new tensors in float32 (float64 for float64 inputs), or None unless
+            `output_final_state`.
 
     Raises:
         ValueError: If a shape or a device is wrong, ``M`` is above 256, or `scale` is not finite.

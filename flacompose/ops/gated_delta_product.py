@@ -57,8 +57,9 @@ def chunk_gated_delta_product(
             Default: ``N = B`` sequences of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`; `final_state` is ``[N, HV, K, V]`` in
-            float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
+            `output_final_state`.
 
     Raises:
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `num_householder` is below 1, or

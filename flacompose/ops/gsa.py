@@ -60,9 +60,9 @@ def chunk_gsa(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, HQ, V]`` in the dtype of `v`; `final_state` is ``(Hk, Hv)``, or
-            ``(Hk, Hv, z)`` without `g`, new tensors in float32 (float64 for float64 inputs), or None unless
-            `output_final_state`.
+        ``(o, final_state)``: `o` is ``[B, T, HQ, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``(Hk, Hv)``, or ``(Hk, Hv, z)`` without `g`, new tensors in float32 (float64 for float64
+            inputs), or None unless `output_final_state`.
 
     Raises:
         ValueError: If a shape or a device is wrong, ``M`` is above 256, or `scale` is not finite.

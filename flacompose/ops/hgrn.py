@@ -34,8 +34,8 @@ def chunk_hgrn(
             of ``T`` tokens.
 
     Returns:
-        ``(o, final_state)``: `o` is ``[B, T, D]`` in the dtype of `x`; `final_state` is ``[N, D]`` in float32
-            (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
+        ``(o, final_state)``: `o` is ``[B, T, D]`` in the dtype of `x`, or under autocast in its dtype; `final_state` is
+            ``[N, D]`` in float32 (float64 for float64 inputs), a new tensor, or None unless `output_final_state`.
 
     Raises:
         ValueError: If a shape or a device is wrong.

@@ -67,10 +67,14 @@ def selective_scan_fn(
     _check.axes("A", A, "D, S")
     S = A.shape[1]
     _check.like(u, "A", A, (channels, S), of="u")
-    _check.head_size("A", A)
+    _check.head_size("A", A, of="state")
     _check.floating("B", B)
-    grouped = B.dim() == 4 and B.shape[:2] == u.shape[:2]
-    _check.like(u, "B", B, (batch, T, B.shape[2], S) if grouped else (batch, T, S), of="u")
+    grouped = B.dim() == 4
+    if B.shape != (batch, T, *(B.shape[2:3] if grouped else ()), S):
+        raise ValueError(
+            f"B must have shape {(batch, T, S)} or, in groups, ({batch}, {T}, G, {S}), got {tuple(B.shape)}"
+        )
+    _check.like(u, "B", B, B.shape, of="u")
     if grouped and (B.shape[2] == 0 or channels % B.shape[2] != 0):
         raise ValueError(
             f"B must have a number of groups that divides the {channels} channels of u, got {B.shape[2]}"

@@ -77,7 +77,7 @@ def mamba_chunk_scan_combined(
     _check.same_dtype(x, "B", B, of="x")
     _check.same_dtype(x, "C", C, of="x")
     _check.head_size("x", x)
-    _check.head_size("B", B)
+    _check.head_size("B", B, of="state")
     N = _check.sequences(x, cu_seqlens, of="x")
     _check.count("chunk_size", chunk_size)
     _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")

@@ -66,12 +66,18 @@ each_tensor = each(introduced)
 each_tensor_but_the_first = each(lambda case: list(introduced(case))[1:])
 
 
+def shape_of(name: str, x: Tensor) -> str:
+    """The shape that `x` must have, in the words of an error; a selective scan also takes its B in groups."""
+    B, T, *_, S = x.shape if name == "B" else (0, 0, 0)
+    return f"{tuple(x.shape)}" + (f" or, in groups, ({B}, {T}, G, {S})" if name == "B" else "")
+
+
 @each_tensor
 def test_rank(case: OpCase, name: str, device: torch.device) -> None:
     """A tensor that introduces an axis is described by its axes, another by the shape it must have."""
     problem = draw(case, device, T=5)
     x = named(problem)[name]
-    expected = tuple(x.shape)
+    expected = shape_of(name, x)
     if introduced(case)[name]:
         expected = f"[{', '.join({**case.inputs, **case.gates}[name])}]"
     for wrong in (x[..., 0], x[None]):
@@ -87,7 +93,7 @@ def test_every_axis(case: OpCase, name: str, device: torch.device) -> None:
         if axis in introduced(case)[name]:
             continue
         for wrong in (x.narrow(dim, 0, 1), x.repeat_interleave(2, dim)):
-            message = f"{name} must have shape {tuple(x.shape)}, got {tuple(wrong.shape)}"
+            message = f"{name} must have shape {shape_of(name, x)}, got {tuple(wrong.shape)}"
             refused(problem, ValueError, message, **{name: wrong})
 
 
@@ -148,7 +154,8 @@ def test_head_size(case: OpCase, axes: str, device: torch.device) -> None:
     """Where there are slots, their number alone is limited."""
     sizes = {"K": 256, "V": 256, "M": 256, "K" if axes == "S" else axes: 257}
     problem = draw(case, device, B=1, T=1, H=1, state=False, **sizes)
-    refused(problem, ValueError, f"{owner(case, axes)} must have a head size of at most 256, got 257")
+    kind = "state" if axes == "S" else "head"
+    refused(problem, ValueError, f"{owner(case, axes)} must have a {kind} size of at most 256, got 257")
 
 
 Wrong = Callable[[Tensor], object]

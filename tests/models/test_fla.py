@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flacompose.integrations._fla_configs import WITHOUT_EFFECT
-from flacompose.integrations.fla import _FAMILIES, config_from_fla, from_fla, load_fla
+from flacompose.integrations.fla import _COMMON, _FAMILIES, config_from_fla, from_fla, load_fla
 from flacompose.models import RecurrentLM
 
 from .fla_weights import tokens
@@ -199,6 +200,7 @@ def test_keys_without_effect() -> None:
     assert set(transformers.PreTrainedConfig().to_dict()) - {"model_type"} <= WITHOUT_EFFECT
     extras = dict.fromkeys(WITHOUT_EFFECT - {"use_gk", "use_gv"} - set(_FAMILIES["gla"].options))
     assert config_from_fla(GLA | extras) == config_from_fla(GLA)
+    assert config_from_fla(GLA | {"num_labels": 2}) == config_from_fla(GLA)
 
 
 def test_every_parameter_is_accounted_for() -> None:
@@ -225,6 +227,78 @@ def test_shapes_are_those_of_the_config() -> None:
         from_fla(GLA, state_dict("gla") | {"lm_head.weight": quantised})
     with pytest.raises(TypeError, match=r"state_dict\['lm_head.weight'\] must be a tensor, got list"):
         from_fla(GLA, state_dict("gla") | {"lm_head.weight": [1.0]})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("absent", ["vocab_size", "hidden_size", "num_hidden_layers"])
+def test_a_size_that_the_config_lacks_is_named_first(absent: str) -> None:
+    config = {key: value for key, value in (GLA | {"num_heads": 16}).items() if key != absent}
+    default = _COMMON[absent]
+    with pytest.raises(ValueError, match=rf"^config lacks {absent}, taken to be {default}; state_dict"):
+        from_fla(config, state_dict("gla"))
+    with pytest.raises(ValueError, match="^state_dict lacks"):
+        from_fla(GLA, {})
+
+
+@pytest.mark.parametrize(
+    "config, error, message",
+    [
+        (None, TypeError, "config must be a mapping or the path of a config.json, got NoneType"),
+        (b"config.json", TypeError, "config must be a mapping or the path of a config.json, got bytes"),
+        (json.dumps(GLA), ValueError, "config must be a mapping or the path of .*, got a str of JSON"),
+        ("no-such.json", FileNotFoundError, "no-such.json"),
+        (GLA | {1: 2}, ValueError, "config: 1 is not known of a gla"),
+    ],
+)
+def test_what_is_no_config(config: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        config_from_fla(config)
+    with pytest.raises(error, match=message):
+        from_fla(config, state_dict("gla"))
+
+
+@pytest.mark.parametrize(
+    "weights, message",
+    [
+        (None, "state_dict must be a mapping of names to tensors, got NoneType"),
+        ("x", "state_dict must be a mapping of names to tensors, got str"),
+        ({3: torch.ones(1)}, "state_dict must have names for keys, got 3"),
+    ],
+)
+def test_what_is_no_state_dict(weights: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        from_fla(GLA, weights)
+
+
+@pytest.mark.parametrize(("dtype", "got"), [("bfloat16", "str"), (torch.int64, "int64")])
+def test_what_is_no_dtype(dtype: Any, got: str, tmp_path: Path) -> None:
+    message = f"dtype must be float32, bfloat16, float16 or float64, got {got}"
+    with pytest.raises(TypeError, match=message):
+        from_fla(GLA, state_dict("gla"), dtype=dtype)
+    with pytest.raises(TypeError, match=message):
+        load_fla(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["gla hybrid", "rwkv6", "hgrn2", "kda"])
+@torch.no_grad()
+def test_one_parameter_in_another_dtype_is_refused_or_computed_with(name: str) -> None:
+    """What is not refused gives logits; `dtype` lets every parameter pass."""
+    config, weights, ids = GOLDENS[name]["config"], state_dict(name), tokens(1, 5, VOCAB)
+    kept, refused = set(), set()
+    for key, weight in weights.items():
+        given = weights | {key: weight.bfloat16()}
+        try:
+            model = from_fla(config, given)
+        except TypeError as error:
+            # Where it is the embeddings, the first of the others is named.
+            which, got = (key, "bfloat16") if key != "model.embeddings.weight" else (".*", "float32")
+            assert re.match(rf"state_dict\['{which}'\] must have the dtype of .*, got {got}$", str(error))
+            from_fla(config, given, dtype=torch.float32)
+            refused.add(key)
+        else:
+            model(ids)
+            kept.add(key)
+    assert {"lm_head.weight", "model.embeddings.weight"} <= refused
+    assert any("attn" in key for key in kept)  # as g_norm, or A_log
 
 
 def test_tied_embeddings() -> None:
@@ -328,6 +402,32 @@ class TestDirectory:
         self.index(folder, file, dict.fromkeys(places, f"no-such.{file}"))
         with pytest.raises(FileNotFoundError, match="no-such"):
             load_fla(folder)
+        self.index(folder, file, dict.fromkeys(places, 3))
+        with pytest.raises(ValueError, match="index.json must have a file for .*, got 3"):
+            load_fla(folder)
+
+    @pytest.mark.parametrize("junk", [b"", b"junk", b"{", b"PK\x03\x04", b"\x80\x02junk.", bytes(64)])
+    def test_files_that_cannot_be_read(self, folder: Path, file: str, junk: bytes) -> None:
+        (folder / file).write_bytes(junk)
+        with pytest.raises(
+            ValueError, match=f"{folder / file} must be a whole {Path(file).suffix} file of tensors: "
+        ):
+            load_fla(folder)
+        (folder / "config.json").write_bytes(junk)
+        with pytest.raises(ValueError, match=f"{folder / 'config.json'} must hold JSON: "):
+            load_fla(folder)
+
+    def test_files_of_something_else(self, folder: Path) -> None:
+        path = folder / "pytorch_model.bin"
+        for held, message in (
+            ([1.0], "must be a mapping of names to tensors, got list"),
+            ({3: torch.ones(1)}, "must have names for keys, got 3"),
+        ):
+            torch.save(held, path)
+            with pytest.raises(TypeError, match=f"{path} {message}"):
+                load_fla(folder)
+        with pytest.raises(TypeError, match="directory must be a path, got NoneType"):
+            load_fla(None)  # type: ignore[arg-type]
 
     def test_no_file(self, folder: Path) -> None:
         with pytest.raises(

@@ -285,6 +285,17 @@ class TestSampling:
         self.expect(self.drawn(), self.LOGITS[0])
         self.expect(self.drawn(temperature=2.0), self.LOGITS[0] / 2)
 
+    @pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-45, 5e-324])
+    def test_smallest_temperatures(self, temperature: float) -> None:
+        """They take the likeliest token, and among equals each; none of them makes a logit infinite."""
+        self.expect(
+            self.drawn(temperature=temperature), torch.tensor([-torch.inf, 0.0, -torch.inf, -torch.inf])
+        )
+        ties = torch.tensor([[3e38, -3e38, 3e38, 2e38]]).expand(2_000, -1)
+        generator = torch.Generator().manual_seed(0)
+        drawn = next_token(ties, temperature, None, None, generator)
+        assert drawn.unique().tolist() == [0, 2]
+
     def test_top_k(self) -> None:
         kept = torch.tensor([-torch.inf, 3.0, -torch.inf, 2.0])
         self.expect(self.drawn(top_k=2), kept)
@@ -363,7 +374,17 @@ class TestSampling:
             ValueError,
             "rope_theta must be positive, got 0",
         ),
-        ({"layer_options": {"num_head": 2}}, TypeError, "num_head"),
+        (
+            {"layer_options": {"num_head": 2}},
+            ValueError,
+            "layer_options: a key must be one of mode, .* got 'num_head', of GatedLinearAttention",
+        ),
+        ({"layer_options": {1: 2}}, ValueError, "layer_options: a key must be one of mode, .* got 1, of"),
+        (
+            {"layer": "LightningAttention"},
+            ValueError,
+            r"layer_options must have the key 'num_layers', which LightningAttention .* got \['num_heads'\]",
+        ),
     ],
 )
 def test_errors_of_a_config(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -374,16 +395,27 @@ def test_errors_of_a_config(changes: dict[str, Any], error: type[Exception], mes
 def test_errors_of_a_call() -> None:
     model, ids = small(), tokens(2, 5, VOCAB)
     state, one = model.init_state(2), torch.tensor([0, 5])
-    mask = torch.ones_like(ids)
+    mask, wider = torch.ones_like(ids), small(layer_options={"num_heads": 2, "expand_k": 1.0})
     for call, error, message in [
         (lambda: RecurrentLM(SMALL), TypeError, "config must be a RecurrentConfig, got dict"),  # type: ignore[arg-type]
-        (lambda: model(ids.float()), TypeError, "input_ids must be an integer dtype, got float32"),
+        (lambda: model(ids.float()), TypeError, "input_ids must be int32 or int64, got float32"),
+        (lambda: model(ids.byte()), TypeError, "input_ids must be int32 or int64, got uint8"),
         (lambda: model(ids[0]), ValueError, r"input_ids must have shape \[B, T\], none 0, got \(5,\)"),
         (lambda: model(ids[:, :0]), ValueError, r"input_ids must have shape .* got \(2, 0\)"),
         (lambda: model(ids, state[:1]), ValueError, "state must be a tuple of 2 RecurrentState, got 1"),
         (lambda: model(ids, state[0].recurrent), ValueError, "state must be a tuple of 2 .*, got Tensor"),
         (lambda: model(ids, mask), ValueError, "state must be a tuple of 2 RecurrentState, got Tensor"),
         (lambda: model(ids, model.init_state(3)), ValueError, "state.recurrent must have shape"),
+        (
+            lambda: model(ids, wider.init_state(2)),
+            ValueError,
+            r"state\[0\].recurrent must have shape \(2, 2, 8, 16\), got \(2, 2, 16, 16\)",
+        ),
+        (
+            lambda: model(ids, (state[0], RecurrentState(()))),
+            TypeError,
+            r"state\[1\].recurrent must be a tensor, got tuple",
+        ),
         (lambda: model(ids, (None, None)), TypeError, r"state\[0\] must be a RecurrentState, got NoneType"),
         (lambda: model(ids, attention_mask=mask[:1]), ValueError, "attention_mask must have shape"),
         (lambda: model(ids, cu_seqlens=one), ValueError, "cu_seqlens needs hidden_states of one row"),
@@ -435,9 +467,9 @@ def test_errors_of_a_hybrid() -> None:
         ((), ValueError, "state.cache must hold 2 tensors, got 0"),
         (keys, TypeError, "state.cache must be a tuple of tensors, got Tensor"),
     ]:
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=message.replace("state", r"^state\[1\]")):
             model(ids, (recurrent, attention._replace(cache=cache)))
-    with pytest.raises(
-        ValueError, match=r"state.recurrent must hold 0 tensors, got 1|state.recurrent must be a tuple"
-    ):
+    with pytest.raises(ValueError, match=r"^state\[1\].recurrent must hold 0 tensors, got 1"):
         model(ids, (recurrent, RecurrentState((keys,), position=attention.position, cache=attention.cache)))
+    with pytest.raises(TypeError, match=r"^state\[0\].recurrent must be a tensor, got tuple"):
+        model(ids, (attention, recurrent))
