@@ -75,7 +75,8 @@ FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "ZambaMambaMixer": _modeling.scanned,
 }
 
-# The same for modules around them, which call them without the bounds of packed sequences.
+# The same for modules around them, which call them without the bounds of packed sequences, and for a convolution of
+# Inkling 2 that is no op of this library.
 AROUND: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "FalconMambaBlock": _modeling.passing_to("mixer"),
     "FalconMambaForCausalLM": _modeling.passing_to("backbone"),
