@@ -305,7 +305,7 @@ def scanned(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refusing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a convolution that is no op of this library, and knows nothing of packed sequences."""
+    """The forward of a module that mixes packed sequences."""
 
     @wraps(forward)
     def unpacked_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

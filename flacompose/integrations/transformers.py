@@ -75,12 +75,13 @@ FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "ZambaMambaMixer": _modeling.scanned,
 }
 
-# The same for modules around them, which call them without the bounds of packed sequences, and for a convolution of
-# Inkling 2 that is no op of this library.
+# The same for modules around them, which call them without the bounds of packed sequences, and for modules that mix
+# such sequences and are no op of this library.
 AROUND: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "FalconMambaBlock": _modeling.passing_to("mixer"),
     "FalconMambaForCausalLM": _modeling.passing_to("backbone"),
     "FalconMambaModel": _modeling.passing_to("layers"),
+    "Glm5NextTextAttention": _modeling.refusing,
     "Inkling2DynamicShortConvolution": _modeling.refusing,
     "Inkling2FullAttention": _modeling.passing_to("k_sconv", "v_sconv"),
     "Inkling2FullDecoderLayer": _modeling.passing_to("post_attention_convolution", "post_mlp_convolution"),

@@ -575,7 +575,7 @@ def batch(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-# Their softmax attention is given neither bounds nor positions, and mixes sequences on a CPU. Their layers do not.
+# Their softmax attention mixes sequences, that of Granite hybrid on a CPU. Their recurrent layers do not.
 MIXED = ["glm5_next", "granitemoehybrid"]
 
 
@@ -598,16 +598,15 @@ def test_packed_model(name: str, model: nn.Module, replace: Callable) -> None:
         assert difference() < 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name in HERE if name == "inkling2"])
+MIXING = {"glm5_next": "Glm5NextTextAttention", "inkling2": "Inkling2DynamicShortConvolution"}
+
+
+@pytest.mark.parametrize("name", [name for name in MIXING if name in HERE])
 @torch.no_grad()
 def test_packed_without_an_op(name: str, model: nn.Module) -> None:
-    """A convolution with weights for each token, which is no op of this library."""
-    with (
-        enable(),
-        pytest.raises(
-            ValueError, match="cu_seq_lens_q must not be given to a Inkling2DynamicShortConvolution"
-        ),
-    ):
+    """Sparse attention, and a convolution with weights for each token, which are no ops of this library."""
+    expected = f"cu_seq_lens_q must not be given to a {MIXING[name]}, which cannot keep sequences apart"
+    with enable(), pytest.raises(ValueError, match=expected):
         model(**batch(model), use_cache=False)
 
 
