@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,9 @@ from torch.export import Dim, ExportedProgram
 from .capture import captured, generated, ops_of, prompt
 from .tiny import DOORS, tiny
 
-pytest.importorskip("transformers", minversion="5.17")
+StaticCache = pytest.importorskip("transformers", minversion="5.17").StaticCache
 
-from flacompose.integrations.transformers import enable
+from flacompose.integrations.transformers import enable  # noqa: E402
 
 STEPS = 24
 # The ops of one step. What Mamba computes of one token beside its convolution, it computes in PyTorch's ops.
@@ -57,49 +59,85 @@ def places_of(cache: Any) -> list[tuple[Any, Any]]:
     for layer in cache.layers:
         for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
             holders += [(states, i) for i in states]
-        holders += [(vars(layer), name) for name in ("keys", "values") if name in vars(layer)]
+        # A static cache has the number of its tokens in a tensor, a dynamic one in the size of the keys.
+        holders += [
+            (vars(layer), name) for name in ("keys", "values", "cumulative_length") if name in vars(layer)
+        ]
     states = getattr(cache, "linear_cache", [])  # MiniMax's
     holders += [(states, i) for i in range(len(states))]
     return [(h, key) for h, key in holders if isinstance(h[key], Tensor) and h[key].numel() > 0]
 
 
-def after(model: nn.Module, ids: Tensor) -> tuple[Tensor, Any, list[Tensor]]:
+def after(model: nn.Module, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any, list[Tensor]]:
     """The logits of a prompt, its cache, and the tensors in it."""
-    out = model(ids, use_cache=True)
+    given = {} if cache is None else {"past_key_values": cache}
+    out = model(ids, use_cache=True, **given)
     cache = out.get("past_key_values", out.get("cache_params"))
     return out.logits[:, -1:], cache, [holder[key].clone() for holder, key in places_of(cache)]
 
 
-def exported(model: nn.Module) -> ExportedProgram:
-    """Of a step after 9 tokens, for any number of them that softmax attention has kept the keys and values of."""
-    _, cache, states = after(model, prompt(model, 9))
-    kept = Dim("kept", min=2, max=8192)
-    grows = [isinstance(key, str) for _, key in places_of(cache)]
-    shapes = [{2: kept} if g else None for g in grows]
+def exported(model: nn.Module, cache: Any = None) -> ExportedProgram:
+    """Of a step after 9 tokens, for any batch, and any number of tokens that a dynamic cache has keys and values of."""
+    _, cache, states = after(model, prompt(model, 9, batch=2), cache)
+    B, kept = Dim("B", min=1, max=64), Dim("kept", min=2, max=8192)
+    grows = [key in ("keys", "values") and not isinstance(cache, StaticCache) for _, key in places_of(cache)]
+    shapes = [{0: B, 2: kept} if g else {0: B} if x.dim() else {} for g, x in zip(grows, states, strict=True)]
+    ids, position = prompt(model, 1, batch=2), prompt(model, 1, batch=2)  # one tensor would be one input
     return torch.export.export(
-        Step(model, cache), (prompt(model, 1), prompt(model, 1), states), dynamic_shapes=(None, None, shapes),
+        Step(model, cache), (ids, position, states), dynamic_shapes=({0: B}, {0: B}, shapes),
         # PyTorch asks whether the keys are contiguous, in a form of which it cannot prove that it always holds.
         prefer_deferred_runtime_asserts_over_guards=True,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*DOORS, "mamba"])
-@torch.no_grad()
-def test_decoding_is_exported(name: str, device: torch.device) -> None:
-    """The tokens and logits that transformers generates by itself, from the states of prompts of other lengths."""
-    model = captured(name, tiny(name).to(device))
-    prompts = [prompt(model, T) for T in (2, 70)]
+def assert_decodes(
+    name: str, model: nn.Module, load: Callable = ExportedProgram.module, static: bool = False
+) -> None:
+    """The tokens and logits that transformers generates by itself, after prompts of other lengths in other batches."""
+
+    def cache() -> Any:
+        return StaticCache(config=model.config, max_cache_len=96) if static else None
+
+    model = captured(name, model)
+    prompts = [prompt(model, T, B) for B, T in ((1, 2), (3, 70))]
     theirs = [generated(model, ids) for ids in prompts]
     with enable():
-        program = exported(model)
-        starts = [after(model, ids) for ids in prompts]
+        program = exported(model, cache())
+        starts = [after(model, ids, cache()) for ids in prompts]
     assert [op.split(".")[1] for op in ops_of(program.graph_module)] == OPS[name]
 
-    step = program.module()
+    step = load(program)
     for ids, (tokens, expected), (logits, _, states) in zip(prompts, theirs, starts, strict=True):
         found = [logits]
         for t in range(ids.shape[1], ids.shape[1] + STEPS - 1):
             logits, states = step(found[-1].argmax(-1), torch.full_like(ids[:, :1], t), states)
             found.append(logits)
-        torch.testing.assert_close(torch.cat(found, 1)[0], expected[:, 0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.cat(found, 1), expected.transpose(0, 1), atol=1e-4, rtol=1e-4)
         assert torch.equal(torch.cat(found, 1).argmax(-1), tokens[:, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("name", [*DOORS, "mamba"])
+@torch.no_grad()
+def test_decoding_is_exported(name: str, device: torch.device) -> None:
+    assert_decodes(name, tiny(name).to(device))
+
+
+# MiniMax takes no cache class but its own, which is dynamic; the models of Mamba have no keys and values.
+@pytest.mark.parametrize("name", ["kimi_linear", "lfm2", "qwen3_next"])
+@torch.no_grad()
+def test_static_cache(name: str, device: torch.device) -> None:
+    """All sizes but the batch are constants. The module of transformers for this wants keys of every layer."""
+    assert_decodes(name, tiny(name).to(device), static=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in OPS if name != "mamba2")]
+)
+@pytest.mark.usefixtures("aoti_packages_load")
+@torch.no_grad()
+def test_decoding_is_packaged(name: str, device: torch.device, tmp_path: Path) -> None:
+    def packaged(program: ExportedProgram) -> nn.Module:
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
+        return torch._inductor.aoti_load_package(path)
+
+    assert_decodes(name, tiny(name).to(device), packaged)
