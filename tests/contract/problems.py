@@ -133,6 +133,11 @@ def permuted(x: Tensor) -> Tensor:
     return x.permute(order).contiguous().permute(order)
 
 
+def tokens_last(x: Tensor) -> Tensor:
+    """``[B, T, ...]`` as a convolution of images leaves it; what has no tokens is in some other order, too."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 1 else x
+
+
 def call(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The op on the problem's inputs, or on others of those names."""
     scale = {"scale": problem.scale} if problem.case.scaled else {}

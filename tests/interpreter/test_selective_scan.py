@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from contract.accuracy import assert_equal
 from contract.cases import SELECTIVE, SELECTIVE_GROUPS, OpCase, every
-from contract.problems import draw, evaluate, permuted
+from contract.problems import draw, evaluate, permuted, tokens_last
 from contract.test_not_finite import check as check_reach
 
 from flacompose.ops.families import _sequences
@@ -71,10 +72,11 @@ def test_rates_of_every_size(rate: float) -> None:
     check(problem.with_tensors(A=torch.full_like(problem.tensors["A"], -rate)))
 
 
-def test_layouts() -> None:
+@pytest.mark.parametrize("layout", [permuted, tokens_last])
+def test_layouts(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     problem = draw(SELECTIVE_GROUPS, CPU, T=10, K=2, V=2)
-    other = problem.with_tensors(**{name: permuted(x) for name, x in problem.tensors.items()})
-    other = replace(other, do=permuted(problem.do), d_final_state=permuted(problem.d_final_state))
+    other = problem.with_tensors(**{name: layout(x) for name, x in problem.tensors.items()})
+    other = replace(other, do=layout(problem.do), d_final_state=layout(problem.d_final_state))
     assert_equal(evaluate(other, function=launched), evaluate(problem, function=launched))
 
 

@@ -79,8 +79,9 @@ class _Launches(Sequences):
         super().__init__(x, cu_seqlens, CHUNK)
         self.D, self.S = A.shape
         self.G = B.shape[2]
-        # All channels read B and C, so they are converted once and not by each.
-        BC = torch.stack((B, C), 3).float()
+        # All channels read B and C, so they are converted once and not by each. Where tokens are last in memory, stack
+        # takes that for the layout of images, which it keeps.
+        BC = torch.stack((B, C), 3).float().contiguous()
         self.BS = min(1 << (self.S - 1).bit_length(), STATES)
         self.state_tiles = tile_count(self.S, self.BS)
         self.arguments |= {"dt": dt.contiguous(), "A": A.contiguous(), "BC": BC}
