@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._pytree import tree_leaves
 
-from flacompose.ops._define import define_op, launch
+from flacompose.ops._define import _inductor_compiles, define_op, launch
 
 # PyTorch copying its own tree specifications.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
@@ -143,6 +144,7 @@ toy = define_op(
     eager=scan,
     fake=scan_fake,
     triton=lambda: scan_triton,
+    one_launch=lambda x, *_: x.shape[1] == 1,
     backward=toy_backward,
     axes=AXES,
     autocast={"x": None},
@@ -195,12 +197,28 @@ def run(code, *args, timeout=240):
     return result.stdout
 
 
-def test_torch_still_says_when_it_compiles_ahead_of_time():
+def test_torch_still_says_when_it_compiles():
     from torch._inductor.virtualized import V
 
     assert V.aot_compilation is False
     with V.set_aot_compilation(True):
         assert V.aot_compilation is True
+    seen = []
+
+    @torch.library.custom_op("flacompose_tests::copied", mutates_args=())
+    def copied(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @copied.register_fake
+    def _(x):
+        seen.append(_inductor_compiles(ahead_of_time=False))
+        return torch.empty_like(x)
+
+    for backend in ("aot_eager", "inductor"):
+        torch.compile(lambda x: copied(x) + 1, backend=backend)(torch.ones(3))
+        torch.compiler.reset()
+        assert any(seen) == (backend == "inductor")
+    assert not _inductor_compiles(ahead_of_time=False)
 
 
 # Derivatives
@@ -433,18 +451,29 @@ def test_strict_export_keeps_one_node(device):
 
 @pytest.mark.skipif(not TRITON, reason="needs Triton")
 @pytest.mark.parametrize(
-    "dtype,ahead,kernels", [(torch.float32, 1, 2), (torch.float32, 0, 0), (torch.float64, 1, 0)]
+    "dtype,compiler,T,kernels",
+    [
+        (torch.float32, "AOTInductor", 8, 2),
+        (torch.float32, "Inductor", 8, 0),
+        (torch.float32, "Inductor", 1, 2),
+        (torch.float32, "another", 1, 0),
+        (torch.float64, "AOTInductor", 8, 0),
+        (torch.float64, "Inductor", 1, 0),
+    ],
 )
-def test_on_cuda_a_graph_has_the_node_and_one_compiled_ahead_of_time_the_kernels(dtype, ahead, kernels):
+def test_on_cuda_a_graph_has_the_node_or_its_kernels(dtype, compiler, T, kernels):
+    """All of them in what is compiled ahead of time, and those of one launch in what Inductor compiles."""
     from torch._functorch.aot_autograd import aot_export_module
     from torch._inductor.virtualized import V
     from torch._subclasses import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True):  # no GPU is needed to trace for one
-        args = tuple(torch.empty_like(x, dtype=dtype, device="cuda") for x in inputs(8))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # no GPU is needed to trace for one
+        args = tuple(torch.empty_like(x, dtype=dtype, device="cuda") for x in inputs(T))
         program = torch.export.export(Module(), args)
         assert nodes(program) == nodes(program.run_decompositions()) == 2
-        with V.set_aot_compilation(bool(ahead)):
+        with V.set_aot_compilation(compiler == "AOTInductor"), ExitStack() as compiling:
+            if compiler != "another":
+                compiling.enter_context(V.set_fake_mode(mode))
             graph, _ = aot_export_module(program.module(), list(args), trace_joint=False)
     launches = sum("triton_kernel_wrapper" in str(node.target) for node in graph.graph.nodes)
     assert (launches, nodes(graph)) == (kernels, 2 - kernels)

@@ -124,6 +124,7 @@ def define_op(
     eager: Callable[..., tuple[Tensor, ...]],
     fake: Callable[..., tuple[Tensor, ...]],
     triton: Callable[[], Callable[..., tuple[Tensor, ...]]] | None = None,
+    one_launch: Callable[..., bool] | None = None,
     backward: OpOverload | None = None,
     axes: Mapping[str, str],
     autocast: Mapping[str, str | None] = MappingProxyType({}),
@@ -140,6 +141,8 @@ def define_op(
         fake: shapes, dtypes, devices and strides of the outputs.
         triton: gives the implementation on CUDA, float64 excepted, where Triton is installed; it is called at the first
             use, and may import Triton. The implementation launches its kernels through :func:`launch`.
+        one_launch: whether the implementation launches one kernel for these arguments, or none. Inductor then gets
+            what it does in place of the operator.
         backward: the operator of the gradient. It takes the arguments of this one, then the gradient of each output
             (``Tensor?``), and last ``bool[] output_mask``, which says for each of its own returns whether it is
             wanted. It returns the gradient of argument ``x`` as ``dx`` or ``d_x``, of shape ``(0,)`` where that is
@@ -168,7 +171,7 @@ def define_op(
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(op, fake, lib=LIBRARY)
     if triton is not None and find_spec("triton") is not None and torch.version.hip is None:
-        _implement_cuda(op, eager, triton)
+        _implement_cuda(op, eager, triton, one_launch)
     _differentiate(op, eager, fake, backward, _vmap_rule(op, heads), autocast, _shardings(op, heads, batch))
     if flops is not None:
         register_flop_formula(packet)(flops)
@@ -216,13 +219,22 @@ def primal_of(name: str, names: Any) -> str:
 # Implementations
 
 
-def _compiling_ahead_of_time() -> bool:
-    """Whether AOTInductor is compiling."""
+def _inductor_compiles(ahead_of_time: bool) -> bool:
+    """Whether Inductor is compiling the graph that is traced, or with `ahead_of_time`, AOTInductor."""
     virtualized = sys.modules.get("torch._inductor.virtualized")  # slow to import, and imported if it is
-    return virtualized is not None and virtualized.V.aot_compilation
+    if virtualized is None:
+        return False
+    if ahead_of_time:
+        return virtualized.V.aot_compilation
+    return not isinstance(virtualized.V.get_fake_mode(), virtualized.NullHandler)
 
 
-def _implement_cuda(op: OpOverload, eager: Callable[..., Any], triton: Callable[[], Any]) -> None:
+def _implement_cuda(
+    op: OpOverload,
+    eager: Callable[..., Any],
+    triton: Callable[[], Any],
+    one_launch: Callable[..., bool] | None,
+) -> None:
     current_device, float64 = torch.cuda.current_device, torch.float64
     load = cache(triton)
 
@@ -235,9 +247,13 @@ def _implement_cuda(op: OpOverload, eager: Callable[..., Any], triton: Callable[
 
     def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
         # The operator stays one node to the end, which compiles fastest. Only AOTInductor, whose packages run without
-        # Python, gets its kernels in the graph. `eager` has no trace at a symbolic length: it loops over chunks.
+        # Python, gets its kernels in the graph, and Inductor what is one kernel: it launches that in a third of the
+        # time that a call of an operator takes. `eager` has no trace at a symbolic length: it loops over chunks.
         x = args[0]
-        if not _compiling_ahead_of_time() or not x.is_cuda or x.dtype is torch.float64:
+        launches = _inductor_compiles(ahead_of_time=True) or (
+            one_launch is not None and one_launch(*args) and _inductor_compiles(ahead_of_time=False)
+        )
+        if not launches or not x.is_cuda or x.dtype is torch.float64:
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if any(t is not Tensor and not issubclass(t, (FakeTensor, FunctionalTensor)) for t in types):
             return NotImplemented

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import define_op, primal_of
+from flacompose.ops._define import always_true, define_op, primal_of
 
 if TYPE_CHECKING:
     from flacompose.ops.families._replay import Replay
@@ -80,6 +80,7 @@ def define_forms(
             f"({arguments}) -> (Tensor o, Tensor final_state)",
             eager=lambda *args: eager.forward(inputs(*args)),
             triton=load[form],
+            one_launch=None if form == "chunk" else _has_one_token,
             # The recurrent form is one kernel, compiled at its launch.
             fake=forward_fake if form == "recurrent" else _compiling(forward_fake, load[form]),
             backward=backward,
@@ -90,6 +91,10 @@ def define_forms(
         for form in forms
     )
     return tuple(with_names(op, inputs) for op in ops)
+
+
+def _has_one_token(x: Tensor, *_: Any) -> bool:
+    return always_true(x.shape[1] == 1)
 
 
 def matrix_state_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

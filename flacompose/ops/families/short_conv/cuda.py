@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import always_true, launch
+from flacompose.ops._define import always_true, launch, launches_into_graph
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, tile_count
 from flacompose.ops.families._sequences import Sequences
@@ -27,9 +27,11 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, W])``."""
     inputs = Inputs(*args)
     x, weight, bias, initial_state, cu_seqlens, silu = inputs
-    if weight.shape[1] > MAX_WIDTH:
+    one_token = always_true(x.shape[1] == 1)
+    # In a graph, Inductor makes one token's few products a part of its own kernels.
+    if weight.shape[1] > MAX_WIDTH or (one_token and cu_seqlens is None and launches_into_graph()):
         return eager.forward(inputs)
-    walk = _Launches(x, weight, cu_seqlens, silu, *(TOKEN if always_true(x.shape[1] == 1) else FORWARD))
+    walk = _Launches(x, weight, cu_seqlens, silu, *(TOKEN if one_token else FORWARD))
     y = walk.per_token(walk.D, dtype=x.dtype, every=True)
     final_state = walk.per_sequence(walk.D, walk.W)
     walk(forward_kernel, x, weight, bias, initial_state, y=y, final=final_state)
