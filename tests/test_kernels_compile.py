@@ -394,6 +394,20 @@ def test_unwanted_gradients_cost_nothing(wanted: str, expected: set, monkeypatch
     assert {kernel for kernel, _ in launches} == expected | {gate_kernel, pair_kernel}
 
 
+@pytest.mark.parametrize(("B", "rows", "copied"), [(2, 5, False), (2, 6, True), (1, 6, False)])
+def test_values_beside_others_are_not_copied(
+    B: int, rows: int, copied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a projection with more in it, unless there is also more between rows."""
+    launches = recorded(monkeypatch)
+    q, k = torch.zeros(2, B, 5, 2, 16)
+    v = torch.zeros(B, rows, 96)[:, :5, 32:64].unflatten(2, (2, 16))
+    delta_rule.chunk(q, k, v, torch.zeros(B, 5, 2), None, None, None, None, 1.0)
+    (found,) = (arguments for kernel, arguments in launches if kernel is sweep_kernel)
+    assert (found["v"].data_ptr() != v.data_ptr()) == copied
+    assert found["v_token"] == (32 if copied else 96)
+
+
 def test_no_scores_of_mild_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward of one gate on the value axis makes those of the others alone."""
     launches = recorded(monkeypatch)

@@ -138,6 +138,14 @@ def tokens_last(x: Tensor) -> Tensor:
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 1 else x
 
 
+def side_by_side(x: Tensor) -> Tensor:
+    """``[B, T, ...]`` as a part of a wider projection, whose tokens are further apart."""
+    if x.dim() < 3:
+        return permuted(x)
+    wide = torch.full((*x.shape[:2], 3, *x.shape[2:]), torch.nan, dtype=x.dtype, device=x.device)
+    return wide[:, :, 1].copy_(x)
+
+
 def call(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The op on the problem's inputs, or on others of those names."""
     scale = {"scale": problem.scale} if problem.case.scaled else {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from .accuracy import assert_accurate, assert_close, assert_equal
 from .cases import OpCase, each_op
 from .graphs import recorded
-from .problems import Problem, call, draw, evaluate, permuted, tokens_last
+from .problems import Problem, call, draw, evaluate, permuted, side_by_side, tokens_last
 
 PACKED = {"dense": None, "packed": [0, 20, 1, 44]}
 dense_and_packed = pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED)
@@ -33,7 +33,7 @@ def head_first(x: Tensor) -> Tensor:
 
 
 @each_op
-@pytest.mark.parametrize("layout", [permuted, sliced, head_first, tokens_last])
+@pytest.mark.parametrize("layout", [permuted, sliced, head_first, tokens_last, side_by_side])
 @dense_and_packed
 def test_layouts(case: OpCase, layout, lengths: list[int] | None, device: torch.device) -> None:
     problem = draw(case, device, lengths=lengths)

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from contract.accuracy import VALUES, assert_accurate
+from contract.accuracy import VALUES, assert_accurate, assert_equal
 from contract.cases import CASES as ALL_CASES
 from contract.cases import (
     GATES_ON_BOTH_AXES,
@@ -24,7 +24,7 @@ from contract.cases import (
     each_softmax,
     every,
 )
-from contract.problems import Problem, call, draw, evaluate, permuted
+from contract.problems import Problem, call, draw, evaluate, permuted, side_by_side
 from torch import Tensor
 
 from flacompose.ops.families import _sequences
@@ -257,6 +257,15 @@ def test_segments_without_tokens(case: OpCase, monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(results["final_state"][1], problem.tensors["initial_state"][1])
     assert torch.equal(results["dinitial_state"][1], problem.d_final_state[1])
     assert all(results[name][0].isfinite().all() for name in ("final_state", "dinitial_state", "o"))
+
+
+@each_delta_rule
+@pytest.mark.parametrize("lengths", [None, [3, 100, 0]], ids=["dense", "packed"])
+def test_values_beside_others(case: OpCase, lengths: list[int] | None) -> None:
+    """They are read where they are, the other inputs as copies."""
+    problem = draw(case, CPU, T=70, H=2, K=5, V=6, lengths=lengths)
+    beside = problem.with_tensors(v=side_by_side(problem.tensors["v"]))
+    assert_equal(evaluate(beside, "both", launched), evaluate(problem, "both", launched))
 
 
 @each_gated_op

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import launch
+from flacompose.ops._define import always_true, launch
 from flacompose.ops.families._kernels import recurrent_kernel
 from flacompose.ops.families._sequences import Sequences
 
@@ -31,6 +31,14 @@ def operand_dtype(x: Tensor) -> torch.dtype:
 def operand(x: MaybeTensor) -> MaybeTensor:
     """`x` as kernels take it, or None for an absent one."""
     return None if x is None else x.to(operand_dtype(x)).contiguous()
+
+
+def operand_by_token(x: Tensor) -> Tensor:
+    """``x [B, T, H, D]`` as kernels take it that are told how far apart its tokens are: also part of wider ones."""
+    B, T, _, D = x.shape
+    together = always_true(x.stride(3) == 1) and always_true(x.stride(2) == D)
+    rows = always_true(B == 1) or always_true(x.stride(0) == T * x.stride(1))
+    return x.to(operand_dtype(x)) if together and rows else operand(x)
 
 
 def none_as_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:

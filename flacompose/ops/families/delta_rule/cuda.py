@@ -11,7 +11,14 @@ from torch import Tensor
 from flacompose.ops._define import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._launch import block, none_as_empty, operand, operand_dtype, tile_count
+from flacompose.ops.families._launch import (
+    block,
+    none_as_empty,
+    operand,
+    operand_by_token,
+    operand_dtype,
+    tile_count,
+)
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
@@ -103,7 +110,8 @@ class _Launches(MatrixSequences):
         super().__init__(q, v, cu_seqlens, chunk_size(bfloat16, gk is not None))
         self.HV = self.arguments.pop("H")
         self.dtype = operand_dtype(q)
-        self.q, self.k, self.v, self.beta = map(operand, (q, k, v, beta))
+        self.q, self.k, self.beta = map(operand, (q, k, beta))
+        self.v = operand_by_token(v)
         self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
@@ -187,6 +195,7 @@ class _Launches(MatrixSequences):
         V = self.V if V is None else V
         outputs = dict.fromkeys(("v", "P", "Y", "initial", "o", "r", "states", "ends", "final")) | tensors
         arguments = {**self.reads, **self.gates, **outputs, **self.arguments, "W": self.pairs["W"]}
+        arguments["v_token"] = self.v.stride(1)
         launch(sweep_kernel, self.grid(V), **arguments, V=V, IDENTITY=IDENTITY, **self.config(V))
 
     def reverse(self, do: Tensor, d_final: Tensor | None, dv: Tensor, **tensors: Tensor | None) -> None:
@@ -347,7 +356,10 @@ class _Launches(MatrixSequences):
             if name == "beta":
                 x = x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
             elif self.HV != H:
-                x = x.unflatten(2, (H, -1)).sum(3)
+                x = x.unflatten(2, (H, -1))
+                x = (
+                    x[:, :, :, 0] + x[:, :, :, 1] if self.HV == 2 * H else x.sum(3)
+                )  # a sum of two takes twice as long
             made[name] = x
         return made
 

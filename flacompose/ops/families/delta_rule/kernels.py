@@ -193,9 +193,9 @@ def pair_kernel(
 
 
 @triton.jit
-def _load_transposed(x, token, end, h, d, H, D):
-    """``[d, token]`` of ``x [tokens, H, D]``, in float32."""
-    at = x + (token * H + h)[None, :] * D + d[:, None]
+def _load_transposed(x, token, end, stride, d, D):
+    """``[d, token]`` of one head of ``x [tokens, H, D]``, its tokens `stride` elements apart, in float32."""
+    at = x + (token * stride)[None, :] + d[:, None]
     return tl.load(at, mask=(token < end)[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
 
 
@@ -209,7 +209,7 @@ def _store_transposed(x, value, token, end, h, d, H, D):
 def sweep_kernel(
     q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following
     k,  # [tokens, HK, K]
-    v,  # [tokens, HV, V], zeros if there is none
+    v,  # [tokens, HV, V], zeros if there is none; from token to token it is v_token elements
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     total,  # [chunks, HV, K]
@@ -229,6 +229,7 @@ def sweep_kernel(
     HK,
     HV,
     SEGMENTS,
+    v_token,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
@@ -275,7 +276,7 @@ def sweep_kernel(
             from_start, to_end, of_chunk = _decayed_rows(sums + rh * C, rest_, C)
             e *= from_start[None, :]
         if v is not None:
-            e += _load_transposed(v + first * V, i, size, 0, dv, HV, V)
+            e += _load_transposed(v + start * v_token + h * V, i, size, v_token, dv, V)
         if r is not None:
             # In two parts: where keys are alike, gradients are sums of `r` in which most of it cancels.
             r_ = fine_dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
@@ -354,7 +355,7 @@ def reverse_kernel(
         first = start * HV + h
         if d_states is not None:
             tl.store(d_states + rh * K * V + at_state, dS.to(d_states.dtype.element_ty), mask=in_state)
-        do_ = _load_transposed(do + first * V, i, size, 0, d2, HV, V)
+        do_ = _load_transposed(do + first * V, i, size, HV * V, d2, V)
         dv_ = dot(do_, tl.trans(tl.load(P + rh * C * C + at_pair)), DOT)
         dv_ += dot(dS, tl.trans(load_tile(W + first * K, i, size, 0, dk, HV, K)), DOT)
         if dv is not None:
