@@ -75,7 +75,7 @@ def recurrent(
     v = v.contiguous()
     o = torch.empty_like(v, dtype=torch.float32 if full_precision else None)
     final_state = sequences.per_sequence(HV, K, V)
-    BK = block(K, 512)
+    BK = block(K, 256)
     BV = block(V, 4096 // BK)
     gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, initial_state))
     tensors = q.contiguous(), k.contiguous(), v, *gates_and_state, o, final_state
