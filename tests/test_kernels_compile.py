@@ -13,12 +13,14 @@ from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._pytree import tree_leaves
 
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from flacompose.ops import chunk_delta_rule, fused_recurrent_delta_rule  # noqa: E402
 from flacompose.ops.families import _launch  # noqa: E402
 from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
 from flacompose.ops.families.delta_rule.kernels import (  # noqa: E402
@@ -574,3 +576,29 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     ends = "ends" if family is delta_rule else "segment_state"
     cut = any(arguments.get(ends) is not None for _, arguments in launches)
     assert cut == (sequences == 1)
+
+
+@pytest.mark.parametrize(
+    ("op", "T", "expected"),
+    [
+        ("recurrent", 1, ["triton_kernel_wrapper_functional"]),
+        ("recurrent", 2, ["flacompose.delta_rule_recurrent.default"]),
+        ("chunk", 1, ["flacompose.delta_rule_chunk.default"]),
+    ],
+)
+def test_inductor_launches_one_token_itself(op: str, T: int, expected: list[str]) -> None:
+    from torch._functorch.aot_autograd import aot_export_module
+    from torch._inductor.virtualized import V
+
+    function = fused_recurrent_delta_rule if op == "recurrent" else chunk_delta_rule
+
+    class Module(torch.nn.Module):
+        def forward(self, *args: Tensor) -> Any:
+            return tree_leaves(function(*args))
+
+    sizes = [(2, T, 2, 16)] * 3 + [(2, T, 2)]
+    with FakeTensorMode() as mode, V.set_fake_mode(mode):
+        args = [torch.empty(size, device="cuda") for size in sizes]
+        graph, _ = aot_export_module(Module(), args, trace_joint=False)
+    targets = (str(node.target) for node in graph.graph.nodes)
+    assert [x for x in targets if "triton_kernel_wrapper" in x or "flacompose" in x] == expected

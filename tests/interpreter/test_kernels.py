@@ -268,6 +268,16 @@ def test_values_beside_others(case: OpCase, lengths: list[int] | None) -> None:
     assert_equal(evaluate(beside, "both", launched), evaluate(problem, "both", launched))
 
 
+@each_delta_rule
+def test_values_of_one_token_head_first(case: OpCase) -> None:
+    """PyTorch calls them contiguous, although their stride from token to token is that of a head."""
+    problem = draw(case, CPU, B=3, T=1, H=2, K=5, V=6)
+    v = problem.tensors["v"].transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    assert v.is_contiguous() and v.stride(1) < v.stride(0)
+    head_first = problem.with_tensors(v=v)
+    assert_equal(evaluate(head_first, "both", launched), evaluate(problem, "both", launched))
+
+
 @each_gated_op
 @pytest.mark.parametrize("exponent", [-45, 40])
 def test_gradients_of_any_size(case: OpCase, exponent: int) -> None:

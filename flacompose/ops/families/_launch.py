@@ -33,12 +33,14 @@ def operand(x: MaybeTensor) -> MaybeTensor:
     return None if x is None else x.to(operand_dtype(x)).contiguous()
 
 
-def operand_by_token(x: Tensor) -> Tensor:
-    """``x [B, T, H, D]`` as kernels take it that are told how far apart its tokens are: also part of wider ones."""
-    B, T, _, D = x.shape
+def operand_by_token(x: Tensor) -> tuple[Tensor, int]:
+    """``x [B, T, H, D]`` as kernels take it, and how far apart its tokens are: they may be parts of wider ones."""
+    B, T, H, D = x.shape
     together = always_true(x.stride(3) == 1) and always_true(x.stride(2) == D)
     rows = always_true(B == 1) or always_true(x.stride(0) == T * x.stride(1))
-    return x.to(operand_dtype(x)) if together and rows else operand(x)
+    if together and rows and x.dtype == operand_dtype(x):
+        return x, x.stride(1)
+    return operand(x), H * D  # a contiguous tensor of one token may have any stride from token to token
 
 
 def none_as_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:

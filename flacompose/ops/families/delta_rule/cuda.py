@@ -111,7 +111,7 @@ class _Launches(MatrixSequences):
         self.HV = self.arguments.pop("H")
         self.dtype = operand_dtype(q)
         self.q, self.k, self.beta = map(operand, (q, k, beta))
-        self.v = operand_by_token(v)
+        self.v, self.v_token = operand_by_token(v)
         self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
@@ -195,7 +195,7 @@ class _Launches(MatrixSequences):
         V = self.V if V is None else V
         outputs = dict.fromkeys(("v", "P", "Y", "initial", "o", "r", "states", "ends", "final")) | tensors
         arguments = {**self.reads, **self.gates, **outputs, **self.arguments, "W": self.pairs["W"]}
-        arguments["v_token"] = self.v.stride(1)
+        arguments["v_token"] = self.v_token
         launch(sweep_kernel, self.grid(V), **arguments, V=V, IDENTITY=IDENTITY, **self.config(V))
 
     def reverse(self, do: Tensor, d_final: Tensor | None, dv: Tensor, **tensors: Tensor | None) -> None:
@@ -357,9 +357,8 @@ class _Launches(MatrixSequences):
                 x = x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
             elif self.HV != H:
                 x = x.unflatten(2, (H, -1))
-                x = (
-                    x[:, :, :, 0] + x[:, :, :, 1] if self.HV == 2 * H else x.sum(3)
-                )  # a sum of two takes twice as long
+                # PyTorch's sum of two takes twice as long as an addition.
+                x = x[:, :, :, 0] + x[:, :, :, 1] if self.HV == 2 * H else x.sum(3)
             made[name] = x
         return made
 
