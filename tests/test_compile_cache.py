@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 CODE = """
@@ -25,16 +28,45 @@ print(json.dumps(dict(counters["aot_autograd"])))
 """
 
 
-def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+# A token, which a GPU's graph has as a kernel and not as an operator.
+TOKEN = """
+import json
+import sys
+import torch
+from torch._dynamo.utils import counters
+from flacompose.ops import _define, fused_recurrent_gla
+
+if len(sys.argv) > 1:
+    _define._SOURCES.src = sys.argv[1]
+x = torch.zeros(1, 1, 2, 16, device="cuda" if torch.cuda.is_available() else "cpu")
+torch.compile(lambda x: fused_recurrent_gla(x, x, x)[0], fullgraph=True)(x)
+print(json.dumps(dict(counters["aot_autograd"])))
+"""
+
+
+def counted(code: str, *arguments: str, cache: Path) -> dict[str, int]:
+    """The compiler's counters after a fresh process has run `code` beside that cache."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
-    counters = []
-    for _ in range(2):
-        result = subprocess.run(
-            [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert result.returncode == 0, result.stderr
-        counters.append(json.loads(result.stdout.splitlines()[-1]))
-    first, second = counters
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    counters = first, second = [counted(CODE, cache=tmp_path) for _ in range(2)]
     assert first["autograd_cache_miss"] == 1 and second["autograd_cache_hit"] == 1, counters
     assert "autograd_cache_miss" not in second and "autograd_cache_bypass" not in second, counters
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_other_code_compiles_again(tmp_path: Path) -> None:
+    """What the compiler keeps has a kernel in it, so that it is found by this version's processes alone."""
+    counters = [counted(TOKEN, *other, cache=tmp_path) for other in ((), (), ("other code",))]
+    assert ["autograd_cache_hit" in x for x in counters] == [False, True, False], counters

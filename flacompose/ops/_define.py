@@ -9,14 +9,16 @@ keys, and `statically_known_true`.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from itertools import combinations
 from math import prod
 from operator import itemgetter
+from pathlib import Path
 from threading import local
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +34,7 @@ from torch._C import (
     _ExcludeDispatchKeyGuard,
 )
 from torch._functorch.autograd_function import custom_function_call
+from torch._library.triton import triton_ops_to_kernels
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -262,6 +265,30 @@ def _implement_cuda(
 
     LIBRARY.impl(op._opname, cuda, "CUDA")
     torch.library.register_torch_dispatch(op, FunctionalTensorMode, functionalize, lib=LIBRARY)
+    if one_launch is not None:
+        triton_ops_to_kernels[op._name] = [_SOURCES]
+
+
+class _Sources:
+    """In the place of the kernel of an operator: all code of the operators.
+
+    The compiler's cache on disk knows a graph by the names of its operators, and by the source of those kernels that
+    PyTorch has noted of them. It keeps what `functionalize` has made of an operator, which other code makes otherwise.
+    """
+
+    __name__ = "flacompose"
+
+    @staticmethod
+    def fn() -> None:
+        """PyTorch also reads the source of what a kernel calls, which is nothing."""
+
+    @cached_property
+    def src(self) -> str:
+        files = sorted(Path(__file__).parent.rglob("*.py"))
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+_SOURCES = _Sources()
 
 
 # Derivatives, vmap and autocast

@@ -29,7 +29,10 @@ def sliced(x: Tensor) -> Tensor:
 
 
 def head_first(x: Tensor) -> Tensor:
-    return x if x.dim() < 3 else x.transpose(1, 2).contiguous().transpose(1, 2)
+    if x.dim() < 3:
+        return x
+    # A copy also where one axis has the size 1.
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
 @each_op

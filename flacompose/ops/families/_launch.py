@@ -75,7 +75,8 @@ def recurrent(
     HV, V = v.shape[2:]
     sequences = Sequences(q, cu_seqlens)
     v = v.contiguous()
-    o = torch.empty_like(v, dtype=torch.float32 if full_precision else None)
+    dtype = torch.float32 if full_precision else v.dtype
+    o = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
     final_state = sequences.per_sequence(HV, K, V)
     BK = block(K, 256)
     BV = block(V, 4096 // BK)
