@@ -53,6 +53,9 @@ def test_page(
 ) -> None:
     if "import transformers" in CODE[name]:
         pytest.importorskip("transformers", minversion="5.17")
+    if "from torchao" in CODE[name]:
+        pytest.importorskip("torchao")
+        pytest.importorskip("peft")
     if "aoti_load_package" in CODE[name]:
         request.getfixturevalue("aoti_packages_load")
     monkeypatch.chdir(tmp_path)
