@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.utils import _pytree as pytree
 
-from flacompose.layers import GatedDeltaProduct, Mamba2, ShortConvolution
+from flacompose.layers import Mamba2, ShortConvolution
 from flacompose.layers.recurrent import StatefulLayer
 from flacompose.models import RecurrentLM
 from flacompose.models.feed_forward import SwiGLU
@@ -94,20 +94,18 @@ def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
             yield "lm_head", ColwiseParallel(use_local_output=False)
     elif isinstance(part, (StatefulLayer, SwiGLU)):
         modules = dict(part.named_modules())
-        # The steps of a token are the outermost axis there, so that equal parts of the channels are not heads.
-        steps = part.num_householder if isinstance(part, GatedDeltaProduct) else 1
-        whole: tuple[str, ...] = ("conv1d",) if isinstance(part, Mamba2) else ()
-        whole = ("k_proj", "v_proj", "b_proj", "k_conv1d", "v_conv1d") if steps > 1 else whole
         channels = next(modules[name].in_features for name in _FROM_HEADS if name in modules)
         for name, m in modules.items():
             weight = getattr(m, "weight", None)
             if name in _FROM_HEADS:
                 yield name, RowwiseParallel(use_local_output=False)
-            elif isinstance(m, nn.Linear) and (name in _GATHERED or name in whole):
+            elif isinstance(m, nn.Linear) and name in _GATHERED:
                 yield name, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
             elif isinstance(m, nn.Linear) and name in _TO_HEADS:
                 yield name, ColwiseParallel(use_local_output=False)
-            elif isinstance(m, ShortConvolution) and name not in whole:
+            elif isinstance(m, ShortConvolution) and not isinstance(
+                part, Mamba2
+            ):  # whose channels are gathered
                 yield name, _Sharded()
             elif isinstance(m, (nn.RMSNorm, nn.GroupNorm)) and weight is not None and len(weight) == channels:
                 yield name, _Sharded()

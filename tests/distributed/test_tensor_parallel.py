@@ -31,12 +31,12 @@ SHARED = {
 }
 
 # How often one call communicates: the sum at the end, the mean of a norm over all heads, and what is gathered whole.
-REDUCED = {"lightning_attn": 2, "mamba2": 1, "hgrn": 2, "hgrn2": 2, "lightnet": 2}
+REDUCED = {"lightning_attn": 2, "hgrn": 2, "hgrn2": 2, "lightnet": 2, "gsa": 2}
 GATHERED = {"mamba2": 1, "gated_deltaproduct": 3}
 # Submodules whose parameters are the same on every rank: low-rank inputs, norms of each head, and what is not by heads.
 WHOLE = {
     "gk_proj.0", "f_proj.0", "g_proj.0", "w_proj.linear.lora.0", "x_proj.0", "x_proj.0.linear", "x_proj.2", "norm",
-    "g_norm", "o_norm", "g_norm_swish_gate", "conv1d", "k_conv1d", "v_conv1d", "",
+    "g_norm", "o_norm", "g_norm_swish_gate", "conv1d", "",
 }  # fmt: skip
 
 
@@ -96,14 +96,14 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         for path, p in layer.named_parameters():
             whole = p.placements == (Replicate(),)
             assert not whole or path.rpartition(".")[0] in WHOLE, (name, path)
-        x = torch.randn(2, 6, HIDDEN)
-        _, state = layer(x)
-        if name != "gsa":  # one of its modules is called twice, of which CommDebugMode loses count
-            with CommDebugMode() as communication:
-                layer(x)
-            counts = {str(op).partition(".")[2]: n for op, n in communication.get_comm_counts().items()}
-            expected = {"all_reduce": REDUCED.get(name, 1), "all_gather_into_tensor": GATHERED.get(name, 0)}
-            assert counts == {op: n for op, n in expected.items() if n}, (name, counts)
+        if name == "gsa":  # CommDebugMode loses count of a module that is called twice
+            del layer.feature_map
+            layer.feature_map = nn.functional.silu
+        with CommDebugMode() as communication:
+            _, state = layer(torch.randn(2, 6, HIDDEN))
+        counts = {str(op).partition(".")[2]: n for op, n in communication.get_comm_counts().items()}
+        expected = {"all_reduce": REDUCED.get(name, 1), "all_gather_into_tensor": GATHERED.get(name, 0)}
+        assert counts == {op: n for op, n in expected.items() if n}, (name, counts)
         recurrent = state.recurrent if isinstance(state.recurrent, tuple) else (state.recurrent,)
         assert all(t.placements == (Shard(1),) for t in recurrent), name
 
