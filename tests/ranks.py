@@ -21,6 +21,12 @@ def on_two_ranks(worker: Callable[..., None], *arguments: Any, start_method: str
         torch.multiprocessing.start_processes(_rank, args, 2, start_method=start_method)
 
 
+def programs_on_two_ranks(program: Callable[..., None], *arguments: Any) -> None:
+    """Call ``program(*arguments)`` in two processes that ``init_process_group`` finds as `torchrun` starts them."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.start_processes(_program, (store.port, program, arguments), 2, start_method="spawn")
+
+
 def check_sharded(
     mesh: DeviceMesh,
     run: Callable[..., Sequence[Tensor]],
@@ -51,6 +57,18 @@ def _rank(rank: int, store: str, worker: Callable[..., None], arguments: tuple[A
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     worker(init_device_mesh("cpu", (2,)), *arguments)
     dist.barrier()
+    _exit()
+
+
+def _program(rank: int, port: int, program: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    # The store is the parent's, as it is with `torchrun`, so that its port cannot be taken by another process.
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    program(*arguments)
+    _exit()
+
+
+def _exit() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # Gloo's threads race with the shutdown of the interpreter, which now and then ends in SIGABRT.

@@ -1,4 +1,7 @@
-"""Every Python block of the README and the docs runs, one namespace per page; the site needs no network."""
+"""Every Python block of the README and the docs runs, one namespace per page; the site needs no network.
+
+A page about several processes is run by two of them, as `torchrun` would run it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import types
 from pathlib import Path
 
 import pytest
+from ranks import programs_on_two_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -49,13 +53,24 @@ def test_page(
 ) -> None:
     if "import transformers" in CODE[name]:
         pytest.importorskip("transformers", minversion="5.17")
+    if "from torchao" in CODE[name]:
+        pytest.importorskip("torchao")
+        pytest.importorskip("peft")
     if "aoti_load_package" in CODE[name]:
         request.getfixturevalue("aoti_packages_load")
     monkeypatch.chdir(tmp_path)
+    if "dist.get_rank()" in CODE[name]:
+        programs_on_two_ranks(run_page, name)
+    else:
+        run_page(name)
+
+
+def run_page(name: str) -> None:
     page = types.ModuleType("page_" + re.sub(r"\W", "_", name))
-    # Registered, for what looks a class up by its module: pickle, dataclasses, torch.export.
-    monkeypatch.setitem(sys.modules, page.__name__, page)
-    exec(compile(CODE[name], str(ROOT / name), "exec", dont_inherit=True), page.__dict__)
+    with pytest.MonkeyPatch.context() as patch:
+        # Registered, for what looks a class up by its module: pickle, dataclasses, torch.export.
+        patch.setitem(sys.modules, page.__name__, page)
+        exec(compile(CODE[name], str(ROOT / name), "exec", dont_inherit=True), page.__dict__)
 
 
 @pytest.fixture(scope="module")

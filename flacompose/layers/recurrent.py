@@ -61,7 +61,7 @@ class StatefulLayer(nn.Module):
                 they are computed with, as in a model that is offloaded to the CPU.
             dtype: What projections give: float32, bfloat16, float16 or float64. Default: the dtype of autocast where
                 it is on, else the dtype of the layer's weight matrices. Give it where these are neither, as under the
-                mixed precision of FSDP2.
+                mixed precision of FSDP2 (which rounds states unless its policy has ``cast_forward_inputs=False``).
 
         Raises:
             ValueError: If `batch_size` is below 0.

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from flacompose.layers import RMSNorm, _check
 from flacompose.layers.forget_gate import ForgetGateLayer
-from flacompose.layers.layout import take
+from flacompose.layers.layout import beside, take
 from flacompose.layers.recurrent import Factory, StatefulLayer
 from flacompose.layers.state import RecurrentState
 from flacompose.models import sampling
@@ -302,7 +302,9 @@ class RecurrentLM(nn.Module):
             0, dtype=torch.promote_types(self.lower_bounds.dtype, torch.float32)
         )
         recurrent = [isinstance(block.attn, ForgetGateLayer) for block in self._blocks()]
-        return [b if r else None for b, r in zip(parts.cumsum(0) - parts[0], recurrent, strict=True)]
+        rising = parts.cumsum(0) - parts[0]
+        # By index: iterating unbinds them, and DTensor has no gradient of that where a block leaves its own unused.
+        return [rising[i] if r else None for i, r in enumerate(recurrent)]
 
     def _logits(self, x: Tensor) -> Tensor:
         if self.config.tie_word_embeddings:
@@ -323,6 +325,6 @@ def _last(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -
         return x[0, (bounds(cu_seqlens, T)[1:] - 1).clamp(min=0)]
     if attention_mask is None:
         return x[:, -1]
-    counts = attention_mask[:, attention_mask.shape[1] - T :] != 0
-    index = (counts * torch.arange(T, device=x.device)).amax(1, keepdim=True)  # [B, 1]
+    counts = beside(x, attention_mask)[:, attention_mask.shape[1] - T :] != 0
+    index = (counts * beside(x, torch.arange(T, device=x.device))).amax(1, keepdim=True)  # [B, 1]
     return take(x, index).squeeze(1)

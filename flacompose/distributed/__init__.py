@@ -1,0 +1,5 @@
+"""Layers and models on several devices, on ``torch.distributed``. Importing flacompose does not import this."""
+
+from flacompose.distributed.tensor_parallel import tensor_parallel_plan
+
+__all__ = ["tensor_parallel_plan"]

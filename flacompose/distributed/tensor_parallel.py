@@ -1,0 +1,156 @@
+"""Tensor parallelism: the heads of every layer shared out among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.utils import _pytree as pytree
+
+from flacompose.layers import Mamba2, ShortConvolution
+from flacompose.layers.recurrent import StatefulLayer
+from flacompose.models import RecurrentLM
+from flacompose.models.feed_forward import SwiGLU
+from flacompose.models.softmax_attention import SoftmaxAttention
+
+# Projections to heads: each rank computes the outputs of its own heads. Of a low-rank pair only the second is one.
+_TO_HEADS = (
+    "q_proj", "k_proj", "v_proj", "g_proj", "f_proj", "i_proj", "s_proj", "a_proj", "b_proj", "gk_proj",
+    "f_proj.1", "g_proj.1", "gk_proj.1",
+    "qkv_proj", "output_gate",  # lightning attention
+    "r_proj.linear", "k_proj.linear", "v_proj.linear", "g_proj.linear", "w_proj.linear.lora.2",  # RWKV6
+    "gate_proj", "up_proj", "key.linear",  # feed-forward networks, whose channels take the place of heads
+)  # fmt: skip
+# Projections from heads: each rank multiplies its own heads, and the products are summed over all ranks.
+_FROM_HEADS = ("o_proj", "out_proj", "down_proj", "value")
+# Projections whose outputs are not ordered by heads, or are needed whole: computed in parts, and gathered.
+_GATHERED = ("in_proj", "receptance.linear")
+# Parameters of a layer itself whose first dimension is that of the heads, or of their channels.
+_OF_HEADS = ("A_log", "dt_bias", "D", "bonus")
+
+
+def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
+    """The plan by which ``torch.distributed.tensor.parallel.parallelize_module`` shares out the heads of `module`.
+
+    ``parallelize_module(module, mesh, tensor_parallel_plan(module))`` changes `module` in place. It is then called as
+    before, with the same plain tensors on every rank, and gives the same outputs and gradients. All of its parameters
+    are then DTensors: those of heads are sharded, the others are the same on every rank. In the new states every rank
+    has the heads that are its own, as DTensors.
+
+    - Projections to heads are ``ColwiseParallel``, those from heads to the output ``RowwiseParallel``: of a low-rank
+      pair only the second projection is sharded.
+    - Short convolutions, decay rates and biases of each head, and norms over all heads are sharded like the heads. A
+      norm of each head and a feature map, which have one weight for all heads, are the same on every rank.
+    - In a `RecurrentLM` the feed-forward networks, the embeddings and the projection to logits are sharded too.
+
+    The number of heads must be a multiple of the number of ranks; otherwise PyTorch raises an error in the call. Heads
+    of keys and values that several heads of queries share may be fewer: ranks then gather them, with the same results.
+    It needs PyTorch 2.13: in 2.11, DTensor has no correct gradients of the layers.
+
+    Args:
+        module: A layer, a `RecurrentLM`, or a module that contains them. The rest of such a module has to be able to
+            compute with DTensors.
+
+    Returns:
+        The plan: a style for every path of a submodule that needs one, and for ``""``, the module itself, one that
+        makes DTensors of what is left, of what comes in, and plain tensors of the outputs. It holds for one mesh
+        dimension.
+
+    Raises:
+        ValueError: If `module` contains no layer, or softmax attention, for which DTensor has no rule on the CPU.
+        RuntimeError: If PyTorch is older than 2.13.
+    """
+    if torch.__version__ < "2.13":
+        raise RuntimeError(f"tensor_parallel_plan needs PyTorch 2.13 or later, got {torch.__version__}")
+    plan: dict[str, ParallelStyle] = {}
+    own: tuple[str, ...] = ()
+    for path, part in module.named_modules():
+        if isinstance(part, SoftmaxAttention):
+            raise ValueError(f"module must contain no softmax attention, got some at {path or 'its root'!r}")
+        for name, style in _styles(part):
+            plan[f"{path}.{name}" if path else name] = style
+        if isinstance(part, StatefulLayer):
+            names = tuple(name for name, _ in part.named_parameters(recurse=False) if name in _OF_HEADS)
+            if path and names:
+                plan[path] = _Sharded(names)
+            elif names:
+                own = names
+    if not any(isinstance(part, StatefulLayer) for part in module.modules()):
+        raise ValueError(f"module must contain a layer of flacompose, got {type(module).__name__}")
+    return plan | {"": _Whole(own)}
+
+
+def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
+    """Of what is in a layer, a feed-forward network or a model: its path there, and its style."""
+    if isinstance(part, RecurrentLM):
+        yield "embeddings", ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+        if hasattr(part, "lm_head"):
+            yield "lm_head", ColwiseParallel(use_local_output=False)
+    elif isinstance(part, (StatefulLayer, SwiGLU)):
+        modules = dict(part.named_modules())
+        channels = next(modules[name].in_features for name in _FROM_HEADS if name in modules)
+        for name, m in modules.items():
+            weight = getattr(m, "weight", None)
+            if name in _FROM_HEADS:
+                yield name, RowwiseParallel(use_local_output=False)
+            elif isinstance(m, nn.Linear) and name in _GATHERED:
+                yield name, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+            elif isinstance(m, nn.Linear) and name in _TO_HEADS:
+                yield name, ColwiseParallel(use_local_output=False)
+            elif isinstance(m, ShortConvolution) and not isinstance(
+                part, Mamba2
+            ):  # whose channels are gathered
+                yield name, _Sharded()
+            elif isinstance(m, (nn.RMSNorm, nn.GroupNorm)) and weight is not None and len(weight) == channels:
+                yield name, _Sharded()
+
+
+class _Sharded(ParallelStyle):
+    """Parameters of a module itself, all or the named ones, are sharded along their first dimension."""
+
+    def __init__(self, names: tuple[str, ...] | None = None) -> None:
+        super().__init__()
+        self.names = names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, p in list(module.named_parameters(recurse=False)):
+            if self.names is None or name in self.names:
+                shard = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+                module.register_parameter(name, nn.Parameter(shard, requires_grad=p.requires_grad))
+        return module
+
+
+class _Whole(_Sharded):
+    """The module that a plan is of: what no other entry shards is the same on every rank, and so are its outputs."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        distribute_module(module, device_mesh)
+        module.register_forward_pre_hook(partial(_enter, device_mesh), with_kwargs=True)
+        module.register_forward_hook(partial(_leave, device_mesh))
+        return module
+
+
+def _enter(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Plain tensors among the arguments, which are the same on every rank, as DTensors that say so."""
+    whole = [Replicate()] * mesh.ndim
+
+    def entered(x: Any) -> Any:
+        plain = isinstance(x, Tensor) and not isinstance(x, DTensor)
+        return DTensor.from_local(x, mesh, whole, run_check=False) if plain else x
+
+    return pytree.tree_map(entered, (args, kwargs))
+
+
+def _leave(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
+    """Outputs as plain tensors; the states beside them stay DTensors, of which every rank has its heads."""
+    whole = [Replicate()] * mesh.ndim
+    y, *state = output if isinstance(output, tuple) else (output,)
+    y = y.redistribute(mesh, whole).to_local() if isinstance(y, DTensor) else y
+    return (y, *state) if isinstance(output, tuple) else y

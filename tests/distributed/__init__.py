@@ -1,0 +1,1 @@
+"""Layers and models on several devices: two processes of the CPU."""
