@@ -14,7 +14,7 @@ from flacompose.layers import RMSNorm, _check
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.layout import take
 from flacompose.layers.recurrent import Factory, StatefulLayer
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.state import RecurrentState, RecurrentStates
 from flacompose.models import sampling
 from flacompose.models.config import RecurrentConfig
 from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
@@ -22,6 +22,7 @@ from flacompose.models.softmax_attention import SoftmaxAttention
 from flacompose.ops._varlen import bounds
 
 States = tuple[RecurrentState, ...]
+NewStates = States | tuple[RecurrentStates, ...]
 
 
 class Block(nn.Module):
@@ -57,10 +58,11 @@ class Block(nn.Module):
         states: Sequence[RecurrentState | None],
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
+        num_states: int | None,
         lower_bound: Tensor | None,
-    ) -> tuple[Tensor, States]:
+    ) -> tuple[Tensor, NewStates]:
         """Its output, and a new state for each of `stateful`."""
-        tokens = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
+        tokens = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "num_states": num_states}
         bound = {} if lower_bound is None else {"lower_bound": lower_bound}
         y, state = self.attn(self.attn_norm(x), states[0], **tokens, **bound)
         x = x + y
@@ -138,7 +140,8 @@ class RecurrentLM(nn.Module):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         last_only: bool = False,
-    ) -> tuple[Tensor, States]:
+        num_states: int | None = None,
+    ) -> tuple[Tensor, NewStates]:
         """Go through ``T`` tokens from `state`.
 
         Text given in pieces, each with the state that the piece before returned, gives what the whole gives.
@@ -154,19 +157,23 @@ class RecurrentLM(nn.Module):
                 Default: a sequence a row.
             last_only: Whether the logits are those of the last token of each sequence alone, which spares the memory of
                 the others; those of a sequence without tokens mean nothing.
+            num_states: How many states to return, those after each of the last ``n`` tokens of each row: from 1 to 16,
+                and at most ``T``. For calls of a few tokens, some of which may have to be taken back. Not with
+                `attention_mask` or `cu_seqlens`. Default: the state after the last token alone.
 
         Returns:
             ``(logits, state)``: `logits` is ``[B, T, vocab_size]``, or ``[N, vocab_size]`` with `last_only`; `state` is
-            new, that after the last tokens.
+            new, that after the last tokens, or with `num_states` a tuple of
+            [RecurrentStates][flacompose.layers.RecurrentStates].
 
         Raises:
-            ValueError: If a shape is wrong, `state` has not one entry for each layer, or `attention_mask` comes with
-                `cu_seqlens`.
+            ValueError: If a shape is wrong, `state` has not one entry for each layer, `attention_mask` comes with
+                `cu_seqlens`, or `num_states` is not as said.
             TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong type.
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
         try:
-            return self._computed(input_ids, state, attention_mask, cu_seqlens, last_only)
+            return self._computed(input_ids, state, attention_mask, cu_seqlens, last_only, num_states)
         except (TypeError, ValueError):
             self._check_entries(state)
             raise
@@ -178,7 +185,8 @@ class RecurrentLM(nn.Module):
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         last_only: bool,
-    ) -> tuple[Tensor, States]:
+        num_states: int | None,
+    ) -> tuple[Tensor, NewStates]:
         """`forward`, in whose errors a layer does not say which entry of the model's state it was given."""
         _check.indices("input_ids", input_ids)
         if input_ids.ndim != 2 or 0 in input_ids.shape:
@@ -188,10 +196,11 @@ class RecurrentLM(nn.Module):
         if self.config.norm_embeddings:
             x = self.embeddings_norm(x)
 
-        new: list[RecurrentState] = []
+        new: list[Any] = []
         for block, lower_bound in zip(self._blocks(), self._lower_bounds(), strict=True):
             n = len(block.stateful())
-            x, states = block(x, old[len(new) : len(new) + n], attention_mask, cu_seqlens, lower_bound)
+            given = old[len(new) : len(new) + n]
+            x, states = block(x, given, attention_mask, cu_seqlens, num_states, lower_bound)
             new.extend(states)
         if last_only:
             x = _last(x, attention_mask, cu_seqlens)
