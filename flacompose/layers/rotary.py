@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.layers.layout import Layout, beside
+from flacompose.ops import _states
 from flacompose.ops._dtype import state_dtype, upcast
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
@@ -39,7 +40,7 @@ def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, 
     start, t = beside(x, start), beside(x, torch.arange(T, device=x.device))
     if tokens.num_states is not None:
         position = start[:, None] + t
-        return position, position[:, T - tokens.num_states :] + 1
+        return position, _states.last(position, tokens.num_states) + 1
     if cu_seqlens is None:
         return start[:, None] + t, start + (T if tokens.lengths is None else tokens.lengths)
     cu = bounds(cu_seqlens, T)

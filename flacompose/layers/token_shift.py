@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.layers.layout import take
+from flacompose.ops import _states
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
@@ -34,8 +35,8 @@ def token_shift(
         return _packed(x, last, cu_seqlens)
     history = torch.cat([last.unsqueeze(1), x], dim=1)
     if num_states is not None:
-        last = x[:, T - num_states :]
-    elif lengths is None:
+        return history[:, :T], _states.last(x, num_states)
+    if lengths is None:
         last = history[:, -1]
     else:
         last = take(history, lengths[:, None]).squeeze(1)

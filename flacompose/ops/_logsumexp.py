@@ -11,6 +11,7 @@ from torch import Tensor
 from flacompose.ops._define import always_true
 from flacompose.ops._dtensor import by_shard
 from flacompose.ops._dtype import upcast
+from flacompose.ops._states import last
 from flacompose.ops._varlen import bounds, inside, sequence_count, sequence_of
 
 LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
@@ -58,7 +59,7 @@ def running_logsumexp(
     gates = _or_minus_inf(torch.where(written, F.logsigmoid(before - x), 0))
     weights = torch.where(written, torch.sigmoid(x - before), 0)
     if output_states is not None:
-        z = total[:, T - output_states :]
+        z = last(total, output_states)
     elif cu_seqlens is None:
         z = total[:, -1]
     else:

@@ -43,6 +43,14 @@ def windows(history: Tensor, W: int, n: int) -> Tensor:
     return states.mT.clone(memory_format=torch.contiguous_format)
 
 
+def last(x: Tensor, n: int) -> Tensor:
+    """The last ``n`` tokens of ``x [B, T, ...]``, ``[B, n, ...]``, in memory of their own.
+
+    Not a slice, of which a compiler would ask whether it is all of `x`.
+    """
+    return torch.stack([x[:, i - n] for i in range(n)], 1)
+
+
 def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states") -> None:
     """Check the argument `name`, the number of states wanted of ``x [B, T, ...]``, which may not be checked itself."""
     _check.integer(name, n)
