@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.utils import _pytree as pytree
@@ -107,6 +108,12 @@ def test_going_on_from_one_state_for_each_row(config, device):
             assert_state_is(row(newer.at(-1), b), after, relative)
 
 
+def with_places(state: RecurrentState, places: int) -> RecurrentState:
+    """Its cache, if it has one, with so many places."""
+    pads = [(0, 0, 0, 0, 0, places - t.shape[1]) for t in state.cache]
+    return state._replace(cache=tuple(map(nn.functional.pad, state.cache, pads)))
+
+
 @each_case
 def test_gradients(config, device):
     """Through a state that one row of several goes on from."""
@@ -125,14 +132,7 @@ def test_gradients(config, device):
         else:
             y, _ = layer(inputs, start)
             calls = [layer(inputs[b : b + 1, : 2 + i], row(start, b))[1] for b, i in enumerate([0, 2])]
-            width = max(t.shape[1] for call in calls for t in call.cache) if calls[0].cache else 0
-            calls = [
-                call._replace(
-                    cache=tuple(nn.functional.pad(t, (0, 0, 0, 0, 0, width - t.shape[1])) for t in call.cache)
-                )
-                for call in calls
-            ]
-            chosen = RecurrentState.cat(calls)
+            chosen = RecurrentState.cat([with_places(call, 12) for call in calls])
         out, _ = layer(inputs, chosen)
         (y.square().sum() + out.sin().sum()).backward()
         grads = [inputs.grad, *(t.grad for t in leaves), *(p.grad for p in layer.parameters())]
@@ -159,7 +159,7 @@ def verify(layer, x, state, index):
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_one_graph_for_every_length(config, device, few_levels):
     layer = build(config, device=device)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(partial(verify, layer), backend=counter, fullgraph=True, dynamic=True)
     state = state_of(layer, 2)
     for T in (5, 4, 9):
@@ -202,9 +202,8 @@ def test_export(config, device):
         assert type(states) is RecurrentStates
         assert y.shape == x.shape
     x, state = tokens_of(layer, 3, 5), state_of(layer, 3)
-    for a, b in zip(
-        pytree.tree_leaves(module(x, state)), pytree.tree_leaves(layer(x, state, num_states=3)), strict=True
-    ):
+    actual, expected = (pytree.tree_leaves(f(x, state)) for f in (module, Verify(layer)))
+    for a, b in zip(actual, expected, strict=True):
         assert_close(a, b, 1e-5)
 
 
