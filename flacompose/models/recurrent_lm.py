@@ -15,10 +15,11 @@ from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.layout import take
 from flacompose.layers.recurrent import Factory, StatefulLayer
 from flacompose.layers.state import RecurrentState, RecurrentStates
-from flacompose.models import sampling
+from flacompose.models import sampling, speculative
 from flacompose.models.config import RecurrentConfig
 from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
+from flacompose.ops._states import MAX_STATES
 from flacompose.ops._varlen import bounds
 
 States = tuple[RecurrentState, ...]
@@ -218,6 +219,8 @@ class RecurrentLM(nn.Module):
         eos_token_id: int | Sequence[int] | None = None,
         attention_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
+        assistant: RecurrentLM | None = None,
+        num_assistant_tokens: int = 4,
     ) -> Tensor:
         """Read the prompts in one call, then go on token by token: each one step of the recurrences.
 
@@ -238,6 +241,11 @@ class RecurrentLM(nn.Module):
             attention_mask: ``[B, T]``, 0 for pads of prompts, before or after their tokens. Every row must have a
                 token. Default: no pads.
             generator: What draws tokens. Default: PyTorch's.
+            assistant: A smaller model of the same tokens, which proposes some that this model then reads in one call.
+                Those that it would not have chosen are taken back, so the tokens are the same, found in fewer calls:
+                see [Decode speculatively](../how-to/speculative.md). At temperature 0 alone. It reads one value on the
+                host for each such call. Default: none.
+            num_assistant_tokens: How many tokens it proposes at a time, from 1 to 15.
 
         Returns:
             The new tokens, without the prompts, ``[B, max_new_tokens]`` or fewer, int64.
@@ -249,6 +257,11 @@ class RecurrentLM(nn.Module):
         _check.count("max_new_tokens", max_new_tokens)
         sampling.check(temperature, top_k, top_p)
         ends = None if eos_token_id is None else self._ends(eos_token_id)
+        if assistant is not None:
+            self._check_assistant(assistant, num_assistant_tokens, temperature)
+            return speculative.generate(
+                self, assistant, input_ids, max_new_tokens, num_assistant_tokens, ends or (), attention_mask
+            )
         state: States | None = None
         read, mask = input_ids, attention_mask
         done, tokens = None, []
@@ -263,6 +276,22 @@ class RecurrentLM(nn.Module):
                 break
             read, mask = token[:, None], None
         return torch.stack(tokens, dim=1)
+
+    def _check_assistant(self, assistant: Any, num_assistant_tokens: int, temperature: float) -> None:
+        if not isinstance(assistant, RecurrentLM):
+            raise TypeError(f"assistant must be a RecurrentLM, got {type(assistant).__name__}")
+        if assistant.config.vocab_size != self.config.vocab_size:
+            raise ValueError(
+                f"assistant must have the vocab_size of the model, {self.config.vocab_size}, "
+                f"got {assistant.config.vocab_size}"
+            )
+        if temperature != 0:
+            raise ValueError(f"temperature must be 0 with an assistant, got {temperature}")
+        _check.integer("num_assistant_tokens", num_assistant_tokens)
+        if not 1 <= num_assistant_tokens < MAX_STATES:
+            raise ValueError(
+                f"num_assistant_tokens must be from 1 to {MAX_STATES - 1}, got {num_assistant_tokens}"
+            )
 
     def _ends(self, eos_token_id: int | Sequence[int]) -> tuple[int, ...]:
         ends = tuple(eos_token_id) if isinstance(eos_token_id, (tuple, list)) else (eos_token_id,)

@@ -162,12 +162,18 @@ def test_one_graph_for_every_length(config, device, few_levels):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(partial(verify, layer), backend=counter, fullgraph=True, dynamic=True)
     state = state_of(layer, 2)
-    for T in (5, 4, 9):
+    graphs = set()
+    for T in (
+        11,
+        4,
+        17,
+    ):  # the first is no other size of the layer, with which the compiler would take it to be equal
         x, index = tokens_of(layer, 2, T), torch.tensor([2, T % 3], device=device)
         (y, new), (expected, after) = (f(x, state, index) for f in (compiled, partial(verify, layer)))
         assert_close(y, expected, 1e-5)
         assert_states_close(new, after, 1e-5)
-    assert counter.frame_count == 1
+        graphs.add(counter.frame_count)
+    assert len(graphs) == 1
 
 
 class Verify(nn.Module):
