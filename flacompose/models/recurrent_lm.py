@@ -243,7 +243,7 @@ class RecurrentLM(nn.Module):
             generator: What draws tokens. Default: PyTorch's.
             assistant: A smaller model of the same tokens, which proposes some that this model then reads in one call.
                 Those that it would not have chosen are taken back, so the tokens are the same, found in fewer calls:
-                see [Decode speculatively](../how-to/speculative.md). At temperature 0 alone. It reads one value on the
+                see [Decode speculatively](how-to/speculative.md). At temperature 0 alone. It reads one value on the
                 host for each such call. Default: none.
             num_assistant_tokens: How many tokens it proposes at a time, from 1 to 15.
 
