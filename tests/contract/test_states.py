@@ -39,8 +39,9 @@ def test_states_are_those_of_shorter_calls(
     # Where the CPU computes a call in chunks, the calls have other chunks: each is within the bound of its truth.
     assert_close(actual, expected, 2 * FIXED[torch.float32][0])
     assert actual["final_state"].is_contiguous()
-    # The first state is that of a shorter call by the same arithmetic, and so are all where one kernel walks along.
-    same = n if device.type == "cuda" else 1
+    # The first state is that of a shorter call by the same arithmetic, and so are all where one kernel walks along. A
+    # running logsumexp is PyTorch, whose kernels on a GPU may depend on the length.
+    same = 1 if device.type == "cpu" else 0 if "initial_state[2]" in case.states else n
     assert torch.equal(actual["final_state"][:, :same], expected["final_state"][:, :same])
 
 
@@ -172,7 +173,7 @@ def test_inductor(case: OpCase, device: torch.device, few_levels: None) -> None:
     compiled = torch.compile(of_tensors(case, 3), fullgraph=True, dynamic=True)
     with torch.no_grad():
         for x, y in zip(compiled(problem.tensors), with_states(problem, n=3), strict=True):
-            assert error(x, y) <= 1e-6
+            assert error(x, y) <= 1e-5
 
 
 class Op(nn.Module):
