@@ -95,6 +95,8 @@ def run(family: ModuleType, do: Tensor, d_final_state: Tensor | None, *args: Any
     """Everything that a family launches."""
     family.chunk(*args)
     family.recurrent(*args)
+    family.steps(*args, 3, 1)
+    family.steps(*args, 4, 2)
     wanted = {scan: 3, scalar_decay: 6, vector_decay: 7, delta_rule: 7}[family]
     family.backward(*args, do, d_final_state, [True] * wanted)
 

@@ -1,7 +1,8 @@
 """Layers: projections, gates, norms and short convolutions in plain PyTorch around one op of `flacompose.ops`.
 
-Every layer is called the same way, ``layer(hidden_states, state=None, *, attention_mask=None, cu_seqlens=None)``,
-and returns ``(output, state)``; the state is a `RecurrentState`, new each time.
+Every layer is called the same way,
+``layer(hidden_states, state=None, *, attention_mask=None, cu_seqlens=None, num_states=None)``, and returns
+``(output, state)``; the state is a `RecurrentState`, new each time, or with `num_states` a `RecurrentStates`.
 """
 
 from flacompose.layers.abc import ABCAttention
@@ -22,7 +23,7 @@ from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.rwkv6 import RWKV6Attention
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.simple_gla import SimpleGatedLinearAttention
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.state import RecurrentState, RecurrentStates
 
 __all__ = [
     "ABCAttention",
@@ -43,6 +44,7 @@ __all__ = [
     "RMSNorm",
     "RWKV6Attention",
     "RecurrentState",
+    "RecurrentStates",
     "ShortConvolution",
     "SimpleGatedLinearAttention",
 ]

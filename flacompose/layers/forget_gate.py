@@ -9,7 +9,7 @@ from flacompose.layers import _check
 from flacompose.layers.activation import log_sigmoid
 from flacompose.layers.layout import beside
 from flacompose.layers.recurrent import RecurrentLayer
-from flacompose.layers.state import RecurrentState
+from flacompose.layers.state import RecurrentState, RecurrentStates
 from flacompose.ops._dtype import upcast
 
 
@@ -25,8 +25,9 @@ class ForgetGateLayer(RecurrentLayer):
         *,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        num_states: int | None = None,
         lower_bound: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
+    ) -> tuple[Tensor, RecurrentState | RecurrentStates]:
         r"""Go through ``T`` tokens from `state`.
 
         Other arguments, results and errors are those of
@@ -38,7 +39,7 @@ class ForgetGateLayer(RecurrentLayer):
                 any float dtype. In the papers they are a cumulative softmax over the layers of a model, 0 in the first.
                 Not used if `layer_idx` is 0. Default: 0.
         """
-        return self._call(hidden_states, state, attention_mask, cu_seqlens, lower_bound)
+        return self._call(hidden_states, state, attention_mask, cu_seqlens, num_states, lower_bound)
 
     def _bound(self, x: Tensor, lower_bound: Tensor | None) -> Tensor | None:
         """Check `lower_bound`, return what this layer uses of it."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flacompose.layers import _check
+from flacompose.ops import _states
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._varlen import inside
 
@@ -24,6 +25,9 @@ class Layout(NamedTuple):
     order: Tensor | None = None  # [B, T], the place in the input of each left-aligned token
     rank: Tensor | None = None  # [B, T], the inverse of `order`
     cu_seqlens: Tensor | None = None  # [N + 1], the bounds of packed sequences
+    num_states: int | None = (
+        None  # of how many of the last tokens the states are wanted; None for the last alone
+    )
 
     def enter(self, x: Tensor) -> Tensor:
         """``x [B, T, D]`` with padded rows left-aligned, and with zeros where no token counts, whatever is there."""
@@ -48,7 +52,11 @@ class Layout(NamedTuple):
 
 
 def layout(
-    hidden_states: Tensor, hidden_size: int, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+    hidden_states: Tensor,
+    hidden_size: int,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    num_states: int | None = None,
 ) -> Layout:
     """Check these arguments of a layer, and prepare the layout of its sequences."""
     if isinstance(hidden_states, Tensor) and hidden_states.is_nested:
@@ -65,6 +73,13 @@ def layout(
         raise ValueError(f"hidden_states must have no empty dimension, got {shape}")
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens exclude each other: packed sequences have no padding")
+    if num_states is not None:
+        if attention_mask is not None:
+            raise ValueError(
+                f"num_states must not be given with attention_mask: every token must count, got {num_states}"
+            )
+        _states.check(num_states, hidden_states, cu_seqlens, "num_states")
+        return Layout(num_states=num_states)
     if attention_mask is not None:
         return _padded(hidden_states, attention_mask)
     if cu_seqlens is not None:

@@ -100,7 +100,8 @@ class LightNetAttention(RecurrentLayer):
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
-        g, k, z = running_logsumexp(upcast(tokens.masked(k, -torch.inf)), past.normalizer, tokens.cu_seqlens)
+        logits = upcast(tokens.masked(k, -torch.inf))
+        g, k, z = running_logsumexp(logits, past.normalizer, tokens.cu_seqlens, tokens.num_states)
 
         gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(F.silu(q), k.to(v.dtype), v, g)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.layout import Layout, beside, layout
-from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops._wide import Op, by_values
@@ -35,6 +35,7 @@ class StatefulLayer(nn.Module):
     state_shapes: StateShapes
     # The formulas of a layer. It takes the tokens x [B, T, hidden_size], the state before them and their layout, and
     # returns the output [B, T, hidden_size] and the new state. In a call without a state, every part of it is None.
+    # Where the layout has `num_states`, each part of the new state has that many after its first axis.
     _compute: Callable[..., tuple[Tensor, RecurrentState]]
 
     def __init__(self, hidden_size: int) -> None:
@@ -89,7 +90,8 @@ class StatefulLayer(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, RecurrentState]:
+        num_states: int | None = None,
+    ) -> tuple[Tensor, RecurrentState | RecurrentStates]:
         """Go through ``T`` tokens from `state`.
 
         A sequence given in pieces, each with the state that the piece before returned, gives what the whole gives.
@@ -103,17 +105,22 @@ class StatefulLayer(nn.Module):
                 tokens; of a longer one, the mask of a whole history, the last ``T`` columns count. Default: no pads.
             cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
                 is then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: a sequence a row.
+            num_states: How many states to return, those after each of the last ``n`` tokens of each row: from 1 to 16,
+                and at most ``T``. It is for calls of a few tokens, some of which may have to be taken back, as in
+                speculative decoding: they are computed token by token, whatever the mode of the layer is. Not with
+                `attention_mask` or `cu_seqlens`. Default: the state after the last token alone.
 
         Returns:
-            ``(output, state)``: `output` is ``[B, T, hidden_size]``; `state` is new, that after the last tokens.
+            ``(output, state)``: `output` is ``[B, T, hidden_size]``; `state` is new, that after the last tokens, or
+                with `num_states` a [RecurrentStates][flacompose.layers.RecurrentStates].
 
         Raises:
             ValueError: If a shape is wrong, or a device not that of `hidden_states`, or `attention_mask` comes with
-                `cu_seqlens`.
+                `cu_seqlens`, or `num_states` is not as said.
             TypeError: If `state` is no `RecurrentState`, another argument no dense tensor, or a dtype wrong.
             RuntimeError: From PyTorch, if the weights are on another device or, without autocast, have another dtype.
         """
-        return self._call(hidden_states, state, attention_mask, cu_seqlens)
+        return self._call(hidden_states, state, attention_mask, cu_seqlens, num_states)
 
     def _call(
         self,
@@ -121,10 +128,11 @@ class StatefulLayer(nn.Module):
         state: RecurrentState | None,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
+        num_states: int | None,
         *others: Any,
-    ) -> tuple[Tensor, RecurrentState]:
+    ) -> tuple[Tensor, RecurrentState | RecurrentStates]:
         """Check the arguments and compute the layer; `others` are arguments of this layer alone, as `lower_bound`."""
-        tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens)
+        tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens, num_states)
         if state is None:
             state = self.state_shapes.absent()
         else:
@@ -132,7 +140,7 @@ class StatefulLayer(nn.Module):
             if hasattr(hidden_states, "device_mesh"):
                 state = state.map(lambda t: beside(hidden_states, t))
         y, state = self._compute(tokens.enter(hidden_states), state, tokens, *others)
-        return tokens.leave(y), state
+        return tokens.leave(y), state if num_states is None else RecurrentStates(*state)
 
     def extra_repr(self) -> str:
         shown = vars(self)
@@ -159,7 +167,12 @@ class RecurrentLayer(StatefulLayer):
         self.layer_idx: Any = layer_idx  # layers that use it say what it may be
 
     def _op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:
-        """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent one."""
+        """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent one.
+
+        Only that one has several states.
+        """
+        if tokens.num_states is not None:
+            return partial(recurrent, initial_state=initial_state, output_states=tokens.num_states)
         op = recurrent if self.mode == "fused_recurrent" or _check.is_one(x.shape[1]) else chunk
         return partial(op, initial_state=initial_state, output_final_state=True, cu_seqlens=tokens.cu_seqlens)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.layers.layout import Layout, beside
+from flacompose.ops import _states
 from flacompose.ops._dtype import state_dtype, upcast
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
@@ -30,12 +31,16 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, Tensor]:
     """The position of each token of ``x [B, T, D]``, ``[B, T]``, and that of the next of each sequence, ``[N]``, int64.
 
+    Of a call for several states, it is the positions of the next after each, ``[N, n]``.
     ``start [N]`` holds those of the first tokens, or is None for zeros. Those of pads have no meaning.
     """
     T, cu_seqlens = x.shape[1], tokens.cu_seqlens
     N = sequence_count(x, cu_seqlens)
     start = torch.zeros(N, dtype=torch.int64, device=x.device) if start is None else start.long()
     start, t = beside(x, start), beside(x, torch.arange(T, device=x.device))
+    if tokens.num_states is not None:
+        position = start[:, None] + t
+        return position, _states.last(position, tokens.num_states) + 1
     if cu_seqlens is None:
         return start[:, None] + t, start + (T if tokens.lengths is None else tokens.lengths)
     cu = bounds(cu_seqlens, T)

@@ -115,7 +115,7 @@ class RWKV6Attention(RecurrentLayer):
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         x = as_projected(x)
-        before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens)
+        before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
         delta = before - x
         mixed = (x + delta * self._mix(x, delta)).to(x.dtype)
         mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = mixed.unbind(0)

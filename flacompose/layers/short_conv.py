@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.layout import Layout, beside, take
+from flacompose.ops import _states
 from flacompose.ops._dtype import upcast
 from flacompose.ops._varlen import bounds, sequence_of
 
@@ -79,6 +80,7 @@ class ShortConvolution(nn.Module):
         *,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        num_states: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Convolve, and return the state to go on from.
 
@@ -90,24 +92,28 @@ class ShortConvolution(nn.Module):
                 after them. What the others give means nothing. Default: all count.
             cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
                 is then 1. Sequences may be empty; what tokens past ``cu_seqlens[-1]`` give means nothing.
+            num_states: How many states to return, ``n`` from 1 to 16, those after each of the last ``n`` tokens of each
+                row. Without `lengths` and `cu_seqlens` alone. Default: the one after the last token.
 
         Returns:
-            ``(y, state)``: ``[B, T, D]`` and a new ``[N, D, W]``, both in the dtype of `x`.
+            ``(y, state)``: ``[B, T, D]`` and a new ``[N, D, W]``, or ``[N, n, D, W]`` with `num_states`, both in the
+                dtype of `x`.
 
         Raises:
-            ValueError: If a shape or a device is wrong, or `lengths` comes with `cu_seqlens`.
+            ValueError: If a shape or a device is wrong, `num_states` is not as said, or `lengths` comes with
+                `cu_seqlens`.
             TypeError: If an argument is no tensor, `x` or `state` not floating, `lengths` not of integers or
                 `cu_seqlens` neither int32 nor int64.
         """
-        self._check(x, state, lengths, cu_seqlens)
+        self._check(x, state, lengths, cu_seqlens, num_states)
         if state is not None:
             state = state.to(x.dtype)
         if cu_seqlens is not None:
             y, state = self._packed(x, state, cu_seqlens)
-        elif state is not None and lengths is None and _check.is_one(x.shape[1]):
+        elif state is not None and lengths is None and num_states is None and _check.is_one(x.shape[1]):
             y, state = self._step(x, state)
         else:
-            y, state = self._rows(x, state, lengths)
+            y, state = self._rows(x, state, lengths, num_states)
         if self.bias is not None:
             y = y + self.bias
         return (y if self.activation is None else F.silu(y)).to(x.dtype), state
@@ -117,13 +123,17 @@ class ShortConvolution(nn.Module):
         state = torch.cat([state[:, :, 1:], x.transpose(1, 2)], dim=2)
         return (upcast(state) * self.weight[:, 0]).sum(2)[:, None], state
 
-    def _rows(self, x: Tensor, state: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rows(
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, num_states: int | None
+    ) -> tuple[Tensor, Tensor]:
         """A sequence in each row."""
         T, W = x.shape[1], self.kernel_size
         # [B, W + T, D]: a sum of two pads fuses into whatever reads it; a concatenation is written to memory first.
         history = F.pad(x, (0, 0, W, 0))
         if state is not None:
             history = history + F.pad(state.transpose(1, 2), (0, 0, 0, T))
+        if num_states is not None:
+            return self._sums(upcast(history), T), _states.windows(history, W, num_states)
         if lengths is None:
             last = history[:, T:]
         else:
@@ -176,7 +186,12 @@ class ShortConvolution(nn.Module):
         return sum(products[1:], start=products[0])
 
     def _check(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        num_states: int | None,
     ) -> None:
         D, W = self.hidden_size, self.kernel_size
         _check.floating("x", x)
@@ -187,6 +202,10 @@ class ShortConvolution(nn.Module):
             raise ValueError("lengths and cu_seqlens exclude each other")
         if lengths is not None:
             _check.like(x, "lengths", lengths, (N,), _check.integral)
+        if num_states is not None:
+            _states.check(num_states, x, cu_seqlens, "num_states")
+            if lengths is not None:
+                raise ValueError(f"num_states must not be given with lengths, got {num_states}")
         if cu_seqlens is not None:
             N = _check.packed("x", x, cu_seqlens)
         if state is not None:
@@ -205,7 +224,9 @@ def convolved(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Each input through its convolution: the outputs, and the new states."""
     results = [
-        convolution(x, state, lengths=tokens.lengths, cu_seqlens=tokens.cu_seqlens)
+        convolution(
+            x, state, lengths=tokens.lengths, cu_seqlens=tokens.cu_seqlens, num_states=tokens.num_states
+        )
         for x, convolution, state in zip(inputs, convolutions, states, strict=True)
     ]
     return tuple(y for y, _ in results), tuple(state for _, state in results)

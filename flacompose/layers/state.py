@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -123,10 +124,71 @@ class RecurrentState(NamedTuple):
         return pytree.tree_map(lambda *tensors: torch.cat(tensors), *states)
 
 
-# torch.export.load reads example inputs with weights_only.
-torch.serialization.add_safe_globals([RecurrentState])
-# torch.export.save refuses a named tuple it has no name for, and torch has no public way to give it one.
-pytree._register_namedtuple(RecurrentState, serialized_type_name="flacompose.layers.RecurrentState")
+class RecurrentStates(NamedTuple):
+    """The states of one layer after each of the last ``n`` tokens of ``N`` sequences, of which `at` gives one.
+
+    A call returns it that was given ``num_states=n``. Layers take no such thing: a call goes on from one state.
+
+    Attributes:
+        recurrent: As that of a [RecurrentState][flacompose.layers.RecurrentState], with an axis of ``n`` states after
+            the first axis: ``[N, n, H, K, V]``, in HGRN ``[N, n, D]``. Likewise all others but `cache`.
+        conv: ``[N, n, D, W]`` each.
+        normalizer: ``[N, n, H, K]`` or ``[N, n, H, M]``.
+        position: ``[N, n]``.
+        shift: ``[N, n, hidden_size]``.
+        cache: One for all ``n`` states, ``[N, L, H, D]`` each: that after the last token, which holds the keys and
+            values of all tokens before it. A state with a smaller `position` does not see those of later tokens, and
+            what follows takes their places.
+    """
+
+    recurrent: Any
+    conv: tuple[Tensor, ...] = ()
+    normalizer: Any = ()
+    position: Any = ()
+    shift: Any = ()
+    cache: tuple[Tensor, ...] = ()
+
+    def at(self, index: int | Tensor) -> RecurrentState:
+        """The state after one of the tokens: a copy, but for `cache`.
+
+        Args:
+            index: Which of the ``n`` states, from 0, or from -n, as Python counts. Or one for each sequence, integers
+                ``[N]`` from 0 to ``n - 1``, on the device of the states. They are not read on the host.
+
+        Raises:
+            ValueError: If an int is out of range, or a tensor has another shape or is on another device.
+            TypeError: If `index` is none of these.
+            RuntimeError: From PyTorch on a CPU, if a number in a tensor is out of range.
+        """
+        parts = self._replace(cache=())
+        N, n = pytree.tree_leaves(parts)[0].shape[:2]
+        if isinstance(index, Tensor):
+            _check.integral("index", index)
+            _check.same_device("index", index, pytree.tree_leaves(parts)[0])
+            if index.shape != (N,):
+                raise ValueError(f"index must have shape ({N},), got {tuple(index.shape)}")
+            chosen = pytree.tree_map(partial(_chosen, index.long()), parts)
+        else:
+            _check.integer("index", index)
+            if not -n <= index < n:
+                raise ValueError(f"index must be from {-n} to {n - 1}, for {n} states, got {index}")
+            chosen = pytree.tree_map(
+                lambda t: t[:, index].clone(memory_format=torch.contiguous_format), parts
+            )
+        return RecurrentState(*chosen)._replace(cache=self.cache)
+
+
+def _chosen(index: Tensor, states: Tensor) -> Tensor:
+    """``y[b] = states[b, index[b]]``."""
+    place = beside(states, index).reshape(-1, *[1] * (states.ndim - 1))
+    return states.gather(1, place.expand(-1, 1, *states.shape[2:])).squeeze(1)
+
+
+for kind in (RecurrentState, RecurrentStates):
+    # torch.export.load reads example inputs with weights_only.
+    torch.serialization.add_safe_globals([kind])
+    # torch.export.save refuses a named tuple it has no name for, and torch has no public way to give it one.
+    pytree._register_namedtuple(kind, serialized_type_name=f"flacompose.layers.{kind.__name__}")
 
 
 class StateShapes(NamedTuple):
@@ -167,6 +229,8 @@ class StateShapes(NamedTuple):
         """Check that `state`, which errors call `called`, has these shapes, `N` sequences, and the device of `x`."""
         if not isinstance(state, RecurrentState):
             given = f"{type(state).__name__} (a mask is the keyword attention_mask)"
+            if isinstance(state, RecurrentStates):
+                given = "RecurrentStates, several states, of which at(index) gives one"
             raise TypeError(f"{called} must be a RecurrentState, got {given}")
         if len(self.recurrent) == 1:
             _check.like(x, f"{called}.recurrent", state.recurrent, (N, *self.recurrent[0]))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.layers.layout import take
+from flacompose.ops import _states
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
@@ -21,14 +22,20 @@ def token_shift(
     last: Tensor | None = None,  # [N, D], the token before the first of each sequence; None for zeros
     lengths: Tensor | None = None,  # [B], how many tokens of each row count
     cu_seqlens: Tensor | None = None,  # [N + 1]
+    num_states: int | None = None,  # n, without lengths and cu_seqlens
 ) -> tuple[Tensor, Tensor]:
-    """``x_{t-1}`` for every ``x_t``, ``[B, T, D]``, and the last token of each sequence, ``[N, D]``, a new tensor."""
+    """``x_{t-1}`` for every ``x_t``, ``[B, T, D]``, and the last token of each sequence, ``[N, D]``, a new tensor.
+
+    With `num_states` it is the last ``n`` tokens, ``[N, n, D]``.
+    """
     B, T, D = x.shape
     N = sequence_count(x, cu_seqlens)
     last = x.new_zeros(N, D) if last is None else last.to(x.dtype)
     if cu_seqlens is not None:
         return _packed(x, last, cu_seqlens)
     history = torch.cat([last.unsqueeze(1), x], dim=1)
+    if num_states is not None:
+        return history[:, :T], _states.last(x, num_states)
     if lengths is None:
         last = history[:, -1]
     else:

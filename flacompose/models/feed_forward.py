@@ -63,7 +63,7 @@ class RWKV6FeedForward(StatefulLayer):
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         x = as_projected(x)
-        before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens)
+        before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
         delta = before - x
         value = self.value(self.act_fn(self.key(x, delta)))
         return self.receptance(x, delta).sigmoid() * value, RecurrentState((), shift=shift)

@@ -14,14 +14,16 @@ from flacompose.layers import RMSNorm, _check
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.layout import beside, take
 from flacompose.layers.recurrent import Factory, StatefulLayer
-from flacompose.layers.state import RecurrentState
-from flacompose.models import sampling
+from flacompose.layers.state import RecurrentState, RecurrentStates
+from flacompose.models import sampling, speculative
 from flacompose.models.config import RecurrentConfig
 from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
+from flacompose.ops._states import MAX_STATES
 from flacompose.ops._varlen import bounds
 
 States = tuple[RecurrentState, ...]
+NewStates = States | tuple[RecurrentStates, ...]
 
 
 class Block(nn.Module):
@@ -57,10 +59,11 @@ class Block(nn.Module):
         states: Sequence[RecurrentState | None],
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
+        num_states: int | None,
         lower_bound: Tensor | None,
-    ) -> tuple[Tensor, States]:
+    ) -> tuple[Tensor, NewStates]:
         """Its output, and a new state for each of `stateful`."""
-        tokens = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
+        tokens = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "num_states": num_states}
         bound = {} if lower_bound is None else {"lower_bound": lower_bound}
         y, state = self.attn(self.attn_norm(x), states[0], **tokens, **bound)
         x = x + y
@@ -138,7 +141,8 @@ class RecurrentLM(nn.Module):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         last_only: bool = False,
-    ) -> tuple[Tensor, States]:
+        num_states: int | None = None,
+    ) -> tuple[Tensor, NewStates]:
         """Go through ``T`` tokens from `state`.
 
         Text given in pieces, each with the state that the piece before returned, gives what the whole gives.
@@ -154,19 +158,23 @@ class RecurrentLM(nn.Module):
                 Default: a sequence a row.
             last_only: Whether the logits are those of the last token of each sequence alone, which spares the memory of
                 the others; those of a sequence without tokens mean nothing.
+            num_states: How many states to return, those after each of the last ``n`` tokens of each row: from 1 to 16,
+                and at most ``T``. For calls of a few tokens, some of which may have to be taken back. Not with
+                `attention_mask` or `cu_seqlens`. Default: the state after the last token alone.
 
         Returns:
             ``(logits, state)``: `logits` is ``[B, T, vocab_size]``, or ``[N, vocab_size]`` with `last_only`; `state` is
-            new, that after the last tokens.
+            new, that after the last tokens, or with `num_states` a tuple of
+            [RecurrentStates][flacompose.layers.RecurrentStates].
 
         Raises:
-            ValueError: If a shape is wrong, `state` has not one entry for each layer, or `attention_mask` comes with
-                `cu_seqlens`.
+            ValueError: If a shape is wrong, `state` has not one entry for each layer, `attention_mask` comes with
+                `cu_seqlens`, or `num_states` is not as said.
             TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong type.
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
         try:
-            return self._computed(input_ids, state, attention_mask, cu_seqlens, last_only)
+            return self._computed(input_ids, state, attention_mask, cu_seqlens, last_only, num_states)
         except (TypeError, ValueError):
             self._check_entries(state)
             raise
@@ -178,7 +186,8 @@ class RecurrentLM(nn.Module):
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         last_only: bool,
-    ) -> tuple[Tensor, States]:
+        num_states: int | None,
+    ) -> tuple[Tensor, NewStates]:
         """`forward`, in whose errors a layer does not say which entry of the model's state it was given."""
         _check.indices("input_ids", input_ids)
         if input_ids.ndim != 2 or 0 in input_ids.shape:
@@ -188,10 +197,11 @@ class RecurrentLM(nn.Module):
         if self.config.norm_embeddings:
             x = self.embeddings_norm(x)
 
-        new: list[RecurrentState] = []
+        new: list[Any] = []
         for block, lower_bound in zip(self._blocks(), self._lower_bounds(), strict=True):
             n = len(block.stateful())
-            x, states = block(x, old[len(new) : len(new) + n], attention_mask, cu_seqlens, lower_bound)
+            given = old[len(new) : len(new) + n]
+            x, states = block(x, given, attention_mask, cu_seqlens, num_states, lower_bound)
             new.extend(states)
         if last_only:
             x = _last(x, attention_mask, cu_seqlens)
@@ -209,6 +219,8 @@ class RecurrentLM(nn.Module):
         eos_token_id: int | Sequence[int] | None = None,
         attention_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
+        assistant: RecurrentLM | None = None,
+        num_assistant_tokens: int = 4,
     ) -> Tensor:
         """Read the prompts in one call, then go on token by token: each one step of the recurrences.
 
@@ -229,6 +241,11 @@ class RecurrentLM(nn.Module):
             attention_mask: ``[B, T]``, 0 for pads of prompts, before or after their tokens. Every row must have a
                 token. Default: no pads.
             generator: What draws tokens. Default: PyTorch's.
+            assistant: A smaller model of the same tokens, which proposes some that this model then reads in one call.
+                Those that it would not have chosen are taken back, so the tokens are the same, found in fewer calls:
+                see [Decode speculatively](how-to/speculative.md). At temperature 0 alone. It reads one value on the
+                host for each such call. Default: none.
+            num_assistant_tokens: How many tokens it proposes at a time, from 1 to 15.
 
         Returns:
             The new tokens, without the prompts, ``[B, max_new_tokens]`` or fewer, int64.
@@ -240,6 +257,11 @@ class RecurrentLM(nn.Module):
         _check.count("max_new_tokens", max_new_tokens)
         sampling.check(temperature, top_k, top_p)
         ends = None if eos_token_id is None else self._ends(eos_token_id)
+        if assistant is not None:
+            self._check_assistant(assistant, num_assistant_tokens, temperature)
+            return speculative.generate(
+                self, assistant, input_ids, max_new_tokens, num_assistant_tokens, ends or (), attention_mask
+            )
         state: States | None = None
         read, mask = input_ids, attention_mask
         done, tokens = None, []
@@ -254,6 +276,22 @@ class RecurrentLM(nn.Module):
                 break
             read, mask = token[:, None], None
         return torch.stack(tokens, dim=1)
+
+    def _check_assistant(self, assistant: Any, num_assistant_tokens: int, temperature: float) -> None:
+        if not isinstance(assistant, RecurrentLM):
+            raise TypeError(f"assistant must be a RecurrentLM, got {type(assistant).__name__}")
+        if assistant.config.vocab_size != self.config.vocab_size:
+            raise ValueError(
+                f"assistant must have the vocab_size of the model, {self.config.vocab_size}, "
+                f"got {assistant.config.vocab_size}"
+            )
+        if temperature != 0:
+            raise ValueError(f"temperature must be 0 with an assistant, got {temperature}")
+        _check.integer("num_assistant_tokens", num_assistant_tokens)
+        if not 1 <= num_assistant_tokens < MAX_STATES:
+            raise ValueError(
+                f"num_assistant_tokens must be from 1 to {MAX_STATES - 1}, got {num_assistant_tokens}"
+            )
 
     def _ends(self, eos_token_id: int | Sequence[int]) -> tuple[int, ...]:
         ends = tuple(eos_token_id) if isinstance(eos_token_id, (tuple, list)) else (eos_token_id,)

@@ -19,11 +19,15 @@ def replicated(x: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def by_shard(function: Callable[..., Sequence[Tensor]], s: Any, z: Any, cu_seqlens: Any) -> list[Tensor]:
-    """``function(s, z, cu_seqlens)``, each rank its own rows and heads, of which nothing depends on others.
+def by_shard(
+    function: Callable[..., Sequence[Tensor]], s: Any, z: Any, cu_seqlens: Any, output_states: int | None
+) -> list[Tensor]:
+    """``function(s, z, cu_seqlens, output_states)``, each rank its own rows and heads, of which nothing depends on
+    others.
 
     For operations that DTensor lacks. ``s [B, T, H, ...]``, and ``z [N, H, ...]`` and ``cu_seqlens`` unless they are
-    absent, are DTensors. The results are two like `s` and one like `z`.
+    absent, are DTensors. The results are two like `s` and one like `z`, or with `output_states` one like `s`, of so
+    many tokens.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -50,6 +54,8 @@ def by_shard(function: Callable[..., Sequence[Tensor]], s: Any, z: Any, cu_seqle
         s.redistribute(mesh, of_s).to_local(),
         None if z is None else z.redistribute(mesh, of_z).to_local(),
         cu_seqlens.full_tensor() if isinstance(cu_seqlens, DTensor) else cu_seqlens,
+        output_states,
     )
-    layouts = (of_s, *s.shape), (of_s, *s.shape), (of_z, N, *s.shape[2:])
+    of_last = (of_z, N, *s.shape[2:]) if output_states is None else (of_s, N, output_states, *s.shape[2:])
+    layouts = (of_s, *s.shape), (of_s, *s.shape), of_last
     return [whole(x, *layout) for x, layout in zip(results, layouts)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from flacompose.ops._define import always_true
 from flacompose.ops._dtensor import by_shard
 from flacompose.ops._dtype import upcast
+from flacompose.ops._states import last
 from flacompose.ops._varlen import bounds, inside, sequence_count, sequence_of
 
 LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
@@ -22,18 +23,20 @@ class Normalized(NamedTuple):
 
     gates: Tensor  # [B, T, ...]: z_{t-1} - z_t, 0 where nothing but -inf has come
     weights: Tensor  # [B, T, ...]: exp(s_t - z_t), 0 likewise; exp(gates) + weights is 1 elsewhere
-    z: Tensor  # [N, ...]: after the last token of each sequence
+    z: Tensor  # [N, ...]: after the last token of each sequence, or [N, n, ...] after each of the last n
 
 
-def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Normalized:
+def running_logsumexp(
+    s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | None = None, output_states: int | None = None
+) -> Normalized:
     """Sum ``exp(s)``, ``s [B, T, ...]``, over the tokens so far, from ``z [N, ...]`` on, -inf unless given.
 
     Plain PyTorch, and traced of as many calls for every ``T`` but 1. The derivatives of `torch.logcumsumexp` are NaN at
     -inf, and those of second order where a gradient is 0. In float64: after many tokens a gate is a small difference of
-    two large numbers.
+    two large numbers. `output_states` is how many of the last tokens of each row `z` is given after.
     """
     if hasattr(s, "device_mesh"):
-        return Normalized(*by_shard(running_logsumexp, s, z, cu_seqlens))
+        return Normalized(*by_shard(running_logsumexp, s, z, cu_seqlens, output_states))
     B, T = s.shape[:2]
     dtype = upcast(s).dtype
     N = sequence_count(s, cu_seqlens)
@@ -55,7 +58,9 @@ def running_logsumexp(s: Tensor, z: Tensor | None = None, cu_seqlens: Tensor | N
     written = ~_lowest(total)
     gates = _or_minus_inf(torch.where(written, F.logsigmoid(before - x), 0))
     weights = torch.where(written, torch.sigmoid(x - before), 0)
-    if cu_seqlens is None:
+    if output_states is not None:
+        z = last(total, output_states)
+    elif cu_seqlens is None:
         z = total[:, -1]
     else:
         z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)

@@ -22,6 +22,7 @@ def by_values(
     Each value has a column of its own in the state ``[N, H, K, V]``, and no column depends on another. So each call
     takes some of the columns, and the results are put side by side. What depends on queries, keys and gates alone is
     computed again in every call. A normaliser ``[N, H, K]``, which some ops have beside the state, is the same in all.
+    The states that come back may be several, ``[N, n, H, K, V]``.
     """
     if v.shape[-1] <= MAX_HEAD_SIZE:
         return op(q, k, v, *args, initial_state=initial_state, **options)
@@ -30,8 +31,10 @@ def by_values(
         state = pytree.tree_map(lambda s, part=part: s[..., part] if _is_matrix(s) else s, initial_state)
         results.append(op(q, k, v[..., part], *args, initial_state=state, **options))
     outputs, states = zip(*results, strict=True)
-    whole = pytree.tree_map(lambda *s: torch.cat(s, -1) if _is_matrix(s[0]) else s[0], *states)
-    return torch.cat(outputs, -1), whole
+    if not isinstance(states[0], tuple):
+        return torch.cat(outputs, -1), torch.cat(states, -1)
+    matrices, (normalizer, *_) = zip(*states, strict=True)
+    return torch.cat(outputs, -1), (torch.cat(matrices, -1), normalizer)
 
 
 def by_keys(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from flacompose.ops import _check
+from flacompose.ops import _check, _states
+from flacompose.ops._define import autocast_dtype
+from flacompose.ops._dtype import upcast
 from flacompose.ops.families.short_conv import op
 
 
@@ -16,6 +19,7 @@ def causal_conv1d(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Depthwise causal convolution over time, with explicit state: the form for training, prompts and single tokens.
 
@@ -36,6 +40,10 @@ def causal_conv1d(
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, D, W]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
 
     Returns:
         ``(y, final_state)``: `y` is ``[B, T, D]`` in the dtype of `x`, or under autocast in its dtype; `final_state` is
@@ -56,5 +64,17 @@ def causal_conv1d(
         raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
     N = _check.sequences(x, cu_seqlens, of="x")
     _check.optional(x, "initial_state", initial_state, (N, D, W), of="x")
+    if output_states is not None:
+        _states.check(output_states, x, cu_seqlens)
     y, final_state = op.forward(x, weight, bias, initial_state, cu_seqlens, activation is not None)
+    if output_states is not None:
+        return y, _last_states(x, W, initial_state, output_states)
     return y, final_state if output_final_state else None
+
+
+def _last_states(x: Tensor, W: int, initial_state: Tensor | None, n: int) -> Tensor:
+    """``[N, n, D, W]``: what the op has for `x` and its state, which are all that a state consists of."""
+    dtype = autocast_dtype(x.device)
+    x = upcast(x if dtype is None or x.dtype == torch.float64 else x.to(dtype))
+    before = x.new_zeros(x.shape[0], W, x.shape[2]) if initial_state is None else initial_state.to(x.dtype).mT
+    return _states.windows(torch.cat([before, x], 1), W, n)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
+from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.delta_rule import op
 
 NORM_EPS = 1e-6  # added to the squared norm of queries and keys
@@ -76,15 +77,23 @@ def fused_recurrent_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_delta_rule][flacompose.ops.chunk_delta_rule], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, HV, K, V]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
     check(q, k, v, beta, scale, initial_state, cu_seqlens)
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
-    return run(op.recurrent, q, k, v, beta, None, None, scale, initial_state, output_final_state, cu_seqlens)
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    return run(form, q, k, v, beta, None, None, scale, initial_state, wanted, cu_seqlens)
 
 
 def check(

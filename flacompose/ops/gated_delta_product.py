@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
+from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import stretched
 from flacompose.ops.delta_rule import normalized, run
 from flacompose.ops.families.delta_rule import op
@@ -84,13 +85,21 @@ def fused_recurrent_gated_delta_product(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_gated_delta_product][flacompose.ops.chunk_gated_delta_product], step by step: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, HV, K, V]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states, num_householder)
     return _product(
-        op.recurrent, q, k, v, g, beta, num_householder, scale, initial_state, output_final_state,
+        form, q, k, v, g, beta, num_householder, scale, initial_state, wanted,
         use_qk_l2norm_in_kernel, cu_seqlens,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
+from flacompose.ops._states import recurrent_form
 from flacompose.ops.delta_rule import check, normalized, run
 from flacompose.ops.families.delta_rule import op
 
@@ -93,13 +94,21 @@ def fused_recurrent_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_gated_delta_rule][flacompose.ops.chunk_gated_delta_rule], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, HV, K, V]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     return run_gated(
-        op.recurrent, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        form, q, k, v, g, beta, scale, initial_state, wanted, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, None, cu_seqlens,
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.vector_decay import op
 
 
@@ -62,6 +63,7 @@ def fused_recurrent_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Gated linear attention, computed token by token: the form for decoding, one token at a time or a few.
 
@@ -76,12 +78,17 @@ def fused_recurrent_gla(
         gk: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
             Default: no decay.
         gv: Decay of the value axis, ``[B, T, H, V]``, likewise. Default: no decay.
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, H, K, V]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
     _check.qkv(q, k, v)
     _check.optional(q, "gk", gk, q.shape)
     _check.optional(q, "gv", gv, v.shape)
     gates = {"gk": gk, "gv": gv}
-    return run(op.recurrent, q, k, v, gates, scale, initial_state, output_final_state, cu_seqlens)
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    return run(form, q, k, v, gates, scale, initial_state, wanted, cu_seqlens)
 
 
 def run(

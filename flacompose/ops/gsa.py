@@ -14,6 +14,7 @@ from flacompose.ops import _check
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._logsumexp import running_logsumexp
+from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import stretched
 from flacompose.ops._wide import by_keys, by_values
 from flacompose.ops.families.vector_decay import op
@@ -81,12 +82,21 @@ def fused_recurrent_gsa(
     initial_state: tuple[Tensor, ...] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """[chunk_gsa][flacompose.ops.chunk_gsa], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then a tuple of
+            ``[N, n, H, K, M]``, ``[N, n, H, M, V]`` and, without `g`, ``[N, n, H, M]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
-    return run(op.recurrent, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens)
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    return run(form, q, k, v, s, g, scale, initial_state, wanted, cu_seqlens, output_states)
 
 
 def run(
@@ -100,6 +110,7 @@ def run(
     initial_state: tuple[Tensor, ...] | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """Check the arguments and call one form of the family's op twice."""
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
@@ -125,13 +136,15 @@ def run(
         if s.dtype != q.dtype:
             s = s.to(state_dtype(q.dtype))
         if g is None:
-            g, s, z = running_logsumexp(s, z, cu_seqlens)
+            g, s, z = running_logsumexp(s, z, cu_seqlens, output_states)
         if groups > 1:
             # The heads of a group are read one after the other from the state they share: the first as its token is
             # written, the others between tokens that write nothing and forget nothing.
             q = q.unflatten(2, (H, groups)).transpose(2, 3).flatten(1, 2)
             k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
             cu_seqlens = stretched(cu_seqlens, groups)
+            if output_states is not None:
+                form = partial(form, stride=groups)
         # Logits are not rounded: their error would be a relative error of the weights that the softmax gives.
         form = partial(form, cu_seqlens=cu_seqlens)
         logits, Hk = by_keys(form, Hk, q, k, s, gv=g, scale=scale, full_precision=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scan import op
 
 
@@ -50,12 +51,20 @@ def fused_recurrent_hgrn(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_hgrn][flacompose.ops.chunk_hgrn], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, D]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
-    return _run(op.recurrent, x, g, initial_state, output_final_state, cu_seqlens)
+    form, wanted = recurrent_form(op, x, output_final_state, cu_seqlens, output_states)
+    return _run(form, x, g, initial_state, wanted, cu_seqlens)
 
 
 def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.delta_rule import op
 from flacompose.ops.gated_delta_rule import run_gated
 
@@ -94,13 +95,21 @@ def fused_recurrent_kda(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_kda][flacompose.ops.chunk_kda], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, HV, K, V]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     return run_gated(
-        op.recurrent, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        form, q, k, v, g, beta, scale, initial_state, wanted, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens,
         of_channels=True,
     )  # fmt: skip

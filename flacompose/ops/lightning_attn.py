@@ -10,6 +10,7 @@ from torch import Tensor
 from flacompose.ops import _check
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import state_dtype
+from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
 
@@ -77,13 +78,21 @@ def fused_recurrent_lightning_attn(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     decay: str = "tnl",
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_lightning_attn][flacompose.ops.chunk_lightning_attn], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, HV, K, V]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
     rates = partial(log_decay, layer_idx=layer_idx, num_layers=num_layers, decay=decay, q=q)
-    return run(op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, rates)
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    return run(form, q, k, v, None, None, scale, initial_state, wanted, cu_seqlens, rates)
 
 
 def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from flacompose.ops import _check
 from flacompose.ops._define import autocast_dtype, autocast_on
 from flacompose.ops._dtype import upcast
+from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
 
@@ -75,12 +76,21 @@ def fused_recurrent_linear_attn(
     output_final_state: bool = False,
     normalize: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """[chunk_linear_attn][flacompose.ops.chunk_linear_attn], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, HV, K, V]``, or
+            with `normalize` a tuple of it and ``[N, n, H, K]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
-    return _run(op.recurrent, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    return _run(form, q, k, v, scale, initial_state, wanted, normalize, cu_seqlens)
 
 
 def _run(

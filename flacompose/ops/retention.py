@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import state_dtype
+from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run
 
@@ -62,13 +63,21 @@ def fused_recurrent_retention(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_retention][flacompose.ops.chunk_retention], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, HV, K, V]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
     decay = partial(log_decay, q=q)
-    return run(op.recurrent, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, decay)
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    return run(form, q, k, v, None, None, scale, initial_state, wanted, cu_seqlens, decay)
 
 
 def log_decay(HV: int, q: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.vector_decay import op
 from flacompose.ops.gla import run
 
@@ -65,13 +66,21 @@ def fused_recurrent_rwkv6(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_rwkv6][flacompose.ops.chunk_rwkv6], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
+            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, H, K, V]``.
+            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
+            Default: the final state alone, if asked for.
     """
     gates = _checked_gates(r, k, v, w, u)
-    return run(op.recurrent, r, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, of="r")
+    form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
+    return run(form, r, k, v, gates, scale, initial_state, wanted, cu_seqlens, of="r")
 
 
 def _checked_gates(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> dict[str, Tensor]:

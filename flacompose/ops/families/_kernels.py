@@ -154,6 +154,16 @@ def decayed(h, g):
     return tl.where(g > -0.1, h + h * expm1, h * tl.exp(g))
 
 
+@triton.jit
+def state_number(left, count, stride):
+    """The place, among `count` states, of that after a token with `left` tokens after it, or -1 if it is none of them.
+
+    The last is the state after the last token, and each other that `stride` tokens before the next.
+    """
+    number = count - 1 - left // stride
+    return tl.where(left % stride == 0, tl.maximum(number, -1), -1)
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "HG", "scale"])
 def recurrent_kernel(
     q,  # [tokens, H, K]
@@ -167,7 +177,7 @@ def recurrent_kernel(
     u,  # [H, K]
     initial,  # [N, HV, K, V]
     o,  # [tokens, HV, V]
-    final,  # [N, HV, K, V]
+    final,  # [N, HV, K, V], or [N, count, HV, K, V]
     cu_seqlens,
     T,
     N,
@@ -177,6 +187,8 @@ def recurrent_kernel(
     HG,
     K,
     V,
+    count,  # of the states that are stored, as `state_number` says; None for the final one
+    stride,
     BK: tl.constexpr,
     BV: tl.constexpr,
     SOFTMAX: tl.constexpr,
@@ -232,7 +244,13 @@ def recurrent_kernel(
         if u is None:
             o_ = tl.sum(S * q_[:, None], 0)
         tl.store(o + at_v, o_.to(o.dtype.element_ty), mask=in_v)
-    tl.store(final + at_state, S, mask=in_state)
+        if count is not None:
+            i = state_number(end - 1 - token, count, stride)
+            if i >= 0:
+                from_first = ((n * count + i) * HV + hv - nh) * K * V
+                tl.store(final + from_first + at_state, S, mask=in_state)
+    if count is None:
+        tl.store(final + at_state, S, mask=in_state)
     if cu_seqlens is not None:
         # The programs share out the tokens before the first sequence and after the last, whose output is 0.
         before = tl.load(cu_seqlens)

@@ -64,8 +64,10 @@ def recurrent(
     beta: Tensor | None = None,
     softmax: bool = False,
     full_precision: bool = False,
+    count: int | None = None,
+    stride: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or with `count` and `stride`, ``[N, count, HV, K, V]`` states.
 
     The gates are ``g [B, T, HV]`` and ``g_gamma [HV]``, which add, ``gk [B, T, HG, K]`` for HG heads that divide HV,
     and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. With ``beta [B, T, HV]`` it is the delta rule. `softmax` reads
@@ -77,7 +79,7 @@ def recurrent(
     v = v.contiguous()
     dtype = torch.float32 if full_precision else v.dtype
     o = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
-    final_state = sequences.per_sequence(HV, K, V)
+    final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
     BK = block(K, 256)
     BV = block(V, 4096 // BK)
     gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, initial_state))
@@ -93,6 +95,8 @@ def recurrent(
         HG=H if gk is None else gk.shape[2],
         K=K,
         V=V,
+        count=count,
+        stride=stride,
         BK=BK,
         BV=BV,
         SOFTMAX=softmax,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._define import always_true, define_op, primal_of
+from flacompose.ops.families._steps import Steps
 
 if TYPE_CHECKING:
     from flacompose.ops.families._replay import Replay
@@ -38,13 +39,17 @@ def define_forms(
 ) -> tuple[Form, ...]:
     """Register ``<family>_<form>`` for each of `forms` and ``<family>_backward``; return the forms as functions.
 
-    They take the fields of `inputs`, as `with_names` says.
+    They take the fields of `inputs`, as `with_names` says. A family with a form "recurrent" also gets
+    ``<family>_steps`` and ``<family>_steps_backward``, and its function comes last. It is the recurrent form of
+    sequences in rows, and returns ``(o, states [N, count, ...])``, the states after the last token and after those that
+    lie `stride` tokens apart before it. Both numbers come after the fields of `inputs`. `stride` is that of recurrences
+    in which several tokens of the op stand for one.
 
     Args:
         family: the name of the family, and of its folder.
         eager: its `forward` and `backward` in PyTorch, which take `inputs`, and the latter the other three arguments.
         inputs: the named tuple of the arguments of every form.
-        forms: their names, which are those of the functions in the family's `cuda`.
+        forms: their names, which are those of the functions in the family's `cuda`, which also has `steps`.
         arguments: of every form, as a schema has them. Those of the backward are these, then ``Tensor? do``, ``Tensor?
             d_final_state`` and ``bool[] output_mask``.
         gradients: what the backward returns, as a schema has it.
@@ -74,7 +79,7 @@ def define_forms(
         axes=axes,
         flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
     )
-    ops = (
+    ops = [
         define_op(
             f"{family}_{form}",
             f"({arguments}) -> (Tensor o, Tensor final_state)",
@@ -89,8 +94,64 @@ def define_forms(
             flops=flops,
         )
         for form in forms
+    ]
+    functions = [with_names(op, inputs) for op in ops]
+    if "recurrent" in forms:
+        steps = _define_steps(
+            family, eager, inputs, arguments, gradients, axes, autocast, forward_fake, backward_fake, flops
+        )
+        functions.append(
+            lambda *args, count, stride=1, **kwargs: steps(*inputs(*args, **kwargs), count, stride)
+        )
+    return tuple(functions)
+
+
+def _define_steps(
+    family: str,
+    eager: ModuleType,
+    inputs: type[Any],
+    arguments: str,
+    gradients: str,
+    axes: Mapping[str, str],
+    autocast: Mapping[str, str | None],
+    forward_fake: Callable[..., tuple[Tensor, Tensor]],
+    backward_fake: Callable[..., tuple[Tensor, ...]],
+    flops: Callable[..., int],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Register ``<family>_steps`` and its backward, which on every device is PyTorch: nothing trains with it at length.
+
+    The backward is an operator nevertheless, so that a graph of any length has one node for it.
+    """
+    arguments = f"{arguments}, int count, int stride"
+    axes = {**axes, "states": axes["final_state"].replace("N", "N n", 1)}
+
+    def steps(*args: Any) -> Steps:
+        return Steps(eager, inputs(*args[:-2]), axes, *args[-2:])
+
+    def fake(*args: Any) -> tuple[Tensor, Tensor]:
+        o, state = forward_fake(*args[:-2])
+        return o, state.new_empty(state.shape[0], args[-2], *state.shape[1:])
+
+    backward = define_op(
+        f"{family}_steps_backward",
+        f"({arguments}, Tensor? do, Tensor? d_states, bool[] output_mask) -> ({gradients})",
+        eager=lambda *args: steps(*args[:-3]).backward(*args[-3:]),
+        fake=backward_fake,
+        axes=axes,
+        flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
     )
-    return tuple(with_names(op, inputs) for op in ops)
+    return define_op(
+        f"{family}_steps",
+        f"({arguments}) -> (Tensor o, Tensor states)",
+        eager=lambda *args: steps(*args).forward(),
+        triton=cache(partial(_on_cuda, family, "steps")),
+        one_launch=_has_one_token,
+        fake=fake,
+        backward=backward,
+        axes=axes,
+        autocast=autocast,
+        flops=flops,
+    )
 
 
 def _has_one_token(x: Tensor, *_: Any) -> bool:

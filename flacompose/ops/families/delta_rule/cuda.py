@@ -92,8 +92,13 @@ chunk.backward = backward
 
 def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    q, k, v, beta, g, gk, initial_state, cu_seqlens, scale = Inputs(*args)
-    return _launch.recurrent(q, k, v, initial_state, cu_seqlens, scale, g=g, gk=gk, beta=beta)
+    return _launch.recurrent(**Inputs(*args)._asdict())
+
+
+def steps(*args: Any) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], states [N, count, HV, K, V])``."""
+    *inputs, count, stride = args
+    return _launch.recurrent(**Inputs(*inputs)._asdict(), count=count, stride=stride)
 
 
 def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:

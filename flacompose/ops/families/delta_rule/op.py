@@ -29,7 +29,7 @@ def _flops(q, k, v, *_, **__) -> int:
     return 6 * B * T * HV * q[-1] * V
 
 
-chunk, recurrent = define_forms(
+chunk, recurrent, steps = define_forms(
     "delta_rule",
     eager,
     Inputs,

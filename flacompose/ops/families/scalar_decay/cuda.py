@@ -103,6 +103,12 @@ def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     return _launch.recurrent(**Inputs(*args)._asdict())
 
 
+def steps(*args: Any) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], states [N, count, HV, K, V])``."""
+    *inputs, count, stride = args
+    return _launch.recurrent(**Inputs(*inputs)._asdict(), count=count, stride=stride)
+
+
 class _Launches(MatrixSequences):
     """The launches of one call: what its sweeps have in common, and the gates as they take them."""
 

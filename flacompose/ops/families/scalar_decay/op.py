@@ -17,7 +17,7 @@ def _fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), v.new_empty(N, HV, K, V, dtype=state_dtype(q.dtype))
 
 
-chunk, recurrent = define_forms(
+chunk, recurrent, steps = define_forms(
     "scalar_decay",
     eager,
     Inputs,

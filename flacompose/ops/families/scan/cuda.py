@@ -31,6 +31,13 @@ def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     return _Launches(x, cu_seqlens, by_token=True).forward(x, g, initial_state)
 
 
+def steps(*args: Any) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, D], states [N, count, D])``."""
+    *inputs, count, stride = args
+    x, g, initial_state, cu_seqlens = Inputs(*inputs)
+    return _Launches(x, cu_seqlens, by_token=True).forward(x, g, initial_state, count, stride)
+
+
 @compile_ahead
 def backward(*args: Any) -> tuple[Tensor, ...]:
     """``(dx, dg, d_initial_state)``, empty where `output_mask` does not want them."""
@@ -69,9 +76,25 @@ class _Launches(Sequences):
         self.D = x.shape[2]
         self.by_token = by_token
 
-    def forward(self, x: Tensor, g: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        o, final_state = self.per_token(self.D, dtype=x.dtype), self.per_sequence(self.D)
-        self(x.contiguous(), g.contiguous(), initial_state, out=o, final=final_state)
+    def forward(
+        self,
+        x: Tensor,
+        g: Tensor,
+        initial_state: Tensor | None,
+        count: int | None = None,
+        stride: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        o = self.per_token(self.D, dtype=x.dtype)
+        final_state = self.per_sequence(*([] if count is None else [count]), self.D)
+        self(
+            x.contiguous(),
+            g.contiguous(),
+            initial_state,
+            out=o,
+            final=final_state,
+            count=count,
+            stride=stride,
+        )
         return self.batched(o), final_state
 
     def __call__(
@@ -85,11 +108,14 @@ class _Launches(Sequences):
         final: Tensor | None = None,
         only_decayed: bool = False,
         reverse: bool = False,
+        count: int | None = None,
+        stride: int | None = None,
     ) -> None:
         """Fill what is given of `out`, `dg` and `final` from the state `initial`.
 
         With `reverse`, backwards in time, where `x` is the gradient of h; only this fills `dg`. With `only_decayed`,
-        `out` is the decayed state before each token, instead of h.
+        `out` is the decayed state before each token, instead of h. With `count` and `stride`, of a sweep by token,
+        `final` is that many states.
         """
         BD = block(self.D, 256 if self.by_token else 64)
         tiles = tile_count(self.D, BD)
@@ -110,6 +136,8 @@ class _Launches(Sequences):
                 **self.arguments,
                 SEGMENTS=SEGMENTS,
                 D=self.D,
+                count=count,
+                stride=stride,
                 C=C,
                 BD=BD,
                 STAGES=stages,

@@ -9,7 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._kernels import decayed, find_segment, find_sequence, split_program
+from flacompose.ops.families._kernels import (
+    decayed,
+    find_segment,
+    find_sequence,
+    split_program,
+    state_number,
+)
 
 UNIT = tl.constexpr(16)  # segments have a multiple of so many tokens, whatever the tile
 
@@ -38,11 +44,13 @@ def scan_kernel(
     segment_gate,  # [SEGMENTS, N, D]: its summed gates
     out,  # [tokens, D]: h or, with DECAYED, the decayed state before each token; backwards dx
     dg,  # [tokens, D], backwards
-    final,  # [N, D]
+    final,  # [N, D], or [N, count, D]
     cu_seqlens,
     T,
     N,
     SEGMENTS,
+    count,  # where C is 1, of the states that are stored, as `state_number` says; None for the final one
+    stride,
     D: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
@@ -117,11 +125,15 @@ def scan_kernel(
         total = tl.sum(g_, 1)
         h = decayed(h, total) + end
         gates += total
+        if count is not None:
+            place = state_number(hi - lo - 1 - i, count, stride)
+            if place >= 0:
+                tl.store(final + (n * count + place) * D + d, h, mask=in_d)
 
     if ENDS:
         at = (segment * N + n) * D + d
         tl.store(segment_state + at, h, mask=in_d)
         tl.store(segment_gate + at, gates, mask=in_d)
-    elif final is not None:
+    elif final is not None and count is None:
         if segment == SEGMENTS - 1:
             tl.store(final + n * D + d, h.to(final.dtype.element_ty), mask=in_d)

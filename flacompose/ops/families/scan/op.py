@@ -24,7 +24,7 @@ def _flops(x, *_, **__) -> int:
     return 2 * prod(x)
 
 
-chunk, recurrent = define_forms(
+chunk, recurrent, steps = define_forms(
     "scan",
     eager,
     Inputs,

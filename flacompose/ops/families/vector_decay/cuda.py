@@ -101,6 +101,12 @@ def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     return _launch.recurrent(**Inputs(*args)._asdict())
 
 
+def steps(*args: Any) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], states [N, count, H, K, V])``."""
+    *inputs, count, stride = args
+    return _launch.recurrent(**Inputs(*inputs)._asdict(), count=count, stride=stride)
+
+
 def _with_probabilities(inputs: Inputs) -> Inputs:
     """`inputs`, with `q` replaced by its softmax where it is logits."""
     q, v = inputs.q, inputs.v

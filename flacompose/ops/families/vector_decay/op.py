@@ -18,7 +18,7 @@ def _fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return o, q.new_empty(N, H, K, V, dtype=dtype)
 
 
-chunk, recurrent = define_forms(
+chunk, recurrent, steps = define_forms(
     "vector_decay",
     eager,
     Inputs,

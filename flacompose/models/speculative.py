@@ -1,0 +1,80 @@
+"""Speculative decoding, https://arxiv.org/abs/2211.17192, of the likeliest tokens.
+
+A small model proposes tokens, and the model reads them in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Model = Callable[..., tuple[Tensor, Any]]  # a RecurrentLM
+
+
+def generate(
+    model: Model,
+    assistant: Model,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    num_assistant_tokens: int,
+    ends: Sequence[int],
+    attention_mask: Tensor | None,
+) -> Tensor:
+    """The likeliest tokens of `model`, as many as its `generate` gives, of which `assistant` has guessed some.
+
+    In each round the model reads the last token that is known and the tokens proposed after it, and returns its state
+    after each of them. Every row goes on from the state after the last token that was right.
+    """
+    logits, state = model(input_ids, attention_mask=attention_mask, last_only=True)
+    _, ahead = assistant(input_ids, attention_mask=attention_mask, last_only=True)
+    n = num_assistant_tokens + 1
+    token = logits.argmax(-1)  # [B], the last that is known, read by neither model
+    place = torch.arange(n, device=token.device)
+    # Past the first `count`, it holds guesses of the last round, which the next overwrites.
+    tokens = torch.cat([token[:, None], token.new_zeros(token.shape[0], max_new_tokens + n - 1)], 1)
+    count = torch.ones_like(token)
+    while not _complete(tokens, count, max_new_tokens, ends):
+        read = _proposed(assistant, ahead, token, num_assistant_tokens)  # [B, n]
+        logits, states = model(read, state, num_states=n)
+        following = logits.argmax(-1)  # [B, n]
+        right = (following[:, :-1] == read[:, 1:]).long().cumprod(1).sum(1)  # [B], how many of the proposed
+        _, states_ahead = assistant(read, ahead, num_states=n)
+        state, ahead = (tuple(s.at(right) for s in given) for given in (states, states_ahead))
+        # A row that is complete goes on writing, behind the tokens that are wanted.
+        tokens = tokens.scatter(1, count.clamp(max=max_new_tokens)[:, None] + place, following)
+        token, count = following.gather(1, right[:, None]).squeeze(1), count + right + 1
+    return _until_the_end(tokens[:, :max_new_tokens], ends)
+
+
+def _proposed(assistant: Model, state: Any, token: Tensor, number: int) -> Tensor:
+    """``[B, 1 + number]``: `token` and those that follow it. The state after them is not kept."""
+    read = [token]
+    for _ in range(number):
+        logits, state = assistant(read[-1][:, None], state, last_only=True)
+        read.append(logits.argmax(-1))
+    return torch.stack(read, 1)
+
+
+def _is_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
+    return torch.stack([tokens == end for end in ends]).any(0)
+
+
+def _complete(tokens: Tensor, count: Tensor, wanted: int, ends: Sequence[int]) -> bool:
+    """Whether every row has all tokens that are wanted of it, which reads one value on the host."""
+    complete = count >= wanted
+    if ends:
+        known = torch.arange(tokens.shape[1], device=tokens.device) < count[:, None]
+        complete = complete | (_is_end(tokens, ends) & known).any(1)
+    return bool(complete.all())
+
+
+def _until_the_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
+    """Each row up to its end, then filled; no more of them than the longest row needs."""
+    if not ends:
+        return tokens.clone()
+    end = _is_end(tokens, ends).long()
+    ended = end.cumsum(1) - end > 0  # after the first of them
+    return tokens.masked_fill(ended, ends[0])[:, : int((~ended).sum(1).max())]

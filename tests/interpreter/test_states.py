@@ -1,0 +1,77 @@
+"""The kernels that go from token to token store the states after some of the last ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contract.accuracy import FIXED, VALUES, assert_close
+from contract.cases import OpCase, every
+from contract.problems import Problem, draw
+from contract.states import WITH_STATES, by_calls, with_states
+from torch import Tensor
+
+from flacompose.ops.families._op import with_names
+
+from .test_kernels import CPU, part
+
+# What a gate of -inf leaves is computed in two ways, of which one is chosen.
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+each = every([case for case in WITH_STATES if case.form == "recurrent"])
+
+
+def launched(problem: Problem, function, n: int) -> tuple[Tensor, Tensor]:
+    """`function`, the family's launches in the place of what is registered."""
+    op, cuda = part(problem.case, "op"), part(problem.case, "cuda")
+
+    def steps(*args, count: int, stride: int = 1, **kwargs):
+        return cuda.steps(*op.Inputs(*args, **kwargs), count, stride)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(op, "recurrent", with_names(cuda.recurrent, op.Inputs))
+        patch.setattr(op, "steps", steps)
+        return function(problem, n=n)
+
+
+@each
+@pytest.mark.parametrize(("T", "n"), [(1, 1), (3, 2), (5, 5), (18, 16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_states(case: OpCase, T: int, n: int, dtype: torch.dtype) -> None:
+    """To the bit those of shorter calls, and those of PyTorch within the bounds of both."""
+    problem = draw(case, CPU, dtype, B=2, T=T, H=1, K=5, V=17, M=3, gates="rare", state=T != 3)
+    o, states = launched(problem, with_states, n)
+    o_of_calls, expected = launched(problem, by_calls, n)
+    assert torch.equal(states, expected)
+    assert torch.equal(o, o_of_calls)
+    if dtype == torch.float32:
+        actual, expected = (
+            dict(zip(VALUES, x, strict=True)) for x in ((o, states), with_states(problem, n=n))
+        )
+        assert_close(actual, expected, 2 * FIXED[dtype][0])
+
+
+@each
+def test_large_heads(case: OpCase) -> None:
+    """Several tiles of the value axis, and keys that fill no tile."""
+    problem = draw(case, CPU, B=1, T=3, H=1, K=40, V=130, M=20)
+    actual = dict(zip(VALUES, launched(problem, with_states, 2), strict=True))
+    assert_close(
+        actual, dict(zip(VALUES, with_states(problem, n=2), strict=True)), 2 * FIXED[torch.float32][0]
+    )
+
+
+def test_every_place_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none beside: memory that nothing has written to is NaN here."""
+    for case in (x for x in WITH_STATES if x.form == "recurrent"):
+        problem = draw(case, CPU, B=1, T=4, H=1, K=3, V=5, M=3)
+        empty = torch.empty
+
+        def poisoned(*args, empty=empty, **kwargs):
+            x = empty(*args, **kwargs)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", poisoned)
+            o, states = launched(problem, with_states, 3)
+        assert o.isfinite().all()
+        assert states.isfinite().all()
