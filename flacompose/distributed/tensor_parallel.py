@@ -105,7 +105,7 @@ def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
                 yield name, ColwiseParallel(use_local_output=False)
             elif isinstance(m, ShortConvolution) and not isinstance(
                 part, Mamba2
-            ):  # whose channels are gathered
+            ):  # Mamba2 gathers its channels
                 yield name, _Sharded()
             elif isinstance(m, (nn.RMSNorm, nn.GroupNorm)) and weight is not None and len(weight) == channels:
                 yield name, _Sharded()

@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     rank: Tensor | None = None  # [B, T], the inverse of `order`
     cu_seqlens: Tensor | None = None  # [N + 1], the bounds of packed sequences
     num_states: int | None = (
-        None  # of how many of the last tokens the states are wanted; None for the last alone
+        None  # how many states are wanted, of the last tokens; None for the final one alone
     )
 
     def enter(self, x: Tensor) -> Tensor:

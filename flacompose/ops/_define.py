@@ -144,8 +144,8 @@ def define_op(
         fake: shapes, dtypes, devices and strides of the outputs.
         triton: gives the implementation on CUDA, float64 excepted, where Triton is installed; it is called at the first
             use, and may import Triton. The implementation launches its kernels through :func:`launch`.
-        one_launch: whether the implementation launches one kernel for these arguments, or none. Inductor then gets
-            what it does in place of the operator.
+        one_launch: whether the implementation launches one kernel at most for these arguments. Inductor then gets that
+            kernel, and what is PyTorch beside it, in place of the operator.
         backward: the operator of the gradient. It takes the arguments of this one, then the gradient of each output
             (``Tensor?``), and last ``bool[] output_mask``, which says for each of its own returns whether it is
             wanted. It returns the gradient of argument ``x`` as ``dx`` or ``d_x``, of shape ``(0,)`` where that is
@@ -250,8 +250,8 @@ def _implement_cuda(
 
     def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
         # The operator stays one node to the end, which compiles fastest. Only AOTInductor, whose packages run without
-        # Python, gets its kernels in the graph, and Inductor what is one kernel: it launches that in a third of the
-        # time that a call of an operator takes. `eager` has no trace at a symbolic length: it loops over chunks.
+        # Python, gets its kernels in the graph, and Inductor what is one kernel, which it launches faster than it calls
+        # an operator. `eager` has no trace at a symbolic length: it loops over chunks.
         x = args[0]
         launches = _inductor_compiles(ahead_of_time=True) or (
             one_launch is not None and one_launch(*args) and _inductor_compiles(ahead_of_time=False)

@@ -85,10 +85,9 @@ def fused_recurrent_lightning_attn(
     The same function of the same arguments, derivatives included, for one token at a time or a few.
 
     Args:
-        output_states: Number ``n`` of states to return in place of the final one, those after each of the last ``n``
-            tokens of every row: from 1 to 16, and at most ``T``. The second result is then ``[N, n, HV, K, V]``.
-            The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
-            Default: the final state alone, if asked for.
+        output_states: How many states to return in place of the final one, as
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+            Default: the final state alone.
     """
     rates = partial(log_decay, layer_idx=layer_idx, num_layers=num_layers, decay=decay, q=q)
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
