@@ -122,6 +122,7 @@ BOTH = ("gk", "gv")
         (("gk",), torch.bfloat16, torch.float32, 128, 128, torch.float32, False, None),
         (("gk",), torch.bfloat16, torch.float32, 40, 200, torch.bfloat16, True, None),
         (("gk",), torch.float32, torch.float64, 256, 16, torch.float64, False, None),
+        (BOTH, torch.bfloat16, torch.bfloat16, 512, 320, None, False, None),
     ],
 )
 def test_compiles(
@@ -156,6 +157,7 @@ def test_compiles(
         (torch.bfloat16, torch.float32, 64, 256, 1, False),
         (torch.float16, torch.float16, 64, 64, 1, True),
         (torch.float32, torch.float64, 256, 16, 2, False),
+        (torch.bfloat16, torch.float32, 320, 512, 1, False),
     ],
 )
 def test_scalar_decay_compiles(
@@ -189,6 +191,8 @@ def test_scalar_decay_compiles(
         (torch.bfloat16, 40, 200, 1, False),
         (torch.float16, 64, 64, 1, True),
         (torch.float32, 256, 16, 2, False),
+        (torch.bfloat16, 512, 320, 1, False),
+        (torch.float32, 320, 512, 1, True),
     ],
 )
 def test_delta_rule_compiles(

@@ -328,7 +328,7 @@ ERRORS = [
     ({"delta": lambda x: x[..., :1]}, ValueError, "delta must have shape (2, 70, 6), got (2, 70, 1)"),
     ({"A": lambda x: x[0]}, ValueError, "A must have shape [D, S], got (5,)"),
     ({"A": lambda x: x[:1]}, ValueError, "A must have shape (6, 5), got (1, 5)"),
-    ({"A": lambda x: x.repeat(1, 60)}, ValueError, "A must have a state size of at most 256, got 300"),
+    ({"A": lambda x: x.repeat(1, 120)}, ValueError, "A must have a state size of at most 512, got 600"),
     *(
         (
             {"B": change},

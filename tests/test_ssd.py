@@ -413,12 +413,12 @@ def test_sizes_of_the_scan(device: torch.device) -> None:
     x, B, C = tensors["x"], tensors["B"], tensors["C"]
     refused(
         scan,
-        {**tensors, "x": x.repeat(1, 1, 1, 50)},
+        {**tensors, "x": x.repeat(1, 1, 1, 100)},
         ValueError,
-        "x must have a head size of at most 256, got 300",
+        "x must have a head size of at most 512, got 600",
     )
-    states = {"B": B.repeat(1, 1, 1, 60), "C": C.repeat(1, 1, 1, 60)}
-    refused(scan, {**tensors, **states}, ValueError, "B must have a state size of at most 256, got 300")
+    states = {"B": B.repeat(1, 1, 1, 120), "C": C.repeat(1, 1, 1, 120)}
+    refused(scan, {**tensors, **states}, ValueError, "B must have a state size of at most 512, got 600")
     refused(
         scan, {**tensors, "C": C.bfloat16()}, TypeError, "C must have the dtype of x, float32, got bfloat16"
     )

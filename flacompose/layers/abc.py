@@ -40,7 +40,7 @@ class ABCAttention(RecurrentLayer):
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution` with silu.
         conv_size: Its width ``W``.
         conv_bias: Whether it has a bias.
-        num_slots: Number of slots ``M`` of a head, at most 256. Default: as many as a head has keys, ``K``.
+        num_slots: Number of slots ``M`` of a head, at most 512. Default: as many as a head has keys, ``K``.
         elementwise_affine: Whether the norm has a weight.
         norm_eps: Added to the mean square in the norm.
         gate_low_rank_dim: Kept as an attribute and not used, as in the peer.
@@ -56,7 +56,7 @@ class ABCAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm without a gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 slots.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 slots.
         TypeError: If an argument has the wrong type.
     """
 

@@ -33,7 +33,7 @@ class GatedDeltaNet(RecurrentLayer):
     From "Gated Delta Networks: Improving Mamba2 with Delta Rule" (<https://arxiv.org/abs/2412.06464>). Arguments,
     defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
 
-    Heads of more than 256 values, as those of the defaults, are kept in the state as ``P`` heads of equal parts of
+    Heads of more than 512 values, as those of the defaults, are kept in the state as ``P`` heads of equal parts of
     their values: the recurrent state is ``[N, HV * P, K, V / P]``.
 
     Args:
@@ -57,8 +57,8 @@ class GatedDeltaNet(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log` and for a norm without a gate.
 
     Raises:
-        ValueError: If an argument is none of these, a size is not whole, or a head has over 256 keys or values that
-            have no equal parts of at most 256.
+        ValueError: If an argument is none of these, a size is not whole, or a head has over 512 keys or values that
+            have no equal parts of at most 512.
         TypeError: If an argument has the wrong type.
     """
 

@@ -45,7 +45,7 @@ class GatedSlotAttention(RecurrentLayer):
         use_short_conv: Whether queries, keys and values pass a `ShortConvolution` with silu.
         conv_size: Its width ``W``.
         conv_bias: Whether it has a bias.
-        num_slots: Number of slots ``M`` of a head, at most 256. Default: as many as a head has keys, ``K``.
+        num_slots: Number of slots ``M`` of a head, at most 512. Default: as many as a head has keys, ``K``.
         elementwise_affine: Whether the norm has a weight.
         norm_eps: Added to the mean square in the norm.
         gate_logit_normalizer: Divisor $\tau$ of the log-decay, above 0.
@@ -59,7 +59,7 @@ class GatedSlotAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 slots.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 slots.
         TypeError: If an argument has the wrong type.
     """
 

@@ -81,7 +81,7 @@ def value_heads(
 ) -> tuple[int, int, int]:
     """Check these arguments of a layer of the delta rule, return the heads of values HV, their size V and their parts.
 
-    Ops take heads of at most 256 values. The delta rule treats each value of a head alone, so that a larger head is as
+    Ops take heads of at most 512 values. The delta rule treats each value of a head alone, so that a larger head is as
     many heads of the same keys, its equal parts, as that needs.
     """
     _check.count("num_heads", num_heads)

@@ -47,7 +47,7 @@ class HGRN2Attention(ForgetGateLayer):
 
     Raises:
         ValueError: If neither `num_heads` nor `expand_ratio` is given, they contradict each other, the heads do not
-            divide `hidden_size`, or one takes over 256 keys.
+            divide `hidden_size`, or one takes over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 

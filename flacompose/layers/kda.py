@@ -33,7 +33,7 @@ class KimiDeltaAttention(RecurrentLayer):
     From "Kimi Linear: An Expressive, Efficient Attention Architecture" (<https://arxiv.org/abs/2510.26692>). Arguments,
     defaults and parameter names are those of flash-linear-attention 0.6, whose checkpoints load.
 
-    Heads of more than 256 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent
+    Heads of more than 512 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent
     state is then ``[N, HV * P, K, V / P]``.
 
     Args:
@@ -60,8 +60,8 @@ class KimiDeltaAttention(RecurrentLayer):
 
     Raises:
         ValueError: If an argument is none of these, `lower_bound` is not finite or not below 0, `safe_gate` comes
-            without it, a size is not whole, or a head has over 256 keys or values that
-            have no equal parts of at most 256.
+            without it, a size is not whole, or a head has over 512 keys or values that
+            have no equal parts of at most 512.
         TypeError: If an argument has the wrong type.
     """
 

@@ -48,7 +48,7 @@ class LightNetAttention(RecurrentLayer):
 
     Raises:
         ValueError: If neither `num_heads` nor `expand_ratio` is given, the heads do not divide `hidden_size`, or one
-            has over 256 keys.
+            has over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 

@@ -42,7 +42,7 @@ class LightningAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide `hidden_size`, or `head_dim` is above 256.
+        ValueError: If an argument is none of these, the heads do not divide `hidden_size`, or `head_dim` is above 512.
         TypeError: If an argument has the wrong type.
     """
 

@@ -52,7 +52,7 @@ class LinearAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for the norm.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys,
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys,
             before or after the feature map.
         TypeError: If an argument has the wrong type.
     """

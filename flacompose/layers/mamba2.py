@@ -64,7 +64,7 @@ class Mamba2(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for `A_log`.
 
     Raises:
-        ValueError: If sizes do not divide as said, a bound is wrong, or `state_size` is above 256.
+        ValueError: If sizes do not divide as said, a bound is wrong, or `state_size` is above 512.
         TypeError: If an argument has the wrong type.
     """
 

@@ -55,7 +55,7 @@ class MultiScaleRetention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys
             or an odd number of them.
         TypeError: If an argument has the wrong type.
     """

@@ -55,7 +55,7 @@ class RWKV6Attention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 

@@ -54,7 +54,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for a norm apart from its gate.
 
     Raises:
-        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 256 keys.
+        ValueError: If an argument is none of these, the heads do not divide the sizes, or a head has over 512 keys.
         TypeError: If an argument has the wrong type.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from flacompose.ops._define import autocast_on
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 
 
 def tensor(name: str, x: object) -> None:

@@ -58,7 +58,7 @@ def chunk_delta_rule(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     check(q, k, v, beta, scale, initial_state, cu_seqlens)

@@ -63,7 +63,7 @@ def chunk_gated_delta_product(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `num_householder` is below 1, or
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `num_householder` is below 1, or
             `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """

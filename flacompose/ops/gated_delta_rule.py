@@ -68,7 +68,7 @@ def chunk_gated_delta_rule(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `scale` is not finite, or an option
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, or an option
             lacks the one that it belongs to.
         TypeError: If an argument has the wrong type or dtype.
     """

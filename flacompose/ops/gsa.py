@@ -66,7 +66,7 @@ def chunk_gsa(
             inputs), or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``M`` is above 256, or `scale` is not finite.
+        ValueError: If a shape or a device is wrong, ``M`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return run(op.chunk, q, k, v, s, g, scale, initial_state, output_final_state, cu_seqlens)

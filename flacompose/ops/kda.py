@@ -67,7 +67,7 @@ def chunk_kda(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `scale` is not finite, `lower_bound`
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, `lower_bound`
             is not finite or not below 0, or an option lacks the one that it belongs to.
         TypeError: If an argument has the wrong type or dtype.
     """

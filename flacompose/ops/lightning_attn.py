@@ -59,7 +59,7 @@ def chunk_lightning_attn(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, `scale` is not finite, `layer_idx` is
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, `layer_idx` is
             no layer of `num_layers`, or `decay` is unknown.
         TypeError: If an argument has the wrong type or dtype.
     """

@@ -61,7 +61,7 @@ def chunk_linear_attn(
             or None unless `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return _run(op.chunk, q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)

@@ -49,7 +49,7 @@ def chunk_rwkv6(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     gates = _checked_gates(r, k, v, w, u)

@@ -57,7 +57,7 @@ def selective_scan_fn(
             ``[N, D, S]`` in float32 (float64 for float64 inputs), a new tensor.
 
     Raises:
-        ValueError: If a shape or a device is wrong, or ``S`` is above 256.
+        ValueError: If a shape or a device is wrong, or ``S`` is above 512.
         TypeError: If an argument has the wrong type or dtype.
     """
     _check.axes("u", u, "B, T, D")

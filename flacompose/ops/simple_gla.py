@@ -49,7 +49,7 @@ def chunk_simple_gla(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 256, or `scale` is not finite.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
     return run(op.chunk, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens)

@@ -61,7 +61,7 @@ def mamba_chunk_scan_combined(
             (float64 for float64 inputs), a new tensor.
 
     Raises:
-        ValueError: If a shape, a device or a bound is wrong, or ``P`` or ``S`` is above 256.
+        ValueError: If a shape, a device or a bound is wrong, or ``P`` or ``S`` is above 512.
         TypeError: If an argument has the wrong type or dtype.
     """
     _check.axes("x", x, "B, T, H, P")

@@ -77,7 +77,7 @@ def test_every_run_has_the_same_bits(case: OpCase, gates: float) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
-@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("D", [128, 256, 512])
 @every([case for case in CASES if "beta" in case.inputs and case.form == "chunk"])
 def test_states_outlive_segments(case: OpCase, D: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where little is replaced, what a long row begins with reaches its end through many transitions."""

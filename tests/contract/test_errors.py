@@ -152,10 +152,10 @@ def test_empty_dimensions(case: OpCase, axes: str, device: torch.device) -> None
 @each(lambda case: [x for x in "M" if owner(case, x)] or [x for x in "KVS" if owner(case, x)], "axes")
 def test_head_size(case: OpCase, axes: str, device: torch.device) -> None:
     """Where there are slots, their number alone is limited."""
-    sizes = {"K": 256, "V": 256, "M": 256, "K" if axes == "S" else axes: 257}
+    sizes = {"K": 512, "V": 512, "M": 512, "K" if axes == "S" else axes: 513}
     problem = draw(case, device, B=1, T=1, H=1, state=False, **sizes)
     kind = "state" if axes == "S" else "head"
-    refused(problem, ValueError, f"{owner(case, axes)} must have a {kind} size of at most 256, got 257")
+    refused(problem, ValueError, f"{owner(case, axes)} must have a {kind} size of at most 512, got 513")
 
 
 Wrong = Callable[[Tensor], object]

@@ -38,27 +38,27 @@ def test_first_bounded_decays():
 
 @pytest.mark.parametrize("layer", [GatedDeltaNet, GatedDeltaProduct])
 def test_default_sizes(layer):
-    """The peer's default heads, of 512 values, are heads of 256 in the state."""
+    """The peer's default heads have 512 values."""
     layer = layer(device="meta")
     assert layer.head_v_dim == 512
-    assert layer.init_state(2).recurrent.shape == (2, 12, 256, 256)
+    assert layer.init_state(2).recurrent.shape == (2, 6, 256, 512)
 
 
 def test_parts_are_one_head():
     """The first part of each head is what a head of its values alone has in its state."""
-    config = {"layer": GatedDeltaNet, "hidden_size": 24, "num_heads": 2, "head_dim": 4, "expand_v": 75}
+    config = {"layer": GatedDeltaNet, "hidden_size": 24, "num_heads": 2, "head_dim": 4, "expand_v": 150}
     layer = build(config, dtype=torch.float64)
     x = torch.randn(1, 9, 24, dtype=torch.float64)
     state = layer(x)[1]
-    assert state.recurrent.shape == (1, 4, 4, 150)
-    narrow = build(config | {"expand_v": 37.5}, dtype=torch.float64)
+    assert state.recurrent.shape == (1, 4, 4, 300)
+    narrow = build(config | {"expand_v": 75}, dtype=torch.float64)
     narrow.load_state_dict(
         {
-            name: value.unflatten(0, (2, 2, 150))[:, 0].flatten(0, 1)
+            name: value.unflatten(0, (2, 2, 300))[:, 0].flatten(0, 1)
             if name.startswith(("v_", "g_"))
-            else value.new_ones(150)
+            else value.new_ones(300)
             if name.startswith("o_norm")
-            else value.new_zeros(24, 300)
+            else value.new_zeros(24, 600)
             if name.startswith("o_proj")
             else value
             for name, value in layer.state_dict().items()

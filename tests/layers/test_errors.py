@@ -96,9 +96,9 @@ REFUSED = [
     ),
     (
         " ".join(name for name in HEADS.split() if name not in ("gsa", "abc")),
-        {"hidden_size": 2048, "expand_k": 2, "expand_v": 1},
+        {"hidden_size": 4096, "expand_k": 2, "expand_v": 1},
         ValueError,
-        "hidden_size * expand_k / num_heads must be at most 256, got ",
+        "hidden_size * expand_k / num_heads must be at most 512, got ",
     ),
     (
         "retention",
@@ -153,15 +153,15 @@ REFUSED = [
     ),
     (
         "linear_attn",
-        {"hidden_size": 160, "feature_map": "dpfp"},
+        {"hidden_size": 320, "feature_map": "dpfp"},
         ValueError,
-        "feature_map 'dpfp' must map 40 keys of a head to at most 256, got 320",
+        "feature_map 'dpfp' must map 80 keys of a head to at most 512, got 640",
     ),
     (
         "linear_attn",
-        {"hidden_size": 576, "feature_map": "hedgehog"},
+        {"hidden_size": 1152, "feature_map": "hedgehog"},
         ValueError,
-        "feature_map 'hedgehog' must map 144 keys of a head to at most 256, got 288",
+        "feature_map 'hedgehog' must map 288 keys of a head to at most 512, got 576",
     ),
     (
         "linear_attn",
@@ -175,12 +175,12 @@ REFUSED = [
         ValueError,
         "hidden_size must be a multiple of num_heads = 5 without a head_dim, got 24",
     ),
-    ("lightning_attn", {"head_dim": 257}, ValueError, "head_dim must be from 1 to 256, got 257"),
+    ("lightning_attn", {"head_dim": 513}, ValueError, "head_dim must be from 1 to 512, got 513"),
     (
         "lightning_attn",
-        {"hidden_size": 1024, "num_heads": 2},
+        {"hidden_size": 2048, "num_heads": 2},
         ValueError,
-        "hidden_size / num_heads must be from 1 to 256, got 512",
+        "hidden_size / num_heads must be from 1 to 512, got 1024",
     ),
     ("lightning_attn", {"head_dim": 6.0}, TypeError, "head_dim must be an int, got float"),
     ("lightning_attn", {"layer_idx": 3}, ValueError, "layer_idx must be from 0 to num_layers - 1 = 2, got 3"),
@@ -203,8 +203,8 @@ REFUSED = [
         ValueError,
         "hidden_size * expand_v must be hidden_size, as the norm is, got 48",
     ),
-    ("gsa", {"num_slots": 257}, ValueError, "num_slots must be from 1 to 256, got 257"),
-    ("gsa abc", {"num_slots": 0}, ValueError, "num_slots must be from 1 to 256, got 0"),
+    ("gsa", {"num_slots": 513}, ValueError, "num_slots must be from 1 to 512, got 513"),
+    ("gsa abc", {"num_slots": 0}, ValueError, "num_slots must be from 1 to 512, got 0"),
     ("gsa", {"num_slots": 5.0}, TypeError, "num_slots must be an int, got float"),
     ("gsa", {"scale": "1"}, TypeError, "scale must be a number, got str"),
     ("gsa", {"scale": math.nan}, ValueError, "scale must be finite, got nan"),
@@ -232,9 +232,9 @@ REFUSED = [
             ),
             ({"expand_ratio": 128}, ValueError, "expand_ratio must be at most hidden_size = 24, got 128"),
             (
-                {"expand_ratio": 257, "hidden_size": 514},
+                {"expand_ratio": 513, "hidden_size": 1026},
                 ValueError,
-                "expand_ratio must be from 1 to 256, got 257",
+                "expand_ratio must be from 1 to 512, got 513",
             ),
             ({"expand_ratio": 2.0}, TypeError, "expand_ratio must be an int, got float"),
             (
@@ -243,17 +243,17 @@ REFUSED = [
                 "hidden_size must be a multiple of num_heads = 5",
             ),
             (
-                {"expand_ratio": None, "num_heads": 2, "hidden_size": 1024},
+                {"expand_ratio": None, "num_heads": 2, "hidden_size": 2048},
                 ValueError,
-                "hidden_size / num_heads must be at most 256, got 512",
+                "hidden_size / num_heads must be at most 512, got 1024",
             ),
         )
     ),
     ("mamba2", {"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
-    ("mamba2", {"state_size": 257}, ValueError, "state_size must be from 1 to 256, got 257"),
+    ("mamba2", {"state_size": 513}, ValueError, "state_size must be from 1 to 512, got 513"),
     ("mamba2", {"head_dim": 8.0}, TypeError, "head_dim must be an int, got float"),
     ("mamba2", {"head_dim": "8"}, TypeError, "head_dim must be an int, got str"),
-    ("mamba2", {"state_size": 0}, ValueError, "state_size must be from 1 to 256, got 0"),
+    ("mamba2", {"state_size": 0}, ValueError, "state_size must be from 1 to 512, got 0"),
     ("mamba2", {"state_size": 8.0}, TypeError, "state_size must be an int, got float"),
     (
         "mamba2",
@@ -337,15 +337,15 @@ REFUSED = [
             ({"num_v_heads": 0}, ValueError, "num_v_heads must be a multiple of num_heads = 2, got 0"),
             ({"num_v_heads": 3}, ValueError, "num_v_heads must be a multiple of num_heads = 2, got 3"),
             ({"num_v_heads": 4.0}, TypeError, "num_v_heads must be an int, got float"),
-            ({"head_dim": 257}, ValueError, "head_dim must be from 1 to 256, got 257"),
+            ({"head_dim": 513}, ValueError, "head_dim must be from 1 to 512, got 513"),
             ({"head_dim": 8.0}, TypeError, "head_dim must be an int, got float"),
             ({"expand_v": 1.3}, ValueError, "head_dim * expand_v must be a positive int, got 7.8"),
             ({"expand_v": 0}, ValueError, "head_dim * expand_v must be a positive int, got 0"),
             ({"expand_v": "2"}, TypeError, "expand_v must be a number, got str"),
             (
-                {"head_dim": 1, "expand_v": 257},
+                {"head_dim": 1, "expand_v": 513},
                 ValueError,
-                "head_dim * expand_v must have 2 equal parts of at most 256, got 257",
+                "head_dim * expand_v must have 2 equal parts of at most 512, got 513",
             ),
         )
     ),
@@ -412,8 +412,8 @@ def test_infinite_bounds_of_abc():
 
 def test_expand_ratio():
     """The error of an expand_ratio that is too large says that it may be the default, and what to give."""
-    with pytest.raises(ValueError, match="^hidden_size / num_heads must be at most 256, got 512$"):
-        LightNetAttention(hidden_size=1024, num_heads=2, expand_ratio=None)
+    with pytest.raises(ValueError, match="^hidden_size / num_heads must be at most 512, got 1024$"):
+        LightNetAttention(hidden_size=2048, num_heads=2, expand_ratio=None)
     refused = r"^expand_ratio must be at most hidden_size = 64, got 128 \(128 is the default; "
     with pytest.raises(ValueError, match=refused + r"give expand_ratio, the number of keys of a head\)$"):
         HGRN2Attention(hidden_size=64)

@@ -1,6 +1,6 @@
 """Heads of more values than the ops take, and in layers of slots of more keys.
 
-The limit is lowered here, so that small heads are wide. Heads of more than 256 values are among the layouts of
+The limit is lowered here, so that small heads are wide. Heads of more than 512 values are among the layouts of
 test_laws.py, and among the goldens in tests/models.
 """
 
@@ -146,5 +146,5 @@ def test_bfloat16(three: None) -> None:
 
 
 def test_linear_attention_keeps_its_limit_of_keys() -> None:
-    with pytest.raises(ValueError, match="hidden_size \\* expand_k / num_heads must be at most 256, got 257"):
-        LinearAttention(hidden_size=257, num_heads=1)
+    with pytest.raises(ValueError, match="hidden_size \\* expand_k / num_heads must be at most 512, got 513"):
+        LinearAttention(hidden_size=513, num_heads=1)

@@ -98,7 +98,7 @@ def test_gsa_takes_both_spellings_of_its_arguments() -> None:
         ("rwkv6", [(4, 256, 512)]),
         ("hgrn2", [(16, 128, 128)]),
         ("delta_net", [(16, 128, 128)]),
-        ("gated_deltanet", [(12, 256, 256)]),
+        ("gated_deltanet", [(6, 256, 512)]),
         ("kda", [(16, 128, 128)]),
     ],
 )
@@ -171,20 +171,20 @@ def test_hgrn2_computes_its_heads_from_their_size() -> None:
         ),
         *(
             (
-                {"model_type": model_type, "num_heads": 1, "expand_k": 9},
-                r"config: hidden_size \* expand_k / num_heads must be at most 256, got 288",
+                {"model_type": model_type, "num_heads": 1, "expand_k": 17},
+                r"config: hidden_size \* expand_k / num_heads must be at most 512, got 544",
             )
             for model_type in ("gla", "retnet", "rwkv6", "delta_net")
         ),
         *(
-            ({"model_type": model_type, "head_dim": 288}, r"config: head_dim must be from 1 to 256, got 288")
+            ({"model_type": model_type, "head_dim": 544}, r"config: head_dim must be from 1 to 512, got 544")
             for model_type in ("gated_deltanet", "kda")
         ),
         (
-            {"model_type": "gated_deltanet", "head_dim": 1, "expand_v": 257},
-            r"config: head_dim \* expand_v must have 2 equal parts of at most 256, got 257",
+            {"model_type": "gated_deltanet", "head_dim": 1, "expand_v": 513},
+            r"config: head_dim \* expand_v must have 2 equal parts of at most 512, got 513",
         ),
-        ({"model_type": "gsa", "num_slots": 257}, r"config: num_slots must be from 1 to 256, got 257"),
+        ({"model_type": "gsa", "num_slots": 513}, r"config: num_slots must be from 1 to 512, got 513"),
     ],
 )
 def test_what_is_not_supported_in_a_config_is_named(given: dict[str, Any], message: str) -> None:

@@ -80,7 +80,7 @@ def recurrent(
     dtype = torch.float32 if full_precision else v.dtype
     o = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
     final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
-    BK = block(K, 256)
+    BK = block(K, 512)
     BV = block(V, 4096 // BK)
     gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, initial_state))
     tensors = q.contiguous(), k.contiguous(), v, *gates_and_state, o, final_state

@@ -395,14 +395,15 @@ def channel_pair_config(bfloat16: bool, K: int) -> dict[str, int]:
 
 
 def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
-    """Block sizes of the contracted axis, which is one block, and of the other, warps and pipeline stages.
+    """Block sizes of the contracted axis, of which a program has all blocks, and of the other, warps and stages.
 
     Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
     """
-    BK = block(K, 256)
+    # Parts of 64 keys take few registers beside those of the state, where the state takes half of them.
+    BK = 64 if K > 256 else block(K, 256)
     if not bfloat16:
-        return {"BK": BK, "BV": 16 if BK == 256 else 32, "num_warps": 4, "num_stages": 1}
-    if BK == 256:
+        return {"BK": BK, "BV": 16 if K > 128 else 32, "num_warps": 4, "num_stages": 1}
+    if K > 128:
         return {"BK": BK, "BV": 64, "num_warps": 8, "num_stages": 1}
     few = isinstance(states, int) and states * tile_count(V, 64) <= 128
     BV = 64 if V <= 64 or few else 128

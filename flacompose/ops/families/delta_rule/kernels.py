@@ -205,6 +205,45 @@ def _store_transposed(x, value, token, end, h, d, H, D):
     tl.store(at, value.to(x.dtype.element_ty), mask=(token < end)[None, :] & (d < D)[:, None])
 
 
+@triton.jit
+def _of_part(part: tl.constexpr, dv, K, V, BK: tl.constexpr):
+    """Of a part of the key axis: its channels ``[BK]``, and where ``[dv, channels]`` lies in a state ``[K, V]``."""
+    dk = part * BK + tl.arange(0, BK)
+    return dk, dv[:, None] + dk[None, :] * V, (dv < V)[:, None] & (dk < K)[None, :]
+
+
+@triton.jit
+def _load_parts(x, dv, K: tl.constexpr, V, BK: tl.constexpr):
+    """``x [K, V]`` transposed, a tile ``[dv, BK]`` for each part of the key axis; zeros if it is absent."""
+    parts = ()
+    for part in tl.static_range(tl.cdiv(K, BK)):
+        if x is None:
+            tile = tl.zeros([dv.shape[0], BK], tl.float32)
+        else:
+            _, at, inside = _of_part(part, dv, K, V, BK)
+            tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        parts += (tile,)
+    return parts
+
+
+@triton.jit
+def _store_parts(x, parts, dv, K: tl.constexpr, V, BK: tl.constexpr):
+    for part in tl.static_range(tl.cdiv(K, BK)):
+        _, at, inside = _of_part(part, dv, K, V, BK)
+        tl.store(x + at, parts[part].to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _read_parts(x, parts, size, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr):
+    """``S x_t``, as ``[dv, tokens]``, of the state in `parts` and one head of ``x [tokens, H, K]``."""
+    i = tl.arange(0, C)
+    read = dot(parts[0], tl.trans(load_tile(x, i, size, 0, tl.arange(0, BK), H, K)), DOT)
+    for part in tl.static_range(1, tl.cdiv(K, BK)):
+        dk = part * BK + tl.arange(0, BK)
+        read += dot(parts[part], tl.trans(load_tile(x, i, size, 0, dk, H, K)), DOT)
+    return read
+
+
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
     q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following
@@ -241,7 +280,7 @@ def sweep_kernel(
     """Forwards in time: fills what is given of `o`, `r`, `states`, `ends` and `final`.
 
     One program sweeps one segment of one sequence. Without `initial` it begins at zero or, with `IDENTITY`, at the
-    identity matrix.
+    identity matrix. Its state is a tuple, of one tile for each `BK` keys.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
@@ -249,17 +288,14 @@ def sweep_kernel(
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
-    dk = tl.arange(0, BK)
     dv = tile.to(tl.int32) * BV + tl.arange(0, BV)
-    in_state = (dv < V)[:, None] & (dk < K)[None, :]
-    at_state = dv[:, None] + dk[None, :] * V
     lo, hi, row0 = find_sequence(ns % N, T, cu_seqlens, C)
     begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
-    S = tl.zeros([BV, BK], dtype=tl.float32)
-    if initial is not None:
-        S = tl.load(initial + at_end + at_state, mask=in_state, other=0.0).to(tl.float32)
+    S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
     if IDENTITY:
-        S = tl.where(dv[:, None] == dk[None, :], 1.0, 0.0)
+        S = ()
+        for part in tl.static_range(tl.cdiv(K, BK)):
+            S += (tl.where(dv[:, None] == (part * BK + tl.arange(0, BK))[None, :], 1.0, 0.0),)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
     for chunk in range(begin, stop):
@@ -269,8 +305,8 @@ def sweep_kernel(
         at_k = (start * HK + hk) * K
         first = start * HV + h
         if states is not None:
-            tl.store(states + rh * K * V + at_state, S.to(states.dtype.element_ty), mask=in_state)
-        e = -dot(S, tl.trans(load_tile(k + at_k, i, size, 0, dk, HK, K)), DOT)
+            _store_parts(states + rh * K * V, S, dv, K, V, BK)
+        e = -_read_parts(k + at_k, S, size, HK, K, BK, C, DOT)
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
             from_start, to_end, of_chunk = _decayed_rows(sums + rh * C, rest_, C)
@@ -282,21 +318,25 @@ def sweep_kernel(
             r_ = fine_dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
             _store_transposed(r + first * V, r_, i, size, 0, dv, HV, V)
         if o is not None:
-            read = dot(S, tl.trans(load_tile(q + at_k, i, size, 0, dk, HK, K)), DOT) * scale
+            read = _read_parts(q + at_k, S, size, HK, K, BK, C, DOT) * scale
             if sums is not None:
                 read *= from_start[None, :]
             o_ = read + dot(e, tl.load(P + rh * C * C + at_pair), DOT)
             _store_transposed(o + first * V, o_, i, size, 0, dv, HV, V)
-        if sums is not None:
-            S *= of_chunk
-        if total is not None:
-            S *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
-        S = split_dot(e, load_tile(W + first * K, i, size, 0, dk, HV, K), DOT, S)
+        before, S = S, ()
+        for part in tl.static_range(tl.cdiv(K, BK)):
+            dk = part * BK + tl.arange(0, BK)
+            S_ = before[part]
+            if sums is not None:
+                S_ *= of_chunk
+            if total is not None:
+                S_ *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
+            S += (split_dot(e, load_tile(W + first * K, i, size, 0, dk, HV, K), DOT, S_),)
     if ends is not None:
-        tl.store(ends + at_end + at_state, S, mask=in_state)
+        _store_parts(ends + at_end, S, dv, K, V, BK)
     if final is not None:
         if segment == SEGMENTS - 1:
-            tl.store(final + nh * K * V + at_state, S.to(final.dtype.element_ty), mask=in_state)
+            _store_parts(final + nh * K * V, S, dv, K, V, BK)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
@@ -335,15 +375,10 @@ def reverse_kernel(
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
-    dk = tl.arange(0, BK)
     d2 = tile.to(tl.int32) * BV + tl.arange(0, BV)
-    in_state = (d2 < V)[:, None] & (dk < K)[None, :]
-    at_state = d2[:, None] + dk[None, :] * V
     lo, hi, row0 = find_sequence(ns % N, T, cu_seqlens, C)
     begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
-    dS = tl.zeros([BV, BK], dtype=tl.float32)
-    if d_final is not None:
-        dS = tl.load(d_final + at_end + at_state, mask=in_state, other=0.0).to(tl.float32)
+    dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
     for before in range(begin, stop):
@@ -354,10 +389,10 @@ def reverse_kernel(
         at_k = (start * HK + hk) * K
         first = start * HV + h
         if d_states is not None:
-            tl.store(d_states + rh * K * V + at_state, dS.to(d_states.dtype.element_ty), mask=in_state)
+            _store_parts(d_states + rh * K * V, dS, d2, K, V, BK)
         do_ = _load_transposed(do + first * V, i, size, HV * V, d2, V)
         dv_ = dot(do_, tl.trans(tl.load(P + rh * C * C + at_pair)), DOT)
-        dv_ += dot(dS, tl.trans(load_tile(W + first * K, i, size, 0, dk, HV, K)), DOT)
+        dv_ += _read_parts(W + first * K, dS, size, HV, K, BK, C, DOT)
         if dv is not None:
             _store_transposed(dv + first * V, dv_, i, size, 0, d2, HV, V)
         do_ *= scale
@@ -365,18 +400,23 @@ def reverse_kernel(
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
             from_start, to_end, of_chunk = _decayed_rows(sums + rh * C, rest_, C)
-            dS *= of_chunk
             do_ *= from_start[None, :]
             dv_ *= from_start[None, :]
-        if total is not None:
-            dS *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
-        dS += dot(do_, load_tile(q + at_k, i, size, 0, dk, HK, K), DOT)
-        dS = split_dot(dv_, load_tile(k + at_k, i, size, 0, dk, HK, K), DOT, dS)
+        after, dS = dS, ()
+        for part in tl.static_range(tl.cdiv(K, BK)):
+            dk = part * BK + tl.arange(0, BK)
+            dS_ = after[part]
+            if sums is not None:
+                dS_ *= of_chunk
+            if total is not None:
+                dS_ *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
+            dS_ += dot(do_, load_tile(q + at_k, i, size, 0, dk, HK, K), DOT)
+            dS += (split_dot(dv_, load_tile(k + at_k, i, size, 0, dk, HK, K), DOT, dS_),)
     if d_ends is not None:
-        tl.store(d_ends + at_end + at_state, dS, mask=in_state)
+        _store_parts(d_ends + at_end, dS, d2, K, V, BK)
     if d_initial is not None:
         if segment == 0:
-            tl.store(d_initial + nh * K * V + at_state, dS.to(d_initial.dtype.element_ty), mask=in_state)
+            _store_parts(d_initial + nh * K * V, dS, d2, K, V, BK)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "SEGMENTS"])
@@ -404,34 +444,32 @@ def join_kernel(
     With `REVERSE` they are gradients, of the state after each segment, and go from the last segment to the first.
     """
     tile, nh, _ = split_program(tl.cdiv(V, BV), N * HV)
-    dk = tl.arange(0, BK)
     dv = tile.to(tl.int32) * BV + tl.arange(0, BV)
-    in_state = (dv < V)[:, None] & (dk < K)[None, :]
-    at_state = dv[:, None] + dk[None, :] * V
     lo, hi, _ = find_sequence(nh // HV, T, cu_seqlens, C)
-    S = tl.zeros([BV, BK], dtype=tl.float32)
-    if initial is not None:
-        S = tl.load(initial + nh * K * V + at_state, mask=in_state, other=0.0).to(tl.float32)
+    S = _load_parts(None if initial is None else initial + nh * K * V, dv, K, V, BK)
     for i in range(SEGMENTS):
         segment = SEGMENTS - 1 - i if REVERSE else i
         row = segment * N * HV + nh
         start = starts + row * K * V
-        tl.store(start + at_state, S, mask=in_state)
+        _store_parts(start, S, dv, K, V, BK)
         begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
         if begin < stop:  # a segment without tokens leaves the state as it is, to the bit
             # By blocks of the contracted axis, which other threads have stored.
             tl.debug_barrier()
-            S = tl.load(ends + row * K * V + at_state, mask=in_state, other=0.0)
+            S = _load_parts(ends + row * K * V, dv, K, V, BK)
             for d0 in range(0, K, BD):
                 d = d0 + tl.arange(0, BD)
                 S_ = tl.load(
                     start + dv[:, None] + d[None, :] * V, mask=(dv < V)[:, None] & (d < K)[None, :], other=0.0
                 )
-                at = d[:, None] * K + dk[None, :] if REVERSE else d[:, None] + dk[None, :] * K
-                M = tl.load(
-                    transitions + row * K * K + at, mask=(d < K)[:, None] & (dk < K)[None, :], other=0.0
-                )
-                S += fine_dot(S_, M, DOT)
+                before, S = S, ()
+                for part in tl.static_range(tl.cdiv(K, BK)):
+                    dk = part * BK + tl.arange(0, BK)
+                    at = d[:, None] * K + dk[None, :] if REVERSE else d[:, None] + dk[None, :] * K
+                    M = tl.load(
+                        transitions + row * K * K + at, mask=(d < K)[:, None] & (dk < K)[None, :], other=0.0
+                    )
+                    S += (before[part] + fine_dot(S_, M, DOT),)
 
 
 @triton.jit

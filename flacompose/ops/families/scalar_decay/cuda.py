@@ -24,12 +24,12 @@ def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     inputs = Inputs(*args)
     sweep = _Launches(inputs)
-    o, final_state = sweep.per_token(sweep.H, sweep.V, dtype=inputs.v.dtype), sweep.state(torch.float32)
+    o, final_state = sweep.output(inputs.v.dtype), sweep.state(torch.float32)
     q, k, v = map(operand, inputs[:3])
     initial_state = operand(inputs.initial_state)
     ends = sweep.segment_ends(k, v, initial_state)
     sweep(q, k, v, initial_state, out=o, final=final_state, **ends)
-    return sweep.batched(o), final_state
+    return sweep.summed(o, inputs.v.dtype), final_state
 
 
 @compile_ahead
@@ -45,10 +45,9 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     # There is one gradient for each head of values; those that share one of queries and keys are summed at the end.
     B, T, H, K = q.shape
     HV = v.shape[2]
-    dq_dtype, dk_dtype = (x.dtype if H == HV else torch.float32 for x in (q, k))
-    dq = sweep.per_token(HV, K, dtype=dq_dtype) if wants_q else None
-    dk = sweep.per_token(HV, K, dtype=dk_dtype) if wants_k else None
-    dv = sweep.per_token(HV, v.shape[3], dtype=v.dtype) if wants_v else None
+    of_keys = q.dtype if H == HV else torch.float32
+    dq, dk = (sweep.output(of_keys, transpose=True) if wanted else None for wanted in (wants_q, wants_k))
+    dv = sweep.output(v.dtype) if wants_v else None
     d_initial_state = sweep.state(initial_state.dtype) if initial_state is not None and wants_state else None
     q, k, v, do = map(operand, (q, k, v, torch.zeros_like(v) if do is None else do))
     initial_state, d_final_state = operand(initial_state), operand(d_final_state)
@@ -81,7 +80,8 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     def of_heads(dx: Tensor | None, x: Tensor) -> Tensor | None:
         if dx is None:
             return None
-        return sweep.batched(dx) if H == HV else dx.view(B, T, H, HV // H, K).sum(3).to(x.dtype)
+        dx = sweep.summed(dx, of_keys)
+        return dx if H == HV else dx.view(B, T, H, HV // H, K).sum(3).to(x.dtype)
 
     dg = dg_gamma = None
     if gradient_of_gates:
@@ -91,7 +91,8 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
             dg_gamma = d_gate.sum((0, 1)).to(g_gamma.dtype)
         if g is not None and wants_g:
             dg = d_gate.to(g.dtype)
-    dq, dk, dv = of_heads(dq, inputs.q), of_heads(dk, inputs.k), None if dv is None else sweep.batched(dv)
+    dq, dk = of_heads(dq, inputs.q), of_heads(dk, inputs.k)
+    dv = None if dv is None else sweep.summed(dv, inputs.v.dtype)
     return none_as_empty(inputs.q, dq, dk, dv, dg, dg_gamma, d_initial_state)
 
 
@@ -133,8 +134,26 @@ class _Launches(MatrixSequences):
         axes, gate_gradient = self.axes(transpose), self.gradient_of_gates and transpose
         return sweep_config(self.bfloat16, self.C, axes["D1"], axes["D2"], self.gated, gate_gradient)
 
+    def contracted_tiles(self, transpose: bool) -> int:
+        """Of a head that is wider than a tile, each tile has a sum of its own, in float32: `summed` adds them up."""
+        return tile_count(self.V if transpose else self.K, self.config(transpose)["BD1"])
+
     def tiles(self, transpose: bool) -> int:
-        return tile_count(self.K if transpose else self.V, self.config(transpose)["BD2"])
+        """Those of a state."""
+        written = tile_count(self.K if transpose else self.V, self.config(transpose)["BD2"])
+        return self.contracted_tiles(transpose) * written
+
+    def output(self, dtype: torch.dtype, transpose: bool = False) -> Tensor:
+        """Memory for `out` of a sweep."""
+        tiles, D2 = self.contracted_tiles(transpose), self.K if transpose else self.V
+        if tiles == 1:
+            return self.per_token(self.H, D2, dtype=dtype)
+        return self.per_token(tiles, self.H, D2, dtype=torch.float32)
+
+    def summed(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """``[B, T, H, D2]`` of what `output` gave."""
+        out = self.batched(out)
+        return out if out.dim() == 4 else out.sum(2).to(dtype)
 
     def gate_gradient_parts(self) -> dict[str, Any]:
         """Memory that the sweeps of dq and dk share and fill, by the names of their arguments."""
@@ -142,7 +161,7 @@ class _Launches(MatrixSequences):
         return {
             "states": self.per_chunk(self.H, self.V, self.K, dtype=dtype),
             "d_sums": self.per_chunk(3, self.tiles(transpose=True), self.H, self.C),
-            "d_whole": self.per_chunk(self.H, self.K),
+            "d_whole": self.per_chunk(self.H, self.contracted_tiles(transpose=True) * self.K),
         }
 
     def segment_ends(
@@ -229,7 +248,7 @@ def chunk_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
 def sweep_config(
     bfloat16: bool, C: int, D1: int, D2: int, gated: bool, gate_gradient: bool
 ) -> dict[str, int]:
-    """Block sizes of the contracted axis, which is one block, and of the other, warps and pipeline stages."""
+    """Block sizes of the contracted axis and of the other, warps and pipeline stages."""
     BD1 = block(D1, 256)
     if not bfloat16:
         return {"BD1": BD1, "BD2": block(D2, 4096 // BD1), "num_warps": 4, "num_stages": 2}

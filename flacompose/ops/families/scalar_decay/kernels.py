@@ -109,7 +109,6 @@ def gate_gradient_kernel(
     t = tl.arange(0, C)
     token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
-    d = tl.arange(0, BD)
     in_h = (h < H)[None, :]
     # Backwards the state is kept without `scale`, as `sweep_kernel` says.
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
@@ -124,8 +123,11 @@ def gate_gradient_kernel(
         from_here -= tl.load(d_sums + beginning, mask=in_h, other=0.0) * unit
         # From the token before: the sum to the chunk's end begins after a token.
         before += tl.load(d_sums + to_end - 1, mask=in_h & (t > 0)[:, None], other=0.0)
-    at_whole = (row * H + h)[:, None] * D + d[None, :]
-    whole = tl.sum(tl.load(d_whole + at_whole, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0), 1)
+    whole = tl.zeros([BH], dtype=tl.float32)
+    for tile in tl.static_range(tl.cdiv(D, BD)):
+        d = tile * BD + tl.arange(0, BD)
+        at_whole = (row * H + h)[:, None] * D + d[None, :]
+        whole += tl.sum(tl.load(d_whole + at_whole, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0), 1)
     out = tl.cumsum(from_here, 0, reverse=True) + (tl.cumsum(before, 0) + whole[None, :]) * unit
     mask = (token < end)[:, None] & in_h
     tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
@@ -143,10 +145,10 @@ def sweep_kernel(
     initial,  # [N, H, D1, D2], with the strides of states
     segment_state,  # [SEGMENTS, N, H, D1, D2], with these too: each segment's end, begun at 0 (the first at `initial`)
     segment_gate,  # [SEGMENTS, N, H]: its summed gates
-    out,  # [tokens, H, D2]
+    out,  # [tokens, tiles of D1, H, D2], the sums over each tile
     states,  # [chunks, H, D1, D2]: the state before each chunk, stored forwards in time and read backwards
-    d_sums,  # [chunks, 3, tiles of D2, H, C], for `gate_gradient_kernel`: `ENDING` forwards, the others backwards
-    d_whole,  # [chunks, H, D2], likewise, backwards
+    d_sums,  # [chunks, 3, tiles, H, C], for `gate_gradient_kernel`: `ENDING` forwards, the others backwards
+    d_whole,  # [chunks, H, tiles of D1, D2], likewise, backwards
     final,  # [N, H, D1, D2], with the strides of states
     cu_seqlens,
     T,
@@ -171,13 +173,14 @@ def sweep_kernel(
 ):
     """``S <- e^g S + b_t x_t^T``, ``out_t = scale * S^T a_t``, from chunk to chunk; `REVERSE`, backwards in time.
 
-    One program sweeps one segment of one sequence. With `ENDS` it begins at zero, and stores the state at the segment's
+    One program sweeps one segment of one sequence, and of its state a tile. With `ENDS` it begins at zero, and stores the state at the segment's
     end. Otherwise it begins at the true state, computed from those ends, and stores what is given of `out`, of `final`,
     and, together, of `states`, `d_sums` and `d_whole`. `FINE` where gradients of gates are summed over tokens, and
     cancel: the state and what is written to it are then multiplied in two parts.
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
-    tiles = tl.cdiv(D2, BD2)
+    tiles1: tl.constexpr = tl.cdiv(D1, BD1)
+    tiles = tiles1 * tl.cdiv(D2, BD2)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, segment, nh = split_program(tiles, SEGMENTS)
     if ENDS:
@@ -190,8 +193,9 @@ def sweep_kernel(
     h = nh % H
     ha = h // (H // HA)
     hx = h // (H // HX)
-    d1 = tl.arange(0, BD1)
-    d2 = (tile * BD2).to(tl.int32) + tl.arange(0, BD2)
+    tile1 = (tile % tiles1).to(tl.int32)
+    d1 = tile1 * BD1 + tl.arange(0, BD1)
+    d2 = (tile // tiles1).to(tl.int32) * BD2 + tl.arange(0, BD2)
     in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
     at_state = d1[:, None] * stride1 + d2[None, :] * stride2
     lo, hi, row0 = find_sequence(n, T, cu_seqlens, C)
@@ -279,14 +283,14 @@ def sweep_kernel(
                     else:  # as the diagonal of a product, which is faster
                         kept = dot(tl.trans(S_), S, DOT)
                         kept = tl.sum(tl.where(d2[:, None] == d2[None, :], kept, 0.0), 1)
-                    tl.store(d_whole + (row * H + h) * D2 + d2, kept * tl.exp2(total), mask=d2 < D2)
+                    tl.store(d_whole + ((row * H + h) * tiles1 + tile1) * D2 + d2, kept * tl.exp2(total), mask=d2 < D2)
                 else:
                     at_ending = (((row * 3 + ENDING) * tiles + tile) * H + h) * C + t
                     tl.store(d_sums + at_ending, d_other_chunks + d_this_chunk)
                     tl.store(states + at, S.to(states.dtype.element_ty), mask=in_state)
             if out is not None:
                 out_ = split_dot(pairs, x_.to(DOT), DOT, other_chunks)
-                at_out = out + (start * H + h) * D2 + i_ * (H * D2) + d2[None, :]
+                at_out = out + ((start * tiles1 + tile1) * H + h) * D2 + i_ * (tiles1 * H * D2) + d2[None, :]
                 in_out = (i_ < remaining) & (d2 < D2)[None, :]
                 tl.store(at_out, (out_ * unit).to(out.dtype.element_ty), mask=in_out)
         if GATED:
