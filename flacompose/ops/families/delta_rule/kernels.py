@@ -216,7 +216,7 @@ def _of_part(part: tl.constexpr, dv, K, V, BK: tl.constexpr):
 def _load_parts(x, dv, K: tl.constexpr, V, BK: tl.constexpr):
     """``x [K, V]`` transposed, a tile ``[dv, BK]`` for each part of the key axis; zeros if it is absent."""
     parts = ()
-    for part in tl.static_range(tl.cdiv(K, BK)):
+    for part in tl.static_range((K + BK - 1) // BK):
         if x is None:
             tile = tl.zeros([dv.shape[0], BK], tl.float32)
         else:
@@ -228,7 +228,7 @@ def _load_parts(x, dv, K: tl.constexpr, V, BK: tl.constexpr):
 
 @triton.jit
 def _store_parts(x, parts, dv, K: tl.constexpr, V, BK: tl.constexpr):
-    for part in tl.static_range(tl.cdiv(K, BK)):
+    for part in tl.static_range((K + BK - 1) // BK):
         _, at, inside = _of_part(part, dv, K, V, BK)
         tl.store(x + at, parts[part].to(x.dtype.element_ty), mask=inside)
 
@@ -238,7 +238,7 @@ def _read_parts(x, parts, size, H, K: tl.constexpr, BK: tl.constexpr, C: tl.cons
     """``S x_t``, as ``[dv, tokens]``, of the state in `parts` and one head of ``x [tokens, H, K]``."""
     i = tl.arange(0, C)
     read = dot(parts[0], tl.trans(load_tile(x, i, size, 0, tl.arange(0, BK), H, K)), DOT)
-    for part in tl.static_range(1, tl.cdiv(K, BK)):
+    for part in tl.static_range(1, (K + BK - 1) // BK):
         dk = part * BK + tl.arange(0, BK)
         read += dot(parts[part], tl.trans(load_tile(x, i, size, 0, dk, H, K)), DOT)
     return read
@@ -294,7 +294,7 @@ def sweep_kernel(
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
     if IDENTITY:
         S = ()
-        for part in tl.static_range(tl.cdiv(K, BK)):
+        for part in tl.static_range((K + BK - 1) // BK):
             S += (tl.where(dv[:, None] == (part * BK + tl.arange(0, BK))[None, :], 1.0, 0.0),)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
@@ -324,7 +324,7 @@ def sweep_kernel(
             o_ = read + dot(e, tl.load(P + rh * C * C + at_pair), DOT)
             _store_transposed(o + first * V, o_, i, size, 0, dv, HV, V)
         before, S = S, ()
-        for part in tl.static_range(tl.cdiv(K, BK)):
+        for part in tl.static_range((K + BK - 1) // BK):
             dk = part * BK + tl.arange(0, BK)
             S_ = before[part]
             if sums is not None:
@@ -403,7 +403,7 @@ def reverse_kernel(
             do_ *= from_start[None, :]
             dv_ *= from_start[None, :]
         after, dS = dS, ()
-        for part in tl.static_range(tl.cdiv(K, BK)):
+        for part in tl.static_range((K + BK - 1) // BK):
             dk = part * BK + tl.arange(0, BK)
             dS_ = after[part]
             if sums is not None:
@@ -463,7 +463,7 @@ def join_kernel(
                     start + dv[:, None] + d[None, :] * V, mask=(dv < V)[:, None] & (d < K)[None, :], other=0.0
                 )
                 before, S = S, ()
-                for part in tl.static_range(tl.cdiv(K, BK)):
+                for part in tl.static_range((K + BK - 1) // BK):
                     dk = part * BK + tl.arange(0, BK)
                     at = d[:, None] * K + dk[None, :] if REVERSE else d[:, None] + dk[None, :] * K
                     M = tl.load(

@@ -124,7 +124,7 @@ def gate_gradient_kernel(
         # From the token before: the sum to the chunk's end begins after a token.
         before += tl.load(d_sums + to_end - 1, mask=in_h & (t > 0)[:, None], other=0.0)
     whole = tl.zeros([BH], dtype=tl.float32)
-    for tile in tl.static_range(tl.cdiv(D, BD)):
+    for tile in tl.static_range((D + BD - 1) // BD):
         d = tile * BD + tl.arange(0, BD)
         at_whole = (row * H + h)[:, None] * D + d[None, :]
         whole += tl.sum(tl.load(d_whole + at_whole, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0), 1)
@@ -179,8 +179,8 @@ def sweep_kernel(
     cancel: the state and what is written to it are then multiplied in two parts.
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
-    tiles1: tl.constexpr = tl.cdiv(D1, BD1)
-    tiles = tiles1 * tl.cdiv(D2, BD2)
+    tiles1: tl.constexpr = (D1 + BD1 - 1) // BD1
+    tiles: tl.constexpr = tiles1 * ((D2 + BD2 - 1) // BD2)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, segment, nh = split_program(tiles, SEGMENTS)
     if ENDS:
