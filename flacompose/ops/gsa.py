@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
@@ -176,4 +175,6 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) 
 
 def _spread(x: Tensor, groups: int) -> Tensor:
     """``[B, T, ...]`` as the first of every `groups` tokens of ``[B, T * groups, ...]``, the others zeros."""
-    return F.pad(x.unsqueeze(2), (0, 0, 0, 0, 0, groups - 1)).flatten(1, 2)
+    x = x.unsqueeze(2)
+    others = torch.zeros_like(x).expand(-1, -1, groups - 1, *x.shape[3:])
+    return torch.cat([x, others], 2).flatten(1, 2)  # PyTorch 2.11 cannot pad sharded tensors
