@@ -283,7 +283,11 @@ def sweep_kernel(
                     else:  # as the diagonal of a product, which is faster
                         kept = dot(tl.trans(S_), S, DOT)
                         kept = tl.sum(tl.where(d2[:, None] == d2[None, :], kept, 0.0), 1)
-                    tl.store(d_whole + ((row * H + h) * tiles1 + tile1) * D2 + d2, kept * tl.exp2(total), mask=d2 < D2)
+                    tl.store(
+                        d_whole + ((row * H + h) * tiles1 + tile1) * D2 + d2,
+                        kept * tl.exp2(total),
+                        mask=d2 < D2,
+                    )
                 else:
                     at_ending = (((row * 3 + ENDING) * tiles + tile) * H + h) * C + t
                     tl.store(d_sums + at_ending, d_other_chunks + d_this_chunk)
