@@ -56,15 +56,11 @@ class Decoder:
         _check_tensors(leaves)
         self._tokens = tokens.detach().clone()
         self._state = [x.detach().clone(memory_format=torch.contiguous_format) for x in leaves]
-        shared = self._probe(model)
+        self._check(model)
 
-        def step(tokens: Tensor, state: list[Tensor]) -> Any:
+        def step(tokens: Tensor, state: list[Tensor]) -> tuple[Any, list[Tensor]]:
             outputs, new = model(tokens, pytree.tree_unflatten(state, self._structure))
-            # What is part of the old state must be copied before any of it is replaced.
-            parts = [x.clone() if s else x for x, s in zip(pytree.tree_leaves(new), shared, strict=True)]
-            for old, part in zip(state, parts, strict=True):
-                old.copy_(part)
-            return outputs
+            return outputs, pytree.tree_leaves(new)
 
         from flacompose.models.states_in_place import StatesInPlace  # which imports Inductor
 
@@ -74,7 +70,7 @@ class Decoder:
         }
         # PyTorch counts compilations by the code object, and refuses more than a few: each decoder has its own.
         step.__code__ = step.__code__.replace()
-        self._step = torch.compile(
+        self._compiled = torch.compile(
             step, fullgraph=True, dynamic=False, options={**defaults, **(options or {})}
         )
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -100,7 +96,7 @@ class Decoder:
         with torch.no_grad():
             self._tokens.copy_(tokens)
             if self._graph is None:
-                return self._step(self._tokens, self._state)
+                return self._step()
             self._graph.replay()
             return pytree.tree_map(torch.clone, self._outputs)
 
@@ -126,22 +122,36 @@ class Decoder:
             for old, x in zip(self._state, leaves, strict=True):
                 old.copy_(x)
 
+    def _step(self) -> Any:
+        """Go one step on from the state that is held. Returns the outputs, in memory that is not the state's."""
+        outputs, new = self._compiled(self._tokens, self._state)
+        held = {x.untyped_storage().data_ptr() for x in (self._tokens, *self._state)}
+
+        def apart(x: Tensor) -> Tensor:
+            return x.clone() if x.untyped_storage().data_ptr() in held else x
+
+        outputs = pytree.tree_map(apart, outputs)
+        # What a kernel has written where it belongs stays. What is part of the old state is copied from there before
+        # any of it is replaced.
+        moved = {i: apart(x) for i, x in enumerate(new) if not x.is_set_to(self._state[i])}
+        if moved:
+            torch._foreach_copy_([self._state[i] for i in moved], list(moved.values()))
+        return outputs
+
     @torch.no_grad()
-    def _probe(self, model: Callable[[Tensor, Any], tuple[Any, Any]]) -> list[bool]:
-        """Call the model once as it is. Returns which tensors of the new state share memory with the old one."""
+    def _check(self, model: Callable[[Tensor, Any], tuple[Any, Any]]) -> None:
+        """Call the model once, and see whether the new state is like the old one."""
         state = pytree.tree_unflatten(self._state, self._structure)
         _, new = model(self._tokens, state)
         leaves, structure = pytree.tree_flatten(new)
         if structure != self._structure:
             raise ValueError("model must return a state of the structure that it is given, got another")
         for i, (old, x) in enumerate(zip(self._state, leaves, strict=True)):
-            if x.shape != old.shape or x.dtype != old.dtype or x.device != old.device:
+            if _kind(x) != _kind(old):
                 raise ValueError(
                     f"model must return a state like the one it is given, got for tensor {i} of it {_kind(x)} "
                     f"instead of {_kind(old)}; the state of softmax attention grows with every token"
                 )
-        held = {x.untyped_storage().data_ptr() for x in self._state}
-        return [x.untyped_storage().data_ptr() in held for x in leaves]
 
     @torch.no_grad()
     def _record(self) -> None:
@@ -149,16 +159,16 @@ class Decoder:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                self._step(self._tokens, self._state)
+                self._step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._outputs = self._step(self._tokens, self._state)
+            self._outputs = self._step()
         self._graph = graph
 
 
-def _kind(x: Tensor) -> str:
-    return f"{tuple(x.shape)}, {x.dtype} on {x.device}"
+def _kind(x: Any) -> str:
+    return f"{tuple(x.shape)}, {x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _check_tensors(leaves: list[Any]) -> None:

@@ -1,47 +1,61 @@
-"""A pass of Inductor: kernels write a state where they read it, if the graph ends by copying it there."""
+"""A pass of Inductor: kernels write the new state of a step where they read the old one."""
 
 from __future__ import annotations
 
 import hashlib
 import operator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, Node
 
 
 class StatesInPlace(CustomGraphPass):
-    """Gives kernels of one token the memory of the old state for the new one, which saves a copy of the state.
+    """Gives the kernel of a recurrence the memory of the old state, an input of the graph, for the new one, an output.
 
-    Operators return states as new tensors. A graph that then copies them over the old ones reads and writes every
-    state once more. Each program of these kernels reads its part of a state before it writes that part, and no other.
+    So a decoder need not copy new states to where the next step reads them, which takes as long as the recurrence. The
+    caller of such a graph finds its input changed: this is for callers that never look at an old state again. Each
+    program of these kernels reads its part of a state before it writes that part, and no other.
     """
 
-    # The names of the kernels, and of their arguments for the old state and the new one.
+    # By the names of kernels: those of their arguments for the old state and the new one.
     KERNELS = {"recurrent_kernel": ("initial", "final")}
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        for copy in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-            old, new = copy.args[:2]
-            if new.op != "call_function" or new.target is not operator.getitem:
+    def __call__(self, graph: Graph) -> None:
+        output = graph.output_node()
+        results: list[Any] = list(cast(Any, output.args[0]))
+        for i, new in enumerate(results):
+            old = self._read_by(new)
+            if old is None:
                 continue
-            launch, name = new.args
-            if launch.target is not triton_kernel_wrapper_functional:
-                continue
-            arguments = launch.kwargs["kwargs"]
-            if self._replaces(_name(launch.kwargs["kernel_idx"]), name, arguments, old):
-                # Inductor then sees a kernel that writes to an argument, and the copy that ends in the same argument.
-                launch.update_kwarg("kwargs", {**arguments, name: old})
+            launch, name = results[i].args
+            # Inductor knows this form, a kernel that writes to an argument and a copy to the same argument at the end,
+            # as a change of the argument in place, and leaves the copy out.
+            launch.update_kwarg("kwargs", {**launch.kwargs["kwargs"], name: old})
+            with graph.inserting_before(output):
+                graph.call_function(torch.ops.aten.copy_.default, (old, new))
+            results[i] = old
+        output.args = (tuple(results),)
 
-    def _replaces(self, kernel: str, name: str, arguments: dict[str, Any], old: torch.fx.Node) -> bool:
-        if self.KERNELS.get(kernel, ("", ""))[1] != name or arguments.get(self.KERNELS[kernel][0]) is not old:
-            return False
-        x, y = (node.meta["val"] for node in (old, arguments[name]))
-        return (
-            old.op == "placeholder" and x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride()
-        )
+    def _read_by(self, new: Any) -> Node | None:
+        """The old state that the kernel reads whose result is `new`, if it can be written there; else None."""
+        if not isinstance(new, Node) or new.target is not operator.getitem:
+            return None
+        launch, name = cast(Any, new.args)
+        if launch.target is not triton_kernel_wrapper_functional:
+            return None
+        initial, final = self.KERNELS.get(_name(launch.kwargs["kernel_idx"]), (None, None))
+        old = launch.kwargs["kwargs"].get(initial)
+        if final != name or not isinstance(old, Node) or old.op != "placeholder":
+            return None
+        # Whoever else reads the old state could meet the new one.
+        if len(old.users) > 1 or len(new.users) > 1:
+            return None
+        x, y = (node.meta["val"] for node in (old, launch.kwargs["kwargs"][name]))
+        return old if (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype) else None
 
     def uuid(self) -> str:
         """What Inductor's cache knows this pass by."""

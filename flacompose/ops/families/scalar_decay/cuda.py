@@ -250,8 +250,6 @@ def sweep_config(
 ) -> dict[str, int]:
     """Block sizes of the contracted axis and of the other, warps and pipeline stages."""
     BD1 = block(D1, 256)
-    if D1 > 256 and tile_count(D1, 128) % 2 == 1:  # half of the last tile would be empty
-        BD1 = 128
     if not bfloat16:
         return {"BD1": BD1, "BD2": block(D2, 4096 // BD1), "num_warps": 4, "num_stages": 2}
     if BD1 == 256 and D2 > 32 and gated and not gate_gradient:

@@ -1,0 +1,246 @@
+"""A decoder's steps are those of the model, however long it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._functorch.aot_autograd import aot_export_module
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
+from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
+from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from flacompose.layers import GatedLinearAttention
+from flacompose.models import Decoder, RecurrentConfig, RecurrentLM
+from flacompose.ops import fused_recurrent_gated_delta_rule, fused_recurrent_gla, fused_recurrent_simple_gla
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "GatedLinearAttention": {"num_heads": 2, "use_short_conv": True},
+    "GatedDeltaNet": {"num_heads": 2, "head_dim": 8},
+    "RWKV6Attention": {"num_heads": 2, "proj_low_rank_dim": 4, "gate_low_rank_dim": 4},
+    "ABCAttention": {"num_heads": 2, "num_slots": 8},
+    "MultiScaleRetention": {"num_heads": 2},
+}
+
+
+def model_of(
+    layer: str, device: torch.device, dtype: torch.dtype = torch.float64, **options: Any
+) -> RecurrentLM:
+    torch.manual_seed(0)
+    feed_forward = "rwkv6" if layer == "RWKV6Attention" else "swiglu"
+    config = RecurrentConfig(
+        vocab_size=20,
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        layer=layer,
+        layer_options=LAYERS[layer],
+        feed_forward=feed_forward,
+        **options,
+    )
+    return RecurrentLM(config, device=device, dtype=dtype).requires_grad_(False)
+
+
+def started(model: RecurrentLM, device: torch.device, B: int = 2) -> tuple[Tensor, Any]:
+    """The tokens after a prompt, and the state after it."""
+    ids = torch.randint(20, (B, 7), device=device)
+    logits, state = model(ids, last_only=True)
+    return logits.argmax(-1, keepdim=True), state
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_steps_are_those_of_the_model(layer: str, device: torch.device) -> None:
+    model = model_of(layer, device)
+    tokens, state = started(model, device)
+    before = pytree.tree_map(torch.clone, state)
+    decoder = Decoder(model, tokens, state)
+    for _ in range(10):
+        logits = decoder(tokens)
+        expected, state = model(tokens, state)
+        torch.testing.assert_close(logits, expected, atol=1e-9, rtol=1e-9)
+        tokens = expected[:, -1].argmax(-1, keepdim=True)
+    torch.testing.assert_close(decoder.state, state, atol=1e-9, rtol=1e-9)
+    # From a state that it is given it goes on as from any other.
+    decoder.load(before)
+    for x, y in zip(pytree.tree_leaves(decoder.state), pytree.tree_leaves(before), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_thousand_tokens(device: torch.device) -> None:
+    """The last token's logits, and the state, are those of one call with all tokens."""
+    model = model_of("GatedLinearAttention", device)
+    tokens, state = started(model, device)
+    decoder = Decoder(model, tokens, state)
+    read = torch.randint(20, (2, 1000), device=device)
+    for t in range(1000):
+        logits = decoder(read[:, t : t + 1])
+    expected, state = model(read, state)
+    torch.testing.assert_close(logits[:, -1], expected[:, -1], atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(decoder.state, state, atol=1e-9, rtol=1e-9)
+
+
+def test_what_was_returned_stays(device: torch.device) -> None:
+    model = model_of("GatedLinearAttention", device)
+    tokens, state = started(model, device)
+    decoder = Decoder(model, tokens, state)
+    logits, held = decoder(tokens), decoder.state
+    copies = pytree.tree_map(torch.clone, (logits, held))
+    decoder(tokens)
+    for x, y in zip(pytree.tree_leaves((logits, held)), pytree.tree_leaves(copies), strict=True):
+        assert torch.equal(x, y)
+    decoder.load(held)  # also a copy: a call does not change it
+    decoder(tokens)
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(pytree.tree_leaves(held), pytree.tree_leaves(copies[1]), strict=True)
+    )
+
+
+def test_a_layer_a_choice_of_tokens_and_new_weights(device: torch.device) -> None:
+    """It takes any function, whose outputs may be a pytree, and sees values that are written into parameters."""
+    layer = GatedLinearAttention(hidden_size=16, num_heads=2, device=device, dtype=torch.float64)
+    layer.requires_grad_(False)
+    x = torch.randn(3, 1, 16, device=device, dtype=torch.float64)
+
+    def step(x: Tensor, state: Any) -> tuple[Any, Any]:
+        y, state = layer(x, state)
+        return {"y": y, "chosen": y.argmax(-1)}, state
+
+    state = layer.init_state(3)
+    decoder = Decoder(step, x, state)
+    for scale in (1.0, 2.0):
+        layer.o_proj.weight.mul_(scale)
+        y, state = layer(x, state)
+        out = decoder(x)
+        torch.testing.assert_close(out["y"], y, atol=1e-9, rtol=1e-9)
+        assert torch.equal(out["chosen"], y.argmax(-1))
+
+
+def test_states_that_share_memory(device: torch.device) -> None:
+    """A new state may be made of the old one: parts change places, or are passed on."""
+
+    def step(x: Tensor, state: Any) -> tuple[Any, Any]:
+        a, b, c, d = state
+        return (x, a.clone(), b), (b, a + 0, c, d[:1].expand(2))
+
+    def filled(*values: float) -> list[Tensor]:
+        return [torch.full((3,), value, device=device) for value in values]
+
+    tokens, state = filled(0)[0], (*filled(1, 2, 3), torch.tensor([4.0, 5.0], device=device))
+    decoder = Decoder(step, tokens, state)
+    outputs = [decoder(*filled(i)) for i in range(3)]
+    assert [[x[0].item() for x in o] for o in outputs] == [[0, 1, 2], [1, 2, 1], [2, 1, 2]]
+    assert [x.tolist() for x in decoder.state] == [[2] * 3, [1] * 3, [3] * 3, [4, 4]]
+
+
+def test_as_many_decoders_as_wanted(device: torch.device) -> None:
+    """The compilations of one do not count for another."""
+
+    def step(n: int, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return x + state, state + n
+
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for n in (1, 2, 3):
+            zeros = torch.zeros(n, device=device)
+            decoder = Decoder(partial(step, n), zeros, zeros)
+            decoder(zeros)
+            assert decoder(zeros).tolist() == [n] * n
+
+
+def test_errors(device: torch.device) -> None:
+    x, state = torch.zeros(2, device=device), (torch.zeros(2, device=device),)
+
+    def add(x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return x, (state[0] + x,)
+
+    with pytest.raises(TypeError, match="tokens must be a tensor, got list"):
+        Decoder(add, [1], state)
+    with pytest.raises(TypeError, match="state must hold tensors alone, got int as its leaf 1"):
+        Decoder(add, x, (*state, 1))
+    with pytest.raises(ValueError, match="model must return a state of the structure that it is given"):
+        Decoder(lambda x, s: (x, s[0]), x, state)
+    with pytest.raises(
+        ValueError, match=r"model must return a state like the one .* tensor 0 of it \(4,\), torch.float32"
+    ):
+        Decoder(lambda x, s: (x, (torch.cat([s[0], x]),)), x, state)
+    with pytest.raises(ValueError, match=r"torch.float64 on \S+ instead of \(2,\), torch.float32"):
+        Decoder(lambda x, s: (x, (s[0].double(),)), x, state)
+    decoder = Decoder(add, x, state)
+    with pytest.raises(
+        ValueError, match=r"tokens must have shape \(2,\), as the decoder was made with, got \(3,\)"
+    ):
+        decoder(torch.zeros(3, device=device))
+    with pytest.raises(
+        TypeError, match="tokens must be torch.float32, as the decoder was made with, got torch.int64"
+    ):
+        decoder(torch.zeros(2, dtype=torch.int64, device=device))
+    with pytest.raises(TypeError, match="tokens must be a tensor, got int"):
+        decoder(1)
+    with pytest.raises(ValueError, match="tokens must be on"):
+        decoder(torch.zeros(2, device="meta"))
+    with pytest.raises(ValueError, match="state must have the structure"):
+        decoder.load(state[0])
+    with pytest.raises(ValueError, match=r"state: tensor 0 must have shape \(2,\)"):
+        decoder.load((torch.zeros(1, device=device),))
+    assert decoder.state[0].tolist() == [0, 0]
+
+
+def test_softmax_attention_is_refused(device: torch.device) -> None:
+    model = model_of("GatedLinearAttention", device, attn=[{"layers": [1], "num_heads": 2}])
+    with pytest.raises(ValueError, match="the state of softmax attention grows with every token"):
+        Decoder(model, *started(model, device))
+
+
+RECURRENT = [fused_recurrent_gla, fused_recurrent_simple_gla, fused_recurrent_gated_delta_rule]
+
+
+@pytest.mark.parametrize("op", RECURRENT)
+@pytest.mark.parametrize("old_is", ["read once", "read elsewhere", "returned", "reshaped"])
+def test_kernels_write_states_where_they_read_them(
+    op: Callable[..., Any], old_is: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Inductor's graph a kernel gets the old state's memory for the new one, if nothing else reads that."""
+    triton = pytest.importorskip("triton")
+    from flacompose.models.states_in_place import StatesInPlace
+
+    # PyTorch asks for the chip when it looks for the arguments that a kernel writes to.
+    chip = SimpleNamespace(get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32))
+    monkeypatch.setattr(type(triton.runtime.driver), "active", chip)
+
+    class Step(torch.nn.Module):
+        def forward(self, state: Tensor, *args: Tensor) -> Any:
+            initial = state.view(2, 2, 16, 16) if old_is == "reshaped" else state
+            o, new = op(*args, initial_state=initial, output_final_state=True)
+            others = {"read elsewhere": state.sum(), "returned": state.clone()}
+            return o, new, *([others[old_is]] if old_is in others else [])
+
+    shape = (2, 2, 256) if old_is == "reshaped" else (2, 2, 16, 16)
+    gates = {"gla": [(2, 1, 2, 16)], "simple_gla": [(2, 1, 2)], "gated_delta_rule": [(2, 1, 2)] * 2}
+    sizes = [shape] + [(2, 1, 2, 16)] * 3 + gates[op.__name__.removeprefix("fused_recurrent_")]
+    with FakeTensorMode() as mode, V.set_fake_mode(mode), torch.no_grad():
+        args = [torch.empty(size, device="cuda") for size in sizes]
+        graph = aot_export_module(Step(), args, trace_joint=False)[0].graph
+        for node in graph.find_nodes(
+            op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
+        ):
+            graph.erase_node(node)  # exports alone have it
+        StatesInPlace()(graph)
+        graph.eliminate_dead_code()
+        reinplace_inplaceable_ops_core(graph)
+    graph.lint()
+    state = next(node for node in graph.nodes if node.op == "placeholder")
+    (launch,) = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    in_place = old_is == "read once"
+    assert (launch.kwargs["kwargs"]["final"] is state) == in_place
+    assert (graph.output_node().args[0][1] is state) == in_place
+    # In both cases Inductor needs no copy.
+    assert launch.kwargs["tensors_to_clone"] == []
+    assert not graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
