@@ -188,8 +188,9 @@ def take_all(model: RecurrentLM, size: Size, wanted: Sequence[str], backend: str
                 attempt(f"decoding, {mode}, at batch {B}", partial(decode, model, B, *options, calls))
         if "check" in wanted:
             for B in size.checked:
+                several = max(1, calls // CHECKED)
                 attempt(
-                    f"checking, {mode}, at batch {B}", partial(speculate, model, B, size, *options, calls)
+                    f"checking, {mode}, at batch {B}", partial(speculate, model, B, size, *options, several)
                 )
         if "prefill" in wanted and mode != GRAPH:
             for B in size.batches:

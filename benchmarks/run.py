@@ -103,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     add = p.add_argument_group("the peer").add_argument
     add("--peer-configs", default="shipped", help="shipped (default), none, or a file saved by a run")
     add("--warm-peer", action="store_true", help="compile its candidates in parallel before it tunes")
+    add("--tune-ms", type=float, metavar="MS", help="time each candidate this long, not Triton's 100 ms")
     add("--warm-timeout", type=float, default=120.0, metavar="S", help="seconds for that (default: 120)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes for that (default: one a core)")
     add("--cold-peer", action="store_true", help="its first step with empty caches too: minutes")
@@ -193,6 +194,7 @@ def of_mamba(run: Run, arguments: argparse.Namespace) -> None:
     other = mamba.load()
     run.results.environment[mamba.SIDE] = mamba.version()
     run.note(mamba.NOTE)
+    shorten_tuning(run, arguments, mamba.PACKAGE)
     if arguments.warm_peer:
         limits = arguments.warm_timeout, arguments.workers
         run.say(mamba.compile_candidates(arguments.shapes, *limits))
@@ -251,6 +253,7 @@ def beside_the_peer(
     if configs is not None:
         installed = tuned.install(configs)
         run.note(f"{tuned.origin(configs)}; the peer tunes what that file lacks")
+    shorten_tuning(run, arguments)
     device = run.results.environment["device"]
     yield (
         sides,
@@ -258,6 +261,14 @@ def beside_the_peer(
         functools.partial(tuned.save, run.path.with_name("peer-configs.json"), device, peer.version()),
     )
     run.note(f"{len(tuned.cached() - installed)} launch configurations tuned by the peer in this run")
+
+
+def shorten_tuning(run: Run, arguments: argparse.Namespace, package: str = "fla") -> None:
+    if arguments.tune_ms is not None:
+        tuned.shorten(arguments.tune_ms, package)
+        run.note(
+            f"the other side's tuning times each of its candidates for {arguments.tune_ms:g} ms, not 100"
+        )
 
 
 def larger_heads(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:

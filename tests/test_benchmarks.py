@@ -259,6 +259,20 @@ def test_saved_configurations_install_again(tuner, tmp_path: Path):
     assert (installed.kwargs, installed.num_warps, installed.num_stages) == ({"BK": 32}, 4, 3)
 
 
+def test_candidates_are_timed_for_a_shorter_time(tuner, monkeypatch):
+    timed = []
+
+    def do_bench(call, **options):
+        timed.append(options)
+        return [float(len(timed)), 0.0, 0.0]
+
+    monkeypatch.setattr("triton.testing.do_bench", do_bench)
+    tuned.shorten(20, "made_up")
+    tuner.run(x=torch.empty(1), BT=64, K=128, FLAG=True, grid=(1,), warmup=False)
+    assert timed == [{"warmup": 5, "rep": 20, "quantiles": (0.5, 0.2, 0.8)}] * 4
+    assert tuner.best_config is tuner.configs[0]
+
+
 def test_shipped_configurations_are_whole():
     kernels = json.loads(tuned.H100.read_text())["kernels"]
     for family, count in {"gla": 7, "gsa": 3, "rwkv6": 6, "hgrn": 2}.items():
@@ -277,10 +291,36 @@ def test_workers_share_the_candidates(tuner):
     for index in range(3):
         warm.compile_only(tuner, index, 3)
         tuner.run(x=torch.empty(1, dtype=torch.bfloat16), BT=64, K=128, FLAG=True, grid=(1,), warmup=False)
+        assert tuner.best_config is tuner.configs[0]
     for call in tuner.fn.calls:
         assert call["warmup"] is True  # compiled, not launched
         compiled.append((call["BK"], call["num_warps"]))
     assert sorted(compiled) == [(32, 2), (32, 4), (64, 2), (64, 4)]
+
+
+@pytest.mark.parametrize("only_steps", [True, False])
+def test_a_worker_makes_the_calls(only_steps: bool, on_cpu, monkeypatch):
+    """Those that are timed, none of which is of the whole length."""
+    lengths: dict[str, list[int]] = {"chunk_kda": [], "fused_recurrent_kda": []}
+
+    def counted(name: str):
+        def call(q, **options):
+            lengths[name].append(q.shape[1])
+            return getattr(flacompose.ops, name)(q, **options)
+
+        return call
+
+    monkeypatch.setattr(
+        peer, "load", lambda: types.SimpleNamespace(**{name: counted(name) for name in lengths})
+    )
+    asked = ["kda", "1x4096x1x4x4,1x8192x1x4x4", "none", "0", "1"]
+    monkeypatch.setattr(sys, "argv", ["warm", *(["--only-steps"] if only_steps else []), *asked])
+    warm.main()
+    assert lengths == (
+        {"chunk_kda": [256], "fused_recurrent_kda": []}
+        if only_steps
+        else {"chunk_kda": [256, 256], "fused_recurrent_kda": [1]}
+    )
 
 
 def test_a_candidate_that_does_not_compile_is_passed_over(tuner, capsys):
@@ -469,7 +509,7 @@ def test_larger_heads(on_cpu, monkeypatch, tmp_path: Path):
                 assert row.note == ("the peer takes at most 4 keys" if shape in refused else "")
             assert derived.quantity == "forward + backward, per channel of values, over K=V=4"
             assert derived.max_value == (2.5 if shape == HEADS[0] else None)
-        assert rest[3].ours == pytest.approx((8 / 8) / (4 / 8))
+        assert [rest[i].ours for i in (3, 7)] == pytest.approx([(8 / 8) / (4 / 8), (6 / 18) / (4 / 8)])
 
 
 def test_larger_heads_have_no_place_in_the_summary():
@@ -522,11 +562,21 @@ def test_mamba_run(on_cpu, mamba_files, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(mamba, "ACCURACY", MAMBA)
     monkeypatch.setattr(run, "environment", lambda *_: {"device": "none"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    run.main(
-        ["--parts", "mamba2", "--shapes", str(MAMBA), "--warm-peer", "--workers", "3", "--out", str(tmp_path)]
-    )
+    arguments = [
+        "--parts",
+        "mamba2",
+        "--shapes",
+        str(MAMBA),
+        "--warm-peer",
+        "--workers",
+        "3",
+        "--tune-ms",
+        "9",
+    ]
+    run.main([*arguments, "--out", str(tmp_path)])
     saved = Results.load(tmp_path / "mamba2-mamba-ssm-cuda.json")
-    assert saved.notes == [mamba.NOTE] and "mamba-ssm" in saved.environment
+    assert saved.notes[0] == mamba.NOTE and "for 9 ms" in saved.notes[1] and len(saved.notes) == 2
+    assert "mamba-ssm" in saved.environment
     for op in mamba.OPS:
         differs, forward, step, memory, *errors = [row for row in saved.rows if row.op == op.name]
         assert differs.ours == 0 and differs.max_value == mamba.TOLERANCE and differs.met
