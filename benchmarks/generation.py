@@ -160,11 +160,12 @@ def speculate(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compi
     """Give the time in which proposed tokens are checked, and what that would take without states after each."""
     tokens = torch.randint(size.vocabulary, (B, CHECKED), device=_device(model))
     state = model.init_state(B)
+    token = tokens[:, :1].contiguous()
 
     def steps() -> None:
         after = state
         for _ in range(CHECKED):
-            _, after = compiled(read)(model, tokens[:, :1], after)
+            _, after = compiled(read)(model, token, after)
 
     ways: dict[str, Callable[[], object]] = {
         CHECK: partial(compiled(check), model, tokens, state),

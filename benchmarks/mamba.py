@@ -142,7 +142,7 @@ def main() -> None:
     module = functions(load())
     for tuner in tuned.autotuners(PACKAGE):
         warm.compile_only(tuner, int(arguments.index), int(arguments.workers))
-    # At their full lengths: Triton compiles anew where a number of chunks is divisible by 16.
+    # At full length, since Triton compiles anew where a number of chunks is divisible by 16.
     shapes = [Shape.parse(text) for text in arguments.shapes.split(",")]
     for op in OPS:
         warm.steps(op, module, shapes, states=False)

@@ -96,20 +96,27 @@ def compile_only(tuner: Any, index: int, workers: int) -> None:
     # The first candidate goes to a worker that depends on the kernel, so that kernels with few candidates do not all
     # go to the same workers.
     first = (index + zlib.crc32(tuner.base_fn.__name__.encode())) % workers
+    tuned_keys = set()
 
     def run(*args: Any, **kwargs: Any) -> None:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
         arguments = {name: x for name, x in {**tuner.nargs, **kwargs}.items() if name in tuner.arg_names}
         key = tuple(arguments[name] for name in tuner.keys if name in arguments)
         key += tuple(str(x.dtype) for x in arguments.values() if hasattr(x, "dtype"))
-        candidates = [tuner.cache[key]] if key in tuner.cache else tuner.prune_configs(kwargs)
+        if key in tuner.cache:
+            candidates = [tuner.cache[key]]
+        elif key in tuned_keys:
+            return  # it will have been tuned by the call before, whatever else differs in this one
+        else:
+            candidates = list(tuner.prune_configs(kwargs))
+            tuned_keys.add(key)
         for config in itertools.islice(candidates, first, None, workers):
             try:
                 tuner.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
             except Exception as error:  # the tuning will reject it
                 print(f"{tuner.base_fn.__name__} {config}: {error}", file=sys.stderr)
         # Some callers ask the kernel which one it has taken.
-        tuner.best_config = next(iter(candidates), None)
+        tuner.best_config = candidates[0]
 
     tuner.run = run
 

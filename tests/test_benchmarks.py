@@ -290,7 +290,10 @@ def test_workers_share_the_candidates(tuner):
     compiled = []
     for index in range(3):
         warm.compile_only(tuner, index, 3)
-        tuner.run(x=torch.empty(1, dtype=torch.bfloat16), BT=64, K=128, FLAG=True, grid=(1,), warmup=False)
+        for _ in range(2):  # the second call finds a kernel that the first will have tuned
+            tuner.run(
+                x=torch.empty(1, dtype=torch.bfloat16), BT=64, K=128, FLAG=True, grid=(1,), warmup=False
+            )
         assert tuner.best_config is tuner.configs[0]
     for call in tuner.fn.calls:
         assert call["warmup"] is True  # compiled, not launched
