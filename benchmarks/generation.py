@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from flacompose.models import RecurrentConfig, RecurrentLM
+from flacompose.models import Decoder, RecurrentConfig, RecurrentLM
 
 from . import measure
 from .model import Figure
@@ -82,15 +81,6 @@ def prompt(model: RecurrentLM, tokens: Tensor) -> tuple[Tensor, Any]:
     return read(model, tokens)
 
 
-def read_in_place(model: RecurrentLM, token: Tensor, state: Any) -> None:
-    """`read`, the results put where token and state are: what a CUDA graph can repeat."""
-    following, new = read(model, token, state)
-    for old, x in zip(pytree.tree_leaves(state), pytree.tree_leaves(new), strict=True):
-        if old is not x:
-            old.copy_(x)
-    token.copy_(following)
-
-
 def check(model: RecurrentLM, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
     """Whether tokens are what the model would say, and the state after the last that is right, of each row."""
     logits, states = model(tokens, state, num_states=CHECKED)
@@ -123,11 +113,12 @@ def compiler(mode: str, backend: str) -> Compile:
     return compiled
 
 
-def decoding(model: RecurrentLM, token: Tensor, mode: str, compiled: Compile) -> Callable[[], None]:
+def decoding(model: RecurrentLM, token: Tensor, mode: str, compiled: Compile) -> Callable[[], object]:
     """A function that decodes one more token of each row of ``token [B, 1]``, in which it puts that token."""
     state = model.init_state(token.shape[0])
     if mode == GRAPH:
-        return measure.graph([partial(compiled(read_in_place), model, token, state)])
+        decoder = Decoder(partial(read, model), token, state)
+        return lambda: token.copy_(decoder(token))
     step = compiled(read)
 
     def one() -> None:
@@ -179,7 +170,7 @@ def speculate(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compi
 
 def take_all(model: RecurrentLM, size: Size, wanted: Sequence[str], backend: str, calls: int) -> None:
     modes = (EAGER, COMPILED, GRAPH) if on_gpu(model) else (EAGER, COMPILED)
-    # The graphs are of what `COMPILED` compiles.
+    # The graphs of `speculate` are of what `COMPILED` compiles.
     compilers = {EAGER: compiler(EAGER, backend)} | dict.fromkeys(modes[1:], compiler(COMPILED, backend))
     start = time.perf_counter()
     for mode in modes:
