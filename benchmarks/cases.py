@@ -88,6 +88,13 @@ MORE = (
 GROUPED = Shape(8, 2048, 4, 128, 64, group=4)
 SHARED_KEYS = (Shape(4, 8192, 16, 128, 128, group=2), Shape(1, 32768, 16, 128, 128, group=2))
 """Heads as models with the gated delta rule have them, at which other projects publish their times."""
+HEADS_OF_256 = Shape(8, 2048, 8, 256, 256)
+LARGER_HEADS = (
+    Shape(8, 2048, 6, 320, 320),
+    Shape(8, 2048, 4, 512, 512),
+    Shape(8, 2048, 4, 256, 512),
+)
+"""Heads of more than 256 keys or values, about as many channels of values in all as the heads of 256 have."""
 HOST_BOUND = Shape(1, 64, 16, 128, 128)
 DECODE_GPU = Shape(64, 1, 16, 128, 128)
 DECODE_HOST = Shape(1, 1, 16, 128, 128)
@@ -95,6 +102,8 @@ ACCURACY = Shape(1, 1024, 16, 128, 128)
 CPU = Shape(1, 2048, 4, 64, 64)
 MAMBA2 = Shape(1, 2048, 1, 128, 64, group=24)
 """One group of B and C, 24 heads of x; the state is 128 wide."""
+MAMBA2_TRAINING = (Shape(8, 2048, 1, 128, 64, group=32), Shape(1, 32768, 1, 128, 64, group=32))
+"""The same with 32 heads, as in a model of width 1024."""
 
 
 def plain(x: Tensor) -> Tensor:
@@ -106,10 +115,12 @@ class Draw(NamedTuple):
 
     axes: str
     transform: Callable[[Tensor], Tensor] = plain
+    dtype: torch.dtype | None = None
+    """The dtype that it always has. Default: that of the call."""
 
     def __call__(self, shape: Shape, dtype: torch.dtype, device: str) -> Tensor:
         sizes = [getattr(shape, axis) for axis in self.axes.split()]
-        return self.transform(torch.randn(sizes, dtype=dtype, device=device))
+        return self.transform(torch.randn(sizes, dtype=self.dtype or dtype, device=device))
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,9 @@ class Op:
     recurrent_names: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
     grouped: bool = False
+    has_heads: bool = True
+    peer_keys: int | None = None
+    """The most keys of a head that the peer takes, where it refuses more."""
     training: Sequence[Shape] = TRAINING
     targets: Targets = Targets()
 
@@ -216,6 +230,7 @@ def _op(name: str, entry: str, targets: Targets, **fields) -> Op:
         states={x: Draw(" ".join(axes)) for x, axes in zip(names, case.states.values(), strict=True)},
         label=label,
         grouped=any("HV" in axes for axes in case.inputs.values()),
+        has_heads="D" not in case.inputs[case.first],
         targets=targets,
         **fields,
     )
@@ -234,8 +249,14 @@ OPS = {
         _op("gsa", "chunk_gsa", TARGETS),
         _op("rwkv6", "chunk_rwkv6", TARGETS),
         _op("hgrn", "chunk_hgrn", Targets(forward=0.6), state_gradients=False),
-        _op("delta_rule", "chunk_delta_rule", TARGETS),
-        _op("gated_delta_rule", "chunk_gated_delta_rule", TARGETS, training=(*TRAINING, *SHARED_KEYS)),
-        _op("kda", "chunk_kda", TARGETS),
+        _op("delta_rule", "chunk_delta_rule", TARGETS, peer_keys=256),
+        _op(
+            "gated_delta_rule",
+            "chunk_gated_delta_rule",
+            TARGETS,
+            training=(*TRAINING, *SHARED_KEYS),
+            peer_keys=256,
+        ),
+        _op("kda", "chunk_kda", TARGETS, peer_keys=256),
     )
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +15,14 @@ from .cold import first_step_s
 from .report import Row
 
 Sides = Mapping[str, Functions]
-"""``{"flacompose": flacompose.ops, "fla": peer.load()}``, flacompose first."""
+"""``{"flacompose": flacompose.ops, "fla": peer.load()}``: flacompose first, and at most one beside it."""
 
 DEVICE = "cuda"
+
+STEP = "forward + backward"
+
+PER_CHANNEL = 2.5
+"""How many times as much a channel of values may cost in a head twice as large. In the state it is twice as long."""
 
 STATES = 8
 """Different states that one decoding graph uses in turn: with 64 MiB each at batch 64, none stays in 50 MB of L2."""
@@ -65,17 +71,55 @@ def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[R
     reason = "; ".join(failed)
 
     def row(quantity: str, unit: str, values: Mapping[str, float], limit: float | None) -> Row:
-        ours, other = values.get("flacompose"), values.get("fla")
-        max_ratio = limit if "fla" in sides else None
+        ours, other, *_ = *(values.get(side) for side in sides), None
+        max_ratio = limit if len(sides) > 1 else None
         return Row(op.name, op.label(shape), quantity, unit, ours, other, max_ratio=max_ratio, note=reason)
 
     def times(fns: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         return dict(zip(fns, measure.gpu_ms(list(fns.values())), strict=True))
 
     yield row("forward", "ms", times(forwards), op.targets.forward)
-    yield row("forward + backward", "ms", times(steps), op.targets.step)
+    yield row(STEP, "ms", times(steps), op.targets.step)
     memory = {side: measure.peak_mib(fn) for side, fn in steps.items()}
     yield row("peak memory over the inputs", "MiB", memory, op.targets.memory)
+
+
+def larger_heads(
+    op: Op, sides: Sides, base: Shape, shapes: Sequence[Shape], notes: list[str]
+) -> Iterator[Row]:
+    """Training at each shape, and the step's time per channel of values over that at `base`, which is taken alone.
+
+    Where the peer refuses as many keys, flacompose is alone too.
+    """
+    alone = {"flacompose": sides["flacompose"]}
+
+    def per_channel(rows: Sequence[Row], shape: Shape) -> float | None:
+        """The time of the step among the rows of a shape, per channel."""
+        step = next(row.ours for row in rows if row.quantity == STEP)
+        return None if step is None else step / (shape.HV * shape.V)
+
+    at_base = list(training(op, alone, base, notes))
+    yield from at_base
+    less = per_channel(at_base, base)
+    for shape in shapes:
+        refused = op.peer_keys is not None and shape.K > op.peer_keys
+        rows = list(training(op, alone if refused else sides, shape, notes))
+        if refused:
+            reason = f"the peer takes at most {op.peer_keys} keys"
+            rows = [
+                dataclasses.replace(row, note="; ".join(filter(None, [row.note, reason]))) for row in rows
+            ]
+        yield from rows
+        more = per_channel(rows, shape)
+        twice = (shape.K, shape.V) == (2 * base.K, 2 * base.V)
+        yield Row(
+            op.name,
+            op.label(shape),
+            f"{STEP}, per channel of values, over K=V={base.K}",
+            "",
+            None if less is None or more is None else more / less,
+            max_value=PER_CHANNEL if twice else None,
+        )
 
 
 def decode(op: Op, sides: Sides) -> Iterator[Row]:
@@ -114,13 +158,14 @@ def decode(op: Op, sides: Sides) -> Iterator[Row]:
         yield row(DECODE_HOST, f"decode, host, {mode.__name__}", figures, limits.decode_host_us)
 
 
-def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
+def accuracy(op: Op, sides: Sides, shape: Shape | None = None) -> Iterator[Row]:
     """The errors of both sides in bfloat16, against float64 on the same rounded inputs. Ours may not be larger."""
-    inputs = op.draw(ACCURACY, torch.bfloat16, DEVICE)
-    states = op.draw_states(ACCURACY, DEVICE)
-    upstream = [op.draw_do(ACCURACY, torch.bfloat16, DEVICE)]
+    shape = shape or ACCURACY
+    inputs = op.draw(shape, torch.bfloat16, DEVICE)
+    states = op.draw_states(shape, DEVICE)
+    upstream = [op.draw_do(shape, torch.bfloat16, DEVICE)]
     if op.state_gradients:
-        upstream += op.draw_states(ACCURACY, DEVICE).values()
+        upstream += op.draw_states(shape, DEVICE).values()
 
     def results(module: Functions, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         given, initial = (
@@ -158,7 +203,7 @@ def accuracy(op: Op, sides: Sides) -> Iterator[Row]:
     for name in ("o", *(f"final_{name}" for name in states), *(f"d{name}" for name in inputs), *initial):
         ours, other = (errors[side].get(name) for side in sides)
         quantity, note = f"relative error of {name}", "; ".join(notes)
-        yield Row(op.name, op.label(ACCURACY), quantity, "", ours, other, max_ratio=1.0, note=note)
+        yield Row(op.name, op.label(shape), quantity, "", ours, other, max_ratio=1.0, note=note)
 
 
 def cold(op: Op, shape: Shape, timeouts: Mapping[str, float | None]) -> Iterator[Row]:

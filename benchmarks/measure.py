@@ -133,6 +133,22 @@ def wall_us(fn: Callable[[], object], calls: int = 50, rounds: int = 5) -> float
     return median(taken) * 1e6
 
 
+def kernels(fn: Callable[[], object]) -> int:
+    """How many kernels, copies and fills the GPU executes in one call, those of CUDA graphs among them."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    fn()
+    synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        fn()
+        synchronize()
+    return sum(
+        event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        for event in profiler.events()
+    )
+
+
 def cpu_ms(fn: Callable[[], object], runs: int, enough_s: float = 20.0) -> float:
     """Median wall-clock milliseconds after one warm-up. No further run starts once they took ``enough_s`` in all."""
     fn()

@@ -332,12 +332,19 @@ def slots_reference(
     return torch.stack(o, 1), (Hk, Hv) if g is not None else (Hk, Hv, z)
 
 
-def ssd(x: Tensor, initial_state=None, output_final_state: bool = False, **inputs):
+def ssd(
+    x: Tensor,
+    initial_state=None,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+    scan=mamba_chunk_scan_combined,
+    **inputs,
+):
     """Mamba-2's scan with all of its options, its two keywords for states as the other functions have them."""
-    results = mamba_chunk_scan_combined(
+    results = scan(
         x,
         **inputs,
-        chunk_size=64,
+        chunk_size=chunk_size,
         dt_softplus=True,
         initial_states=initial_state,
         return_final_states=output_final_state,
@@ -346,14 +353,16 @@ def ssd(x: Tensor, initial_state=None, output_final_state: bool = False, **input
 
 
 def ssd_reference(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, dt_bias: Tensor,
-    initial_state: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    dt_bias: Tensor | None = None, initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T``; ``y_t = (h_t C_t + D x_t) silu(z_t)``."""
-    dt = F.softplus(dt + dt_bias)
+    dt = F.softplus(dt if dt_bias is None else dt + dt_bias)
     h = None if initial_state is None else initial_state.mT
     y, h = scalar_decay(C, B, dt.unsqueeze(-1) * x, dt * A, initial_state=h)
-    return (y + D.unsqueeze(-1) * x) * F.silu(z), h.mT
+    if D is not None:
+        y = y + D.unsqueeze(-1) * x
+    return y if z is None else y * F.silu(z), h.mT
 
 
 def mamba(u: Tensor, initial_state=None, output_final_state: bool = False, **inputs):

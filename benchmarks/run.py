@@ -6,6 +6,9 @@ python -m benchmarks.run --against transformers          Mamba-2's scan on a CPU
 python -m benchmarks.run --parts host                    the host's time per call, beside softmax attention
 python -m benchmarks.run --parts model                   whole models: compilation, training steps, decoding
 python -m benchmarks.run --parts public                  models of transformers: prompts, training steps, decoding
+python -m benchmarks.run --parts heads --ops gla         heads of more than 256 keys or values beside the peer
+python -m benchmarks.run --parts mamba2                  Mamba-2's scan beside mamba-ssm's, on a GPU
+python -m benchmarks.run --parts generation              a model that reads prompts, writes and checks tokens
 
 Against flash-linear-attention, inputs are what its own benchmark takes: q, k, v standard normal, gates
 ``logsigmoid(normal)``, all bfloat16. Forward is that of a training step, gradients enabled.
@@ -14,29 +17,33 @@ Against flash-linear-attention, inputs are what its own benchmark takes: q, k, v
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import cases, cpu, cuda, host, model, models, peer, public, report, tuned, warm
+from . import cases, cpu, cuda, generation, host, mamba, model, models, peer, public, report, tuned, warm
 from .cases import OPS, Op, Shape
 from .environment import commit, environment
 
 DEVICE = {"fla": "cuda", "reference": "cpu", "transformers": "cpu"}
 
-PARTS = ("training", "more", "decode", "accuracy", "cold", "host", "model", "public")
+DEFAULT_PARTS = ("training", "decode", "accuracy", "cold", "host")
+PARTS = (*DEFAULT_PARTS, "more", "heads", "mamba2", "model", "public", "generation")
 
-APART = {"host", "model", "public"}
+ANYWHERE = {"host", "model", "public", "generation"}
 """Parts whose figures are taken in other processes than this one, without the peer and on a CPU too."""
+APART = ANYWHERE | {"heads", "mamba2"}
+"""Parts that have results files of their own."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,9 +57,9 @@ def parser() -> argparse.ArgumentParser:
         "--parts",
         nargs="+",
         choices=PARTS,
-        default=[part for part in PARTS if part not in ("more", "model", "public")],
+        default=list(DEFAULT_PARTS),
         metavar="PART",
-        help=f"of {', '.join(PARTS)}; more is flacompose alone at more shapes (default: without more, model, public)",
+        help=f"of {', '.join(PARTS)}; more is flacompose alone at more shapes (default: {', '.join(DEFAULT_PARTS)})",
     )
     add(
         "--before",
@@ -79,10 +86,24 @@ def parser() -> argparse.ArgumentParser:
     add = p.add_argument_group("models of transformers").add_argument
     add("--public-models", nargs="+", choices=public.MODELS, default=list(public.MODELS), metavar="MODEL")
     add("--sides", nargs="+", choices=public.SIDES, default=list(public.SIDES), metavar="SIDE")
-    add("--small", action="store_true", help="tiny ones, to look at the benchmark itself")
+    add(
+        "--small",
+        action="store_true",
+        help="tiny ones, here and in generation, to look at the benchmark itself",
+    )
+    add = p.add_argument_group("generation").add_argument
+    add(
+        "--generation",
+        nargs="+",
+        choices=generation.QUANTITIES,
+        default=list(generation.QUANTITIES),
+        metavar="QUANTITY",
+        help=f"of {', '.join(generation.QUANTITIES)} (default: all)",
+    )
     add = p.add_argument_group("the peer").add_argument
     add("--peer-configs", default="shipped", help="shipped (default), none, or a file saved by a run")
     add("--warm-peer", action="store_true", help="compile its candidates in parallel before it tunes")
+    add("--tune-ms", type=float, metavar="MS", help="time each candidate this long, not Triton's 100 ms")
     add("--warm-timeout", type=float, default=120.0, metavar="S", help="seconds for that (default: 120)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes for that (default: one a core)")
     add("--cold-peer", action="store_true", help="its first step with empty caches too: minutes")
@@ -130,28 +151,55 @@ class Run:
 
 def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: argparse.Namespace) -> None:
     """One of the parts `APART`, with a results file of its own."""
-    before, path = arguments.before, arguments.out
+    before = arguments.before
+    ops = [op for op in ops if op.has_heads] if part == "heads" else ops
     names = [op.name for op in ops]
     if part == "model":
         names = [*arguments.models, *([models.PEER] if arguments.peer_model else [])]
     if part == "public":
         names = arguments.public_models
-    other = public.SIDES[1] if part == "public" else "softmax attention"
+    names = {"mamba2": [mamba.SIDE], "generation": [generation.MODEL]}.get(part, names)
+    others = {"heads": "fla", "mamba2": mamba.SIDE, "public": public.SIDES[1], "generation": "eager mode"}
     path = arguments.out / f"{'-'.join([part, *names, device])}.json"
-    run = Run(report.Results(other, environment(device, argv)), path)
+    run = Run(report.Results(others.get(part, "softmax attention"), environment(device, argv)), path)
     if before is not None:
         run.results.environment["before"] = commit(before) or before.name
     try:
         if part == "host":
             rounds, calls = arguments.host_rounds, arguments.host_calls
             run.take(host.take(ops, device, arguments.host_shape, before, rounds=rounds, calls=calls))
-            return
-        if part == "public":
+        elif part == "heads":
+            larger_heads(run, ops, arguments)
+        elif part == "mamba2":
+            of_mamba(run, arguments)
+        elif part == "public":
             of_transformers(run, device, arguments)
+        elif part == "generation":
+            options = (
+                arguments.generation,
+                device,
+                arguments.backend,
+                arguments.small,
+                arguments.model_timeout,
+            )
+            follow(run, generation.take(*options), functools.partial(generation.rows, small=arguments.small))
         else:
             of_ours(run, names, device, arguments)
     finally:
         run.finish()
+
+
+def of_mamba(run: Run, arguments: argparse.Namespace) -> None:
+    """Mamba-2's scan beside mamba-ssm's."""
+    other = mamba.load()
+    run.results.environment[mamba.SIDE] = mamba.version()
+    run.note(mamba.NOTE)
+    shorten_tuning(run, arguments, mamba.PACKAGE)
+    if arguments.warm_peer:
+        limits = arguments.warm_timeout, arguments.workers
+        run.say(mamba.compile_candidates(arguments.shapes, *limits))
+    ours = importlib.import_module("flacompose.ops")
+    run.take(mamba.take(ours, other, arguments.shapes, run.results.notes))
 
 
 def of_ours(run: Run, names: list[str], device: str, arguments: argparse.Namespace) -> None:
@@ -193,8 +241,11 @@ def tuned_file(choice: str) -> Path | None:
     return tuned.H100 if choice == "shipped" else Path(choice)
 
 
-def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
-    parts = arguments.parts
+@contextlib.contextmanager
+def beside_the_peer(
+    run: Run, arguments: argparse.Namespace
+) -> Iterator[tuple[cuda.Sides, Path | None, Callable[[], None]]]:
+    """Both sides, the file with the peer's configurations, and a function that saves those that it has chosen."""
     configs = tuned_file(arguments.peer_configs)
     sides: cuda.Sides = {"flacompose": importlib.import_module("flacompose.ops"), "fla": peer.load()}
     run.results.environment["fla"] = peer.version()
@@ -202,34 +253,64 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
     if configs is not None:
         installed = tuned.install(configs)
         run.note(f"{tuned.origin(configs)}; the peer tunes what that file lacks")
+    shorten_tuning(run, arguments)
     device = run.results.environment["device"]
-    save = functools.partial(tuned.save, run.path.with_name("peer-configs.json"), device, peer.version())
+    yield (
+        sides,
+        configs,
+        functools.partial(tuned.save, run.path.with_name("peer-configs.json"), device, peer.version()),
+    )
+    run.note(f"{len(tuned.cached() - installed)} launch configurations tuned by the peer in this run")
+
+
+def shorten_tuning(run: Run, arguments: argparse.Namespace, package: str = "fla") -> None:
+    if arguments.tune_ms is not None:
+        tuned.shorten(arguments.tune_ms, package)
+        run.note(
+            f"the other side's tuning times each of its candidates for {arguments.tune_ms:g} ms, not 100"
+        )
+
+
+def larger_heads(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
+    shapes = arguments.shapes or cases.LARGER_HEADS
+    with beside_the_peer(run, arguments) as (sides, configs, save):
+        for op in ops:
+            taken = [shape for shape in shapes if op.peer_keys is None or shape.K <= op.peer_keys]
+            if arguments.warm_peer and taken:
+                limits = arguments.warm_timeout, arguments.workers
+                run.say(warm.compile_candidates(op.name, taken, configs, *limits, only_steps=True))
+            run.take(cuda.larger_heads(op, sides, cases.HEADS_OF_256, shapes, run.results.notes))
+            save()
+
+
+def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
+    parts = arguments.parts
     if "more" in parts:
         run.note("no figure of the peer at other widths and grouped heads: it would tune for minutes at each")
-    for op in ops:
-        shapes = arguments.shapes or op.training
-        if arguments.warm_peer:
-            every = [*shapes, cases.ACCURACY]
-            limits = arguments.warm_timeout, arguments.workers
-            run.say(warm.compile_candidates(op.name, every, configs, *limits))
-        if "training" in parts:
-            for shape in shapes:
-                run.take(cuda.training(op, sides, shape, run.results.notes))
-                save()
-        if "more" in parts:
-            alone: cuda.Sides = {"flacompose": sides["flacompose"]}
-            for shape in cases.more_shapes(op, shapes if "training" in parts else ()):
-                run.take(cuda.training(op, alone, shape, run.results.notes))
-        if "decode" in parts:
-            run.take(cuda.decode(op, sides))
-        if "accuracy" in parts:
-            run.take(cuda.accuracy(op, sides))
-        save()
-        if "cold" in parts:
-            peer_timeout = arguments.cold_timeout if arguments.cold_peer else None
-            timeouts = {"flacompose": arguments.cold_timeout, "fla": peer_timeout}
-            run.take(cuda.cold(op, shapes[0], timeouts))
-    run.note(f"{len(tuned.cached() - installed)} launch configurations tuned by the peer in this run")
+    with beside_the_peer(run, arguments) as (sides, configs, save):
+        for op in ops:
+            shapes = arguments.shapes or op.training
+            if arguments.warm_peer:
+                every = [*shapes, cases.ACCURACY]
+                limits = arguments.warm_timeout, arguments.workers
+                run.say(warm.compile_candidates(op.name, every, configs, *limits))
+            if "training" in parts:
+                for shape in shapes:
+                    run.take(cuda.training(op, sides, shape, run.results.notes))
+                    save()
+            if "more" in parts:
+                alone: cuda.Sides = {"flacompose": sides["flacompose"]}
+                for shape in cases.more_shapes(op, shapes if "training" in parts else ()):
+                    run.take(cuda.training(op, alone, shape, run.results.notes))
+            if "decode" in parts:
+                run.take(cuda.decode(op, sides))
+            if "accuracy" in parts:
+                run.take(cuda.accuracy(op, sides))
+            save()
+            if "cold" in parts:
+                peer_timeout = arguments.cold_timeout if arguments.cold_peer else None
+                timeouts = {"flacompose": arguments.cold_timeout, "fla": peer_timeout}
+                run.take(cuda.cold(op, shapes[0], timeouts))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -239,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     device = DEVICE[arguments.against]
     parts = [part for part in PARTS if part in arguments.parts]
     only_apart = arguments.against == "fla" and APART.issuperset(parts)
-    if only_apart:
+    if only_apart and ANYWHERE.issuperset(parts):
         device = arguments.device or device
     elif arguments.device not in (None, device):
         p.error(f"--against {arguments.against} is not measured on {arguments.device}")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cases import OPS
+from .cases import LARGER_HEADS, OPS
 from .processes import ROOT
 from .report import Results, Row, number, put_between
 
@@ -47,8 +47,9 @@ def find(figures: Figures, op: str, beside: str, quantity: str, case: str | None
 def ops(figures: Figures, beside: str, quantity: str) -> dict[str, tuple[Row, Results]]:
     """For each op that has this quantity for both sides, the first such figure and the run that it comes from."""
     found: dict[str, tuple[Row, Results]] = {}
-    for (op, other, _, name), (row, run) in figures.items():
-        if (other, name) == (beside, quantity) and row.ratio is not None:
+    apart = {(op.name, op.label(shape)) for op in OPS.values() if op.has_heads for shape in LARGER_HEADS}
+    for (op, other, case, name), (row, run) in figures.items():
+        if (other, name) == (beside, quantity) and row.ratio is not None and (op, case) not in apart:
             found.setdefault(op, (row, run))
     # In the order of the benchmark, not in that of the runs.
     return {op: found[op] for op in sorted(found, key=[*OPS, *found].index)}

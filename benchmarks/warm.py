@@ -22,16 +22,29 @@ from typing import Any
 
 import torch
 
-from . import measure, peer, tuned
-from .cases import DECODE_HOST, OPS, Op, Shape
+from . import cuda, measure, peer, tuned
+from .cases import DECODE_HOST, OPS, Functions, Op, Shape
 from .processes import ROOT
 
 
 def compile_candidates(
-    op: str, shapes: Sequence[Shape], configs: Path | None, timeout_s: float, workers: int
+    op: str,
+    shapes: Sequence[Shape],
+    configs: Path | None,
+    timeout_s: float,
+    workers: int,
+    only_steps: bool = False,
 ) -> str:
-    """Compile the candidates of an op's calls in worker processes. Returns a line that says how it went."""
-    asked = [op, ",".join(map(str, shapes)), str(configs or "none")]
+    """Compile the candidates of an op's calls in worker processes. Returns a line that says how it went.
+
+    With `only_steps` the calls are training steps without states.
+    """
+    asked = [
+        *(["--only-steps"] if only_steps else []),
+        op,
+        ",".join(map(str, shapes)),
+        str(configs or "none"),
+    ]
     return side_by_side([sys.executable, "-m", "benchmarks.warm", *asked], timeout_s, workers)
 
 
@@ -83,39 +96,53 @@ def compile_only(tuner: Any, index: int, workers: int) -> None:
     # The first candidate goes to a worker that depends on the kernel, so that kernels with few candidates do not all
     # go to the same workers.
     first = (index + zlib.crc32(tuner.base_fn.__name__.encode())) % workers
+    tuned_keys = set()
 
     def run(*args: Any, **kwargs: Any) -> None:
         tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
         arguments = {name: x for name, x in {**tuner.nargs, **kwargs}.items() if name in tuner.arg_names}
         key = tuple(arguments[name] for name in tuner.keys if name in arguments)
         key += tuple(str(x.dtype) for x in arguments.values() if hasattr(x, "dtype"))
-        candidates = [tuner.cache[key]] if key in tuner.cache else tuner.prune_configs(kwargs)
+        if key in tuner.cache:
+            candidates = [tuner.cache[key]]
+        elif key in tuned_keys:
+            return  # it will have been tuned by the call before, whatever else differs in this one
+        else:
+            candidates = list(tuner.prune_configs(kwargs))
+            tuned_keys.add(key)
         for config in itertools.islice(candidates, first, None, workers):
             try:
                 tuner.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
             except Exception as error:  # the tuning will reject it
                 print(f"{tuner.base_fn.__name__} {config}: {error}", file=sys.stderr)
+        # Some callers ask the kernel which one it has taken.
+        tuner.best_config = candidates[0]
 
     tuner.run = run
 
 
-def calls(op: Op, shapes: Sequence[Shape]) -> None:
-    """A training step at each shape, without states and with them, and one recurrent step."""
-    module = peer.load()
-    chunk, recurrent = op.chunk_of(module), op.recurrent_of(module)
-    # Beyond one chunk the choice does not depend on the length, and short inputs leave memory for every worker.
-    for short in dict.fromkeys(shape._replace(T=256) for shape in shapes):
-        inputs = op.draw(short, torch.bfloat16, "cuda", grad=True)
-        do = op.draw_do(short, torch.bfloat16, "cuda")
+def steps(op: Op, module: Functions, shapes: Sequence[Shape], states: bool) -> None:
+    """A training step at each shape, and one with states if asked for."""
+    chunk = op.chunk_of(module)
+    for shape in dict.fromkeys(shapes):
+        inputs = op.draw(shape, torch.bfloat16, cuda.DEVICE, grad=True)
+        do = op.draw_do(shape, torch.bfloat16, cuda.DEVICE)
         peer.first_call(measure.step(chunk, inputs, do))
-        states = [x.requires_grad_(op.state_gradients) for x in op.draw_states(short, "cuda").values()]
-        o, final = chunk(**inputs, initial_state=op.packed(states), output_final_state=True)
+        if not states:
+            continue
+        given = [x.requires_grad_(op.state_gradients) for x in op.draw_states(shape, cuda.DEVICE).values()]
+        o, final = chunk(**inputs, initial_state=op.packed(given), output_final_state=True)
         results = [x for x in (o, *op.unpacked(final)) if x.requires_grad]
-        leaves = [*inputs.values(), *(x for x in states if x.requires_grad)]
+        leaves = [*inputs.values(), *(x for x in given if x.requires_grad)]
         torch.autograd.grad(results, leaves, [torch.randn_like(x) for x in results])
+
+
+def token(op: Op, module: Functions) -> None:
+    """One recurrent step."""
+    recurrent = op.recurrent_of(module)
     with torch.no_grad():
-        inputs = op.for_recurrent(op.draw(DECODE_HOST, torch.bfloat16, "cuda"))
-        state = op.packed([*op.draw_states(DECODE_HOST, "cuda").values()])
+        inputs = op.for_recurrent(op.draw(DECODE_HOST, torch.bfloat16, cuda.DEVICE))
+        state = op.packed([*op.draw_states(DECODE_HOST, cuda.DEVICE).values()])
         recurrent(**inputs, initial_state=state, output_final_state=True)
 
 
@@ -123,13 +150,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="one worker of compile_candidates")
     for name in ("op", "shapes", "configs", "index", "workers"):
         parser.add_argument(name)
+    parser.add_argument("--only-steps", action="store_true", help="no calls with states, none of one token")
     arguments = parser.parse_args()
-    peer.load()
+    op, module = OPS[arguments.op], peer.load()
     if arguments.configs != "none":
         tuned.install(Path(arguments.configs))
     for tuner in tuned.autotuners():
         compile_only(tuner, int(arguments.index), int(arguments.workers))
-    calls(OPS[arguments.op], [Shape.parse(text) for text in arguments.shapes.split(",")])
+    # Beyond one chunk the choice does not depend on the length, and short inputs leave memory for every worker.
+    shapes = [Shape.parse(text)._replace(T=256) for text in arguments.shapes.split(",")]
+    steps(op, module, shapes, states=not arguments.only_steps)
+    if not arguments.only_steps:
+        token(op, module)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import sys
@@ -16,8 +17,11 @@ import torch
 
 import flacompose.ops
 from benchmarks import (
+    cases,
     cuda,
+    generation,
     host,
+    mamba,
     measure,
     model,
     models,
@@ -255,6 +259,20 @@ def test_saved_configurations_install_again(tuner, tmp_path: Path):
     assert (installed.kwargs, installed.num_warps, installed.num_stages) == ({"BK": 32}, 4, 3)
 
 
+def test_candidates_are_timed_for_a_shorter_time(tuner, monkeypatch):
+    timed = []
+
+    def do_bench(call, **options):
+        timed.append(options)
+        return [float(len(timed)), 0.0, 0.0]
+
+    monkeypatch.setattr("triton.testing.do_bench", do_bench)
+    tuned.shorten(20, "made_up")
+    tuner.run(x=torch.empty(1), BT=64, K=128, FLAG=True, grid=(1,), warmup=False)
+    assert timed == [{"warmup": 5, "rep": 20, "quantiles": (0.5, 0.2, 0.8)}] * 4
+    assert tuner.best_config is tuner.configs[0]
+
+
 def test_shipped_configurations_are_whole():
     kernels = json.loads(tuned.H100.read_text())["kernels"]
     for family, count in {"gla": 7, "gsa": 3, "rwkv6": 6, "hgrn": 2}.items():
@@ -272,11 +290,40 @@ def test_workers_share_the_candidates(tuner):
     compiled = []
     for index in range(3):
         warm.compile_only(tuner, index, 3)
-        tuner.run(x=torch.empty(1, dtype=torch.bfloat16), BT=64, K=128, FLAG=True, grid=(1,), warmup=False)
+        for _ in range(2):  # the second call finds a kernel that the first will have tuned
+            tuner.run(
+                x=torch.empty(1, dtype=torch.bfloat16), BT=64, K=128, FLAG=True, grid=(1,), warmup=False
+            )
+        assert tuner.best_config is tuner.configs[0]
     for call in tuner.fn.calls:
         assert call["warmup"] is True  # compiled, not launched
         compiled.append((call["BK"], call["num_warps"]))
     assert sorted(compiled) == [(32, 2), (32, 4), (64, 2), (64, 4)]
+
+
+@pytest.mark.parametrize("only_steps", [True, False])
+def test_a_worker_makes_the_calls(only_steps: bool, on_cpu, monkeypatch):
+    """Those that are timed, none of which is of the whole length."""
+    lengths: dict[str, list[int]] = {"chunk_kda": [], "fused_recurrent_kda": []}
+
+    def counted(name: str):
+        def call(q, **options):
+            lengths[name].append(q.shape[1])
+            return getattr(flacompose.ops, name)(q, **options)
+
+        return call
+
+    monkeypatch.setattr(
+        peer, "load", lambda: types.SimpleNamespace(**{name: counted(name) for name in lengths})
+    )
+    asked = ["kda", "1x4096x1x4x4,1x8192x1x4x4", "none", "0", "1"]
+    monkeypatch.setattr(sys, "argv", ["warm", *(["--only-steps"] if only_steps else []), *asked])
+    warm.main()
+    assert lengths == (
+        {"chunk_kda": [256], "fused_recurrent_kda": []}
+        if only_steps
+        else {"chunk_kda": [256, 256], "fused_recurrent_kda": [1]}
+    )
 
 
 def test_a_candidate_that_does_not_compile_is_passed_over(tuner, capsys):
@@ -409,6 +456,165 @@ def test_gpu_run(parts, count, on_cpu, monkeypatch, tmp_path: Path):
         if parts == ["more"]:
             assert row.other is None and row.met is None
     assert len(results.notes) == 1 + (parts == ["more"])
+
+
+HEADS = (Shape(2, 5, 1, 8, 8), Shape(2, 5, 3, 6, 6), Shape(2, 5, 2, 4, 8))
+
+
+def run_heads(ops: list[str], monkeypatch, tmp_path: Path, *options: str) -> Results:
+    """The part of larger heads where 4 stands for 256, the peer's side being flacompose."""
+    monkeypatch.setattr(cases, "HEADS_OF_256", Shape(2, 5, 2, 4, 4))
+    monkeypatch.setattr(cases, "LARGER_HEADS", HEADS)
+    monkeypatch.setattr(run, "environment", lambda *_: {"device": "none"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(peer, "load", lambda: flacompose.ops)
+    monkeypatch.setattr(peer, "version", lambda: "0")
+    arguments = [
+        "--parts",
+        "heads",
+        "--ops",
+        *ops,
+        "--peer-configs",
+        "none",
+        "--out",
+        str(tmp_path),
+        *options,
+    ]
+    run.main(arguments)
+    (path,) = tmp_path.glob("heads-*-cuda.json")
+    return Results.load(path)
+
+
+def test_larger_heads(on_cpu, monkeypatch, tmp_path: Path):
+    asked = []
+    monkeypatch.setattr(
+        warm,
+        "compile_candidates",
+        lambda op, shapes, *_, only_steps: asked.append((op, shapes, only_steps)) or "",
+    )
+    monkeypatch.setitem(OPS, "kda", dataclasses.replace(OPS["kda"], peer_keys=4))
+    # A call takes as many milliseconds as a head has channels, for each of them.
+    monkeypatch.setattr(measure, "gpu_ms", lambda fns: [float(fn()[0].shape[-1]) for fn in fns])
+    found = run_heads(["gla", "kda", "hgrn"], monkeypatch, tmp_path, "--warm-peer")
+    # hgrn has no heads.
+    assert list(dict.fromkeys(row.op for row in found.rows)) == ["gla", "kda"]
+    assert asked == [("gla", list(HEADS), True), ("kda", [HEADS[2]], True)]
+    for op, refused in (("gla", ()), ("kda", HEADS[:2])):
+        rows = [row for row in found.rows if row.op == op]
+        assert len(rows) == 3 + 4 * len(HEADS)
+        base, rest = rows[:3], rows[3:]
+        assert all(row.ours is not None and row.other is None and row.met is None for row in base)
+        for shape, more in zip(HEADS, (rest[i : i + 4] for i in (0, 4, 8)), strict=True):
+            *sides, derived = more
+            assert {row.case for row in more} == {shape.label}
+            for row in sides:
+                assert (row.other is None) == (row.max_ratio is None) == (shape in refused)
+                assert row.note == ("the peer takes at most 4 keys" if shape in refused else "")
+            assert derived.quantity == "forward + backward, per channel of values, over K=V=4"
+            assert derived.max_value == (2.5 if shape == HEADS[0] else None)
+        assert [rest[i].ours for i in (3, 7)] == pytest.approx([(8 / 8) / (4 / 8), (6 / 18) / (4 / 8)])
+
+
+def test_larger_heads_have_no_place_in_the_summary():
+    shape = cases.LARGER_HEADS[0]
+    row = Row("gla", shape.label, summary.STEP, "ms", 1.0, 3.0)
+    figures = summary.collect([Results("fla", {"date": "2026"}, [row, dataclasses.replace(row, case="B8")])])
+    assert summary.ops(figures, "fla", summary.STEP)["gla"][0].case == "B8"
+
+
+MAMBA = Shape(2, 70, 2, 8, 4, group=3)
+
+
+@pytest.mark.parametrize("op", mamba.OPS, ids=lambda op: op.name)
+def test_the_scan_of_mamba2(op):
+    inputs = op.draw(MAMBA, torch.float32, "cpu")
+    assert {x.dtype for x in op.draw(MAMBA, torch.bfloat16, "cpu").values()} == {
+        torch.bfloat16,
+        torch.float32,
+    }
+    scan = op.chunk_of(mamba.functions(flacompose.ops))
+    torch.testing.assert_close(scan(**inputs)[0], op.reference(**inputs)[0], atol=1e-5, rtol=1e-4)
+    state = op.draw_states(MAMBA, "cpu")["state"]
+    assert scan(**inputs, initial_state=state, output_final_state=True)[1].shape == state.shape
+
+
+def made_up_package(folder: Path) -> Path:
+    """Files like mamba-ssm's, of a package that cannot be imported whole."""
+    kernels = folder / mamba.PACKAGE / "ops" / "triton"
+    kernels.mkdir(parents=True)
+    (folder / mamba.PACKAGE / "__init__.py").write_text("import selective_scan_cuda_is_not_built")
+    for path in (kernels.parent, kernels):
+        (path / "__init__.py").touch()
+    (kernels / "ssd_combined.py").write_text("from flacompose.ops import mamba_chunk_scan_combined\n")
+    return folder
+
+
+@pytest.fixture
+def mamba_files(monkeypatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(made_up_package(tmp_path / "site"))
+    for name in [name for name in sys.modules if name.split(".")[0] == mamba.PACKAGE]:
+        monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == mamba.PACKAGE]:
+        del sys.modules[name]
+
+
+def test_mamba_run(on_cpu, mamba_files, monkeypatch, tmp_path: Path):
+    asked = []
+    monkeypatch.setattr(warm, "side_by_side", lambda command, *limits: asked.append((command, limits)) or "")
+    monkeypatch.setattr(mamba, "ACCURACY", MAMBA)
+    monkeypatch.setattr(run, "environment", lambda *_: {"device": "none"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = [
+        "--parts",
+        "mamba2",
+        "--shapes",
+        str(MAMBA),
+        "--warm-peer",
+        "--workers",
+        "3",
+        "--tune-ms",
+        "9",
+    ]
+    run.main([*arguments, "--out", str(tmp_path)])
+    saved = Results.load(tmp_path / "mamba2-mamba-ssm-cuda.json")
+    assert saved.notes[0] == mamba.NOTE and "for 9 ms" in saved.notes[1] and len(saved.notes) == 2
+    assert "mamba-ssm" in saved.environment
+    for op in mamba.OPS:
+        differs, forward, step, memory, *errors = [row for row in saved.rows if row.op == op.name]
+        assert differs.ours == 0 and differs.max_value == mamba.TOLERANCE and differs.met
+        assert (forward.ratio, step.ratio, memory.ratio) == (1, 1, 1)
+        assert (forward.max_ratio, step.max_ratio, memory.max_ratio) == (None, 0.5, None)
+        assert len(errors) == 3 + len(op.inputs)
+        assert all(row.ours == row.other and row.ours < 2e-2 for row in errors)
+    ((command, limits),) = asked
+    assert command[-3:] == ["-m", "benchmarks.mamba", f"{MAMBA},{MAMBA}"] and limits[1] == 3
+    # What a worker does, of whose kernels there are none here.
+    monkeypatch.setattr(sys, "argv", ["mamba", str(MAMBA), "0", "1"])
+    mamba.main()
+
+
+def test_sides_that_differ_or_fail(on_cpu):
+    def other(x, **inputs):
+        return flacompose.ops.mamba_chunk_scan_combined(x, **{**inputs, "A": inputs["A"] * 1.5})
+
+    def fails(*_, **__):
+        raise ValueError("no such kernel")
+
+    def row(scan) -> Row:
+        side = types.SimpleNamespace(mamba_chunk_scan_combined=scan)
+        both = {"flacompose": mamba.functions(flacompose.ops), mamba.SIDE: mamba.functions(side)}
+        return mamba.difference(mamba.OPS[0], both, MAMBA)
+
+    assert row(other).quantity.endswith(", in dA") and row(other).met is False
+    failed = row(fails)
+    assert failed.met is False and failed.note == "mamba-ssm failed: ValueError: no such kernel"
+
+
+def test_mamba_without_its_files(monkeypatch):
+    monkeypatch.setattr(mamba, "PACKAGE", "no_such_package")
+    with pytest.raises(SystemExit, match="mamba-ssm"):
+        mamba.load()
 
 
 def test_cold_rows(monkeypatch):
@@ -679,6 +885,124 @@ def test_public_rows():
     }  # fmt: skip
 
 
+def test_generation_run(tmp_path: Path):
+    """A tiny model in a process of its own."""
+    arguments = ["--parts", "generation", "--device", "cpu", "--small", "--backend", "eager"]
+    run.main([*arguments, "--out", str(tmp_path)])
+    saved = Results.load(tmp_path / "generation-gla-cpu.json")
+    assert len(saved.notes) == 2 and not [note for note in saved.notes if "failed" in note]
+    by_case: dict[tuple[str, str], list[str]] = {}
+    for row in saved.rows:
+        assert row.op == "gla model" and row.ours is not None and row.ours > 0
+        by_case.setdefault((row.case, row.beside), []).append(row.quantity)
+        alone = row.quantity.startswith("tokens") or row.quantity.endswith(", eager")
+        assert (row.other is None) == (alone and not row.beside)
+    for case, name in (
+        ("B1 T1", "one token"),
+        ("B2 T1", "one token"),
+        ("B1 T70", "prompt"),
+        ("B2 T70", "prompt"),
+    ):
+        per_second = "tokens per second"
+        expected = [f"{what}, {mode}" for mode in ("eager", "compiled") for what in (name, per_second)]
+        assert by_case.pop((case, "")) == expected
+    checks = [f"{generation.CHECK}, {mode}" for mode in ("eager", "compiled")]
+    assert by_case == {("B1 T8", way): checks for way in (generation.STEPS, generation.AGAIN)}
+    text = report.table(saved)
+    assert "| shape | gla model | flacompose | eager mode | ratio | target |  |" in text
+    assert f"| shape | gla model | flacompose | {generation.AGAIN} | ratio | target |  |" in text
+
+
+def test_generation_rows():
+    def figure(B: int, quantity: str, value: float) -> Figure:
+        return Figure("gla", "flacompose", f"B{B} T1", quantity, "ms", value)
+
+    figures = [
+        figure(64, "one token, eager", 10.0), figure(64, "kernels of one token, eager", 240.0),
+        figure(64, "one token, CUDA graph", 1.0), figure(1, "one token, CUDA graph", 0.25),
+    ]  # fmt: skip
+    rows = {(row.case, row.quantity): row for row in generation.rows(figures)}
+    graph = rows["B64 T1", "one token, CUDA graph"]
+    assert (graph.ratio, graph.max_value, graph.met) == (0.1, 0.8, False)
+    assert rows["B1 T1", "one token, CUDA graph"].met
+    assert rows["B64 T1", "tokens per second, CUDA graph"].ours == 64_000
+    assert rows["B64 T1", "kernels of one token, for each of 12 layers, eager"].ours == 20
+
+
+@pytest.fixture
+def recurrent_model():
+    model = generation.build(generation.SMALL, "cpu", torch.float32)
+    for x in model.parameters():
+        if x.ndim == 2:  # so that the likeliest token depends on those before it
+            torch.nn.init.normal_(x, std=0.3)
+    return model
+
+
+class FakeDecoder:
+    """A decoder that compiles nothing."""
+
+    def __init__(self, model, tokens, state) -> None:
+        self.model, self.state = model, state
+
+    def __call__(self, tokens):
+        outputs, self.state = self.model(tokens, self.state)
+        return outputs
+
+
+@torch.no_grad()
+def test_every_mode_decodes_the_same(recurrent_model, monkeypatch):
+    monkeypatch.setattr(generation, "Decoder", FakeDecoder)
+    start = torch.tensor([[3], [7]])
+    expected = recurrent_model.generate(start, 6)
+    for mode in (generation.EAGER, generation.COMPILED, generation.GRAPH):
+        token, compiled = start.clone(), generation.compiler(mode, "eager")
+        one = generation.decoding(recurrent_model, token, mode, compiled)
+        said = []
+        for _ in range(6):
+            one()
+            said.append(token.clone())
+        assert torch.equal(torch.cat(said, 1), expected[:, -6:]), mode
+    assert expected.unique().numel() > 2
+
+
+@torch.no_grad()
+def test_tokens_are_checked(recurrent_model, monkeypatch):
+    """Both ways find how many tokens are right, and the one with all states the state after them."""
+    start = torch.tensor([[3], [7]])
+    tokens = torch.cat(
+        [start, recurrent_model.generate(start, generation.CHECKED - 1)[:, 1 - generation.CHECKED :]], 1
+    )
+    tokens[1, 4] = (tokens[1, 4] + 1) % 50
+    right, state = generation.check(recurrent_model, tokens, recurrent_model.init_state(2))
+    assert right.tolist() == [generation.CHECKED - 1, 3]
+    _, expected = recurrent_model(tokens[1:, :4])
+    torch.testing.assert_close(state[0].recurrent[1:], expected[0].recurrent, atol=1e-4, rtol=1e-4)
+    again, state = generation.check_again(recurrent_model, tokens, recurrent_model.init_state(2))
+    assert again.tolist() == right.tolist()
+    torch.testing.assert_close(state[0].recurrent[1:], expected[0].recurrent, atol=1e-4, rtol=1e-4)
+
+
+def test_the_gpu_decodes_in_a_graph_too(recurrent_model, monkeypatch, capsys):
+    monkeypatch.setattr(generation, "on_gpu", lambda model: True)
+    monkeypatch.setattr(measure, "wall_us", lambda fn, **_: (fn(), 1e3)[1])
+    monkeypatch.setattr(measure, "kernels", lambda fn: (fn(), 24)[1])
+    monkeypatch.setattr(measure, "graph", lambda calls: lambda: [call() for call in calls] and None)
+    monkeypatch.setattr(generation, "Decoder", FakeDecoder)
+    generation.take_all(recurrent_model, generation.SMALL, ["token", "check"], "eager", 1)
+    given = [x for x in answers(capsys) if "quantity" in x]
+    assert {x["quantity"] for x in given} == {
+        f"{name}, {mode}"
+        for name in (
+            "one token",
+            "kernels of one token",
+            generation.CHECK,
+            generation.STEPS,
+            generation.AGAIN,
+        )
+        for mode in ("eager", "compiled", "CUDA graph")
+    }
+
+
 def test_host_run(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(host, "Process", FakeHost)
     monkeypatch.setattr(FakeHost, "log", [])
@@ -771,6 +1095,8 @@ def test_the_shipped_results_have_a_summary():
         ["--against", "fla", "--device", "cpu"],
         ["--ops", "no_such_op"],
         ["--parts", "host", "decode", "--device", "cpu"],
+        ["--parts", "heads", "generation", "--device", "cpu"],
+        ["--parts", "mamba2", "--device", "cpu"],
         ["--parts", "model", "--device", "cpu", "--jobs", "2"],
     ],
 )

@@ -1,0 +1,271 @@
+"""A language model that reads prompts, writes tokens, and checks those that were proposed to it.
+
+The model is flacompose's `RecurrentLM` of gated linear attention, its weights random and all in bfloat16. It runs in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.models import Decoder, RecurrentConfig, RecurrentLM
+
+from . import measure
+from .model import Figure
+from .processes import Process, answer, command
+from .public import attempt, give
+from .report import Row
+
+MODEL = "gla"
+QUANTITIES = ("prefill", "token", "check")
+EAGER, COMPILED, GRAPH = "eager", "compiled", "CUDA graph"
+PROMPT, TOKEN, KERNELS = "prompt", "one token", "kernels of one token"
+CHECKED, ACCEPTED = 8, 4
+"""Tokens that are checked in one call, and how many of them are then right."""
+CHECK = f"{CHECKED} tokens checked"
+STEPS = f"{CHECKED} steps of one token"
+AGAIN = f"{CHECKED} tokens, then {ACCEPTED} of them again"
+LIMITS = {
+    ("B1 T1", f"{TOKEN}, {GRAPH}"): 0.4,
+    ("B64 T1", f"{TOKEN}, {GRAPH}"): 0.8,
+    ("B1 T1", f"{TOKEN}, {COMPILED}"): 2.0,
+    ("B64 T1", f"{TOKEN}, {COMPILED}"): 2.0,
+}
+"""Milliseconds."""
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int = 12
+    width: int = 1024
+    intermediate: int = 2816
+    vocabulary: int = 32_000
+    prompt: int = 2048
+    batches: tuple[int, ...] = (1, 4, 16, 64)
+    checked: tuple[int, ...] = (1, 16)
+    """The batches at which tokens are checked."""
+
+
+SMALL = Size(layers=2, width=32, intermediate=64, vocabulary=50, prompt=70, batches=(1, 2), checked=(1,))
+"""For a look at the benchmark itself, on a CPU."""
+
+
+def build(size: Size, device: str, dtype: torch.dtype) -> RecurrentLM:
+    config = RecurrentConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.width,
+        num_hidden_layers=size.layers,
+        intermediate_size=size.intermediate,
+        layer="GatedLinearAttention",
+    )
+    return RecurrentLM(config, device=device, dtype=dtype).eval()
+
+
+def read(model: RecurrentLM, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+    """The token that follows, and the state."""
+    logits, state = model(tokens, state, last_only=True)
+    return logits.argmax(-1, keepdim=True), state
+
+
+def prompt(model: RecurrentLM, tokens: Tensor) -> tuple[Tensor, Any]:
+    """`read` from the start: a function of its own, so that it is compiled apart."""
+    return read(model, tokens)
+
+
+def check(model: RecurrentLM, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """Whether tokens are what the model would say, and the state after the last that is right, of each row."""
+    logits, states = model(tokens, state, num_states=CHECKED)
+    right = (logits[:, :-1].argmax(-1) == tokens[:, 1:]).long().cumprod(1).sum(1)
+    return right, tuple(s.at(right) for s in states)
+
+
+def check_again(model: RecurrentLM, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
+    """The same without states after each token: those that are right are read once more."""
+    logits, _ = model(tokens, state)
+    right = (logits[:, :-1].argmax(-1) == tokens[:, 1:]).long().cumprod(1).sum(1)
+    return right, read(model, tokens[:, :ACCEPTED], state)[1]
+
+
+Function = Callable[..., Any]
+Compile = Callable[[Function], Function]
+
+
+def compiler(mode: str, backend: str) -> Compile:
+    """What a function of this module passes before it is called in a mode; each is compiled once."""
+    if mode == EAGER:
+        return lambda function: function
+    made: dict[Function, Function] = {}
+
+    def compiled(function: Function) -> Function:
+        if function not in made:
+            made[function] = torch.compile(function, fullgraph=True, backend=backend)
+        return made[function]
+
+    return compiled
+
+
+def decoding(model: RecurrentLM, token: Tensor, mode: str, compiled: Compile) -> Callable[[], object]:
+    """A function that decodes one more token of each row of ``token [B, 1]``, in which it puts that token."""
+    state = model.init_state(token.shape[0])
+    if mode == GRAPH:
+        decoder = Decoder(partial(read, model), token, state)
+        return lambda: token.copy_(decoder(token))
+    step = compiled(read)
+
+    def one() -> None:
+        nonlocal state
+        following, state = step(model, token, state)
+        token.copy_(following)
+
+    return one
+
+
+@torch.no_grad()
+def prefill(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compile, calls: int) -> None:
+    """Give the time of prompts, of whose logits the last are computed alone."""
+    tokens = torch.randint(size.vocabulary, (B, size.prompt), device=_device(model))
+    one = partial(compiled(prompt), model, tokens)
+    give(f"B{B} T{size.prompt}", f"{PROMPT}, {mode}", "ms", measure.wall_us(one, calls=calls, rounds=3) / 1e3)
+
+
+@torch.no_grad()
+def decode(model: RecurrentLM, B: int, mode: str, compiled: Compile, calls: int) -> None:
+    """Give the time of one token, greedily after another, and how many kernels it launches."""
+    one = decoding(model, torch.zeros(B, 1, dtype=torch.int64, device=_device(model)), mode, compiled)
+    give(f"B{B} T1", f"{TOKEN}, {mode}", "ms", measure.wall_us(one, calls=calls) / 1e3)
+    if on_gpu(model):
+        give(f"B{B} T1", f"{KERNELS}, {mode}", "", measure.kernels(one))
+
+
+@torch.no_grad()
+def speculate(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compile, calls: int) -> None:
+    """Give the time in which proposed tokens are checked, and what that would take without states after each."""
+    tokens = torch.randint(size.vocabulary, (B, CHECKED), device=_device(model))
+    state = model.init_state(B)
+    token = tokens[:, :1].contiguous()
+
+    def steps() -> None:
+        after = state
+        for _ in range(CHECKED):
+            _, after = compiled(read)(model, token, after)
+
+    ways: dict[str, Callable[[], object]] = {
+        CHECK: partial(compiled(check), model, tokens, state),
+        STEPS: steps,
+        AGAIN: partial(compiled(check_again), model, tokens, state),
+    }
+    for name, way in ways.items():
+        one = measure.graph([way]) if mode == GRAPH else way
+        give(f"B{B} T{CHECKED}", f"{name}, {mode}", "ms", measure.wall_us(one, calls=calls) / 1e3)
+
+
+def take_all(model: RecurrentLM, size: Size, wanted: Sequence[str], backend: str, calls: int) -> None:
+    modes = (EAGER, COMPILED, GRAPH) if on_gpu(model) else (EAGER, COMPILED)
+    # The graphs of `speculate` are of what `COMPILED` compiles.
+    compilers = {EAGER: compiler(EAGER, backend)} | dict.fromkeys(modes[1:], compiler(COMPILED, backend))
+    start = time.perf_counter()
+    for mode in modes:
+        options = mode, compilers[mode]
+        if "token" in wanted:
+            for B in size.batches:
+                attempt(f"decoding, {mode}, at batch {B}", partial(decode, model, B, *options, calls))
+        if "check" in wanted:
+            for B in size.checked:
+                several = max(1, calls // CHECKED)
+                attempt(
+                    f"checking, {mode}, at batch {B}", partial(speculate, model, B, size, *options, several)
+                )
+        if "prefill" in wanted and mode != GRAPH:
+            for B in size.batches:
+                several = max(1, calls // 10)
+                attempt(f"{B} prompts, {mode}", partial(prefill, model, B, size, *options, several))
+        answer(note=f"{mode}: all of it in {time.perf_counter() - start:.0f} s, compilation included")
+        start = time.perf_counter()
+
+
+def take(
+    wanted: Sequence[str], device: str, backend: str, small: bool, timeout_s: float
+) -> Iterator[Figure | str]:
+    """Figures and notes as they come."""
+    options = ["--device", device, "--backend", backend, "--quantities", *wanted]
+    with contextlib.closing(
+        Process(command("generation", [*options, *(["--small"] if small else [])]))
+    ) as process:
+        end = time.monotonic() + timeout_s
+        try:
+            while reply := process.receive(max(1.0, end - time.monotonic())):
+                yield reply["note"] if "note" in reply else Figure(MODEL, "flacompose", **reply)
+        except (RuntimeError, TimeoutError) as error:
+            yield f"the model failed: {error}"
+
+
+def _numbers(case: str) -> tuple[int, int]:
+    B, T = case.split()
+    return int(B[1:]), int(T[1:])
+
+
+def rows(figures: Sequence[Figure], small: bool = False) -> list[Row]:
+    """Every figure beside that of eager mode, tokens per second, and tokens that are checked beside the other ways."""
+    layers = (SMALL if small else Size()).layers
+    values = {(f.case, f.quantity): f.value for f in figures}
+    found = []
+
+    def add(
+        case: str, quantity: str, unit: str, ours: float, other: float | None = None, beside: str = ""
+    ) -> None:
+        limit = None if beside else LIMITS.get((case, quantity))
+        found.append(Row(f"{MODEL} model", case, quantity, unit, ours, other, max_value=limit, beside=beside))
+
+    for f in figures:
+        name, mode = f.quantity.rsplit(", ", 1)
+        if name in (STEPS, AGAIN):
+            continue
+        if name == CHECK:
+            for way in (STEPS, AGAIN):
+                add(f.case, f.quantity, f.unit, f.value, values.get((f.case, f"{way}, {mode}")), way)
+            continue
+        eager = None if mode == EAGER else values.get((f.case, f"{name}, {EAGER}"))
+        add(f.case, f.quantity, f.unit, f.value, eager)
+        if name == KERNELS:
+            add(f.case, f"{name}, for each of {layers} layers, {mode}", "", f.value / layers)
+        else:
+            B, T = _numbers(f.case)
+            add(f.case, f"tokens per second, {mode}", "", B * T / f.value * 1e3)
+    return found
+
+
+def _device(model: RecurrentLM) -> torch.device:
+    return model.embeddings.weight.device
+
+
+def on_gpu(model: RecurrentLM) -> bool:
+    """Whether there are CUDA graphs to capture and kernels to count."""
+    return _device(model).type == "cuda"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The model in this process.")
+    add = parser.add_argument
+    add("--quantities", nargs="+", choices=QUANTITIES, default=list(QUANTITIES))
+    add("--device", choices=["cuda", "cpu"], default="cuda")
+    add("--backend", default="inductor")
+    add("--calls", type=int, default=50, help="tokens that are timed together")
+    add("--small", action="store_true", help="a tiny model, to look at the benchmark itself")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    size = SMALL if arguments.small else Size()
+    model = build(size, arguments.device, torch.bfloat16)
+    take_all(model, size, arguments.quantities, arguments.backend, arguments.calls)
+
+
+if __name__ == "__main__":
+    main()
