@@ -116,16 +116,6 @@ def _check(prefix: str, layer: Joinable, places: Counter[int]) -> None:
             name, m = prefix + path, m[int(inner)]
         _check_module(name, m, nn.Linear, places)
         linears[name] = m
-        for key, p in m._parameters.items():
-            if p is None:
-                continue
-            if type(p) is not nn.Parameter:
-                raise TypeError(
-                    f"{name}.{key} must be a plain parameter to be joined, got {type(p).__name__}: join projections "
-                    "before they are quantised; sharded ones cannot be joined"
-                )
-            if places[id(p)] > 1:
-                raise ValueError(f"{name}.{key} must be in one place to be joined, got {places[id(p)]}")
     first, *others = linears
     for name in others:
         for kind in ("dtype", "device", "number of inputs", "requires_grad"):
@@ -140,14 +130,28 @@ def _check(prefix: str, layer: Joinable, places: Counter[int]) -> None:
 def _check_module(name: str, m: nn.Module, expected: type[nn.Module], places: Counter[int]) -> None:
     if type(m) is not expected:  # a subclass may compute something else
         raise TypeError(
-            f"{name} must be a plain nn.{expected.__name__} to be joined, got {type(m).__name__}: merge adapters "
+            f"{name} must be a plain nn.{expected.__name__} to be joined, got a {_name(m)}: merge adapters "
             "before projections are joined, and quantise after it"
         )
+    for key, p in m._parameters.items():
+        if p is None:
+            continue
+        if type(p) is not nn.Parameter:
+            raise TypeError(
+                f"{name}.{key} must be a plain parameter to be joined, got a {_name(p)}: join projections before "
+                "they are quantised; sharded ones cannot be joined"
+            )
+        if places[id(p)] > 1:
+            raise ValueError(f"{name}.{key} must be in one place to be joined, got {places[id(p)]}")
     hooks = m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
     if any(hooks) or "forward" in vars(m):
         raise ValueError(f"{name} must have no hooks, and no forward of its own, to be joined, got some")
     if places[id(m)] > 1:
         raise ValueError(f"{name} must be in one place to be joined, got {places[id(m)]}")
+
+
+def _name(x: object) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def _kinds(m: nn.Linear) -> dict[str, set[Any]]:
