@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.utils import _pytree as pytree
 
 from flacompose.layers import Mamba2, ShortConvolution
+from flacompose.layers.joint import Joinable
 from flacompose.layers.recurrent import StatefulLayer
 from flacompose.models import RecurrentLM
 from flacompose.models.feed_forward import SwiGLU
@@ -63,7 +64,8 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
         dimension.
 
     Raises:
-        ValueError: If `module` contains no layer, or softmax attention, for which DTensor has no rule on the CPU.
+        ValueError: If `module` contains no layer, or softmax attention, for which DTensor has no rule on the CPU, or a
+            layer that [join_projections][flacompose.layers.join_projections] has changed.
         RuntimeError: If PyTorch is older than 2.13.
     """
     if torch.__version__ < "2.13":
@@ -73,6 +75,12 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
     for path, part in module.named_modules():
         if isinstance(part, SoftmaxAttention):
             raise ValueError(f"module must contain no softmax attention, got some at {path or 'its root'!r}")
+        if isinstance(part, Joinable) and part.joint_sizes:
+            raise ValueError(
+                "module must contain no layer that join_projections has changed, since the rows of a joint "
+                "projection are not ordered by heads: share out the heads of a model that is not joined, "
+                f"got a joined {type(part).__name__} at {path or 'its root'!r}"
+            )
         for name, style in _styles(part):
             plan[f"{path}.{name}" if path else name] = style
         if isinstance(part, StatefulLayer):

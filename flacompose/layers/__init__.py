@@ -13,6 +13,7 @@ from flacompose.layers.gla import GatedLinearAttention
 from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
 from flacompose.layers.hgrn2 import HGRN2Attention
+from flacompose.layers.joint import join_projections
 from flacompose.layers.kda import KimiDeltaAttention
 from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention
@@ -47,4 +48,5 @@ __all__ = [
     "RecurrentStates",
     "ShortConvolution",
     "SimpleGatedLinearAttention",
+    "join_projections",
 ]

@@ -60,6 +60,8 @@ class ABCAttention(RecurrentLayer):
         TypeError: If an argument has the wrong type.
     """
 
+    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "s_proj")
+
     def __init__(
         self,
         hidden_size: int = 1024,
@@ -129,13 +131,14 @@ class ABCAttention(RecurrentLayer):
         self.state_shapes = StateShapes(((H, K, M), (H, M, V)), conv, (H, M), use_rope, log_normalizer=True)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         if self.use_input_gate:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        q, k, v, s = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, self.s_proj(x)))
+        q, k, v, s = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, self.s_proj(joint)))
         next_position: Tensor | tuple[()] = ()
         if self.use_rope:
             position, next_position = positions(x, past.position, tokens)
@@ -147,7 +150,7 @@ class ABCAttention(RecurrentLayer):
         abc = self._op(chunk_abc, fused_recurrent_gsa, x, initial_state, tokens)
         o, (Hk, Hv, z) = abc(q, k, v, tokens.masked(s, -torch.inf))
         if self.use_output_gate:
-            g = self.g_proj(x).unflatten(-1, (self.num_heads, -1))
+            g = self.g_proj(joint).unflatten(-1, (self.num_heads, -1))
             o = self.g_norm(o, g) if self.use_norm else F.silu(g) * o
         elif self.use_norm:
             o = self.g_norm(o)

@@ -60,6 +60,7 @@ class DeltaNet(RecurrentLayer):
     """
 
     chunk_modes = ("fused_chunk",)
+    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj")
 
     def __init__(
         self,
@@ -120,7 +121,8 @@ class DeltaNet(RecurrentLayer):
         self.state_shapes = StateShapes(((H, K, V),), conv)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
@@ -135,7 +137,9 @@ class DeltaNet(RecurrentLayer):
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
         if self.qk_norm == "sum":
             q, k = _over_its_sum(q), _over_its_sum(k)
-        beta = upcast(self.b_proj(x)).sigmoid() if self.use_beta else torch.ones_like(k[..., 0])  # [B, T, H]
+        beta = (
+            upcast(self.b_proj(joint)).sigmoid() if self.use_beta else torch.ones_like(k[..., 0])
+        )  # [B, T, H]
         if self.allow_neg_eigval:
             beta = 2 * beta
 
@@ -143,7 +147,7 @@ class DeltaNet(RecurrentLayer):
         # A token whose beta is 0 writes nothing.
         o, recurrent = delta_rule(q, k, v, tokens.masked(beta), use_qk_l2norm_in_kernel=self.qk_norm == "l2")
         if self.use_gate:
-            o = self.o_norm(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))
+            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (self.num_heads, -1)))
         else:
             o = self.o_norm(o)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

@@ -62,6 +62,8 @@ class GatedDeltaNet(RecurrentLayer):
         TypeError: If an argument has the wrong type.
     """
 
+    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
+
     def __init__(
         self,
         hidden_size: int = 2048,
@@ -121,7 +123,8 @@ class GatedDeltaNet(RecurrentLayer):
         set_first_decays(self.A_log, self.dt_bias, low=0)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
@@ -129,8 +132,8 @@ class GatedDeltaNet(RecurrentLayer):
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         q, k = q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, (self.num_heads, -1))
         v = v.unflatten(-1, (self.num_v_heads * self.value_parts, -1))
-        g = log_decay(upcast(self.a_proj(x)), self.A_log, self.dt_bias)  # [B, T, HV]
-        beta = upcast(self.b_proj(x)).sigmoid()  # [B, T, HV]
+        g = log_decay(upcast(self.a_proj(joint)), self.A_log, self.dt_bias)  # [B, T, HV]
+        beta = upcast(self.b_proj(joint)).sigmoid()  # [B, T, HV]
         if self.allow_neg_eigval:
             beta = 2 * beta
         # A token whose decay and beta are 0 leaves the state as it is.
@@ -142,7 +145,7 @@ class GatedDeltaNet(RecurrentLayer):
         o, recurrent = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
         o = o.flatten(2).unflatten(-1, (self.num_v_heads, -1))
         if self.use_gate:
-            o = self.o_norm(o, self.g_proj(x).unflatten(-1, (self.num_v_heads, -1)))
+            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (self.num_v_heads, -1)))
         else:
             o = self.o_norm(o)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

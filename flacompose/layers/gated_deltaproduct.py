@@ -65,6 +65,8 @@ class GatedDeltaProduct(RecurrentLayer):
         TypeError: If an argument has the wrong type.
     """
 
+    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj")
+
     def __init__(
         self,
         hidden_size: int = 2048,
@@ -128,19 +130,20 @@ class GatedDeltaProduct(RecurrentLayer):
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, HV, n = self.num_heads, self.num_v_heads, self.num_householder
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        beta = upcast(self.b_proj(x)).sigmoid()
+        beta = upcast(self.b_proj(joint)).sigmoid()
         if self.allow_neg_eigval:
             beta = 2 * beta
         # A token whose decay and betas are 0 leaves the state as it is.
         beta, g = tokens.masked(beta), None
         if self.use_forget_gate:
-            g = log_decay(upcast(self.a_proj(x)), self.A_log, self.dt_bias)  # [B, T, HV]
+            g = log_decay(upcast(self.a_proj(joint)), self.A_log, self.dt_bias)  # [B, T, HV]
             g = shared(tokens.masked(g), self.value_parts)
         # The n steps of a token beside each other: [B, T * n, heads, ...].
         q = q.unflatten(-1, (H, -1))
@@ -154,7 +157,7 @@ class GatedDeltaProduct(RecurrentLayer):
         o, recurrent = gated_delta_product(q, k, v, g, beta, n, use_qk_l2norm_in_kernel=True)
         o = o.flatten(2).unflatten(-1, (HV, -1))
         if self.use_output_gate:
-            o = self.o_norm(o, self.g_proj(x).unflatten(-1, (HV, -1)))
+            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (HV, -1)))
         else:
             o = self.o_norm(o)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

@@ -61,6 +61,7 @@ class GatedLinearAttention(RecurrentLayer):
     """
 
     chunk_modes = ("fused_chunk",)
+    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0")
 
     def __init__(
         self,
@@ -128,11 +129,12 @@ class GatedLinearAttention(RecurrentLayer):
         self.state_shapes = StateShapes(((H, K, V),), conv)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        gk = log_sigmoid(upcast(self.gk_proj(x))) / self.gate_logit_normalizer
+        gk = log_sigmoid(upcast(self.gk_proj(joint))) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp(min=self.clamp_min)
         q = q.unflatten(-1, (self.num_heads, -1))
@@ -144,9 +146,9 @@ class GatedLinearAttention(RecurrentLayer):
         gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(q, k, v, gk)
         if self.fuse_norm_and_gate:
-            o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))
+            o = self.g_norm_swish_gate(o, self.g_proj(joint).unflatten(-1, (self.num_heads, -1)))
         else:
             o = self.g_norm(o)
             if self.use_output_gate:
-                o = o * self.gate_fn(self.g_proj(x)).unflatten(-1, (self.num_heads, -1))
+                o = o * self.gate_fn(self.g_proj(joint)).unflatten(-1, (self.num_heads, -1))
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

@@ -64,6 +64,7 @@ class GatedSlotAttention(RecurrentLayer):
     """
 
     chunk_modes = ("fused_chunk",)
+    joinable = ("q_proj", "k_proj", "v_proj", "f_proj")
 
     def __init__(
         self,
@@ -127,11 +128,12 @@ class GatedSlotAttention(RecurrentLayer):
         self.state_shapes = StateShapes(((HKV, K, M), (HKV, M, V)), conv)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        g = log_sigmoid(upcast(self.f_proj(x))) / self.gate_logit_normalizer
+        g = log_sigmoid(upcast(self.f_proj(joint))) / self.gate_logit_normalizer
         q = q.unflatten(-1, (self.num_heads, -1))
         k, v, g = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v, g))
         q, k, v, g = self.feature_map(q), self.feature_map(k), F.silu(v), tokens.masked(g)

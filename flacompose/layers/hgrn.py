@@ -47,6 +47,8 @@ class HGRNAttention(ForgetGateLayer):
         TypeError: If an argument has the wrong type.
     """
 
+    joinable = ("i_proj", "f_proj", "g_proj")
+
     def __init__(
         self,
         mode: str = "chunk",
@@ -86,7 +88,8 @@ class HGRNAttention(ForgetGateLayer):
         self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
     ) -> tuple[Tensor, RecurrentState]:
         lower_bound = self._bound(x, lower_bound)
-        i, f, conv = self.i_proj(x), self.f_proj(x), past.conv
+        joint = self._joint(x)
+        i, f, conv = self.i_proj(joint), self.f_proj(joint), past.conv
         if self.use_short_conv:
             (i, f), conv = convolved((i, f), (self.i_conv1d, self.f_conv1d), past.conv, tokens)
         forgotten, g = forget_gate(f, lower_bound)
@@ -95,4 +98,4 @@ class HGRNAttention(ForgetGateLayer):
 
         hgrn = self._op(chunk_hgrn, fused_recurrent_hgrn, x, past.recurrent, tokens)
         h, recurrent = hgrn(i, g)
-        return self.o_proj(self.g_norm(h, self.g_proj(x))), RecurrentState(recurrent, conv)
+        return self.o_proj(self.g_norm(h, self.g_proj(joint))), RecurrentState(recurrent, conv)

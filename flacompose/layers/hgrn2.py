@@ -52,6 +52,7 @@ class HGRN2Attention(ForgetGateLayer):
     """
 
     chunk_modes = ("fused_chunk",)
+    joinable = ("q_proj", "f_proj", "i_proj")
 
     def __init__(
         self,
@@ -95,7 +96,8 @@ class HGRN2Attention(ForgetGateLayer):
         self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
     ) -> tuple[Tensor, RecurrentState]:
         lower_bound = self._bound(x, lower_bound)
-        q, f, i, conv = self.q_proj(x), self.f_proj(x), self.i_proj(x), past.conv
+        joint = self._joint(x)
+        q, f, i, conv = self.q_proj(joint), self.f_proj(joint), self.i_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d
             (q, f, i), conv = convolved((q, f, i), convolutions, past.conv, tokens)

@@ -65,6 +65,8 @@ class KimiDeltaAttention(RecurrentLayer):
         TypeError: If an argument has the wrong type.
     """
 
+    joinable = ("q_proj", "k_proj", "v_proj", "f_proj.0", "g_proj.0", "b_proj")
+
     def __init__(
         self,
         hidden_size: int = 2048,
@@ -133,7 +135,8 @@ class KimiDeltaAttention(RecurrentLayer):
             nn.init.zeros_(self.A_log)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
@@ -141,9 +144,9 @@ class KimiDeltaAttention(RecurrentLayer):
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         q, k = q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, (self.num_heads, -1))
         v = v.unflatten(-1, (self.num_v_heads * self.value_parts, -1))
-        a, bias = (y.unflatten(-1, (self.num_v_heads, -1)) for y in (self.f_proj(x), self.dt_bias))
+        a, bias = (y.unflatten(-1, (self.num_v_heads, -1)) for y in (self.f_proj(joint), self.dt_bias))
         g = log_decay(upcast(a), self.A_log, bias, self.lower_bound)  # [B, T, HV, K]
-        beta = upcast(self.b_proj(x)).sigmoid()  # [B, T, HV]
+        beta = upcast(self.b_proj(joint)).sigmoid()  # [B, T, HV]
         if self.allow_neg_eigval:
             beta = 2 * beta
         # A token whose decay and beta are 0 leaves the state as it is.
@@ -152,5 +155,5 @@ class KimiDeltaAttention(RecurrentLayer):
         kda = self._op(chunk_kda, fused_recurrent_kda, x, past.recurrent, tokens)
         o, recurrent = kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
         o = o.flatten(2).unflatten(-1, (self.num_v_heads, -1))
-        o = self.o_norm(o, self.g_proj(x).unflatten(-1, (self.num_v_heads, -1)))
+        o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (self.num_v_heads, -1)))
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

@@ -52,6 +52,8 @@ class LightNetAttention(RecurrentLayer):
         TypeError: If an argument has the wrong type.
     """
 
+    joinable = ("q_proj", "k_proj", "v_proj", "g_proj.0")
+
     def __init__(
         self,
         mode: str = "chunk",
@@ -95,7 +97,8 @@ class LightNetAttention(RecurrentLayer):
         self.state_shapes = StateShapes(((H, K, V),), conv, normalizer=(H, K), log_normalizer=True)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
@@ -105,4 +108,4 @@ class LightNetAttention(RecurrentLayer):
 
         gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(F.silu(q), k.to(v.dtype), v, g)
-        return self.o_proj(self.g_norm(o.flatten(2), self.g_proj(x))), RecurrentState(recurrent, conv, z)
+        return self.o_proj(self.g_norm(o.flatten(2), self.g_proj(joint))), RecurrentState(recurrent, conv, z)

@@ -58,6 +58,7 @@ class LinearAttention(RecurrentLayer):
     """
 
     chunk_modes = ("fused_chunk",)
+    joinable = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -113,9 +114,10 @@ class LinearAttention(RecurrentLayer):
         )
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q = self.feature_map_q(self.q_proj(x).unflatten(-1, (self.num_heads, -1)))
-        k = self.feature_map_k(self.k_proj(x).unflatten(-1, (self.num_kv_heads, -1)))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, -1))
+        joint = self._joint(x)
+        q = self.feature_map_q(self.q_proj(joint).unflatten(-1, (self.num_heads, -1)))
+        k = self.feature_map_k(self.k_proj(joint).unflatten(-1, (self.num_kv_heads, -1)))
+        v = self.v_proj(joint).unflatten(-1, (self.num_kv_heads, -1))
         if self.norm_q:
             q = _over_its_sum(q)
         if self.norm_k:

@@ -61,6 +61,7 @@ class MultiScaleRetention(RecurrentLayer):
     """
 
     chunk_modes = ("fused_chunk", "parallel")
+    joinable = ("q_proj", "k_proj", "v_proj", "g_proj")
 
     def __init__(
         self,
@@ -113,7 +114,8 @@ class MultiScaleRetention(RecurrentLayer):
         self.state_shapes = StateShapes(((H, K, V),), conv, position=True)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
@@ -131,9 +133,9 @@ class MultiScaleRetention(RecurrentLayer):
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, g, decay if g is None else None)
         if self.fuse_norm_and_gate:
-            o = self.g_norm_swish_gate(o, self.g_proj(x).unflatten(-1, (self.num_heads, -1)))
+            o = self.g_norm_swish_gate(o, self.g_proj(joint).unflatten(-1, (self.num_heads, -1)))
         else:
             o = self.g_norm(o)
             if self.use_output_gate:
-                o = o * self.gate_fn(self.g_proj(x)).unflatten(-1, (self.num_heads, -1))
+                o = o * self.gate_fn(self.g_proj(joint)).unflatten(-1, (self.num_heads, -1))
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv, position=next_position)

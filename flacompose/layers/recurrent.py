@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flacompose.layers import _check
+from flacompose.layers.joint import Joinable
 from flacompose.layers.layout import Layout, beside, layout
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.ops._define import autocast_dtype
@@ -29,7 +30,7 @@ class Factory(TypedDict):
     dtype: torch.dtype | None
 
 
-class StatefulLayer(nn.Module):
+class StatefulLayer(Joinable):
     """A layer that is called with a state and returns the new one."""
 
     state_shapes: StateShapes

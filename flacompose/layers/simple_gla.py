@@ -59,6 +59,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
     """
 
     chunk_modes = ("fused_chunk",)
+    joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj")
 
     def __init__(
         self,
@@ -112,11 +113,12 @@ class SimpleGatedLinearAttention(RecurrentLayer):
         self.state_shapes = StateShapes(((H, K, V),), conv)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        q, k, v, conv = self.q_proj(x), self.k_proj(x), self.v_proj(x), past.conv
+        joint = self._joint(x)
+        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        g = log_sigmoid(upcast(self.gk_proj(x))) / self.gate_logit_normalizer  # [B, T, H]
+        g = log_sigmoid(upcast(self.gk_proj(joint))) / self.gate_logit_normalizer  # [B, T, H]
         q = q.unflatten(-1, (self.num_heads, -1))
         k, v = k.unflatten(-1, (self.num_kv_heads, -1)), v.unflatten(-1, (self.num_kv_heads, -1))
         if self.feature_map_fn is not None:
@@ -125,7 +127,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
 
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, tokens.masked(g))
-        gate = self.g_proj(x).unflatten(-1, (self.num_heads, -1))
+        gate = self.g_proj(joint).unflatten(-1, (self.num_heads, -1))
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, gate)
         else:

@@ -136,4 +136,5 @@ class RecurrentConfig:
 
 
 def _is_layer(name: str) -> bool:
-    return issubclass(getattr(layers, name), RecurrentLayer)
+    public = getattr(layers, name)
+    return isinstance(public, type) and issubclass(public, RecurrentLayer)

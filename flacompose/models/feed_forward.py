@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers.activation import activation
+from flacompose.layers.joint import Joinable
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import Factory, StatefulLayer
 from flacompose.layers.rwkv6 import LerpLinear
@@ -14,8 +15,10 @@ from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Joinable):
     r"""$y = \bigl(\operatorname{silu}(x W_{gate}) \odot x W_{up}\bigr) W_{down}$, https://arxiv.org/abs/2002.05202."""
+
+    joinable = ("gate_proj", "up_proj")
 
     def __init__(
         self,
@@ -32,7 +35,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        joint = self._joint(x)
+        return self.down_proj(F.silu(self.gate_proj(joint)) * self.up_proj(joint))
 
 
 class RWKV6FeedForward(StatefulLayer):

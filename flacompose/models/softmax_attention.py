@@ -39,6 +39,8 @@ class SoftmaxAttention(StatefulLayer):
         TypeError: If an argument has the wrong type.
     """
 
+    joinable = ("q_proj", "k_proj", "v_proj")
+
     def __init__(
         self,
         hidden_size: int,
@@ -85,12 +87,15 @@ class SoftmaxAttention(StatefulLayer):
                 "cu_seqlens must not be given where layers are softmax attention, whose keys and values "
                 "take a row for each sequence: put the sequences in rows, with an attention_mask"
             )
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, -1))
-        k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (self.k_proj(x), self.v_proj(x)))
+        joint = self._joint(x)
+        q = self.q_proj(joint).unflatten(-1, (self.num_heads, -1))
+        k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (self.k_proj(joint), self.v_proj(joint)))
         position, next_position = positions(x, past.position, tokens)  # [B, T], [B]
         q, k = rotary(q, k, position, self.rope_theta)
         first = past.position is None
-        if not first:
+        if first:
+            v = v.contiguous()  # the state must not hold the whole of a joint product
+        else:
             k, v = (_appended(old, new, past.position) for old, new in zip(past.cache, (k, v), strict=True))
         o = self._attend(q, k, v, position, first)
         return self.o_proj(o.flatten(2)), RecurrentState((), position=next_position, cache=(k, v))

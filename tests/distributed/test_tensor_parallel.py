@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flacompose.distributed import tensor_parallel_plan
+from flacompose.layers import join_projections
 from flacompose.models import RecurrentConfig, RecurrentLM
 
 HIDDEN = 24
@@ -165,6 +166,28 @@ def test_what_has_no_plan() -> None:
     hybrid = RecurrentConfig(**BASE, **MODELS["tied"], attn=[{"layers": [1], "num_heads": 2}])
     with pytest.raises(ValueError, match=r"must contain no softmax attention, got some at 'layers\.1\.attn'"):
         tensor_parallel_plan(RecurrentLM(hybrid))
+    model = RecurrentLM(RecurrentConfig(**BASE, **MODELS["tied"]))
+    join_projections(model.layers[1])
+    with pytest.raises(
+        ValueError, match=r"join_projections has changed.*a joined GatedDeltaNet at 'layers\.1\.attn'"
+    ):
+        tensor_parallel_plan(model)
+
+
+def join_sharded_layers(mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    layer = build(LAYERS["gla"])
+    parallelize_module(layer, mesh, tensor_parallel_plan(layer))
+    with pytest.raises(
+        TypeError, match=r"q_proj.weight must be a plain parameter to be joined, got a torch.*DTensor"
+    ):
+        join_projections(layer)
+
+
+@needs_2_13
+def test_sharded_layers_are_not_joined() -> None:
+    on_two_ranks(join_sharded_layers)
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.13", reason="of earlier releases")

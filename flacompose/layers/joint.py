@@ -1,0 +1,197 @@
+"""One product in place of several: the projections of a module that read the same input."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+# Rows of the joint weight, and with them outputs of each token, are filled up to a multiple of this. Matrix products of
+# 16-bit numbers are fast where rows take a multiple of 16 bytes.
+_MULTIPLE = 8
+
+
+class Joinable(nn.Module):
+    """A module in which several linear maps read the same input, which `join_projections` makes one."""
+
+    # The paths of these maps, as far as a module has them: of a child, or of the first module of a `nn.Sequential`.
+    # Small ones come last, so that the outputs of large ones begin at a multiple of 16 bytes too.
+    joinable: ClassVar[tuple[str, ...]] = ()
+    # Once they are joined: the numbers of their outputs, in the same order, and of the zeros that fill the rest.
+    joint_sizes: tuple[int, ...] = ()
+    joint_proj: nn.Module
+
+    def _joint(self, x: Tensor) -> Any:
+        """What these maps are called with: `x`, or, once they are joined, the parts of the one product of `x`."""
+        return self.joint_proj(x).split(self.joint_sizes, -1) if self.joint_sizes else x
+
+
+class Part(nn.Module):
+    """What stands in the place of a joined map: it returns the part of the joint product that is that map's."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def forward(self, parts: tuple[Tensor, ...]) -> Tensor:
+        if isinstance(parts, Tensor):
+            raise TypeError(
+                "a projection that join_projections has joined must be called with the parts of the joint product, "
+                "got a tensor: the weight is now in joint_proj of the layer"
+            )
+        return parts[self.index]
+
+    def extra_repr(self) -> str:
+        return f"index={self.index}"
+
+
+@torch.no_grad()
+def join_projections(module: nn.Module) -> None:
+    """Make those projections of each layer in `module` that read the same input one matrix product.
+
+    It changes `module` in place. A layer computes what it computed before, up to rounding, with fewer kernels. That is
+    faster where a call has few tokens, as in generation, where most of the time of a product is that of reading its
+    weight, or of launching its kernel. Every layer of `flacompose.layers`, and in a model the feed-forward networks and
+    the softmax attention, gets one ``nn.Linear`` called ``joint_proj``:
+
+    - Its rows are those of the queries, keys, values, output gates, decays and whatever else the layer projects its
+      input to. Of a low-rank pair it has the first matrix. Rows of zeros fill it up to a multiple of 8.
+    - If one of these projections has a bias, so has ``joint_proj``, with zeros for the others.
+    - A module without parameters takes the place of each of these projections.
+    - Layers that mix their inputs, as those of RWKV6, and layers that have one projection from the start, as `Mamba2`,
+      stay as they are. So do layers that are joined already.
+
+    The layers then have other parameters, in other places of the state dict. So load checkpoints, merge adapters and
+    convert dtypes before this call. Quantise, compile, export, make optimisers and make a
+    [Decoder][flacompose.models.Decoder] after it: a CUDA graph that was recorded before reads weights that are freed
+    here. Gradients that the old parameters hold are lost. Sharded layers cannot be joined, nor joined ones be sharded
+    by heads.
+
+    Args:
+        module: A layer, a `RecurrentLM`, or any module that contains them.
+
+    Raises:
+        TypeError: If `module` is no module, or a projection in it is not a plain ``nn.Linear`` with plain parameters,
+            as where it is quantised, adapted, sharded or parametrised.
+        ValueError: If `module` contains no layer of flacompose, or a projection has hooks or shares its weight, or
+            those of a layer differ in dtype, device, number of inputs or whether they require gradients. All layers
+            are checked first: after such an error nothing is changed.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    found = {path: m for path, m in module.named_modules() if isinstance(m, Joinable)}
+    if not found:
+        raise ValueError(f"module must contain a layer of flacompose, got {type(module).__name__}")
+    places = _places(module)
+    separate = {path: m for path, m in found.items() if not m.joint_sizes and len(_paths(m)) > 1}
+    for path, layer in separate.items():
+        _check(f"{path}." if path else "", layer, places)
+    for layer in separate.values():
+        _join(layer)
+
+
+def _paths(layer: Joinable) -> list[str]:
+    """The paths of the maps that `layer` has: an output gate, for example, may be absent."""
+    return [path for path in layer.joinable if getattr(layer, path.partition(".")[0], None) is not None]
+
+
+def _places(module: nn.Module) -> Counter[int]:
+    """In how many places within `module` each module and each parameter is, by its ``id``."""
+    places: Counter[int] = Counter()
+    for m in module.modules():
+        places.update(id(held) for held in (*m._modules.values(), *m._parameters.values()))
+    return places
+
+
+def _check(prefix: str, layer: Joinable, places: Counter[int]) -> None:
+    """Check that the maps of `layer` can be joined. Errors call them by `prefix` and their path."""
+    linears: dict[str, nn.Linear] = {}
+    for path in _paths(layer):
+        child, _, inner = path.partition(".")
+        name, m = prefix + child, getattr(layer, child)
+        if inner:
+            _check_module(name, m, nn.Sequential, places)
+            name, m = prefix + path, m[int(inner)]
+        _check_module(name, m, nn.Linear, places)
+        linears[name] = m
+    first, *others = linears
+    for name in others:
+        for kind in ("dtype", "device", "number of inputs", "requires_grad"):
+            expected, got = _kinds(linears[first])[kind], _kinds(linears[name])[kind]
+            if len(expected | got) > 1:
+                raise ValueError(
+                    f"{name} must have the {kind} of {first}, {_listed(expected)}, to be joined with it, "
+                    f"got {_listed(got)}"
+                )
+
+
+def _check_module(name: str, m: nn.Module, expected: type[nn.Module], places: Counter[int]) -> None:
+    if type(m) is not expected:  # a subclass may compute something else
+        raise TypeError(
+            f"{name} must be a plain nn.{expected.__name__} to be joined, got a {_name(m)}: merge adapters "
+            "before projections are joined, and quantise after it"
+        )
+    for key, p in m._parameters.items():
+        if p is None:
+            continue
+        if type(p) is not nn.Parameter:
+            raise TypeError(
+                f"{name}.{key} must be a plain parameter to be joined, got a {_name(p)}: join projections before "
+                "they are quantised; sharded ones cannot be joined"
+            )
+        if places[id(p)] > 1:
+            raise ValueError(f"{name}.{key} must be in one place to be joined, got {places[id(p)]}")
+    hooks = m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
+    if any(hooks) or "forward" in vars(m):
+        raise ValueError(f"{name} must have no hooks, and no forward of its own, to be joined, got some")
+    if places[id(m)] > 1:
+        raise ValueError(f"{name} must be in one place to be joined, got {places[id(m)]}")
+
+
+def _name(x: object) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def _kinds(m: nn.Linear) -> dict[str, set[Any]]:
+    """What has to be the same of all parameters of all maps."""
+    parameters = list(m.parameters())
+    return {
+        "dtype": {p.dtype for p in parameters},
+        "device": {p.device for p in parameters},
+        "number of inputs": {m.weight.shape[1]},
+        "requires_grad": {p.requires_grad for p in parameters},
+    }
+
+
+def _listed(values: set[Any]) -> str:
+    return " and ".join(sorted(map(str, values)))
+
+
+def _join(layer: Joinable) -> None:
+    """Replace the maps of `layer`, which have been checked."""
+    paths = _paths(layer)
+    linears = [layer.get_submodule(path) for path in paths]
+    weights: list[Tensor] = [m.weight for m in linears]  # type: ignore[misc]
+    biases: list[Tensor | None] = [m.bias for m in linears]  # type: ignore[misc]
+    sizes = [len(weight) for weight in weights]
+    fill = -sum(sizes) % _MULTIPLE
+    if fill:
+        sizes.append(fill)
+        weights.append(weights[0].new_zeros(fill, weights[0].shape[1]))
+        biases.append(None)
+    # On the meta device, so that no first values are drawn.
+    joint = nn.Linear(weights[0].shape[1], sum(sizes), bias=False, device="meta")
+    requires_grad = weights[0].requires_grad
+    joint.weight = nn.Parameter(torch.cat(weights), requires_grad)
+    if any(bias is not None for bias in biases):
+        filled = [
+            weights[0].new_zeros(n) if bias is None else bias for bias, n in zip(biases, sizes, strict=True)
+        ]
+        joint.bias = nn.Parameter(torch.cat(filled), requires_grad)
+    joint.train(layer.training)
+    for index, path in enumerate(paths):
+        parent, _, name = path.rpartition(".")
+        setattr(layer.get_submodule(parent), name, Part(index))
+    layer.joint_proj, layer.joint_sizes = joint, tuple(sizes)
