@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from flacompose.layers import GatedLinearAttention
+from flacompose.layers import GatedLinearAttention, join_projections
 from flacompose.models import Decoder, RecurrentConfig, RecurrentLM
 from flacompose.ops import fused_recurrent_gated_delta_rule, fused_recurrent_gla, fused_recurrent_simple_gla
 
@@ -72,6 +72,14 @@ def test_steps_are_those_of_the_model(layer: str, device: torch.device) -> None:
     decoder.load(before)
     for x, y in zip(pytree.tree_leaves(decoder.state), pytree.tree_leaves(before), strict=True):
         assert torch.equal(x, y)
+
+
+def test_joint_projections(device: torch.device) -> None:
+    model = model_of("GatedDeltaNet", device)
+    tokens, state = started(model, device)
+    expected, _ = model(tokens, state)
+    join_projections(model)
+    torch.testing.assert_close(Decoder(model, tokens, state)(tokens), expected, atol=1e-9, rtol=1e-9)
 
 
 def test_a_thousand_tokens(device: torch.device) -> None:
