@@ -83,7 +83,9 @@ def side_by_side(command: Sequence[str], timeout_s: float, workers: int, option:
             for process in processes:
                 process.kill()  # does nothing to one that has ended
                 process.wait()
-    line = f"compiled the peer's candidates in {time.monotonic() - start:.0f} s with {workers} processes"
+    line = (
+        f"compiled the other side's candidates in {time.monotonic() - start:.0f} s with {workers} processes"
+    )
     if late:
         line += f", {late} stopped at {timeout_s:.0f} s"
     if failed:

@@ -35,8 +35,8 @@ class GatedDeltaProduct(RecurrentLayer):
     (<https://arxiv.org/abs/2502.10297>). Arguments, defaults and parameter names are those of flash-linear-attention
     0.6, whose checkpoints load.
 
-    Heads of more than 512 values, as those of the defaults, are kept in the state as ``P`` heads of equal parts of
-    their values: the recurrent state is ``[N, HV * P, K, V / P]``.
+    Heads of more than 512 values are kept in the state as ``P`` heads of equal parts of their values: the recurrent
+    state is ``[N, HV * P, K, V / P]``.
 
     Args:
         hidden_size: Size of the input and of the output.

@@ -47,18 +47,17 @@ class Part(nn.Module):
         return f"index={self.index}"
 
 
-@torch.no_grad()
 def join_projections(module: nn.Module) -> None:
     """Make those projections of each layer in `module` that read the same input one matrix product.
 
     It changes `module` in place. A layer computes what it computed before, up to rounding, with fewer kernels. That is
-    faster where a call has few tokens, as in generation, where most of the time of a product is that of reading its
-    weight, or of launching its kernel. Every layer of `flacompose.layers`, and in a model the feed-forward networks and
-    the softmax attention, gets one ``nn.Linear`` called ``joint_proj``:
+    for calls of few tokens, as in generation, where most of the time of a product is that of reading its weight, or of
+    launching its kernel. A layer of `flacompose.layers`, and in a model also a feed-forward network and
+    softmax attention, gets one ``nn.Linear`` called ``joint_proj``:
 
     - Its rows are those of the queries, keys, values, output gates, decays and whatever else the layer projects its
       input to. Of a low-rank pair it has the first matrix. Rows of zeros fill it up to a multiple of 8.
-    - If one of these projections has a bias, so has ``joint_proj``, with zeros for the others.
+    - If one of these projections has a bias, so has ``joint_proj``, with zeros for the others, which training changes.
     - A module without parameters takes the place of each of these projections.
     - Layers that mix their inputs, as those of RWKV6, and layers that have one projection from the start, as `Mamba2`,
       stay as they are. So do layers that are joined already.
@@ -75,21 +74,25 @@ def join_projections(module: nn.Module) -> None:
     Raises:
         TypeError: If `module` is no module, or a projection in it is not a plain ``nn.Linear`` with plain parameters,
             as where it is quantised, adapted, sharded or parametrised.
-        ValueError: If `module` contains no layer of flacompose, or a projection has hooks or shares its weight, or
-            those of a layer differ in dtype, device, number of inputs or whether they require gradients. All layers
-            are checked first: after such an error nothing is changed.
+        ValueError: If `module` contains no layer whose projections can be joined, or a projection or a parameter of it
+            has hooks or shares its memory with another, or the projections of a layer differ in dtype, device, number
+            of inputs or whether they require gradients. All layers are checked first: after such an error nothing is
+            changed.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     found = {path: m for path, m in module.named_modules() if isinstance(m, Joinable)}
     if not found:
-        raise ValueError(f"module must contain a layer of flacompose, got {type(module).__name__}")
+        raise ValueError(
+            f"module must contain a layer whose projections can be joined, got {type(module).__name__}"
+        )
     places = _places(module)
     separate = {path: m for path, m in found.items() if not m.joint_sizes and len(_paths(m)) > 1}
     for path, layer in separate.items():
         _check(f"{path}." if path else "", layer, places)
-    for layer in separate.values():
-        _join(layer)
+    with torch.inference_mode(False), torch.no_grad():
+        for layer in separate.values():
+            _join(layer)
 
 
 def _paths(layer: Joinable) -> list[str]:
@@ -98,11 +101,17 @@ def _paths(layer: Joinable) -> list[str]:
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """In how many places within `module` each module and each parameter is, by its ``id``."""
+    """In how many places within `module` each module is, by its ``id``, and each parameter, by `_memory`."""
     places: Counter[int] = Counter()
     for m in module.modules():
-        places.update(id(held) for held in (*m._modules.values(), *m._parameters.values()))
+        places.update(id(child) for child in m._modules.values())
+        places.update(_memory(p) for p in m._parameters.values() if type(p) is nn.Parameter)
     return places
+
+
+def _memory(p: Tensor) -> int:
+    """Which memory `p` is in, also on the meta device: parameters may share it and be two objects."""
+    return p.untyped_storage()._cdata
 
 
 def _check(prefix: str, layer: Joinable, places: Counter[int]) -> None:
@@ -141,8 +150,10 @@ def _check_module(name: str, m: nn.Module, expected: type[nn.Module], places: Co
                 f"{name}.{key} must be a plain parameter to be joined, got a {_name(p)}: join projections before "
                 "they are quantised; sharded ones cannot be joined"
             )
-        if places[id(p)] > 1:
-            raise ValueError(f"{name}.{key} must be in one place to be joined, got {places[id(p)]}")
+        if places[_memory(p)] > 1:
+            raise ValueError(f"{name}.{key} must be in one place to be joined, got {places[_memory(p)]}")
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ValueError(f"{name}.{key} must have no hooks to be joined, got some")
     hooks = m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
     if any(hooks) or "forward" in vars(m):
         raise ValueError(f"{name} must have no hooks, and no forward of its own, to be joined, got some")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flacompose.layers import _check
+from flacompose.ops._check import kind
 
 _WARM_UPS = 3  # calls before a CUDA graph is recorded: the first compiles
 
@@ -24,22 +25,32 @@ class Decoder:
     of tokens and state that ``torch.compile`` takes with ``fullgraph=True``. If the function also chooses the token,
     that is part of the graph too.
 
-    The graph reads the model's parameters where they were when the decoder was made: values that are written into
-    them count, and parameters that are replaced do not.
+    What to know of it:
+
+    - It compiles, and tunes kernels, for the shape of its tokens. On a CPU that happens at the first call; on a GPU the
+      model is called, compiled and recorded while the decoder is made, which changes no random numbers that are drawn
+      later, but buffers that the model writes to.
+    - On a GPU it reads the model's parameters where they were when it was made. Values that are written into them
+      count. Do not replace parameters, move them or convert them: the graph would read memory that is free. Changes of
+      the model's mode or of autocast do not reach it.
+    - Calls follow one another in one thread and on one stream. Decoders cannot be copied, pickled, traced or compiled,
+      and take no sharded tensors.
 
     Args:
         model: ``model(tokens, state)`` returns ``(outputs, state)``. The new state has the structure, the shapes and
             the dtypes of the old one, and `outputs` is a tensor or a pytree of tensors.
         tokens: An example of what one call reads, as ``[B, 1]`` of token ids, or ``[B, 1, hidden_size]`` for a layer.
-        state: The state to begin with, a pytree of tensors: as a call of the model with the prompt returned it.
+        state: The state to begin with, a pytree of tensors on the device of the tokens: as a call of the model with the
+            prompt returned it, or `init_state`.
         options: Options for Inductor, as ``torch.compile`` takes them. They are added to those of the decoder, which
             are ``coordinate_descent_tuning``, and, unless `options` has ``post_grad_custom_pre_pass``, that kernels
             write a state where they read it. Default: none.
 
     Raises:
-        TypeError: If `tokens` is no tensor, or `state` holds something else than tensors.
+        TypeError: If `model` cannot be called or does not return two things, `tokens` is no tensor, `state` or
+            `outputs` hold something else than plain tensors, or `options` is no mapping.
         ValueError: If the model returns a state of another structure, or with another shape, dtype or device: that of
-            softmax attention grows with every token.
+            softmax attention grows with every token. Or if a tensor of `state` is not on the device of the tokens.
     """
 
     def __init__(
@@ -50,16 +61,20 @@ class Decoder:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if not isinstance(tokens, Tensor):
-            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
-        leaves, self._structure = pytree.tree_flatten(state)
-        _check_tensors(leaves)
-        self._tokens = tokens.detach().clone()
-        self._state = [x.detach().clone(memory_format=torch.contiguous_format) for x in leaves]
-        self._check(model)
+        if not callable(model):
+            raise TypeError(f"model must be a module or a function, got {kind(model)}")
+        _check_tensor("tokens", tokens)
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"options must be a mapping, got {kind(options)}")
+        structure = pytree.tree_structure(state)
+        named = _named("state", state)
+        for name, x in named.items():
+            _check_tensor(name, x)
+            _check.same_device(name, x, tokens)
+        self._structure, self._names = structure, list(named)
 
         def step(tokens: Tensor, state: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            outputs, new = model(tokens, pytree.tree_unflatten(state, self._structure))
+            outputs, new = model(tokens, pytree.tree_unflatten(state, structure))
             return outputs, pytree.tree_leaves(new)
 
         from flacompose.models.states_in_place import StatesInPlace  # which imports Inductor
@@ -74,9 +89,14 @@ class Decoder:
             step, fullgraph=True, dynamic=False, options={**defaults, **(options or {})}
         )
         self._graph: torch.cuda.CUDAGraph | None = None
-        if tokens.is_cuda:
-            with torch.cuda.device(tokens.device):
-                self._record()
+        devices = [tokens.device] if tokens.is_cuda else []
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices):
+            self._tokens = tokens.detach().clone()
+            self._state = [x.detach().clone(memory_format=torch.contiguous_format) for x in named.values()]
+            self._check(model)
+            if tokens.is_cuda:
+                with torch.cuda.device(tokens.device):
+                    self._record()
         self.load(state)
 
     def __call__(self, tokens: Tensor) -> Any:
@@ -93,12 +113,14 @@ class Decoder:
             ValueError: If its shape or its device is another.
         """
         _check_like("tokens", tokens, self._tokens)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self._tokens.copy_(tokens)
             if self._graph is None:
-                return self._step()
-            self._graph.replay()
-            return pytree.tree_map(torch.clone, self._outputs)
+                outputs = self._step()
+            else:
+                self._graph.replay()
+                outputs = self._outputs
+            return pytree.tree_map(torch.clone, outputs)
 
     @property
     def state(self) -> Any:
@@ -112,14 +134,12 @@ class Decoder:
             TypeError: If `state` holds something else than tensors, or a dtype is another than that of the example.
             ValueError: If its structure, or a shape or device, is another.
         """
-        leaves, structure = pytree.tree_flatten(state)
-        _check_tensors(leaves)
-        if structure != self._structure:
-            raise ValueError("state must have the structure of the state that the decoder was made with")
-        for i, (old, x) in enumerate(zip(self._state, leaves, strict=True)):
-            _check_like(f"state: tensor {i}", x, old)
-        with torch.no_grad():
-            for old, x in zip(self._state, leaves, strict=True):
+        _check_structure("state must be", state, self._structure, self._names)
+        named = _named("state", state)
+        for old, (name, x) in zip(self._state, named.items(), strict=True):
+            _check_like(name, x, old)
+        with torch.inference_mode(False), torch.no_grad():
+            for old, x in zip(self._state, named.values(), strict=True):
                 old.copy_(x)
 
     def _step(self) -> Any:
@@ -131,6 +151,8 @@ class Decoder:
             return x.clone() if x.untyped_storage().data_ptr() in held else x
 
         outputs = pytree.tree_map(apart, outputs)
+        for name, old, x in zip(self._names, self._state, new, strict=True):
+            _check_kept(name, x, old)
         # What a kernel has written where it belongs stays. What is part of the old state is copied from there before
         # any of it is replaced.
         moved = {i: apart(x) for i, x in enumerate(new) if not x.is_set_to(self._state[i])}
@@ -138,48 +160,72 @@ class Decoder:
             torch._foreach_copy_([self._state[i] for i in moved], list(moved.values()))
         return outputs
 
-    @torch.no_grad()
     def _check(self, model: Callable[[Tensor, Any], tuple[Any, Any]]) -> None:
-        """Call the model once, and see whether the new state is like the old one."""
-        state = pytree.tree_unflatten(self._state, self._structure)
-        _, new = model(self._tokens, state)
-        leaves, structure = pytree.tree_flatten(new)
-        if structure != self._structure:
-            raise ValueError("model must return a state of the structure that it is given, got another")
-        for i, (old, x) in enumerate(zip(self._state, leaves, strict=True)):
-            if _kind(x) != _kind(old):
-                raise ValueError(
-                    f"model must return a state like the one it is given, got for tensor {i} of it {_kind(x)} "
-                    f"instead of {_kind(old)}; the state of softmax attention grows with every token"
-                )
+        """Call the model once, and see whether it returns outputs, and a new state that is like the old one."""
+        result = model(self._tokens, pytree.tree_unflatten(self._state, self._structure))
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise TypeError(f"model must return (outputs, state), got {kind(result)}")
+        outputs, new = result
+        for name, x in _named("outputs of model", outputs).items():
+            _check_tensor(name, x)
+        _check_structure("model must return as state", new, self._structure, self._names)
+        for old, (name, x) in zip(self._state, _named("state", new).items(), strict=True):
+            _check_kept(name, x, old)
 
-    @torch.no_grad()
     def _record(self) -> None:
+        # The stream is the graph's own, as PyTorch would else take one of the device that captured first.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 self._step()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may allocate memory meanwhile.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._outputs = self._step()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._outputs = self._step()
         self._graph = graph
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Decoder cannot be copied or pickled: make another one of the model and decoder.state"
+        )
 
-def _kind(x: Any) -> str:
-    return f"{tuple(x.shape)}, {x.dtype} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+
+def _named(name: str, tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by their places in it, as ``state[0].recurrent``."""
+    return {name + pytree.keystr(path): x for path, x in pytree.tree_flatten_with_path(tree)[0]}
 
 
-def _check_tensors(leaves: list[Any]) -> None:
-    for i, x in enumerate(leaves):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"state must hold tensors alone, got {type(x).__name__} as its leaf {i}")
+def _check_tensor(name: str, x: Any) -> None:
+    if type(x) not in (Tensor, nn.Parameter):
+        raise TypeError(f"{name} must be a plain tensor, got {kind(x)}")
+
+
+def _check_structure(what: str, state: Any, structure: pytree.TreeSpec, names: list[str]) -> None:
+    if pytree.tree_structure(state) != structure:
+        raise ValueError(
+            f"{what} what the decoder was made with, a pytree of {', '.join(names) or 'nothing'}, "
+            f"got {kind(state)}: {', '.join(_named('state', state)) or 'nothing'}"
+        )
+
+
+def _check_kept(name: str, x: Any, old: Tensor) -> None:
+    _check_tensor(f"{name}, as model returns it,", x)
+    expected, got = ((tuple(t.shape), t.dtype, t.device) for t in (old, x))
+    if expected != got:
+        grows = "; the state of softmax attention grows with every token" if x.shape != old.shape else ""
+        raise ValueError(
+            "model must return a state like the one it is given: {} must be {}, {} on {}, ".format(
+                name, *expected
+            )
+            + "got {}, {} on {}".format(*got)
+            + grows
+        )
 
 
 def _check_like(name: str, x: Any, example: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    _check_tensor(name, x)
     if x.dtype != example.dtype:
         raise TypeError(f"{name} must be {example.dtype}, as the decoder was made with, got {x.dtype}")
     if x.shape != example.shape:

@@ -16,13 +16,10 @@ from torch.fx import Graph, Node
 class StatesInPlace(CustomGraphPass):
     """Gives the kernel of a recurrence the memory of the old state, an input of the graph, for the new one, an output.
 
-    So a decoder need not copy new states to where the next step reads them, which takes as long as the recurrence. The
-    caller of such a graph finds its input changed: this is for callers that never look at an old state again. Each
-    program of these kernels reads its part of a state before it writes that part, and no other.
+    So a decoder need not copy new states to where the next step reads them, which would read and write all of them once
+    more. The caller of such a graph finds its input changed: this is for callers that never look at an old state again.
+    Each program of the kernel reads its part of a state before it writes that part, and no other.
     """
-
-    # By the names of kernels: those of their arguments for the old state and the new one.
-    KERNELS = {"recurrent_kernel": ("initial", "final")}
 
     def __call__(self, graph: Graph) -> None:
         output = graph.output_node()
@@ -47,14 +44,17 @@ class StatesInPlace(CustomGraphPass):
         launch, name = cast(Any, new.args)
         if launch.target is not triton_kernel_wrapper_functional:
             return None
-        initial, final = self.KERNELS.get(_name(launch.kwargs["kernel_idx"]), (None, None))
-        old = launch.kwargs["kwargs"].get(initial)
-        if final != name or not isinstance(old, Node) or old.op != "placeholder":
+        arguments = launch.kwargs["kwargs"]
+        old = arguments.get("initial")
+        if name != "final" or not isinstance(old, Node) or old.op != "placeholder":
+            return None
+        if not _is_recurrent(kernel_side_table.get_kernel(launch.kwargs["kernel_idx"])):
             return None
         # Whoever else reads the old state could meet the new one.
-        if len(old.users) > 1 or len(new.users) > 1:
+        reads = sum(x is old for x in arguments.values())
+        if reads > 1 or len(old.users) > 1 or len(new.users) > 1:
             return None
-        x, y = (node.meta["val"] for node in (old, launch.kwargs["kwargs"][name]))
+        x, y = (node.meta["val"] for node in (old, arguments[name]))
         return old if (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype) else None
 
     def uuid(self) -> str:
@@ -62,9 +62,7 @@ class StatesInPlace(CustomGraphPass):
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def _name(kernel: int) -> str:
-    """Of the kernel that Inductor has under this number."""
-    function: Any = kernel_side_table.get_kernel(kernel)
-    while not hasattr(function, "__name__"):  # the function within an autotuner
-        function = function.fn
-    return function.__name__
+def _is_recurrent(kernel: Any) -> bool:
+    from flacompose.ops.families._kernels import recurrent_kernel  # which imports Triton
+
+    return kernel is recurrent_kernel

@@ -215,6 +215,24 @@ def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
     check(draw(case, CPU, B=1, H=1, T=5, K=K, V=V))
 
 
+# One of each kernel that works in tiles of heads of more than 256, and in what these add up.
+LARGE = [
+    "chunk_gla", "chunk_gsa", "chunk_simple_gla-g", "chunk_linear_attn", "chunk_delta_rule", "chunk_gated_delta_rule",
+    "chunk_kda", "fused_recurrent_gated_delta_rule",
+]  # fmt: skip
+
+
+@every([NAMED[name] for name in LARGE])
+@pytest.mark.parametrize("sizes", [(300, 20), (20, 300)], ids=str)
+@pytest.mark.parametrize("segments", [1, 2])
+def test_large_heads(
+    case: OpCase, sizes: tuple[int, int], segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    K, V = sizes
+    check(draw(case, CPU, B=1, H=1, T=34 * segments, K=K, V=V, M=max(K, V)))
+
+
 # What is launched for these is launched for other entries: groups of queries are more tokens, a mean is two calls, and
 # gates are computed or added before.
 COMPOSED = (

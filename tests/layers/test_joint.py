@@ -432,6 +432,21 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
         ValueError,
         "1.v_proj must have no hooks",
     ),
+    "hook of a parameter": (
+        lambda layer: layer.v_proj.weight.register_hook(print),
+        ValueError,
+        "1.v_proj.weight must have no hooks to be joined, got some",
+    ),
+    "hook after the gradient": (
+        lambda layer: layer.v_proj.weight.register_post_accumulate_grad_hook(print),
+        ValueError,
+        "1.v_proj.weight must have no hooks to be joined, got some",
+    ),
+    "shared memory": (
+        lambda layer: setattr(layer.q_proj.weight, "data", layer.k_proj.weight.data),
+        ValueError,
+        "1.q_proj.weight must be in one place to be joined, got 2",
+    ),
     "hook of a pair": (pair_hook, ValueError, "1.gk_proj must have no hooks"),
     "forward": (offloaded, ValueError, "1.v_proj must have no hooks, and no forward of its own"),
     "shared weight": (
@@ -484,7 +499,9 @@ def test_errors(kind: str) -> None:
 def test_wrong_modules() -> None:
     with pytest.raises(TypeError, match=re.escape("module must be a torch.nn.Module, got int")):
         join_projections(3)
-    with pytest.raises(ValueError, match=re.escape("module must contain a layer of flacompose, got Linear")):
+    with pytest.raises(
+        ValueError, match=re.escape("module must contain a layer whose projections can be joined, got Linear")
+    ):
         join_projections(nn.Linear(3, 3))
     layer = GatedLinearAttention(hidden_size=24, num_heads=4)
     join_projections(layer)

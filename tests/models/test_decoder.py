@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from contract.accuracy import error
 from torch import Tensor
 from torch._functorch.aot_autograd import aot_export_module
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
@@ -18,6 +23,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from flacompose import layers
 from flacompose.layers import GatedLinearAttention, join_projections
 from flacompose.models import Decoder, RecurrentConfig, RecurrentLM
 from flacompose.ops import fused_recurrent_gated_delta_rule, fused_recurrent_gla, fused_recurrent_simple_gla
@@ -32,17 +38,21 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 def model_of(
-    layer: str, device: torch.device, dtype: torch.dtype = torch.float64, **options: Any
+    layer: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float64,
+    hidden_size: int = 32,
+    **options: Any,
 ) -> RecurrentLM:
     torch.manual_seed(0)
     feed_forward = "rwkv6" if layer == "RWKV6Attention" else "swiglu"
     config = RecurrentConfig(
         vocab_size=20,
-        hidden_size=32,
+        hidden_size=hidden_size,
         num_hidden_layers=2,
         intermediate_size=32,
         layer=layer,
-        layer_options=LAYERS[layer],
+        layer_options=EVERY_LAYER[layer],
         feed_forward=feed_forward,
         **options,
     )
@@ -137,7 +147,7 @@ def test_states_that_share_memory(device: torch.device) -> None:
 
     def step(x: Tensor, state: Any) -> tuple[Any, Any]:
         a, b, c, d = state
-        return (x, a.clone(), b), (b, a + 0, c, d[:1].expand(2))
+        return (x, a.clone(), b), (b, a, c, d[:1].expand(2))
 
     def filled(*values: float) -> list[Tensor]:
         return [torch.full((3,), value, device=device) for value in values]
@@ -163,25 +173,61 @@ def test_as_many_decoders_as_wanted(device: torch.device) -> None:
             assert decoder(zeros).tolist() == [n] * n
 
 
+def add(x: Tensor, state: Any) -> tuple[Any, Any]:
+    return x, (state[0] + x,)
+
+
+X = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((3, X, (X,)), TypeError, "model must be a module or a function, got int"),
+        ((add, [1], (X,)), TypeError, "tokens must be a plain tensor, got list of 1"),
+        ((add, X, (X, 1)), TypeError, r"state\[1\] must be a plain tensor, got int"),
+        ((add, X, None), TypeError, "state must be a plain tensor, got NoneType"),
+        ((add, X, (X.to("meta"),)), ValueError, r"state\[0\] must be on cpu, got meta"),
+        ((lambda x, s: x, X, (X,)), TypeError, r"model must return \(outputs, state\), got Tensor"),
+        (
+            (lambda x, s: (x, s, 1), X, (X,)),
+            TypeError,
+            r"model must return \(outputs, state\), got tuple of 3",
+        ),
+        (
+            (lambda x, s: (None, s), X, (X,)),
+            TypeError,
+            "outputs of model must be a plain tensor, got NoneType",
+        ),
+        ((lambda x, s: ({"n": 3}, s), X, (X,)), TypeError, r"outputs of model\['n'\] must be .*, got int"),
+        (
+            (lambda x, s: (x, (3,)), X, (X,)),
+            TypeError,
+            r"state\[0\], as model returns it, must be .*, got int",
+        ),
+        (
+            (lambda x, s: (x, s[0]), X, (X,)),
+            ValueError,
+            r"model must return as state what the decoder was made with, a pytree of state\[0\], got Tensor: state",
+        ),
+        (
+            (lambda x, s: (x, (torch.cat([s[0], x]),)), X, (X,)),
+            ValueError,
+            r"state\[0\] must be \(2,\), torch.float32 on cpu, got \(4,\), .*; the state of softmax attention grows",
+        ),
+        ((lambda x, s: (x, (s[0].double(),)), X, (X,)), ValueError, r"got \(2,\), torch.float64 on cpu$"),
+    ],
+)
+def test_errors_of_models(arguments: tuple[Any, Any, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Decoder(*arguments)
+
+
 def test_errors(device: torch.device) -> None:
-    x, state = torch.zeros(2, device=device), (torch.zeros(2, device=device),)
-
-    def add(x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        return x, (state[0] + x,)
-
-    with pytest.raises(TypeError, match="tokens must be a tensor, got list"):
-        Decoder(add, [1], state)
-    with pytest.raises(TypeError, match="state must hold tensors alone, got int as its leaf 1"):
-        Decoder(add, x, (*state, 1))
-    with pytest.raises(ValueError, match="model must return a state of the structure that it is given"):
-        Decoder(lambda x, s: (x, s[0]), x, state)
-    with pytest.raises(
-        ValueError, match=r"model must return a state like the one .* tensor 0 of it \(4,\), torch.float32"
-    ):
-        Decoder(lambda x, s: (x, (torch.cat([s[0], x]),)), x, state)
-    with pytest.raises(ValueError, match=r"torch.float64 on \S+ instead of \(2,\), torch.float32"):
-        Decoder(lambda x, s: (x, (s[0].double(),)), x, state)
-    decoder = Decoder(add, x, state)
+    x = torch.zeros(2, device=device)
+    with pytest.raises(TypeError, match="options must be a mapping, got int"):
+        Decoder(add, x, (x,), options=3)
+    decoder = Decoder(add, x, (x,))
     with pytest.raises(
         ValueError, match=r"tokens must have shape \(2,\), as the decoder was made with, got \(3,\)"
     ):
@@ -190,15 +236,116 @@ def test_errors(device: torch.device) -> None:
         TypeError, match="tokens must be torch.float32, as the decoder was made with, got torch.int64"
     ):
         decoder(torch.zeros(2, dtype=torch.int64, device=device))
-    with pytest.raises(TypeError, match="tokens must be a tensor, got int"):
+    with pytest.raises(TypeError, match="tokens must be a plain tensor, got int"):
         decoder(1)
     with pytest.raises(ValueError, match="tokens must be on"):
         decoder(torch.zeros(2, device="meta"))
-    with pytest.raises(ValueError, match="state must have the structure"):
-        decoder.load(state[0])
-    with pytest.raises(ValueError, match=r"state: tensor 0 must have shape \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"state must be what the decoder was made with, .*state\[0\], got Tensor"
+    ):
+        decoder.load(x)
+    with pytest.raises(ValueError, match=r"state\[0\] must have shape \(2,\)"):
         decoder.load((torch.zeros(1, device=device),))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a Decoder cannot be copied or pickled"):
+            copied(decoder)
     assert decoder.state[0].tolist() == [0, 0]
+
+
+def test_nothing_is_kept_alive(device: torch.device) -> None:
+    """A decoder that is deleted frees its memory and lets go of the model at once, without a garbage collection."""
+    model = torch.nn.Linear(2, 2, device=device)
+    decoder = Decoder(
+        lambda x, s: (model(x), (s[0] + x,)), torch.zeros(2, device=device), (torch.zeros(2, device=device),)
+    )
+    decoder(torch.zeros(2, device=device))
+    torch._dynamo.reset()
+    held = weakref.ref(decoder), weakref.ref(decoder._state[0])
+    gc.disable()
+    try:
+        del decoder
+        assert [x() for x in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_random_numbers_and_inference_mode(device: torch.device) -> None:
+    """Making a decoder draws no numbers that later calls would have drawn, and may be done in inference mode."""
+    x = torch.zeros(4, device=device)
+    torch.manual_seed(0)
+    expected = torch.rand(4, device=device)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        decoder = Decoder(lambda x, s: (x + torch.rand_like(x), (s[0] + x,)), x, (x,))
+    assert torch.equal(torch.rand(4, device=device), expected)
+    decoder(x)
+    with torch.inference_mode():
+        assert decoder(x).shape == (4,)
+
+
+def test_buffers_of_the_model_are_not_given_out(device: torch.device) -> None:
+    buffer = torch.ones(2, device=device)
+    decoder = Decoder(
+        lambda x, s: (buffer, (s[0] + x,)), torch.zeros(2, device=device), (torch.zeros(2, device=device),)
+    )
+    decoder(torch.zeros(2, device=device)).zero_()
+    assert buffer.tolist() == [1, 1]
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
+EVERY_LAYER = {
+    **{name: {} for name in layers.__all__ if hasattr(getattr(layers, name), "init_state")},
+    **LAYERS,
+    "LightningAttention": {"num_heads": 2, "num_layers": 2},
+    "GatedSlotAttention": {"num_heads": 2, "num_slots": 16},
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer", EVERY_LAYER)
+def test_graphs_of_kernels(layer: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Recorded steps are those of the same compiled step without a graph, to the bit, and near the model's."""
+    model = model_of(layer, device, dtype, hidden_size=128)
+    tokens, state = started(model, device)
+    decoder = Decoder(model, tokens, state)
+    logits = torch.cat([decoder(tokens) for _ in range(20)])
+    final = decoder.state
+    decoder.load(state)
+    decoder._tokens.copy_(tokens)
+    assert torch.equal(logits, torch.cat([decoder._step().clone() for _ in range(20)]))
+    assert all(map(torch.equal, pytree.tree_leaves(final), pytree.tree_leaves(decoder.state)))
+    expected = []
+    for _ in range(20):
+        y, state = model(tokens, state)
+        expected.append(y)
+    assert error(logits, torch.cat(expected)) <= (1e-5 if dtype == torch.float32 else 2e-2)
+    assert error(pytree.tree_leaves(final)[0], pytree.tree_leaves(state)[0]) <= (
+        1e-5 if dtype == torch.float32 else 2e-2
+    )
+
+
+@needs_gpu
+def test_kernels_replace_states_in_place(device: torch.device) -> None:
+    model = model_of("GatedLinearAttention", device, torch.float32)
+    decoder = Decoder(model, *started(model, device))
+    _, new = decoder._compiled(decoder._tokens, decoder._state)
+    in_place = [x.is_set_to(old) for x, old in zip(new, decoder._state, strict=True)]
+    assert in_place == [
+        old.dim() == 4 for old in decoder._state
+    ]  # the recurrent states, not those of convolutions
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+def test_two_gpus() -> None:
+    for index in range(2):
+        device = torch.device("cuda", index)
+        model = model_of("GatedLinearAttention", device, torch.float32)
+        tokens, state = started(model, device)
+        decoder = Decoder(model, tokens, state)
+        for _ in range(3):
+            expected, state = model(tokens, state)
+            torch.testing.assert_close(decoder(tokens), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_softmax_attention_is_refused(device: torch.device) -> None:
@@ -208,12 +355,20 @@ def test_softmax_attention_is_refused(device: torch.device) -> None:
 
 
 RECURRENT = [fused_recurrent_gla, fused_recurrent_simple_gla, fused_recurrent_gated_delta_rule]
+# What a step does with the old state, the state itself, and whether the new one may take its place.
+USES: dict[str, tuple[tuple[int, ...], bool]] = {
+    "read once": ((2, 2, 16, 16), True),
+    "read elsewhere": ((2, 2, 16, 16), False),
+    "returned": ((2, 2, 16, 16), False),
+    "reshaped": ((2, 2, 256), False),
+    "of several states": ((2, 2, 16, 16), False),
+}
 
 
 @pytest.mark.parametrize("op", RECURRENT)
-@pytest.mark.parametrize("old_is", ["read once", "read elsewhere", "returned", "reshaped"])
+@pytest.mark.parametrize("use", USES)
 def test_kernels_write_states_where_they_read_them(
-    op: Callable[..., Any], old_is: str, monkeypatch: pytest.MonkeyPatch
+    op: Callable[..., Any], use: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In Inductor's graph a kernel gets the old state's memory for the new one, if nothing else reads that."""
     triton = pytest.importorskip("triton")
@@ -225,12 +380,17 @@ def test_kernels_write_states_where_they_read_them(
 
     class Step(torch.nn.Module):
         def forward(self, state: Tensor, *args: Tensor) -> Any:
-            initial = state.view(2, 2, 16, 16) if old_is == "reshaped" else state
-            o, new = op(*args, initial_state=initial, output_final_state=True)
+            initial = state.view(2, 2, 16, 16) if use == "reshaped" else state
+            o, new = op(
+                *args,
+                initial_state=initial,
+                output_final_state=True,
+                output_states=1 if use == "of several states" else None,
+            )
             others = {"read elsewhere": state.sum(), "returned": state.clone()}
-            return o, new, *([others[old_is]] if old_is in others else [])
+            return o, new, *([others[use]] if use in others else [])
 
-    shape = (2, 2, 256) if old_is == "reshaped" else (2, 2, 16, 16)
+    shape, in_place = USES[use]
     gates = {"gla": [(2, 1, 2, 16)], "simple_gla": [(2, 1, 2)], "gated_delta_rule": [(2, 1, 2)] * 2}
     sizes = [shape] + [(2, 1, 2, 16)] * 3 + gates[op.__name__.removeprefix("fused_recurrent_")]
     with FakeTensorMode() as mode, V.set_fake_mode(mode), torch.no_grad():
@@ -245,9 +405,13 @@ def test_kernels_write_states_where_they_read_them(
         reinplace_inplaceable_ops_core(graph)
     graph.lint()
     state = next(node for node in graph.nodes if node.op == "placeholder")
-    (launch,) = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
-    in_place = old_is == "read once"
+    launches = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
+    if use == "of several states":  # an operator, which is not in the graph as its kernel
+        assert all(launch.kwargs["kwargs"]["final"] is not state for launch in launches)
+        return
+    (launch,) = launches
     assert (launch.kwargs["kwargs"]["final"] is state) == in_place
+    assert launch.kwargs["kwargs"]["o"] is not state
     assert (graph.output_node().args[0][1] is state) == in_place
     # In both cases Inductor needs no copy.
     assert launch.kwargs["tensors_to_clone"] == []

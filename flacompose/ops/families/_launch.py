@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from flacompose.ops._check import MAX_HEAD_SIZE
 from flacompose.ops._define import always_true, launch
 from flacompose.ops.families._kernels import recurrent_kernel
 from flacompose.ops.families._sequences import Sequences
@@ -80,7 +81,7 @@ def recurrent(
     dtype = torch.float32 if full_precision else v.dtype
     o = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
     final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
-    BK = block(K, 512)
+    BK = block(K, MAX_HEAD_SIZE)  # a program has all keys
     BV = block(V, 4096 // BK)
     gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, initial_state))
     tensors = q.contiguous(), k.contiguous(), v, *gates_and_state, o, final_state

@@ -399,7 +399,7 @@ def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
 
     Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
     """
-    # Parts of 64 keys take few registers beside those of the state, where the state takes half of them.
+    # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
     BK = 64 if K > 256 else block(K, 256)
     if not bfloat16:
         return {"BK": BK, "BV": 16 if K > 128 else 32, "num_warps": 4, "num_stages": 1}
@@ -411,7 +411,9 @@ def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
 
 
 def join_config(bfloat16: bool, K: int) -> dict[str, int]:
-    """Block sizes of the keys' axis, of the other, and of the former where it is contracted, warps, pipeline stages."""
+    """Block sizes of the key axis, of which a program has all blocks, and of the other, of the former where it is
+    contracted, warps and pipeline stages.
+    """
     BK = block(K, 256)
     if bfloat16:
         return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": 8, "num_stages": 1}

@@ -135,16 +135,16 @@ class _Launches(MatrixSequences):
         return sweep_config(self.bfloat16, self.C, axes["D1"], axes["D2"], self.gated, gate_gradient)
 
     def contracted_tiles(self, transpose: bool) -> int:
-        """Of a head that is wider than a tile, each tile has a sum of its own, in float32: `summed` adds them up."""
+        """The number of tiles of the axis that is contracted."""
         return tile_count(self.V if transpose else self.K, self.config(transpose)["BD1"])
 
     def tiles(self, transpose: bool) -> int:
-        """Those of a state."""
+        """The number of tiles of a state, of both axes."""
         written = tile_count(self.K if transpose else self.V, self.config(transpose)["BD2"])
         return self.contracted_tiles(transpose) * written
 
     def output(self, dtype: torch.dtype, transpose: bool = False) -> Tensor:
-        """Memory for `out` of a sweep."""
+        """Memory for `out` of a sweep. Each tile of the contracted axis has a sum of its own, in float32."""
         tiles, D2 = self.contracted_tiles(transpose), self.K if transpose else self.V
         if tiles == 1:
             return self.per_token(self.H, D2, dtype=dtype)

@@ -173,10 +173,10 @@ def sweep_kernel(
 ):
     """``S <- e^g S + b_t x_t^T``, ``out_t = scale * S^T a_t``, from chunk to chunk; `REVERSE`, backwards in time.
 
-    One program sweeps one segment of one sequence, and of its state a tile. With `ENDS` it begins at zero, and stores the state at the segment's
-    end. Otherwise it begins at the true state, computed from those ends, and stores what is given of `out`, of `final`,
-    and, together, of `states`, `d_sums` and `d_whole`. `FINE` where gradients of gates are summed over tokens, and
-    cancel: the state and what is written to it are then multiplied in two parts.
+    One program sweeps one segment of one sequence, for one tile of its state. With `ENDS` it begins at zero, and stores
+    the state at the segment's end. Otherwise it begins at the true state, computed from those ends, and stores what is
+    given of `out`, of `final`, and, together, of `states`, `d_sums` and `d_whole`. `FINE` where gradients of gates are
+    summed over tokens, and cancel: the state and what is written to it are then multiplied in two parts.
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
     tiles1: tl.constexpr = (D1 + BD1 - 1) // BD1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flacompose.ops._check import MAX_HEAD_SIZE
 from flacompose.ops._define import launch
 from flacompose.ops.families._launch import block, tile_count
 from flacompose.ops.families.vector_decay.kernels import softmax_kernel
@@ -23,7 +24,8 @@ def softmax_gradient(logits: Tensor, dp: Tensor) -> Tensor:
 def _launch(logits: Tensor, dp: Tensor | None, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(logits, dtype=dtype, memory_format=torch.contiguous_format)
     B, T, H, M = logits.shape
-    N, BM = B * T * H, block(M, 256)
+    # A program has whole rows.
+    N, BM = B * T * H, block(M, MAX_HEAD_SIZE)
     ROWS = 4096 // BM
     grid = (tile_count(N, ROWS),)
     launch(softmax_kernel, grid, logits.contiguous(), dp, out, N=N, M=M, ROWS=ROWS, BM=BM)
