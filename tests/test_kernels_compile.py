@@ -23,6 +23,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from flacompose.ops import chunk_delta_rule, fused_recurrent_delta_rule  # noqa: E402
 from flacompose.ops.families import _launch  # noqa: E402
 from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
+from flacompose.ops.families.delta_rule.channel_kernels import channel_pair_kernel  # noqa: E402
 from flacompose.ops.families.delta_rule.kernels import (  # noqa: E402
     gradient_kernel,
     pair_kernel,
@@ -381,6 +382,20 @@ def test_what_is_mild_is_found_once(gates, monkeypatch: pytest.MonkeyPatch) -> N
     told = [arguments for kernel, arguments in launches if kernel is gated_kernel]
     assert {arguments["KNOWN"] for arguments in told} == {alone}
     assert {any(x is arguments["mild"] for x in found) for arguments in told} == {alone}
+
+
+@pytest.mark.parametrize("K", [64, 320, 512])
+def test_pairs_of_channels_fit(K: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, where many channels leave no room to keep what they write with."""
+
+    def compile_pairs(kernel, grid, *args, **kwargs) -> None:
+        if kernel is channel_pair_kernel and kwargs["MILD"]:
+            compile_only(kernel, grid, *args, **kwargs)
+
+    launch_with(compile_pairs, monkeypatch)
+    q, k = torch.empty(2, 1, 65, 2, K, device="meta")
+    v, beta = torch.empty(1, 65, 2, 16, device="meta"), torch.empty(1, 65, 2, device="meta")
+    delta_rule.chunk(q, k, v, beta, None, torch.empty_like(k), None, None, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from flacompose.ops.families import _sequences
 from flacompose.ops.families._op import with_names
+from flacompose.ops.families.delta_rule import cuda as delta_rule
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
@@ -104,6 +105,14 @@ def check(problem: Problem, loss: str = "both") -> None:
 @pytest.mark.parametrize("T", [1, 3, 65])
 def test_dense(case: OpCase, T: int) -> None:
     check(draw(case, CPU, B=1, H=2, T=T, K=5, V=17))
+
+
+@pytest.mark.parametrize("gates", ["mild", "mixed"])
+def test_pairs_of_many_channels(gates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys that write are computed again, as they are where those of all channels do not fit."""
+    config = delta_rule.channel_pair_config
+    monkeypatch.setattr(delta_rule, "channel_pair_config", lambda *args: config(*args) | {"KEEP": False})
+    check(draw(NAMED["chunk_kda"], CPU, B=1, H=1, T=66, K=80, V=17, gates=gates))
 
 
 @each_op

@@ -390,8 +390,16 @@ def pair_config(bfloat16: bool) -> dict[str, int]:
 
 
 def channel_pair_config(bfloat16: bool, K: int) -> dict[str, int]:
-    """Block size of the contracted axis, warps and pipeline stages."""
-    return {"BK": max(block(K, 128), 64) if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
+    """Block size of the contracted axis, whether the keys that write are kept for their product, warps and stages.
+
+    In float32 they wait for it in shared memory, of which they take 512 bytes for each channel: at most 320 fit.
+    """
+    return {
+        "BK": max(block(K, 128), 64) if bfloat16 else 32,
+        "KEEP": bfloat16 or K <= 320,
+        "num_warps": 4,
+        "num_stages": 1,
+    }
 
 
 def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
