@@ -79,6 +79,7 @@ def channel_pair_kernel(
     HV,
     K: tl.constexpr,
     BK: tl.constexpr,
+    KEEP: tl.constexpr,
     MILD: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -87,6 +88,8 @@ def channel_pair_kernel(
     It runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
     both would need twice the registers. With mild gates, all follows from the sums of gates to the chunk's middle.
     The sums to the chunk's start and to its end differ from them by one number per channel, the same for all tokens.
+    With `KEEP` the keys that write, which are computed from these sums, are kept until the last product, and otherwise
+    computed again, as they are where gates are not mild.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     row, h, _ = split_program(tl.num_programs(0) // HV, HV)
@@ -142,8 +145,9 @@ def channel_pair_kernel(
             reader = k_ * to_middle
             store_tile(k_read, reader * from_start, *at_g)
             reader_k = in_parts(tl.trans(reader), DOT)
-            writers += (in_parts(writer, DOT),)
-            to_end += (tl.exp(late),)
+            if KEEP:
+                writers += (in_parts(writer, DOT),)
+                to_end += (tl.exp(late),)
             of_q = dot_of_parts(writer, reader_q, DOT, of_q)
             of_k = dot_of_parts(writer, reader_k, DOT, of_k)
         else:
@@ -162,7 +166,7 @@ def channel_pair_kernel(
     for tile in tl.static_range(0, (K + BK - 1) // BK):
         d = tile * BK + tl.arange(0, BK)
         at_g = i, size, 0, d, HV, K
-        if MILD:
+        if MILD and KEEP:
             written = dot_of_parts(weighted, writers[tile], DOT) * to_end[tile][None, :]
         else:
             written = load_tile(k, i, size, 0, d, H, K) * tl.exp(select(t > s, load_gates(gk, *at_g), DOT))

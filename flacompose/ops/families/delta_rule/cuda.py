@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flacompose.ops._chip import Chip
 from flacompose.ops._define import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
@@ -163,7 +164,7 @@ class _Launches(MatrixSequences):
                 mild=mild,
                 MILD=only_mild,
                 **arguments,
-                **channel_pair_config(self.bfloat16, self.K),
+                **channel_pair_config(self.chip, self.bfloat16, self.K),
             )
 
     def scratch(self, *shape: int) -> Tensor:
@@ -314,7 +315,7 @@ class _Launches(MatrixSequences):
         config = pair_gradient_config(self.bfloat16)
         vectors = {"r": r, "do": do, "dv": dv}
         launch(pair_gradient_kernel, (self.chunks * HV,), **vectors, **products, **arguments, **config)
-        config = channel_config(self.bfloat16)
+        config = channel_config(self.chip, self.bfloat16)
         parts = tile_count(self.K, config["BK"])
         dq, dk, dbeta = self.of_tiles(parts)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
@@ -389,9 +390,16 @@ def pair_config(bfloat16: bool) -> dict[str, int]:
     return {"BK": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 168}
 
 
-def channel_pair_config(bfloat16: bool, K: int) -> dict[str, int]:
-    """Block size of the contracted axis, warps and pipeline stages."""
-    return {"BK": max(block(K, 128), 64) if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
+def channel_pair_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
+    """Block size of the contracted axis, whether the keys that write are kept for their product, warps and stages.
+
+    In float32 they wait for it in shared memory, beside 65 KiB of other factors, and take 512 bytes for each channel.
+    """
+    BK, keep = max(block(K, 128), 64), True
+    if not bfloat16:
+        BK = 32
+        keep = 65 * 1024 + 512 * BK * tile_count(K, BK) <= chip.shared_memory
+    return {"BK": BK, "KEEP": keep, "num_warps": 4, "num_stages": 1}
 
 
 def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
@@ -430,7 +438,7 @@ def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
     return {"BV": 64 if bfloat16 else 32, "num_warps": 4, "num_stages": 2}
 
 
-def channel_config(bfloat16: bool) -> dict[str, int]:
+def channel_config(chip: Chip, bfloat16: bool) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
     B = 64 if bfloat16 else 32
-    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 3}
+    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}
