@@ -28,6 +28,8 @@ LARGEST = {
     "sweep": ("scalar_decay ", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True}),
     "sweep of 512": ("scalar_decay g", "sweep_kernel", BFLOAT16, 512, 512, {"FINE": False, "REVERSE": True}),
     "sweep, float32": ("scalar_decay g", "sweep_kernel", FLOAT32, 256, 16, {"BD1": 16}),
+    "delta rule": ("delta_rule ", "sweep_kernel", BFLOAT16, 256, 64, {}),
+    "delta rule, backwards": ("delta_rule g", "reverse_kernel", BFLOAT16, 512, 64, {}),
     "channels": ("delta_rule gk", "channel_kernel", BFLOAT16, 64, 64, {}),
     "channels, float32": ("delta_rule gk", "channel_kernel", FLOAT32, 16, 16, {}),
     "pairs of 64, float32": ("delta_rule gk", "channel_pair_kernel", FLOAT32, 64, 64, {}),
@@ -75,10 +77,12 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     [
         (vector_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
         (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES, BOTH, BOTH), "7163f77c8f21ac7e"),
+        (delta_rule.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "2832f3581260c9b5"),
+        (delta_rule.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (delta_rule.channel_config, (BOTH,), "52e3d26836d43c16"),
         (delta_rule.channel_pair_config, (BOTH, SIZES), "5df980ddc0fb8d1e"),
     ],
-    ids=["state", "sweep", "channel", "channel_pair"],
+    ids=["state", "sweep", "delta_sweep", "join", "channel", "channel_pair"],
 )
 def test_what_was_tuned_on_hopper_stays(function: Any, choices: Any, digest: str) -> None:
     """These were measured on an H100, and compared with the reference there. Who changes them, measures them again."""

@@ -21,8 +21,8 @@ class Chip(NamedTuple):
         return self.shared_memory < AMPERE.shared_memory
 
     @property
-    def multiplies_in_shared_memory(self) -> bool:
-        """Whether all factors of matrix products go through shared memory, as on the B200, and none is in registers."""
+    def has_tensor_memory(self) -> bool:
+        """Whether matrix products are made in a memory of their own, with their factors in shared memory."""
         return self.capability // 10 in (10, 11)
 
 

@@ -25,8 +25,10 @@ from contract.cases import (
     every,
 )
 from contract.problems import Problem, call, draw, evaluate, permuted, side_by_side
+from launches import tables_of
 from torch import Tensor
 
+from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
 from flacompose.ops.families._op import with_names
 
@@ -104,6 +106,13 @@ def check(problem: Problem, loss: str = "both") -> None:
 @pytest.mark.parametrize("T", [1, 3, 65])
 def test_dense(case: OpCase, T: int) -> None:
     check(draw(case, CPU, B=1, H=2, T=T, K=5, V=17))
+
+
+@pytest.mark.parametrize("gates", ["mild", "mixed"])
+@pytest.mark.parametrize(("name", "K", "V"), [("chunk_kda", 80, 17), ("chunk_simple_gla-g", 5, 200)])
+def test_tables_of_a_small_chip(name: str, K: int, V: int, gates: str) -> None:
+    with tables_of(ADA):
+        check(draw(NAMED[name], CPU, B=1, H=1, T=66, K=K, V=V, gates=gates))
 
 
 @each_op

@@ -231,7 +231,7 @@ class _Launches(MatrixSequences):
             self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
             self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
         starts = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
-        config = join_config(self.bfloat16, self.K)
+        config = join_config(self.chip, self.bfloat16, self.K)
         arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
         launch(
             join_kernel,
@@ -369,7 +369,7 @@ class _Launches(MatrixSequences):
         return made
 
     def config(self, V: int) -> dict[str, int]:
-        return sweep_config(self.bfloat16, self.K, V, self.SEGMENTS * self.N * self.HV)
+        return sweep_config(self.chip, self.bfloat16, self.K, V, self.SEGMENTS * self.N * self.HV)
 
     def grid(self, V: int) -> tuple[int]:
         return (tile_count(V, self.config(V)["BV"]) * self.HV * self.N * self.SEGMENTS,)
@@ -402,7 +402,15 @@ def channel_pair_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
     return {"BK": BK, "KEEP": keep, "num_warps": 4, "num_stages": 1}
 
 
-def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
+def wide_warps(chip: Chip, K: int) -> int:
+    """Warps of a program that holds a state of more than 128 keys.
+
+    It finds no room in tensor memory. Triton does without that where a program has 16 warps.
+    """
+    return 16 if chip.has_tensor_memory and K > 128 else 8
+
+
+def sweep_config(chip: Chip, bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
     """Block sizes of the contracted axis, of which a program has all blocks, and of the other, warps and stages.
 
     Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
@@ -412,17 +420,17 @@ def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
     if not bfloat16:
         return {"BK": BK, "BV": 16 if K > 128 else 32, "num_warps": 4, "num_stages": 1}
     if K > 128:
-        return {"BK": BK, "BV": 64, "num_warps": 8, "num_stages": 1}
+        return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
     few = isinstance(states, int) and states * tile_count(V, 64) <= 128
     BV = 64 if V <= 64 or few else 128
     return {"BK": max(BK, 64), "BV": BV, "num_warps": BV // 16, "num_stages": 2}
 
 
-def join_config(bfloat16: bool, K: int) -> dict[str, int]:
+def join_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
     """Block sizes of the keys' axis, of the other, and of the former where it is contracted, warps, pipeline stages."""
     BK = block(K, 256)
     if bfloat16:
-        return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": 8, "num_stages": 1}
+        return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
     return {"BK": BK, "BV": 16, "BD": 16, "num_warps": 8, "num_stages": 1}
 
 
