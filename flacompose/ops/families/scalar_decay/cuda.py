@@ -261,6 +261,6 @@ def sweep_config(
         return {"BD1": BD1, "BD2": 64, "num_warps": 8, "num_stages": 2}
     narrow = BD1 == 256 or (BD1 == 128 and gate_gradient)
     stages = 2 if BD1 >= 128 and gated and C == 64 else 3
-    if BD1 == 256 and chip.has_tensor_memory:  # beside what is loaded, the state is in shared memory, to be multiplied
+    if BD1 == 256 and chip.has_tensor_memory:  # the state is in shared memory too, to be multiplied
         stages = 2
     return {"BD1": BD1, "BD2": block(D2, 32 if narrow else 64), "num_warps": 4, "num_stages": stages}
