@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test pytest newest lint format types docs docs-serve dev clean
+.PHONY: help demo test pytest newest fit lint format types docs docs-serve dev clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ NEWEST := 5.23.0
 newest: $(VENV)/dev.stamp ## The tests of transformers' models with its newest release that is known
 	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps --upgrade --target $(VENV)/newest transformers==$(NEWEST)
 	PYTHONPATH=$(VENV)/newest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 tests/integrations $(ARGS)
+
+fit: export OMP_NUM_THREADS := 1
+fit: $(VENV)/dev.stamp ## Compile every launch for every GPU from Ampere on and see that it fits: hours of processor time
+	$(BIN)/python tests/fit.py $(ARGS)
 
 lint: $(VENV)/dev.stamp ## ruff, without changing anything
 	$(BIN)/ruff check

@@ -15,44 +15,35 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._pytree import tree_leaves
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from launches import Launch
 
-from flacompose.ops import chunk_delta_rule, fused_recurrent_delta_rule  # noqa: E402
-from flacompose.ops.families import _launch  # noqa: E402
-from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
-from flacompose.ops.families.delta_rule.channel_kernels import channel_pair_kernel  # noqa: E402
-from flacompose.ops.families.delta_rule.kernels import (  # noqa: E402
+from flacompose.ops import chunk_delta_rule, fused_recurrent_delta_rule
+from flacompose.ops._chip import HOPPER
+from flacompose.ops.families import _launch
+from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.delta_rule.channel_kernels import channel_pair_kernel
+from flacompose.ops.families.delta_rule.kernels import (
     gradient_kernel,
     pair_kernel,
     reverse_kernel,
     sweep_kernel,
 )
-from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
-from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel  # noqa: E402
-from flacompose.ops.families.scan import cuda as scan  # noqa: E402
-from flacompose.ops.families.selective_scan import cuda as selective_scan  # noqa: E402
-from flacompose.ops.families.short_conv import cuda as short_conv  # noqa: E402
-from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
-from flacompose.ops.families.vector_decay import slots  # noqa: E402
-from flacompose.ops.families.vector_decay.kernels import (  # noqa: E402
+from flacompose.ops.families.scalar_decay import cuda as scalar_decay
+from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel
+from flacompose.ops.families.scan import cuda as scan
+from flacompose.ops.families.selective_scan import cuda as selective_scan
+from flacompose.ops.families.short_conv import cuda as short_conv
+from flacompose.ops.families.vector_decay import cuda as vector_decay
+from flacompose.ops.families.vector_decay import slots
+from flacompose.ops.families.vector_decay.kernels import (
     gated_kernel,
     plain_kernel,
     score_kernel,
 )
 
-HOPPER = GPUTarget("cuda", 90, 32)
-TYPES = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int8: "*i8",
-    torch.float64: "*fp64",
-    torch.int64: "*i64",
-}
-SHARED_MEMORY = 232448  # bytes a program may have on the chip
+SHARED_MEMORY = HOPPER.shared_memory
 
 
 def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,25 +62,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]
     return launches
 
 
-def compile_only(kernel, grid, *args, target: GPUTarget = HOPPER, shared=SHARED_MEMORY, **kwargs) -> None:
+def compile_only(kernel, grid, *args, capability: int = 90, shared: int = SHARED_MEMORY, **kwargs) -> None:
     """In the place of a launch."""
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in kwargs}
-    arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    signature, constants, attributes = {}, {}, {}
-    for i, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (value == 1 if isinstance(value, int) else False):
-            signature[parameter.name] = "constexpr"
-            constants[(i,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = TYPES[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    assert triton.compile(source, target=target, options=options).metadata.shared <= shared
+    assert Launch.of(kernel, *args, **kwargs).compile(capability).shared <= shared
 
 
 def run(family: ModuleType, do: Tensor, d_final_state: Tensor | None, *args: Any) -> None:
@@ -266,7 +241,7 @@ def test_short_conv_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In next to no shared memory."""
-    launch_with(partial(compile_only, target=GPUTarget("cuda", capability, 32), shared=4096), monkeypatch)
+    launch_with(partial(compile_only, capability=capability, shared=4096), monkeypatch)
     x = torch.zeros(1, T, D, dtype=dtype)
     weight, bias = torch.zeros(D, W, dtype=parameter_dtype), torch.zeros(D, dtype=parameter_dtype)
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None

@@ -47,6 +47,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils.flop_counter import register_flop_formula
 
+from flacompose.ops._chip import chip_of, runs_kernels, warn_of_eager
+
 # Read at call time; touched here so that a release of PyTorch without them fails at import.
 _ = forward_ad._current_level
 
@@ -56,6 +58,9 @@ LIBRARY = torch.library.Library("flacompose", "FRAGMENT")
 AUTOCAST_DEVICES = ("cpu", "cuda")
 AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
+
+# Their dispatch keys, and what the warning calls them that PyTorch computes there.
+DEVICES_WITHOUT_KERNELS = {"XPU": "an XPU", "MPS": "MPS"}
 
 outside_fake_mode = unset_fake_temporarily  # where new tensors are real ones, also while a graph is traced
 vjp: Callable[..., Any] = torch.func.vjp
@@ -143,7 +148,8 @@ def define_op(
             any order. Second derivatives and forward-mode derivatives are derivatives of it.
         fake: shapes, dtypes, devices and strides of the outputs.
         triton: gives the implementation on CUDA, float64 excepted, where Triton is installed; it is called at the first
-            use, and may import Triton. The implementation launches its kernels through :func:`launch`.
+            use, and may import Triton. The implementation launches its kernels through :func:`launch`. GPUs on which
+            no kernels run, of NVIDIA before Ampere and of others, compute `eager`, and a warning says so once.
         one_launch: whether the implementation launches one kernel at most for these arguments. Inductor then gets that
             kernel, and what is PyTorch beside it, in place of the operator.
         backward: the operator of the gradient. It takes the arguments of this one, then the gradient of each output
@@ -173,8 +179,14 @@ def define_op(
 
     LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
     torch.library.register_fake(op, fake, lib=LIBRARY)
-    if triton is not None and find_spec("triton") is not None and torch.version.hip is None:
-        _implement_cuda(op, eager, triton, one_launch)
+    if triton is not None:
+        if find_spec("triton") is not None and torch.version.hip is None:
+            _implement_cuda(op, eager, triton, one_launch)
+        else:
+            of = "a GPU of AMD" if torch.version.hip is not None else "a GPU where Triton is not installed"
+            LIBRARY.impl(name, _with_warning(eager, of), "CUDA")
+        for key, of in DEVICES_WITHOUT_KERNELS.items():
+            LIBRARY.impl(name, _with_warning(eager, of), key)
     _differentiate(op, eager, fake, backward, _vmap_rule(op, heads), autocast, _shardings(op, heads, batch))
     if flops is not None:
         register_flop_formula(packet)(flops)
@@ -241,12 +253,23 @@ def _implement_cuda(
     current_device, float64 = torch.cuda.current_device, torch.float64
     load = cache(triton)
 
+    @cache
+    def implementation(device: int) -> Callable[..., Any]:
+        return load() if runs_kernels(device) else eager
+
     def cuda(*args: Any) -> Any:
         x = args[0]
-        if x.get_device() != current_device():
+        device = x.get_device()
+        if device != current_device():
             with torch.cuda.device(x.device):  # Triton launches on the current one
                 return cuda(*args)
-        return eager(*args) if x.dtype is float64 else load()(*args)
+        if x.dtype is float64:
+            return eager(*args)
+        try:
+            return implementation(device)(*args)
+        except Exception as error:
+            _explain(error, op, x)
+            raise
 
     def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
         # The operator stays one node to the end, which compiles fastest. Only AOTInductor, whose packages run without
@@ -256,7 +279,7 @@ def _implement_cuda(
         launches = _inductor_compiles(ahead_of_time=True) or (
             one_launch is not None and one_launch(*args) and _inductor_compiles(ahead_of_time=False)
         )
-        if not launches or not x.is_cuda or x.dtype is torch.float64:
+        if not launches or not x.is_cuda or x.dtype is torch.float64 or not _runs_kernels(x.device):
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if any(t is not Tensor and not issubclass(t, (FakeTensor, FunctionalTensor)) for t in types):
             return NotImplemented
@@ -267,6 +290,35 @@ def _implement_cuda(
     torch.library.register_torch_dispatch(op, FunctionalTensorMode, functionalize, lib=LIBRARY)
     if one_launch is not None:
         triton_ops_to_kernels[op._name] = [_SOURCES]
+
+
+def _runs_kernels(device: torch.device) -> bool:
+    """Whether the kernels run on this GPU; in a trace for one that is not here, they do."""
+    return not torch.cuda.is_available() or runs_kernels(device.index)
+
+
+def _explain(error: Exception, op: OpOverload, x: Tensor) -> None:
+    """Where Triton has found that a kernel does not fit on the GPU, say so in the user's terms."""
+    from triton.runtime.errors import OutOfResources
+
+    if isinstance(error, OutOfResources):
+        chip = chip_of(x.device)
+        raise RuntimeError(
+            f"a kernel of {op} for {x.dtype} does not fit on the {torch.cuda.get_device_name(x.device)}, of compute "
+            f"capability {chip.capability / 10} with {chip.shared_memory} bytes of shared memory for a program: it "
+            f"wants {error.required} of {error.limit} ({error.name}); smaller heads may fit, and in torch.float64 "
+            "PyTorch computes the operator"
+        ) from None
+
+
+def _with_warning(eager: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """`eager` for a device that has no kernels, which a warning says once."""
+
+    def implementation(*args: Any) -> Any:
+        warn_of_eager(device)
+        return eager(*args)
+
+    return implementation
 
 
 class _Sources:

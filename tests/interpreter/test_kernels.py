@@ -25,11 +25,12 @@ from contract.cases import (
     every,
 )
 from contract.problems import Problem, call, draw, evaluate, permuted, side_by_side
+from launches import tables_of
 from torch import Tensor
 
+from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
 from flacompose.ops.families._op import with_names
-from flacompose.ops.families.delta_rule import cuda as delta_rule
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
@@ -108,11 +109,10 @@ def test_dense(case: OpCase, T: int) -> None:
 
 
 @pytest.mark.parametrize("gates", ["mild", "mixed"])
-def test_pairs_of_many_channels(gates: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys that write are computed again, as they are where those of all channels do not fit."""
-    config = delta_rule.channel_pair_config
-    monkeypatch.setattr(delta_rule, "channel_pair_config", lambda *args: config(*args) | {"KEEP": False})
-    check(draw(NAMED["chunk_kda"], CPU, B=1, H=1, T=66, K=80, V=17, gates=gates))
+@pytest.mark.parametrize(("name", "K", "V"), [("chunk_kda", 80, 17), ("chunk_simple_gla-g", 5, 200)])
+def test_tables_of_a_small_chip(name: str, K: int, V: int, gates: str) -> None:
+    with tables_of(ADA):
+        check(draw(NAMED[name], CPU, B=1, H=1, T=66, K=K, V=V, gates=gates))
 
 
 @each_op

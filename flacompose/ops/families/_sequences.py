@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flacompose.ops._chip import chip_of
 from flacompose.ops._define import launches_into_graph
 from flacompose.ops._varlen import bounds
 
@@ -25,6 +26,7 @@ class Sequences:
         # 1. So that memory gets its batch axis last, from `batched`.
         self.tokens = (self.B * self.T,) if launches_into_graph() else (self.B, self.T)
         self.device = x.device
+        self.chip = chip_of(x.device)
         self.chunks_of_row = (self.T + C - 1) // C
         if cu_seqlens is None:
             self.cu_seqlens, self.N = None, self.B

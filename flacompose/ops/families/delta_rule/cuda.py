@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flacompose.ops._chip import Chip
 from flacompose.ops._define import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
@@ -163,7 +164,7 @@ class _Launches(MatrixSequences):
                 mild=mild,
                 MILD=only_mild,
                 **arguments,
-                **channel_pair_config(self.bfloat16, self.K),
+                **channel_pair_config(self.chip, self.bfloat16, self.K),
             )
 
     def scratch(self, *shape: int) -> Tensor:
@@ -230,7 +231,7 @@ class _Launches(MatrixSequences):
             self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
             self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
         starts = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
-        config = join_config(self.bfloat16, self.K)
+        config = join_config(self.chip, self.bfloat16, self.K)
         arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
         launch(
             join_kernel,
@@ -314,7 +315,7 @@ class _Launches(MatrixSequences):
         config = pair_gradient_config(self.bfloat16)
         vectors = {"r": r, "do": do, "dv": dv}
         launch(pair_gradient_kernel, (self.chunks * HV,), **vectors, **products, **arguments, **config)
-        config = channel_config(self.bfloat16)
+        config = channel_config(self.chip, self.bfloat16)
         parts = tile_count(self.K, config["BK"])
         dq, dk, dbeta = self.of_tiles(parts)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
@@ -368,7 +369,7 @@ class _Launches(MatrixSequences):
         return made
 
     def config(self, V: int) -> dict[str, int]:
-        return sweep_config(self.bfloat16, self.K, V, self.SEGMENTS * self.N * self.HV)
+        return sweep_config(self.chip, self.bfloat16, self.K, V, self.SEGMENTS * self.N * self.HV)
 
     def grid(self, V: int) -> tuple[int]:
         return (tile_count(V, self.config(V)["BV"]) * self.HV * self.N * self.SEGMENTS,)
@@ -389,20 +390,27 @@ def pair_config(bfloat16: bool) -> dict[str, int]:
     return {"BK": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 168}
 
 
-def channel_pair_config(bfloat16: bool, K: int) -> dict[str, int]:
+def channel_pair_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
     """Block size of the contracted axis, whether the keys that write are kept for their product, warps and stages.
 
-    In float32 they wait for it in shared memory, of which they take 512 bytes for each channel: at most 320 fit.
+    In float32 they wait for it in shared memory, beside 65 KiB of other factors, and take 512 bytes for each channel.
     """
-    return {
-        "BK": max(block(K, 128), 64) if bfloat16 else 32,
-        "KEEP": bfloat16 or K <= 320,
-        "num_warps": 4,
-        "num_stages": 1,
-    }
+    BK, keep = max(block(K, 128), 64), True
+    if not bfloat16:
+        BK = 32
+        keep = 65 * 1024 + 512 * BK * tile_count(K, BK) <= chip.shared_memory
+    return {"BK": BK, "KEEP": keep, "num_warps": 4, "num_stages": 1}
 
 
-def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
+def wide_warps(chip: Chip, K: int) -> int:
+    """Warps of a program that holds a state of more than 128 keys.
+
+    It finds no room in tensor memory. Triton does without that where a program has 16 warps.
+    """
+    return 16 if chip.has_tensor_memory and K > 128 else 8
+
+
+def sweep_config(chip: Chip, bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
     """Block sizes of the contracted axis, of which a program has all blocks, and of the other, warps and stages.
 
     Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
@@ -412,19 +420,17 @@ def sweep_config(bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
     if not bfloat16:
         return {"BK": BK, "BV": 16 if K > 128 else 32, "num_warps": 4, "num_stages": 1}
     if K > 128:
-        return {"BK": BK, "BV": 64, "num_warps": 8, "num_stages": 1}
+        return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
     few = isinstance(states, int) and states * tile_count(V, 64) <= 128
     BV = 64 if V <= 64 or few else 128
     return {"BK": max(BK, 64), "BV": BV, "num_warps": BV // 16, "num_stages": 2}
 
 
-def join_config(bfloat16: bool, K: int) -> dict[str, int]:
-    """Block sizes of the key axis, of which a program has all blocks, and of the other, of the former where it is
-    contracted, warps and pipeline stages.
-    """
+def join_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
+    """Block sizes of the keys' axis, of the other, and of the former where it is contracted, warps, pipeline stages."""
     BK = block(K, 256)
     if bfloat16:
-        return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": 8, "num_stages": 1}
+        return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
     return {"BK": BK, "BV": 16, "BD": 16, "num_warps": 8, "num_stages": 1}
 
 
@@ -440,7 +446,7 @@ def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
     return {"BV": 64 if bfloat16 else 32, "num_warps": 4, "num_stages": 2}
 
 
-def channel_config(bfloat16: bool) -> dict[str, int]:
+def channel_config(chip: Chip, bfloat16: bool) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
     B = 64 if bfloat16 else 32
-    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 3}
+    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}

@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flacompose.ops._chip import Chip
 from flacompose.ops._define import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
@@ -132,7 +133,8 @@ class _Launches(MatrixSequences):
 
     def config(self, transpose: bool) -> dict[str, int]:
         axes, gate_gradient = self.axes(transpose), self.gradient_of_gates and transpose
-        return sweep_config(self.bfloat16, self.C, axes["D1"], axes["D2"], self.gated, gate_gradient)
+        sizes = self.C, axes["D1"], axes["D2"]
+        return sweep_config(self.chip, self.bfloat16, *sizes, self.gated, gate_gradient)
 
     def contracted_tiles(self, transpose: bool) -> int:
         """The number of tiles of the axis that is contracted."""
@@ -246,14 +248,17 @@ def chunk_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
 
 
 def sweep_config(
-    bfloat16: bool, C: int, D1: int, D2: int, gated: bool, gate_gradient: bool
+    chip: Chip, bfloat16: bool, C: int, D1: int, D2: int, gated: bool, gate_gradient: bool
 ) -> dict[str, int]:
     """Block sizes of the contracted axis and of the other, warps and pipeline stages."""
     BD1 = block(D1, 256)
     if not bfloat16:
-        return {"BD1": BD1, "BD2": block(D2, 4096 // BD1), "num_warps": 4, "num_stages": 2}
+        BD2 = block(D2, min(4096 // BD1, 128 if chip.is_small else 256))
+        return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}
     if BD1 == 256 and D2 > 32 and gated and not gate_gradient:
         return {"BD1": BD1, "BD2": 64, "num_warps": 8, "num_stages": 2}
     narrow = BD1 == 256 or (BD1 == 128 and gate_gradient)
     stages = 2 if BD1 >= 128 and gated and C == 64 else 3
+    if BD1 == 256 and chip.has_tensor_memory:  # the state is in shared memory too, to be multiplied
+        stages = 2
     return {"BD1": BD1, "BD2": block(D2, 32 if narrow else 64), "num_warps": 4, "num_stages": stages}

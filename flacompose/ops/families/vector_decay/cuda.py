@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from flacompose.ops._chip import Chip
 from flacompose.ops._define import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
@@ -144,7 +145,7 @@ class _Launches(MatrixSequences):
         Fills `final`, if it is given.
         """
         H, K, V, gk, gv = self.H, self.K, self.V, self.gk, self.gv
-        config = state_config(self.bfloat16, K, V, gk is not None)
+        config = state_config(self.chip, self.bfloat16, K, V, gk is not None)
         tiles = tile_count(K, config["BK"]) * tile_count(V, config["BV"])
         SEGMENTS, split = self.segments(self.chunks_of_row, H * tiles)
         grid = (tiles * SEGMENTS * self.N * H,)
@@ -242,7 +243,7 @@ class _Launches(MatrixSequences):
             launch(gated_kernel, grid, P=P, **tensors, MILD=only_mild, **arguments)
 
 
-def state_config(bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
+def state_config(chip: Chip, bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
     """Block sizes of the state, warps and pipeline stages.
 
     Gates are worked on once for each tile of the other axis, which is therefore cut least.
@@ -250,7 +251,7 @@ def state_config(bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]
     if not bfloat16:
         return {"BK": block(K, 32), "BV": block(V, 32), "num_warps": 4, "num_stages": 2}
     BK, BV = (_cut(K), block(V, 128)) if has_gk else (block(K, 128), _cut(V))
-    return {"BK": BK, "BV": BV, "num_warps": 4, "num_stages": 3}
+    return {"BK": BK, "BV": BV, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}
 
 
 def _cut(D: int) -> int:

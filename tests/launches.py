@@ -1,0 +1,252 @@
+"""Every launch of every family, recorded without a GPU, and compiled for one that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flacompose.ops._chip import ADA, AMPERE, BLACKWELL, HOPPER, Chip
+from flacompose.ops._define import launching_by
+from flacompose.ops.families import _sequences
+from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.scalar_decay import cuda as scalar_decay
+from flacompose.ops.families.scan import cuda as scan
+from flacompose.ops.families.selective_scan import cuda as selective_scan
+from flacompose.ops.families.short_conv import cuda as short_conv
+from flacompose.ops.families.vector_decay import cuda as vector_decay
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+}
+# By compute capability. What a program may have there is in the CUDA programming guide.
+CHIPS = {80: AMPERE, 86: ADA, 89: ADA, 90: HOPPER, 100: BLACKWELL, 120: ADA}
+TENSOR_MEMORY = 512  # columns that a program may have, where there are any
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+DTYPES = (torch.bfloat16, torch.float32, torch.float16)
+# Of keys and values, those at which a configuration changes, and some that are no powers of two.
+SIZES = (
+    (16, 16),
+    (32, 32),
+    (64, 64),
+    (80, 48),
+    (128, 64),
+    (64, 128),
+    (128, 128),
+    (96, 200),
+    (192, 192),
+    (256, 16),
+    (16, 256),
+    (256, 128),
+    (128, 256),
+    (256, 256),
+    (320, 512),
+    (512, 320),
+    (384, 384),
+    (512, 512),
+)
+LENGTHS = (130, 64 * 260)  # of the latter, rows are cut into segments
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and what Triton compiles it for: not the numbers and the memory that it is given, but their types."""
+
+    module: str
+    name: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[int, Any], ...]
+    aligned: tuple[int, ...]
+    options: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, kernel: Any, *args: Any, **kwargs: Any) -> Launch:
+        options = tuple((name, kwargs.pop(name)) for name in OPTIONS if name in kwargs)
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        signature, constants, aligned = [], [], []
+        for i, parameter in enumerate(kernel.params):
+            value = arguments[parameter.name]
+            specialized = not parameter.do_not_specialize and type(value) is int
+            if parameter.is_constexpr or value is None or (specialized and value == 1):
+                signature.append((parameter.name, "constexpr"))
+                constants.append((i, value))
+            elif isinstance(value, Tensor):
+                signature.append((parameter.name, TYPES[value.dtype]))
+                aligned.append(i)
+            else:
+                signature.append((parameter.name, "fp32" if isinstance(value, float) else "i32"))
+                if specialized and value % 16 == 0:
+                    aligned.append(i)
+        return cls(
+            kernel.fn.__module__, kernel.fn.__name__, *map(tuple, (signature, constants, aligned)), options
+        )
+
+    def compile(self, capability: int) -> Any:
+        """What Triton knows of it once it is compiled for a GPU of this compute capability."""
+        source = ASTSource(
+            getattr(import_module(self.module), self.name),
+            dict(self.signature),
+            {(i,): value for i, value in self.constants},
+            {(i,): [["tt.divisibility", 16]] for i in self.aligned},
+        )
+        return triton.compile(
+            source, target=GPUTarget("cuda", capability, 32), options=dict(self.options)
+        ).metadata
+
+    def excess(self, capability: int) -> str | None:
+        """What it wants and cannot have there, or None if it fits."""
+        metadata, limit = self.compile(capability), CHIPS[capability].shared_memory
+        if metadata.shared > limit:
+            return f"{metadata.shared} bytes of shared memory, of {limit}"
+        if (metadata.tmem_size or 0) > TENSOR_MEMORY:
+            return f"{metadata.tmem_size} columns of tensor memory, of {TENSOR_MEMORY}"
+        return None
+
+    def __str__(self) -> str:
+        constants = {self.signature[i][0]: value for i, value in self.constants}
+        return f"{self.name} { ({n: x for n, x in constants.items() if x is not None}) } {dict(self.options)}"
+
+
+@contextmanager
+def tables_of(chip: Chip) -> Iterator[None]:
+    """Within it, launches are configured for `chip`, whatever the device of their tensors is."""
+    chip_of, _sequences.chip_of = _sequences.chip_of, lambda device: chip
+    try:
+        yield
+    finally:
+        _sequences.chip_of = chip_of
+
+
+def recorded(calls: Iterable[tuple[str, Callable[[], Any]]]) -> dict[Launch, str]:
+    """What is launched by `calls`, each of which comes after a description, with that of the first that launches it."""
+    found: dict[Launch, str] = {}
+    for description, call in calls:
+
+        def record(kernel: Any, grid: Any, *args: Any, _at: str = description, **kwargs: Any) -> None:
+            found.setdefault(Launch.of(kernel, *args, **kwargs), _at)
+
+        with launching_by(record):
+            call()
+    return found
+
+
+new = partial(torch.empty, device="meta")
+
+
+def _masks(names: str, *wanted: str) -> Iterator[list[bool]]:
+    """Which gradients are wanted: all, and each of these combinations."""
+    for want in (names, *wanted):
+        yield [name in want.split() for name in names.split()]
+
+
+def _calls(
+    family: Any, args: tuple[Any, ...], do: Tensor, masks: Iterable[list[bool]], state: Tensor
+) -> Iterator[Callable[[], Any]]:
+    """All forms of a family, and its backward for each of `masks`."""
+    forward = family.forward if hasattr(family, "forward") else family.chunk
+    yield partial(forward.implementation, *args)
+    if hasattr(family, "recurrent"):
+        yield partial(family.recurrent, *args)
+        yield partial(family.steps, *args, 3, 1)
+    for mask in masks:
+        yield partial(family.backward.implementation, *args, do, state, mask)
+
+
+def matrix_calls(
+    dtype: torch.dtype, K: int, V: int, T: int, packed: bool = False
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The families whose state is a matrix, with every gate that they take."""
+    B, H, N = 1, 2, 2
+    at = f"{str(dtype).removeprefix('torch.')} K={K} V={V} T={T}{' packed' if packed else ''}"
+    cu_seqlens = new(N + 1, dtype=torch.int64) if packed else None
+    q, k, gk = (new(B, T, H, K, dtype=dtype) for _ in range(3))
+    state = new(N if packed else B, H, K, V)
+
+    # Of groups, some results are float32 instead; no tile and no factor of a product is another.
+    for groups in (1, 2) if (K, V) == (64, 64) else (1,):
+        HV = H * groups
+        v, g, beta = new(B, T, HV, V, dtype=dtype), new(B, T, HV), new(B, T, HV)
+        states = new(N if packed else B, HV, K, V)
+        for gates in ("", "g_gamma", "g", "g g_gamma"):
+            present = g if "g" in gates.split() else None, new(HV) if "g_gamma" in gates else None
+            args = q, k, v, *present, states, cu_seqlens, 1.0
+            masks = _masks("q k v g g_gamma initial_state", "q", "k", "v", "q k v", "g")
+            for call in _calls(scalar_decay, args, v, masks, states):
+                yield f"scalar_decay {gates} groups={groups} {at}", call
+        for gates in ("", "g", "gk"):
+            g_, gk_ = (g if gates == "g" else None), (new(B, T, HV, K) if gates == "gk" else None)
+            args = q, k, v, beta, g_, gk_, states, cu_seqlens, 1.0
+            masks = _masks("q k v beta g gk initial_state", "q", "k", "v", "q k v")
+            for call in _calls(delta_rule, args, v, masks, states):
+                yield f"delta_rule {gates} groups={groups} {at}", call
+
+    v, gv = (new(B, T, H, V, dtype=dtype) for _ in range(2))
+    u = new(H, K)
+    for gates, options in (
+        ("", {}),
+        ("gk", {}),
+        ("gv", {}),
+        ("gk gv", {}),
+        ("gk u", {}),
+        ("gk", {"softmax": True}),
+        ("gv", {"full_precision": True}),
+    ):
+        given = {"gk": gk, "gv": gv, "u": u}
+        present = (x if name in gates.split() else None for name, x in given.items())
+        args = q, k, v, *present, state, cu_seqlens, 1.0
+        args += options.get("softmax", False), options.get("full_precision", False)
+        masks = _masks("q k v gk gv u initial_state", "q", "k", "v", "q k v")
+        for call in _calls(vector_decay, args, v, masks, state):
+            yield f"vector_decay {gates} {' '.join(options)} {at}", call
+
+
+def other_calls(dtype: torch.dtype, T: int, packed: bool = False) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The families whose state is no matrix."""
+    N = 2
+    at = f"{str(dtype).removeprefix('torch.')} T={T}{' packed' if packed else ''}"
+    cu_seqlens = new(N + 1, dtype=torch.int64) if packed else None
+    rows = N if packed else 1
+    for D in (40, 2048):
+        x, g = new(2, 1, T, D, dtype=dtype)
+        args = x, g, new(rows, D), cu_seqlens
+        for call in _calls(scan, args, x, _masks("x g initial_state", "x"), new(rows, D)):
+            yield f"scan D={D} {at}", call
+        for W in (2, 4, 8):
+            state = new(rows, D, W)
+            args = x, new(D, W), new(D), state, cu_seqlens, True
+            for call in _calls(short_conv, args, x, _masks("x weight bias initial_state"), state):
+                yield f"short_conv D={D} W={W} {at}", call
+        for S in (1, 16, 200):
+            B, state = new(1, T, 1, S, dtype=dtype), new(rows, D, S)
+            args = x, g, new(D, S), B, B, state, cu_seqlens
+            for call in _calls(selective_scan, args, x, _masks("x dt A B C initial_state", "x"), state):
+                yield f"selective_scan D={D} S={S} {at}", call
+
+
+def every_call(
+    dtypes: Iterable[torch.dtype] = DTYPES, sizes: Iterable[tuple[int, int]] = SIZES
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for dtype, T in product(dtypes, LENGTHS):
+        for K, V in sizes:
+            yield from matrix_calls(dtype, K, V, T)
+        yield from other_calls(dtype, T)
+    for dtype in dtypes:
+        # Packing adds a few scalars to each kernel, the same at every size, and a token nothing to those above.
+        yield from matrix_calls(dtype, 64, 64, LENGTHS[0], packed=True)
+        yield from other_calls(dtype, LENGTHS[0], packed=True)
+        yield from other_calls(dtype, 1)
