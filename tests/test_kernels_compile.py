@@ -30,7 +30,7 @@ from flacompose.ops.families.delta_rule.kernels import (  # noqa: E402
     sweep_kernel,
 )
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
-from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel  # noqa: E402
+from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.selective_scan import cuda as selective_scan  # noqa: E402
 from flacompose.ops.families.short_conv import cuda as short_conv  # noqa: E402
