@@ -114,7 +114,7 @@ class _Launches(MatrixSequences):
         self.gated, self.gradient_of_gates = g is not None or g_gamma is not None, gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
         self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
-        super().__init__(q, v, cu_seqlens, 2 * self.step if gradient_of_gates and bfloat16 else self.step)
+        super().__init__(q, v, cu_seqlens, chunk_size(bfloat16, self.step, gradient_of_gates))
         self.fine = fine and bfloat16
         programs = self.H * max(self.tiles(x) for x in (False, True))
         self.SEGMENTS, self.split = self.segments((self.T + self.step - 1) // self.step, programs)
@@ -284,6 +284,11 @@ def gate_gradient(
 def step_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
     """Tokens from which a sweep goes to the next ones, `D` being the larger head size."""
     return 32 if not bfloat16 or (gated and not gate_gradient and D <= 128) else 64
+
+
+def chunk_size(bfloat16: bool, step: int, gate_gradient: bool) -> int:
+    """Tokens of a chunk, of which the gradient of gates needs the state before it."""
+    return 128 if bfloat16 and gate_gradient else step
 
 
 def sweep_config(bfloat16: bool, C: int, D1: int, D2: int, gated: bool) -> dict[str, int]:
