@@ -80,7 +80,7 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     ("function", "choices", "digest"),
     [
         (vector_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
-        (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES, BOTH, BOTH), "ae3fbdbe6c568e89"),
+        (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES, BOTH), "to be measured"),
         (delta_rule.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "2832f3581260c9b5"),
         (delta_rule.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (delta_rule.channel_config, (BOTH,), "52e3d26836d43c16"),
@@ -105,7 +105,7 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
         for args in product((K,), (V,), BOTH):
             mine, hopper = (vector_decay.state_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BK"], mine["BV"]) == (hopper["BK"], hopper["BV"])
-        for args in product((32, 64), (K,), (V,), BOTH, BOTH):
+        for args in product((32, 64), (K,), (V,), BOTH):
             mine, hopper = (scalar_decay.sweep_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BD1"], mine["BD2"]) == (hopper["BD1"], hopper["BD2"])
     assert {delta_rule.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}

@@ -14,8 +14,9 @@ from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, tile_count
 from flacompose.ops.families._sequences import MatrixSequences
+from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
 from flacompose.ops.families.scalar_decay.inputs import Inputs
-from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
+from flacompose.ops.families.scalar_decay.kernels import gradient_kernel, sweep_kernel
 
 BH = 16  # heads of a program that works on gates alone
 
@@ -53,30 +54,24 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     q, k, v, do = map(operand, (q, k, v, torch.zeros_like(v) if do is None else do))
     initial_state, d_final_state = operand(initial_state), operand(d_final_state)
 
-    parts = sweep.gate_gradient_parts() if gradient_of_gates else {}
-    if wants_q or gradient_of_gates:
+    S = dS = None
+    if gradient_of_gates:
+        S, dS = sweep.per_chunk_state(), sweep.per_chunk_state()
+    if S is not None or wants_q:
         ends = sweep.segment_ends(k, v, initial_state)
-        sweep(
-            do,
-            v,
-            k,
-            initial_state,
-            out=dq,
-            y=q if gradient_of_gates else None,
-            transpose=True,
-            **ends,
-            **parts,
-        )
-    sweeps_dk = wants_k or gradient_of_gates
-    if sweeps_dk or wants_v or wants_state:
+        if S is not None:
+            sweep(None, k, v, initial_state, states=S, **ends)
+        else:
+            sweep(do, v, k, initial_state, out=dq, transpose=True, **ends)
+    sweeps_dk = wants_k and dS is None
+    if sweeps_dk or dS is not None or wants_v or wants_state:
         # One of these sweeps ends with the gradient of the initial state, or is made for that alone.
         ends, final = sweep.segment_ends(q, do, d_final_state, reverse=True), d_initial_state
         if wants_v or not sweeps_dk:
-            sweep(k, q, do, d_final_state, out=dv, final=final, reverse=True, **ends)
+            sweep(k, q, do, d_final_state, out=dv, states=dS, final=final, reverse=True, **ends)
             final = None
         if sweeps_dk:
-            ends |= {"out": dk, "final": final, "y": k if gradient_of_gates else None}
-            sweep(v, do, q, d_final_state, transpose=True, reverse=True, **ends, **parts)
+            sweep(v, do, q, d_final_state, out=dk, final=final, transpose=True, reverse=True, **ends)
 
     def of_heads(dx: Tensor | None, x: Tensor) -> Tensor | None:
         if dx is None:
@@ -86,8 +81,9 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
 
     dg = dg_gamma = None
     if gradient_of_gates:
+        assert S is not None and dS is not None
         dtype = torch.float32 if g is None or wants_gamma else g.dtype
-        d_gate = gate_gradient(sweep, parts["d_sums"], parts["d_whole"], sweep.scale, dtype)
+        d_gate = sweep.gradients(q, k, v, do, S, dS, dq, dk, dtype)
         if g_gamma is not None and wants_gamma:
             dg_gamma = d_gate.sum((0, 1)).to(g_gamma.dtype)
         if g is not None and wants_g:
@@ -118,12 +114,11 @@ class _Launches(MatrixSequences):
         q, _, v, g, g_gamma, _, cu_seqlens, self.scale = inputs
         self.gated, self.gradient_of_gates = g is not None or g_gamma is not None, gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
-        C = chunk_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
-        super().__init__(q, v, cu_seqlens, C)
-        self.arguments["C"] = self.C
+        self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
+        super().__init__(q, v, cu_seqlens, chunk_size(bfloat16, self.step, gradient_of_gates))
         self.fine = fine and bfloat16
         programs = self.H * max(self.tiles(x) for x in (False, True))
-        self.SEGMENTS, self.split = self.segments(self.chunks_of_row, programs)
+        self.SEGMENTS, self.split = self.segments((self.T + self.step - 1) // self.step, programs)
         # Gates that are those of every token, or running sums, in two parts for float32 products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:
@@ -132,9 +127,8 @@ class _Launches(MatrixSequences):
         self.gates = {"gamma": gamma, "sums": sums, "rest": rest}
 
     def config(self, transpose: bool) -> dict[str, int]:
-        axes, gate_gradient = self.axes(transpose), self.gradient_of_gates and transpose
-        sizes = self.C, axes["D1"], axes["D2"]
-        return sweep_config(self.chip, self.bfloat16, *sizes, self.gated, gate_gradient)
+        axes = self.axes(transpose)
+        return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"], self.gated)
 
     def contracted_tiles(self, transpose: bool) -> int:
         """The number of tiles of the axis that is contracted."""
@@ -157,14 +151,10 @@ class _Launches(MatrixSequences):
         out = self.batched(out)
         return out if out.dim() == 4 else out.sum(2).to(dtype)
 
-    def gate_gradient_parts(self) -> dict[str, Any]:
-        """Memory that the sweeps of dq and dk share and fill, by the names of their arguments."""
+    def per_chunk_state(self) -> Tensor:
+        """Memory for a state of each chunk."""
         dtype = torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32
-        return {
-            "states": self.per_chunk(self.H, self.V, self.K, dtype=dtype),
-            "d_sums": self.per_chunk(3, self.tiles(transpose=True), self.H, self.C),
-            "d_whole": self.per_chunk(self.H, self.contracted_tiles(transpose=True) * self.K),
-        }
+        return self.per_chunk(self.H, self.K, self.V, dtype=dtype)
 
     def segment_ends(
         self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False
@@ -193,7 +183,7 @@ class _Launches(MatrixSequences):
 
         The other `tensors` are its arguments by name, of which those left out are absent.
         """
-        optional = ("y", "segment_state", "segment_gate", "out", "states", "d_sums", "d_whole", "final")
+        optional = ("segment_state", "segment_gate", "out", "states", "final")
         launch(
             sweep_kernel,
             (self.tiles(transpose) * self.SEGMENTS * self.N * self.H,),
@@ -208,6 +198,8 @@ class _Launches(MatrixSequences):
             HA=b.shape[2],
             HX=x.shape[2],
             SEGMENTS=self.SEGMENTS,
+            C=self.step,
+            CS=self.C,
             **self.axes(transpose),
             SPLIT=self.split,
             ENDS=find_ends,
@@ -217,6 +209,53 @@ class _Launches(MatrixSequences):
             **self.config(transpose),
         )
 
+    def gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        S: Tensor,
+        dS: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """``[B, T, H]``: the gradient of gates, from the states that sweeps have stored.
+
+        Fills `dq` and `dk`, if given.
+        """
+        config = gradient_config(self.bfloat16, self.V)
+        tiles = tile_count(self.K, config["BK"])
+        d_sums, d_whole = self.per_chunk(3, tiles, self.H, self.C), self.per_chunk(self.H, self.K)
+        launch(
+            gradient_kernel,
+            (tiles * self.chunks * self.H,),
+            q=q,
+            k=k,
+            v=v,
+            do=do,
+            sums=self.gates["sums"],
+            rest=self.gates["rest"],
+            states=S,
+            d_states=dS,
+            dq=dq,
+            dk=dk,
+            d_sums=d_sums,
+            d_whole=d_whole,
+            **self.positions,
+            scale=self.scale,
+            H=q.shape[2],
+            HV=self.H,
+            K=self.K,
+            V=self.V,
+            C=self.C,
+            FINE=self.fine,
+            DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
+            **config,
+        )
+        return gate_gradient(self, d_sums, d_whole, self.scale, dtype)
+
 
 def sum_gates(
     sequences: MatrixSequences, g: Tensor | None, gamma: Tensor | None
@@ -224,7 +263,8 @@ def sum_gates(
     """The running sums of gates within each chunk, ``[chunks, H, C]``: for float32 products two, to be added."""
     H, C = sequences.H, sequences.C
     sums = sequences.per_chunk(H, C)
-    rest = None if sequences.bfloat16 else sequences.per_chunk(H, C)
+    # Sums over 64 tokens are precise enough for products in bfloat16.
+    rest = None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
     grid = (sequences.chunks, tile_count(H, BH))
     launch(gate_kernel, grid, g, gamma, sums, rest, **sequences.positions, H=H, C=C, BH=BH)
     return sums, rest
@@ -242,23 +282,32 @@ def gate_gradient(
     return sequences.batched(dg)
 
 
-def chunk_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
-    """Tokens of a chunk, `D` being the larger head size. The gradient of gates stores a state for each."""
+def step_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
+    """Tokens from which a sweep goes to the next ones, `D` being the larger head size."""
     return 32 if not bfloat16 or (gated and not gate_gradient and D <= 128) else 64
 
 
-def sweep_config(
-    chip: Chip, bfloat16: bool, C: int, D1: int, D2: int, gated: bool, gate_gradient: bool
-) -> dict[str, int]:
+def chunk_size(bfloat16: bool, step: int, gate_gradient: bool) -> int:
+    """Tokens of a chunk, of which the gradient of gates needs the state before it."""
+    return 128 if bfloat16 and gate_gradient else step
+
+
+def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int, gated: bool) -> dict[str, int]:
     """Block sizes of the contracted axis and of the other, warps and pipeline stages."""
     BD1 = block(D1, 256)
     if not bfloat16:
         BD2 = block(D2, min(4096 // BD1, 128 if chip.is_small else 256))
         return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}
-    if BD1 == 256 and D2 > 32 and gated and not gate_gradient:
+    if BD1 == 256 and D2 > 32 and gated:
         return {"BD1": BD1, "BD2": 64, "num_warps": 8, "num_stages": 2}
-    narrow = BD1 == 256 or (BD1 == 128 and gate_gradient)
     stages = 2 if BD1 >= 128 and gated and C == 64 else 3
     if BD1 == 256 and chip.has_tensor_memory:  # the state is in shared memory too, to be multiplied
         stages = 2
-    return {"BD1": BD1, "BD2": block(D2, 32 if narrow else 64), "num_warps": 4, "num_stages": stages}
+    return {"BD1": BD1, "BD2": block(D2, 32 if BD1 == 256 else 64), "num_warps": 4, "num_stages": stages}
+
+
+def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
+    """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
+    if not bfloat16:
+        return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
+    return {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1}
