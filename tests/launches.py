@@ -24,6 +24,7 @@ from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scan import cuda as scan
 from flacompose.ops.families.selective_scan import cuda as selective_scan
 from flacompose.ops.families.short_conv import cuda as short_conv
+from flacompose.ops.families.slot_attention import cuda as slot_attention
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 
 TYPES = {
@@ -213,6 +214,13 @@ def matrix_calls(
         masks = _masks("q k v gk gv u initial_state", "q", "k", "v", "q k v")
         for call in _calls(vector_decay, args, v, masks, state):
             yield f"vector_decay {gates} {' '.join(options)} {at}", call
+
+    # One token has one kernel, whatever the others have. The slots are as many as the values.
+    for G in (1, 2):
+        one = [new(1, 1, H, *size, dtype=dtype) for size in ((G, K), (K,), (V,), (V,))]
+        for g in (None, new(1, 1, H, V)):
+            token = partial(slot_attention.token, *one, g, state, new(1, H, V, V), 1.0)
+            yield f"slot_attention groups={G} {'' if g is None else 'g '}{at}", token
 
 
 def other_calls(dtype: torch.dtype, T: int, packed: bool = False) -> Iterator[tuple[str, Callable[[], Any]]]:

@@ -19,7 +19,12 @@ pytest.importorskip("triton")
 
 from launches import Launch
 
-from flacompose.ops import chunk_delta_rule, fused_recurrent_delta_rule
+from flacompose.ops import (
+    chunk_delta_rule,
+    chunk_gsa,
+    fused_recurrent_delta_rule,
+    fused_recurrent_gsa,
+)
 from flacompose.ops._chip import HOPPER
 from flacompose.ops.families import _launch
 from flacompose.ops.families.delta_rule import cuda as delta_rule
@@ -35,6 +40,8 @@ from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, g
 from flacompose.ops.families.scan import cuda as scan
 from flacompose.ops.families.selective_scan import cuda as selective_scan
 from flacompose.ops.families.short_conv import cuda as short_conv
+from flacompose.ops.families.slot_attention import cuda as slot_attention
+from flacompose.ops.families.slot_attention.kernels import token_kernel
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 from flacompose.ops.families.vector_decay import slots
 from flacompose.ops.families.vector_decay.kernels import (
@@ -47,7 +54,8 @@ SHARED_MEMORY = HOPPER.shared_memory
 
 
 def launch_with(launch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_launch, delta_rule, scalar_decay, scan, selective_scan, short_conv, slots, vector_decay):
+    families = delta_rule, scalar_decay, scan, selective_scan, short_conv, slot_attention, vector_decay
+    for module in (_launch, slots, *families):
         monkeypatch.setattr(module, "launch", launch)
 
 
@@ -287,6 +295,99 @@ def test_selective_scan_compiles(
 def run_selective_scan(dy: Tensor, d_final_state: Tensor | None, *args: Any) -> None:
     selective_scan.forward(*args)
     selective_scan.backward(*args, dy, d_final_state, [True] * 6)
+
+
+def one_token_of_slots(
+    dtype: torch.dtype, B: Any, H: int, G: int, K: int, M: int, V: int, gate_dtype: torch.dtype, state: bool
+) -> tuple[Any, ...]:
+    """The arguments of the op of one token of slot attention."""
+    q, k, v = (torch.zeros(B, 1, H, *D, dtype=dtype) for D in ((G, K), (K,), (V,)))
+    s, g = (torch.zeros(B, 1, H, M, dtype=x) for x in (dtype, gate_dtype))
+    states = (torch.zeros(B, H, K, M), torch.zeros(B, H, M, V)) if state else (None, None)
+    return q, k, v, s, g, *states, 1.0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+@pytest.mark.parametrize(
+    "dtype, gate_dtype, G, K, M, V, state",
+    [
+        (torch.bfloat16, torch.float32, 1, 128, 64, 128, True),
+        (torch.bfloat16, torch.bfloat16, 4, 256, 64, 256, False),
+        (torch.float16, torch.float16, 3, 20, 12, 300, True),
+        (torch.float32, torch.float64, 1, 512, 512, 512, True),
+        (torch.bfloat16, torch.float32, 1, 1, 1, 1, True),
+    ],
+)
+def test_slot_attention_compiles(
+    dtype: torch.dtype,
+    gate_dtype: torch.dtype,
+    G: int,
+    K: int,
+    M: int,
+    V: int,
+    state: bool,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In next to no shared memory. The kernels of the backward are vector decay's."""
+    launch_with(partial(compile_only, capability=capability, shared=4096), monkeypatch)
+    slot_attention.token(*one_token_of_slots(dtype, 2, 2, G, K, M, V, gate_dtype, state))
+
+
+@pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_one_token_of_slots_is_one_launch(
+    dtype: torch.dtype, G: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is copied for it, whose results are as a trace has them."""
+    launches = recorded(monkeypatch)
+    args = one_token_of_slots(dtype, 2, 3, G, 128, 64, 200, torch.float32, True)
+    results = slot_attention.token(*args)
+    ((kernel, arguments),) = launches
+    assert kernel is token_kernel
+    assert [arguments[name] for name in kernel.arg_names[:7]] == [Is(x) for x in args[:7]]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        traced = torch.ops.flacompose.slot_attention_token(*args)
+    described = [[(x.shape, x.dtype, x.stride()) for x in tensors] for tensors in (results, traced)]
+    assert described[0] == described[1]
+
+
+class Is:
+    """Equal to the very same object."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return self.x is other
+
+
+def test_slot_attention_launches_for_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_with(lambda *_, **__: None, monkeypatch)
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        B = symbol("B", 5)
+        args = one_token_of_slots(torch.float32, B, 2, 3, 16, 12, 20, torch.float32, True)
+        o, final_k, final_v = slot_attention.token(*args)
+    assert o.shape[0] == final_k.shape[0] == final_v.shape[0] == B
+    assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("wanted", [range(7), (0,), (1,), (2,), (3,), (4,), (5,), (6,)], ids=str)
+@pytest.mark.parametrize("G", [1, 3])
+def test_gradients_of_slot_attention_are_as_a_trace_has_them(
+    G: int, wanted: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are not wanted and those of absent inputs too, in whatever dtypes the kernels compute."""
+    launch_with(lambda *_, **__: None, monkeypatch)
+    args = one_token_of_slots(torch.float16, 2, 2, G, 16, 12, 20, torch.bfloat16, True)
+    do = torch.zeros(2, 1, 2, G, 20, dtype=torch.float16)
+    arguments = *args, do, None, args[6], [i in wanted for i in range(7)]
+    launched = slot_attention.backward(*arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        traced = torch.ops.flacompose.slot_attention_token_backward(*arguments)
+    described = [[(x.shape, x.dtype, x.stride()) for x in results] for results in (launched, traced)]
+    assert described[0] == described[1]
 
 
 class Symbols:
@@ -574,27 +675,34 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     assert cut == (sequences == 1)
 
 
+KERNEL = ["triton_kernel_wrapper_functional"]
+QKV = [(16,)] * 3
+
+
 @pytest.mark.parametrize(
-    ("op", "T", "expected"),
+    ("function", "sizes", "T", "expected"),
     [
-        ("recurrent", 1, ["triton_kernel_wrapper_functional"]),
-        ("recurrent", 2, ["flacompose.delta_rule_recurrent.default"]),
-        ("chunk", 1, ["flacompose.delta_rule_chunk.default"]),
+        (fused_recurrent_delta_rule, [*QKV, ()], 1, KERNEL),
+        (fused_recurrent_delta_rule, [*QKV, ()], 2, ["flacompose.delta_rule_recurrent.default"]),
+        (chunk_delta_rule, [*QKV, ()], 1, ["flacompose.delta_rule_chunk.default"]),
+        (fused_recurrent_gsa, [*QKV, (12,), (12,)], 1, KERNEL),
+        (fused_recurrent_gsa, [*QKV, (12,)], 1, KERNEL),
+        (fused_recurrent_gsa, [*QKV, (12,), (12,)], 2, ["flacompose.vector_decay_recurrent.default"] * 2),
+        (chunk_gsa, [*QKV, (12,), (12,)], 1, ["flacompose.vector_decay_chunk.default"] * 2),
     ],
 )
-def test_inductor_launches_one_token_itself(op: str, T: int, expected: list[str]) -> None:
+def test_inductor_launches_one_token_itself(
+    function: Callable[..., Any], sizes: list[tuple[int, ...]], T: int, expected: list[str]
+) -> None:
     from torch._functorch.aot_autograd import aot_export_module
     from torch._inductor.virtualized import V
 
-    function = fused_recurrent_delta_rule if op == "recurrent" else chunk_delta_rule
-
     class Module(torch.nn.Module):
         def forward(self, *args: Tensor) -> Any:
-            return tree_leaves(function(*args))
+            return tree_leaves(function(*args, output_final_state=True))
 
-    sizes = [(2, T, 2, 16)] * 3 + [(2, T, 2)]
     with FakeTensorMode() as mode, V.set_fake_mode(mode):
-        args = [torch.empty(size, device="cuda") for size in sizes]
+        args = [torch.empty(2, T, 2, *size, device="cuda") for size in sizes]
         graph, _ = aot_export_module(Module(), args, trace_joint=False)
     targets = (str(node.target) for node in graph.graph.nodes)
     assert [x for x in targets if "triton_kernel_wrapper" in x or "flacompose" in x] == expected

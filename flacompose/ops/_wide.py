@@ -14,6 +14,11 @@ from flacompose.ops._check import MAX_HEAD_SIZE
 Op = Callable[..., tuple[Tensor, Any]]  # what it computes, and the state after the last token
 
 
+def fits(*tensors: Tensor) -> bool:
+    """Whether the ops take heads of these, ``[..., D]``, at once."""
+    return all(x.shape[-1] <= MAX_HEAD_SIZE for x in tensors)
+
+
 def by_values(
     op: Op, initial_state: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, Any]:
@@ -24,7 +29,7 @@ def by_values(
     computed again in every call. A normaliser ``[N, H, K]``, which some ops have beside the state, is the same in all.
     The states that come back may be several, ``[N, n, H, K, V]``.
     """
-    if v.shape[-1] <= MAX_HEAD_SIZE:
+    if fits(v):
         return op(q, k, v, *args, initial_state=initial_state, **options)
     results = []
     for part in _parts(v.shape[-1]):
@@ -45,7 +50,7 @@ def by_keys(
     Each key has a row of its own in the state ``[N, H, K, V]``, no row depends on another, and the output is the sum
     of what is read from all rows, so `op` should not round it.
     """
-    if q.shape[-1] <= MAX_HEAD_SIZE:
+    if fits(q):
         return op(q, k, v, initial_state=initial_state, **options)
     results = []
     for part in _parts(q.shape[-1]):

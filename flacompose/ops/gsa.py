@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._define import autocast_dtype
+from flacompose.ops._define import always_true, autocast_dtype
 from flacompose.ops._dtype import state_dtype
+from flacompose.ops._groups import by_head, in_turn, spread
 from flacompose.ops._logsumexp import running_logsumexp
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import stretched
-from flacompose.ops._wide import by_keys, by_values
+from flacompose.ops._wide import by_keys, by_values, fits
+from flacompose.ops.families.slot_attention import op as slot_attention
 from flacompose.ops.families.vector_decay import op
 
 
@@ -94,7 +96,7 @@ def fused_recurrent_gsa(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, s, g, scale, initial_state, wanted, cu_seqlens, output_states)
+    return run(form, q, k, v, s, g, scale, initial_state, wanted, cu_seqlens, output_states, by_tokens=True)
 
 
 def run(
@@ -109,8 +111,9 @@ def run(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     output_states: int | None = None,
+    by_tokens: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Check the arguments and call one form of the family's op twice."""
+    """Check the arguments and call one form of vector decay's op twice, or `by_tokens`, that of one token once."""
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
     groups = _check_tokens(q, k, v, s, g)
     B, T, H, K = k.shape
@@ -135,20 +138,25 @@ def run(
             s = s.to(state_dtype(q.dtype))
         if g is None:
             g, s, z = running_logsumexp(s, z, cu_seqlens, output_states)
-        if groups > 1:
-            # The heads of a group are read one after the other from the state they share: the first as its token is
-            # written, the others between tokens that write nothing and forget nothing.
-            q = q.unflatten(2, (H, groups)).transpose(2, 3).flatten(1, 2)
-            k, v, s, g = (_spread(x, groups) for x in (k, v, s, g))
-            cu_seqlens = stretched(cu_seqlens, groups)
+        # A length that a graph leaves open is none of one token, so that nothing is asked about it.
+        if by_tokens and cu_seqlens is None and always_true(T == 1) and fits(k, v):
+            o, Hk, Hv = slot_attention.token(q.unflatten(2, (H, groups)), k, v, s, g, Hk, Hv, scale)
+            o = o.flatten(2, 3)
             if output_states is not None:
-                form = partial(form, stride=groups)
-        # Logits are not rounded: their error would be a relative error of the weights that the softmax gives.
-        form = partial(form, cu_seqlens=cu_seqlens)
-        logits, Hk = by_keys(form, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
-        o, Hv = by_values(form, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
-        if groups > 1:
-            o = o.unflatten(1, (T, groups)).transpose(2, 3).flatten(2, 3)
+                Hk, Hv = Hk.unsqueeze(1), Hv.unsqueeze(1)
+        else:
+            if groups > 1:
+                q = in_turn(q.unflatten(2, (H, groups)))
+                k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
+                cu_seqlens = stretched(cu_seqlens, groups)
+                if output_states is not None:
+                    form = partial(form, stride=groups)
+            # Logits are not rounded: their error would be a relative error of the weights that the softmax gives.
+            form = partial(form, cu_seqlens=cu_seqlens)
+            logits, Hk = by_keys(form, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
+            o, Hv = by_values(form, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
+            if groups > 1:
+                o = by_head(o, T, groups).flatten(2, 3)
     if not output_final_state:
         return o, None
     return o, (Hk, Hv) if z is None else (Hk, Hv, z)
@@ -171,10 +179,3 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) 
         _check.not_empty(name, x)
     _check.head_size("s", s)
     return HQ // H
-
-
-def _spread(x: Tensor, groups: int) -> Tensor:
-    """``[B, T, ...]`` as the first of every `groups` tokens of ``[B, T * groups, ...]``, the others zeros."""
-    x = x.unsqueeze(2)
-    others = torch.zeros_like(x).expand(-1, -1, groups - 1, *x.shape[3:])
-    return torch.cat([x, others], 2).flatten(1, 2)  # PyTorch 2.11 cannot pad sharded tensors

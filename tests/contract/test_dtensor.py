@@ -17,12 +17,14 @@ from .cases import NAMED, ONE_EACH
 from .problems import call_named, draw, named
 
 
-def check(mesh: DeviceMesh, name: str, compiled: bool, state: bool, lengths: list[int] | None) -> None:
+def check(
+    mesh: DeviceMesh, name: str, compiled: bool, state: bool, lengths: list[int] | None, T: int
+) -> None:
     """Results lie as the inputs do, by their axes; without a state, compiled, and packed, of one form."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     case = NAMED[name]
-    problem = draw(case, torch.device("cpu"), T=5, K=4, V=6, M=3, state=state, lengths=lengths)
+    problem = draw(case, torch.device("cpu"), T=T, K=4, V=6, M=3, state=state, lengths=lengths)
     tensors, bounds = named(problem), problem.cu_seqlens
     everywhere = None if bounds is None else distribute_tensor(bounds, mesh, [Replicate()])
     output = case.output_axes or case.inputs[case.output]
@@ -51,10 +53,15 @@ def check(mesh: DeviceMesh, name: str, compiled: bool, state: bool, lengths: lis
 
 
 def check_all(
-    mesh: DeviceMesh, names: list[str], compiled: bool, state: bool, lengths: list[int] | None = None
+    mesh: DeviceMesh,
+    names: list[str],
+    compiled: bool,
+    state: bool,
+    lengths: list[int] | None = None,
+    T: int = 5,
 ) -> None:
     for name in names:
-        check(mesh, name, compiled, state, lengths)
+        check(mesh, name, compiled, state, lengths, T)
 
 
 @pytest.mark.parametrize("state", [False, True], ids=["from nothing", "from a state"])
@@ -64,6 +71,13 @@ def test_dtensor(state: bool) -> None:
 
 def test_compiled_dtensor() -> None:
     on_two_ranks(check_all, [case.name for case in ONE_EACH], True, True)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_one_token(compiled: bool) -> None:
+    """Gated slot attention has an operator of its own for it, of which the second form is called if not compiled."""
+    names = ["chunk_gsa", "fused_recurrent_gsa-grouped", "chunk_abc"]
+    on_two_ranks(check_all, names, compiled, True, None, 1)
 
 
 PACKED = ["chunk_gla", "chunk_gsa", "chunk_abc", "causal_conv1d-silu", "mamba_chunk_scan_combined"]

@@ -31,6 +31,8 @@ from torch import Tensor
 from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
 from flacompose.ops.families._op import with_names
+from flacompose.ops.families.slot_attention import cuda as slot_kernels
+from flacompose.ops.families.slot_attention import op as slot_attention
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
@@ -46,28 +48,38 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 
 
 class Launched(torch.autograd.Function):
-    """The forward of one form and the shared backward of a family, without registration."""
+    """The forward of one form and the shared backward of a family, without registration.
+
+    The first `differentiable` arguments may have gradients.
+    """
 
     @staticmethod
-    def forward(ctx, cuda, form, *args):
+    def forward(ctx, cuda, form, differentiable, *args):
         ctx.set_materialize_grads(False)
-        # Tensors, or None, and last cu_seqlens; then numbers.
-        ctx.cuda, ctx.tensors = cuda, sum(x is None or isinstance(x, Tensor) for x in args)
+        # Tensors, or None, come before numbers.
+        ctx.cuda, ctx.differentiable = cuda, differentiable
+        ctx.tensors = sum(x is None or isinstance(x, Tensor) for x in args)
         ctx.save_for_backward(*args[: ctx.tensors])
         ctx.constants = args[ctx.tensors :]
         return getattr(cuda, form)(*args)
 
     @staticmethod
-    def backward(ctx, do, d_final_state):
-        args = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[2 : ctx.tensors + 1])
-        grads = ctx.cuda.backward(*args, *ctx.constants, do, d_final_state, wanted)
+    def backward(ctx, *arriving):
+        args = *ctx.saved_tensors, *ctx.constants
+        wanted = list(ctx.needs_input_grad[3 : 3 + ctx.differentiable])
+        grads = ctx.cuda.backward(*args, *arriving, wanted)
         grads = [dx if x else None for x, dx in zip(wanted, grads, strict=True)]
-        return None, None, *grads, None, *[None] * len(ctx.constants)
+        return None, None, None, *grads, *[None] * (len(args) - ctx.differentiable)
 
 
 def part(case: OpCase, name: str) -> ModuleType:
     return import_module(f"flacompose.ops.families.{case.family}.{name}")
+
+
+def launch_one_token_of_slots(patch: pytest.MonkeyPatch) -> None:
+    """The launches of slot attention in the place of its op, which takes over from vector decay for one token."""
+    differentiable = slot_attention.Inputs._fields.index("scale")
+    patch.setattr(slot_attention, "token", partial(Launched.apply, slot_kernels, "token", differentiable))
 
 
 def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,8 +88,10 @@ def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         op = part(case, "op")
         for form in {"chunk", "recurrent", "forward"} & {*vars(op)}:
-            launch = partial(Launched.apply, part(case, "cuda"), form)
+            differentiable = op.Inputs._fields.index("cu_seqlens")
+            launch = partial(Launched.apply, part(case, "cuda"), form, differentiable)
             patch.setattr(op, form, with_names(launch, op.Inputs))
+        launch_one_token_of_slots(patch)
         return call(problem, **tensors)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flacompose.ops.families._op import with_names
 
-from .test_kernels import CPU, part
+from .test_kernels import CPU, launch_one_token_of_slots, part
 
 # What a gate of -inf leaves is computed in two ways, of which one is chosen.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -30,6 +30,7 @@ def launched(problem: Problem, function, n: int) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(op, "recurrent", with_names(cuda.recurrent, op.Inputs))
         patch.setattr(op, "steps", steps)
+        launch_one_token_of_slots(patch)
         return function(problem, n=n)
 
 

@@ -19,10 +19,8 @@ from flacompose import layers
 pytest.importorskip("triton")
 
 DOCS = Path(__file__).parents[2] / "docs/how-to/compile.md"
-ROW = re.compile(r"^\| \[`(\w+)`\]\(\S+\) \| (\d) (kernel|operator)s? \| (\d+) \|$", re.MULTILINE)
-TABLE = {
-    name: (int(count), kind, int(products)) for name, count, kind, products in ROW.findall(DOCS.read_text())
-}
+ROW = re.compile(r"^\| \[`(\w+)`\]\(\S+\) \| (kernel|operator) \| (\d+) \|$", re.MULTILINE)
+TABLE = {name: (recurrence, int(products)) for name, recurrence, products in ROW.findall(DOCS.read_text())}
 LAYERS = {
     name: layer
     for name, layer in vars(layers).items()
@@ -97,11 +95,11 @@ OPTIONS += [
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{name}-{options}" for name, options in OPTIONS])
 def test_kernels_of_a_step(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the recurrence, and one for each product of matrices. Convolutions add no node of theirs."""
+    """One for the recurrence, and one for each product of matrices. Convolutions add no node of theirs."""
     nodes = nodes_on_cuda(LAYERS[name](**options).eval(), monkeypatch)
-    count, kind, products = TABLE[name]
+    recurrence, products = TABLE[name]
     ours = {x: n for x, n in nodes.items() if x == KERNEL or x.startswith("flacompose")}
-    assert list(ours.values()) == [count]
-    assert (KERNEL in ours) == (kind == "kernel")
+    assert list(ours.values()) == [1]
+    assert (KERNEL in ours) == (recurrence == "kernel")
     assert sum(nodes[f"aten.{product}.default"] for product in PRODUCTS) == products
     assert not [x for x in nodes if "conv" in x and "convert" not in x]

@@ -408,6 +408,8 @@ FAMILIES = {
 
 
 def op_of(name: str, form: str) -> torch._ops.OpOverload:
+    if form == "token":
+        return torch.ops.flacompose.slot_attention_token.default
     return getattr(torch.ops.flacompose, f"{FAMILIES.get(name, 'scalar_decay')}_{form}").default
 
 
@@ -416,7 +418,11 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
     [
         (name, mode, T, form)
         for name, config in EVERY.items()
-        for mode, T, form in ((None, 2, "chunk"), ("fused_recurrent", 2, "recurrent"), (None, 1, "recurrent"))
+        for mode, T, form in (
+            (None, 2, "chunk"),
+            ("fused_recurrent", 2, "recurrent"),
+            (None, 1, "token" if name in ("gsa", "abc") else "recurrent"),
+        )
         if mode is None or "mode" in inspect.signature(config["layer"]).parameters
     ],
 )

@@ -70,7 +70,7 @@ def define_forms(
     def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
         return fake(inputs(*args))
 
-    load = {form: cache(partial(_on_cuda, family, form)) for form in (*forms, "backward")}
+    load = {form: cache(partial(on_cuda, family, form)) for form in (*forms, "backward")}
     backward = define_op(
         f"{family}_backward",
         f"({arguments}, Tensor? do, Tensor? d_final_state, bool[] output_mask) -> ({gradients})",
@@ -145,7 +145,7 @@ def _define_steps(
         f"{family}_steps",
         f"({arguments}) -> (Tensor o, Tensor states)",
         eager=lambda *args: steps(*args).forward(),
-        triton=cache(partial(_on_cuda, family, "steps")),
+        triton=cache(partial(on_cuda, family, "steps")),
         one_launch=_has_one_token,
         fake=fake,
         backward=backward,
@@ -170,7 +170,7 @@ def with_names(op: Callable[..., Any], inputs: type[Any]) -> Form:
     return lambda *args, **kwargs: op(*inputs(*args, **kwargs))
 
 
-def _on_cuda(family: str, name: str) -> Replay:
+def on_cuda(family: str, name: str) -> Replay:
     """What CUDA runs of a family, imported when it is first needed: it needs Triton."""
     from flacompose.ops.families._replay import Replay
 

@@ -1,0 +1,57 @@
+"""Launches of the Triton kernel: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._define import launch
+from flacompose.ops.families._launch import block, operand, tile_count
+from flacompose.ops.families.slot_attention import eager
+from flacompose.ops.families.slot_attention.inputs import Inputs
+from flacompose.ops.families.slot_attention.kernels import token_kernel
+from flacompose.ops.families.vector_decay import cuda as vector_decay
+from flacompose.ops.families.vector_decay.inputs import Inputs as Pass
+
+
+def token(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``(o [B, 1, H, G, V], final_k [B, H, K, M], final_v [B, H, M, V])``."""
+    q, k, v, s, g, initial_k, initial_v, scale = Inputs(*args)
+    (B, _, H, G, K), M, V = q.shape, s.shape[3], v.shape[3]
+    o = torch.empty(B, 1, H, G, V, dtype=v.dtype, device=q.device)
+    final_k, final_v = (
+        torch.empty(B, H, *sizes, dtype=torch.float32, device=q.device) for sizes in ((K, M), (M, V))
+    )
+    config = token_config(K, M, V)
+    tensors = *(x.contiguous() for x in (q, k, v, s)), *map(operand, (g, initial_k, initial_v))
+    grid = (B * H * G * tile_count(V, config["BV"]),)
+    launch(token_kernel, grid, *tensors, o, final_k, final_v, scale=scale, G=G, K=K, M=M, V=V, **config)
+    return o, final_k, final_v
+
+
+def backward(*args: Any) -> tuple[Tensor, ...]:
+    """``(dq, dk, dv, ds, dg, d_initial_k, d_initial_v)``, empty where `output_mask` does not want them."""
+    *inputs, do, d_final_k, d_final_v, output_mask = args
+    passes = _pass_forward, _pass_backward
+    return eager.backward(Inputs(*inputs), do, d_final_k, d_final_v, output_mask, passes)
+
+
+def token_config(K: int, M: int, V: int) -> dict[str, int]:
+    """Block sizes. Registers hold about 4096 elements of each state at a time, and all keys of a slot.
+
+    Two programs share the values of a head where they can, so that there are more of them. More than two would read
+    the state of the keys more often than both states are moved in all.
+    """
+    BK = block(K, 512)
+    BM = block(M, min(4096 // BK, 64))
+    return {"BK": BK, "BM": BM, "BV": block(tile_count(V, 2), 4096 // BM)}
+
+
+def _pass_forward(inputs: Pass) -> tuple[Tensor, Tensor]:
+    return vector_decay.recurrent(*inputs)
+
+
+def _pass_backward(inputs: Pass, *args: Any) -> tuple[Tensor, ...]:
+    return vector_decay.backward(*inputs, *args)
