@@ -160,7 +160,8 @@ class RecurrentStates(NamedTuple):
             TypeError: If `index` is none of these.
             RuntimeError: From PyTorch on a CPU, if a number in a tensor is out of range.
         """
-        parts = self._replace(cache=())
+        # All but `cache`, of which there is one. PyTorch 2.11 does not compile `_replace` of what the graph makes.
+        parts = self[:-1]
         N, n = pytree.tree_leaves(parts)[0].shape[:2]
         if isinstance(index, Tensor):
             _check.integral("index", index)
@@ -175,7 +176,7 @@ class RecurrentStates(NamedTuple):
             chosen = pytree.tree_map(
                 lambda t: t[:, index].clone(memory_format=torch.contiguous_format), parts
             )
-        return RecurrentState(*chosen)._replace(cache=self.cache)
+        return RecurrentState(*chosen, cache=self.cache)
 
 
 def _chosen(index: Tensor, states: Tensor) -> Tensor:

@@ -161,14 +161,14 @@ def test_a_nan_stays_in_its_head(case: OpCase) -> None:
 
 def test_every_place_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles of slots and blocks of values, in memory that is NaN where nothing was written."""
-    problem = draw(CASES[1], CPU, T=1, K=40, V=70, M=130)
+    problem = draw(CASES[1], CPU, T=1, K=40, V=150, M=130)
     expected = values(problem)
     empty = torch.empty
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(torch.nan))
         assert_equal(values(problem), expected)
-    config = cuda.token_config(40, 130, 70)
-    assert config["BM"] < 130 and config["BV"] < 70
+    config = cuda.token_config(40, 130, 150)
+    assert config["BM"] < 130 and config["BV"] < 150
 
 
 def test_eager_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,14 +39,13 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def token_config(K: int, M: int, V: int) -> dict[str, int]:
-    """Block sizes. Registers hold about 4096 elements of each state at a time, and all keys of a slot.
+    """Block sizes. Registers hold about 8192 elements of each state at a time, and all keys of a slot.
 
-    Two programs share the values of a head where they can, so that there are more of them. More than two would read
-    the state of the keys more often than both states are moved in all.
+    A program has all values of a head, if they are at most 128, as each further one reads the state of the keys again.
     """
     BK = block(K, 512)
-    BM = block(M, min(4096 // BK, 64))
-    return {"BK": BK, "BM": BM, "BV": block(tile_count(V, 2), 4096 // BM)}
+    BM = block(M, min(8192 // BK, 64))
+    return {"BK": BK, "BM": BM, "BV": block(V, 128)}
 
 
 def _pass_forward(inputs: Pass) -> tuple[Tensor, Tensor]:
