@@ -176,7 +176,7 @@ class RecurrentStates(NamedTuple):
             chosen = pytree.tree_map(
                 lambda t: t[:, index].clone(memory_format=torch.contiguous_format), parts
             )
-        return RecurrentState(*chosen, self.cache)
+        return RecurrentState(*(*chosen, self.cache))
 
 
 def _chosen(index: Tensor, states: Tensor) -> Tensor:
