@@ -15,8 +15,9 @@ from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, tile_count
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
+from flacompose.ops.families.scalar_decay.gradients import gradient_kernel
 from flacompose.ops.families.scalar_decay.inputs import Inputs
-from flacompose.ops.families.scalar_decay.kernels import gradient_kernel, sweep_kernel
+from flacompose.ops.families.scalar_decay.kernels import sweep_kernel
 
 BH = 16  # heads of a program that works on gates alone
 
@@ -44,11 +45,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     )
     gradient_of_gates = wants_g or wants_gamma
     sweep = _Launches(inputs, gradient_of_gates, fine=wants_gamma)
-    # There is one gradient for each head of values; those that share one of queries and keys are summed at the end.
-    B, T, H, K = q.shape
-    HV = v.shape[2]
-    of_keys = q.dtype if H == HV else torch.float32
-    dq, dk = (sweep.output(of_keys, transpose=True) if wanted else None for wanted in (wants_q, wants_k))
+    dq, dk = (sweep.output_of_keys(q) if wanted else None for wanted in (wants_q, wants_k))
     dv = sweep.output(v.dtype) if wants_v else None
     d_initial_state = sweep.state(initial_state.dtype) if initial_state is not None and wants_state else None
     q, k, v, do = map(operand, (q, k, v, torch.zeros_like(v) if do is None else do))
@@ -73,12 +70,6 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         if sweeps_dk:
             sweep(v, do, q, d_final_state, out=dk, final=final, transpose=True, reverse=True, **ends)
 
-    def of_heads(dx: Tensor | None, x: Tensor) -> Tensor | None:
-        if dx is None:
-            return None
-        dx = sweep.summed(dx, of_keys)
-        return dx if H == HV else dx.view(B, T, H, HV // H, K).sum(3).to(x.dtype)
-
     dg = dg_gamma = None
     if gradient_of_gates:
         assert S is not None and dS is not None
@@ -88,7 +79,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
             dg_gamma = d_gate.sum((0, 1)).to(g_gamma.dtype)
         if g is not None and wants_g:
             dg = d_gate.to(g.dtype)
-    dq, dk = of_heads(dq, inputs.q), of_heads(dk, inputs.k)
+    dq, dk = sweep.summed_of_keys(dq, inputs.q), sweep.summed_of_keys(dk, inputs.k)
     dv = None if dv is None else sweep.summed(dv, inputs.v.dtype)
     return none_as_empty(inputs.q, dq, dk, dv, dg, dg_gamma, d_initial_state)
 
@@ -117,6 +108,7 @@ class _Launches(MatrixSequences):
         self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
         super().__init__(q, v, cu_seqlens, chunk_size(bfloat16, self.step, gradient_of_gates))
         self.fine = fine and bfloat16
+        self.parts = head_parts(self.H // q.shape[2])
         programs = self.H * max(self.tiles(x) for x in (False, True))
         self.SEGMENTS, self.split = self.segments((self.T + self.step - 1) // self.step, programs)
         # Gates that are those of every token, or running sums, in two parts for float32 products.
@@ -150,6 +142,21 @@ class _Launches(MatrixSequences):
         """``[B, T, H, D2]`` of what `output` gave."""
         out = self.batched(out)
         return out if out.dim() == 4 else out.sum(2).to(dtype)
+
+    def output_of_keys(self, q: Tensor) -> Tensor:
+        """Memory for the gradient of queries or keys, one for each head of values, or if gates have one, of a group."""
+        if not self.gradient_of_gates:
+            return self.output(q.dtype if q.shape[2] == self.H else torch.float32, transpose=True)
+        return self.per_token(
+            q.shape[2] * self.parts, self.K, dtype=q.dtype if self.parts == 1 else torch.float32
+        )
+
+    def summed_of_keys(self, dx: Tensor | None, x: Tensor) -> Tensor | None:
+        """``[B, T, H, K]`` of what `output_of_keys` gave."""
+        if dx is None:
+            return None
+        dx = self.batched(dx) if self.gradient_of_gates else self.summed(dx, dx.dtype)
+        return dx if dx.shape == x.shape else dx.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype)
 
     def per_chunk_state(self) -> Tensor:
         """Memory for a state of each chunk."""
@@ -225,35 +232,39 @@ class _Launches(MatrixSequences):
 
         Fills `dq` and `dk`, if given.
         """
-        config = gradient_config(self.bfloat16, self.V)
-        tiles = tile_count(self.K, config["BK"])
-        d_sums, d_whole = self.per_chunk(3, tiles, self.H, self.C), self.per_chunk(self.H, self.K)
-        launch(
-            gradient_kernel,
-            (tiles * self.chunks * self.H,),
-            q=q,
-            k=k,
-            v=v,
-            do=do,
-            sums=self.gates["sums"],
-            rest=self.gates["rest"],
-            states=S,
-            d_states=dS,
-            dq=dq,
-            dk=dk,
-            d_sums=d_sums,
-            d_whole=d_whole,
-            **self.positions,
-            scale=self.scale,
-            H=q.shape[2],
-            HV=self.H,
-            K=self.K,
-            V=self.V,
-            C=self.C,
-            FINE=self.fine,
-            DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
-            **config,
-        )
+        H, config = q.shape[2], gradient_config(self.bfloat16, self.K, self.V)
+        tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
+        d_sums = self.per_chunk(3, tiles * (blocks + 1), self.H, self.C)
+        d_whole = self.per_chunk(self.H, tiles * blocks)
+        for reverse in (False, True):
+            a, b, x, y, out = (v, do, q, k, dk) if reverse else (do, v, k, q, dq)
+            launch(
+                gradient_kernel,
+                (tiles * blocks * self.chunks * (H * self.parts),),
+                a=a,
+                b=b,
+                x=x,
+                y=y,
+                sums=self.gates["sums"],
+                rest=self.gates["rest"],
+                states=S,
+                d_states=dS,
+                out=out,
+                d_sums=d_sums,
+                d_whole=d_whole,
+                **self.positions,
+                scale=self.scale,
+                H=H,
+                HV=self.H,
+                K=self.K,
+                V=self.V,
+                C=self.C,
+                GROUP=self.H // (H * self.parts),
+                REVERSE=reverse,
+                FINE=self.fine,
+                DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
+                **config,
+            )
         return gate_gradient(self, d_sums, d_whole, self.scale, dtype)
 
 
@@ -282,6 +293,11 @@ def gate_gradient(
     return sequences.batched(dg)
 
 
+def head_parts(group: int) -> int:
+    """In how many parts the heads of values that share queries and keys are added up, at most 8 to a program."""
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 8)
+
+
 def step_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
     """Tokens from which a sweep goes to the next ones, `D` being the larger head size."""
     return 32 if not bfloat16 or (gated and not gate_gradient and D <= 128) else 64
@@ -306,8 +322,8 @@ def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int, gated: bo
     return {"BD1": BD1, "BD2": block(D2, 32 if BD1 == 256 else 64), "num_warps": 4, "num_stages": stages}
 
 
-def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
-    """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
+def gradient_config(bfloat16: bool, K: int, V: int) -> dict[str, int]:
+    """Tokens of a block, block sizes of the key axis and of the value axis, which is contracted, warps and stages."""
     if not bfloat16:
-        return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
-    return {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1}
+        return {"BC": 32, "BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
+    return {"BC": 64, "BK": 128 if K > 64 else 64, "BV": 64, "num_warps": 4, "num_stages": 1}

@@ -1,4 +1,4 @@
-"""Triton kernels for scalar decay: a sweep over a sequence, its state in registers, and the gradients of a chunk.
+"""The Triton kernel of scalar decay: a sweep over a sequence, its state in registers.
 
 The output and three gradients are one sum, the roles of q, k, v and do exchanged, forwards or backwards in time:
 
@@ -6,7 +6,8 @@ The output and three gradients are one sum, the roles of q, k, v and do exchange
     dq = sweep(do, v, k)            dk = sweep(v, do, q), backwards
 
 The gradients of gates need the state before each chunk and the gradient of the state after it. Two sweeps store these,
-of which the second makes dv on its way, and then `gradient_kernel` computes everything else for all chunks at once.
+of which the second makes dv on its way, and `gradients` has the kernel that computes everything else of all chunks at
+once.
 """
 
 from __future__ import annotations
@@ -18,23 +19,12 @@ from flacompose.ops.families._kernels import (
     bounded,
     dot,
     dot_split,
-    find_chunk,
     find_segment,
     find_sequence,
-    load_state,
-    load_tile,
     split_dot,
     split_program,
-    store_tile,
 )
-from flacompose.ops.families.scalar_decay.gates import (
-    BEGINNING,
-    ENDING,
-    LOG2_E,
-    TO_END,
-    decayed_pairs,
-    decayed_rows,
-)
+from flacompose.ops.families.scalar_decay.gates import LOG2_E
 
 
 @triton.jit
@@ -219,132 +209,3 @@ def sweep_kernel(
         if segment == SEGMENTS - 1:
             S = S * unit if REVERSE else S
             tl.store(final + nh * D1 * D2 + at_state, S.to(final.dtype.element_ty), mask=in_state)
-
-
-@triton.jit
-def _reads(
-    x,
-    y,
-    state,
-    size,
-    d,
-    H,
-    K,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BV: tl.constexpr,
-    FINE: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """``x_i . y_j`` for the tokens of a chunk, and ``x S^T`` for channels `d` of the keys."""
-    i = tl.arange(0, C)
-    pairs = tl.zeros([C, C], dtype=tl.float32)
-    of_state = tl.zeros([C, d.shape[0]], dtype=tl.float32)
-    for v0 in range(0, V, BV):
-        d2 = v0 + tl.arange(0, BV)
-        x_ = load_tile(x, i, size, 0, d2, H, V)
-        pairs += dot(x_, tl.trans(load_tile(y, i, size, 0, d2, H, V)), DOT)
-        S_ = load_state(state, d, d2, K, V)
-        if FINE:
-            of_state = dot_split(x_, S_, DOT, of_state)
-        else:
-            of_state += dot(x_, S_, DOT)
-    return pairs, of_state
-
-
-@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
-def gradient_kernel(
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    v,  # [tokens, HV, V]
-    do,  # [tokens, HV, V]
-    sums,  # [chunks, HV, C]
-    rest,  # [chunks, HV, C]
-    states,  # [chunks, HV, K, V], before each chunk
-    d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
-    dq,  # [tokens, HV, K]
-    dk,  # [tokens, HV, K]
-    d_sums,  # [chunks, 3, tiles of K, HV, C], for `gate_gradient_kernel`, as the following
-    d_whole,  # [chunks, HV, K]
-    cu_seqlens,
-    T,
-    N,
-    scale,
-    H,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    FINE: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """The gradients of sums of gates, for a chunk and a tile of the key axis, and if given of queries and keys.
-
-    `FINE`: the products with states, which are float32, are of factors in two parts.
-    """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
-    if lo >= hi:
-        return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
-    rh = row * HV + h
-    i = tl.arange(0, C)
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    q += (lo * H + h // (HV // H)) * K
-    k += (lo * H + h // (HV // H)) * K
-    v += (lo * HV + h) * V
-    do += (lo * HV + h) * V
-    states += rh * K * V
-    d_states += rh * K * V
-    sums += rh * C
-    if rest is not None:
-        rest += rh * C
-    from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
-    at_sums = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
-
-    # Queries read. No gate decays the pair of a token with itself. It joins last: it would drown the others.
-    pairs, by_q = _reads(do, v, states, size, d, HV, K, V, C, BV, FINE, DOT)
-    itself = tl.sum(tl.where(i[:, None] == i[None, :], pairs, 0.0), 1)[:, None]
-    pairs = tl.where(i[:, None] > i[None, :], pairs * decayed_pairs(sums, rest, C), 0.0)
-    k_ = load_tile(k, i, size, 0, d, H, K)
-    by_q = split_dot(pairs, k_, DOT, by_q * from_start[:, None])
-    q_ = load_tile(q, i, size, 0, d, H, K)
-    tl.store(at_sums + ENDING * tiles * HV * C, tl.sum(by_q * q_, 1))
-    if dq is not None:
-        store_tile(dq + (lo * HV + h) * K, (by_q + itself * k_) * scale, i, size, 0, d, HV, K)
-
-    # Keys write, to later tokens of the chunk and to its end. If `scale` is 0, the former are none: see `sweep_kernel`.
-    unit = tl.where(scale == 0.0, 1.0, scale)
-    of_pairs = tl.where(scale == 0.0, 0.0, 1.0)
-    pairs, by_k = _reads(v, do, d_states, size, d, HV, K, V, C, BV, FINE, DOT)
-    pairs = tl.where(i[:, None] < i[None, :], pairs * decayed_pairs(sums, rest, C) * of_pairs, 0.0)
-    by_k *= to_end[:, None]
-    k_ = load_tile(k, i, size, 0, d, H, K)
-    tl.store(at_sums + TO_END * tiles * HV * C, tl.sum(by_k * k_, 1))
-    q_ = load_tile(q, i, size, 0, d, H, K)
-    in_chunk = split_dot(pairs, q_, DOT)
-    tl.store(at_sums + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1))
-    if dk is not None:
-        by_k += in_chunk + itself * of_pairs * q_
-        store_tile(dk + (lo * HV + h) * K, by_k * unit, i, size, 0, d, HV, K)
-
-    # The sums of S dS, but for FINE states the diagonal of a product, which is faster.
-    whole = tl.zeros([BK], dtype=tl.float32)
-    products = tl.zeros([BK, BK], dtype=tl.float32)
-    for v0 in range(0, V, BV):
-        d2 = v0 + tl.arange(0, BV)
-        S_ = load_state(states, d, d2, K, V)
-        dS = load_state(d_states, d, d2, K, V)
-        if FINE:
-            whole += tl.sum(S_ * dS, 0)
-        else:
-            products += dot(tl.trans(S_), dS, DOT)
-    if not FINE:
-        j = tl.arange(0, BK)
-        whole += tl.sum(tl.where(j[:, None] == j[None, :], products, 0.0), 1)
-    tl.store(d_whole + rh * K + d, whole * of_chunk, mask=d < K)
