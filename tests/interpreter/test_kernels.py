@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -285,8 +286,27 @@ def test_chunks_of_several_sweep_steps(
 ) -> None:
     """As in bfloat16, where gradients of gates are computed in chunks of 128 tokens and sweeps go 64 at a time."""
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
-    monkeypatch.setattr(scalar_decay, "chunk_size", lambda bfloat16, step, gates: 2 * step if gates else step)
-    check(draw(case, CPU, B=1, H=1, T=150, K=5, V=6, lengths=lengths, gates="mixed"))
+    monkeypatch.setattr(
+        scalar_decay, "chunk_size", lambda bfloat16, step, gates, grouped: 2 * step if gates else step
+    )
+    problem = draw(case, CPU, B=1, H=1, T=150, K=5, V=6, lengths=lengths, gates="mixed")
+    empty = torch.empty
+
+    def not_a_number(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """Memory in which one sees what no kernel has written."""
+        new = empty(*args, **kwargs)
+        return new.fill_(torch.nan) if new.is_floating_point() else new
+
+    monkeypatch.setattr(torch, "empty", not_a_number)
+    check(problem)
+
+
+@pytest.mark.parametrize(("HV", "parts"), [(6, 1), (9, 3)])
+def test_many_heads_of_values_share_keys(HV: int, parts: int) -> None:
+    """Gradients of queries and keys are added up in a program, and beyond 8 heads in several."""
+    assert scalar_decay.head_parts(HV) == parts
+    case = replace(NAMED["chunk_simple_gla-g"], groups=HV)
+    check(draw(case, CPU, B=2, H=1, T=70, K=5, V=6, gates="mixed"))
 
 
 each_delta_rule = every([case for case in CASES if "beta" in case.inputs and case.name not in FORWARD_ALONE])
