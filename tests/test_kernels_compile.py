@@ -36,7 +36,7 @@ from flacompose.ops.families.delta_rule.kernels import (
     sweep_kernel,
 )
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
-from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel
+from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
 from flacompose.ops.families.scan import cuda as scan
 from flacompose.ops.families.selective_scan import cuda as selective_scan
 from flacompose.ops.families.short_conv import cuda as short_conv

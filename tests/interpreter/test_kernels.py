@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from torch import Tensor
 from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
 from flacompose.ops.families._op import with_names
+from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.slot_attention import cuda as slot_kernels
 from flacompose.ops.families.slot_attention import op as slot_attention
 
@@ -271,6 +273,40 @@ def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.M
     """Those of the forms in chunks, and of the backward."""
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
     check(draw(case, CPU, B=1, H=1, T=300, K=5, V=6, lengths=lengths, gates="mixed"))
+
+
+each_scalar_decay = every([case for case in CASES if case.family == "scalar_decay" and case.gates])
+
+
+@each_scalar_decay
+@pytest.mark.parametrize("lengths", [None, [3, 150, 0, 33]], ids=["dense", "packed"])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_chunks_of_several_sweep_steps(
+    case: OpCase, lengths: list[int] | None, segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in bfloat16, where gradients of gates are computed in chunks of 128 tokens and sweeps go 64 at a time."""
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(
+        scalar_decay, "chunk_size", lambda bfloat16, step, gates, grouped: 2 * step if gates else step
+    )
+    problem = draw(case, CPU, B=1, H=1, T=150, K=5, V=6, lengths=lengths, gates="mixed")
+    empty = torch.empty
+
+    def not_a_number(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """Memory in which one sees what no kernel has written."""
+        new = empty(*args, **kwargs)
+        return new.fill_(torch.nan) if new.is_floating_point() else new
+
+    monkeypatch.setattr(torch, "empty", not_a_number)
+    check(problem)
+
+
+@pytest.mark.parametrize(("HV", "parts"), [(6, 1), (9, 3)])
+def test_many_heads_of_values_share_keys(HV: int, parts: int) -> None:
+    """Gradients of queries and keys are added up in a program, and beyond 8 heads in several."""
+    assert scalar_decay.head_parts(HV) == parts
+    case = replace(NAMED["chunk_simple_gla-g"], groups=HV)
+    check(draw(case, CPU, B=2, H=1, T=70, K=5, V=6, gates="mixed"))
 
 
 each_delta_rule = every([case for case in CASES if "beta" in case.inputs and case.name not in FORWARD_ALONE])

@@ -82,6 +82,13 @@ def store_tile(x, value, token, end, h, d, H, D):
 
 
 @triton.jit
+def load_state(state, d, d2, K, V):
+    """``[d2, d]`` of ``state [K, V]``."""
+    at = state + d[None, :] * V + d2[:, None]
+    return tl.load(at, mask=(d < K)[None, :] & (d2 < V)[:, None], other=0.0)
+
+
+@triton.jit
 def dot(a, b, DOT: tl.constexpr):
     return tl.dot(a.to(DOT), b.to(DOT), input_precision="tf32x3")
 

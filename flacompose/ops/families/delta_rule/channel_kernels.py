@@ -35,11 +35,12 @@ from flacompose.ops.families._kernels import (
     find_chunk,
     fine_dot,
     in_parts,
+    load_state,
     load_tile,
     split_program,
     store_tile,
 )
-from flacompose.ops.families.delta_rule.kernels import load_state, solve
+from flacompose.ops.families.delta_rule.kernels import solve
 from flacompose.ops.families.vector_decay.kernels import (
     LEVELS,
     MILD_BOUND,

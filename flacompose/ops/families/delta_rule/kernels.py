@@ -40,46 +40,22 @@ from flacompose.ops.families._kernels import (
     find_sequence,
     fine_dot,
     in_parts,
+    load_state,
     load_tile,
     split_dot,
     split_program,
     store_tile,
 )
-from flacompose.ops.families.scalar_decay.kernels import BEGINNING, ENDING, TO_END
+from flacompose.ops.families.scalar_decay.gates import (
+    BEGINNING,
+    ENDING,
+    TO_END,
+    decayed_pairs,
+    decayed_rows,
+)
 from flacompose.ops.families.vector_decay.kernels import siblings
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
-
-
-# These are differences of running sums in base 2. For float32 inputs `rest` is what rounding took from `sums`. For
-# bfloat16 there is none: 64 gates of at most 128 reach 11,819, whose last digit is 2^-10, so that a weight which is not
-# 0 is wrong by at most 2^-10 of itself, where bfloat16 rounds to 2^-9.
-
-
-@triton.jit
-def _decayed_rows(sums, rest, C: tl.constexpr):
-    """The decays ``[C]`` from a chunk's start to its tokens, and from these to its end, and the decay of the chunk."""
-    sum_i = tl.load(sums + tl.arange(0, C))
-    total = tl.load(sums + C - 1)
-    to_end = total - sum_i
-    if rest is not None:
-        rest_i = tl.load(rest + tl.arange(0, C))
-        rest_total = tl.load(rest + C - 1)
-        sum_i += rest_i
-        to_end += rest_total - rest_i
-        total += rest_total
-    return tl.exp2(sum_i), tl.exp2(to_end), tl.exp2(total)
-
-
-@triton.jit
-def _decayed_pairs(sums, rest, C: tl.constexpr):
-    """The decays ``[C, C]`` between tokens, whichever is the later one."""
-    sum_i = tl.load(sums + tl.arange(0, C))
-    between = sum_i[:, None] - sum_i[None, :]
-    if rest is not None:
-        rest_i = tl.load(rest + tl.arange(0, C))
-        between += rest_i[:, None] - rest_i[None, :]
-    return tl.exp2(-tl.abs(between))
 
 
 @triton.jit
@@ -179,12 +155,12 @@ def pair_kernel(
         sums += rh * C
         if rest is not None:
             rest += rh * C
-        between = _decayed_pairs(sums, rest, C)
+        between = decayed_pairs(sums, rest, C)
         of_q *= between
         of_k *= between
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     if sums is not None:
-        from_start, to_end, of_chunk = _decayed_rows(sums, rest, C)
+        from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
         weighted *= to_end[None, :]
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
@@ -309,7 +285,7 @@ def sweep_kernel(
         e = -_read_parts(k + at_k, S, size, HK, K, BK, C, DOT)
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
-            from_start, to_end, of_chunk = _decayed_rows(sums + rh * C, rest_, C)
+            from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
             e *= from_start[None, :]
         if v is not None:
             e += _load_transposed(v + start * v_token + h * V, i, size, v_token, dv, V)
@@ -399,7 +375,7 @@ def reverse_kernel(
         dv_ = -dv_
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
-            from_start, to_end, of_chunk = _decayed_rows(sums + rh * C, rest_, C)
+            from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
             do_ *= from_start[None, :]
             dv_ *= from_start[None, :]
         after, dS = dS, ()
@@ -470,13 +446,6 @@ def join_kernel(
                         transitions + row * K * K + at, mask=(d < K)[:, None] & (dk < K)[None, :], other=0.0
                     )
                     S += (before[part] + fine_dot(S_, M, DOT),)
-
-
-@triton.jit
-def load_state(state, d, d2, K, V):
-    """``[d2, d]`` of ``state [K, V]``."""
-    at = state + d[None, :] * V + d2[:, None]
-    return tl.load(at, mask=(d < K)[None, :] & (d2 < V)[:, None], other=0.0)
 
 
 @triton.jit
@@ -560,7 +529,7 @@ def gradient_kernel(
         sums += rh * C
         if rest is not None:
             rest += rh * C
-        from_start, to_end, of_chunk = _decayed_rows(sums, rest, C)
+        from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
 
     pairs, transposed, by_q = _reads(do + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
     # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
@@ -569,7 +538,7 @@ def gradient_kernel(
     transposed = tl.where(t < s, transposed * scale, 0.0)
     by_q *= scale
     if sums is not None:
-        weights = _decayed_pairs(sums, rest, C)
+        weights = decayed_pairs(sums, rest, C)
         pairs *= weights
         transposed *= weights
         by_q *= from_start[:, None]
@@ -588,7 +557,7 @@ def gradient_kernel(
         transposed = tl.where(t < s, -transposed, 0.0)
         by_k = -by_k
         if sums is not None:
-            weights = _decayed_pairs(sums, rest, C)
+            weights = decayed_pairs(sums, rest, C)
             pairs *= weights
             transposed *= weights
             by_k *= from_start[:, None]

@@ -14,8 +14,10 @@ from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import block, none_as_empty, operand, tile_count
 from flacompose.ops.families._sequences import MatrixSequences
+from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
+from flacompose.ops.families.scalar_decay.gradients import gradient_kernel
 from flacompose.ops.families.scalar_decay.inputs import Inputs
-from flacompose.ops.families.scalar_decay.kernels import gate_gradient_kernel, gate_kernel, sweep_kernel
+from flacompose.ops.families.scalar_decay.kernels import sweep_kernel
 
 BH = 16  # heads of a program that works on gates alone
 
@@ -43,56 +45,41 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     )
     gradient_of_gates = wants_g or wants_gamma
     sweep = _Launches(inputs, gradient_of_gates, fine=wants_gamma)
-    # There is one gradient for each head of values; those that share one of queries and keys are summed at the end.
-    B, T, H, K = q.shape
-    HV = v.shape[2]
-    of_keys = q.dtype if H == HV else torch.float32
-    dq, dk = (sweep.output(of_keys, transpose=True) if wanted else None for wanted in (wants_q, wants_k))
+    dq, dk = (sweep.output_of_keys(q) if wanted else None for wanted in (wants_q, wants_k))
     dv = sweep.output(v.dtype) if wants_v else None
     d_initial_state = sweep.state(initial_state.dtype) if initial_state is not None and wants_state else None
     q, k, v, do = map(operand, (q, k, v, torch.zeros_like(v) if do is None else do))
     initial_state, d_final_state = operand(initial_state), operand(d_final_state)
 
-    parts = sweep.gate_gradient_parts() if gradient_of_gates else {}
-    if wants_q or gradient_of_gates:
+    S = dS = None
+    if gradient_of_gates:
+        S, dS = sweep.per_chunk_state(), sweep.per_chunk_state()
+    if S is not None or wants_q:
         ends = sweep.segment_ends(k, v, initial_state)
-        sweep(
-            do,
-            v,
-            k,
-            initial_state,
-            out=dq,
-            y=q if gradient_of_gates else None,
-            transpose=True,
-            **ends,
-            **parts,
-        )
-    sweeps_dk = wants_k or gradient_of_gates
-    if sweeps_dk or wants_v or wants_state:
+        if S is not None:
+            sweep(None, k, v, initial_state, states=S, **ends)
+        else:
+            sweep(do, v, k, initial_state, out=dq, transpose=True, **ends)
+    sweeps_dk = wants_k and dS is None
+    if sweeps_dk or dS is not None or wants_v or wants_state:
         # One of these sweeps ends with the gradient of the initial state, or is made for that alone.
         ends, final = sweep.segment_ends(q, do, d_final_state, reverse=True), d_initial_state
         if wants_v or not sweeps_dk:
-            sweep(k, q, do, d_final_state, out=dv, final=final, reverse=True, **ends)
+            sweep(k, q, do, d_final_state, out=dv, states=dS, final=final, reverse=True, **ends)
             final = None
         if sweeps_dk:
-            ends |= {"out": dk, "final": final, "y": k if gradient_of_gates else None}
-            sweep(v, do, q, d_final_state, transpose=True, reverse=True, **ends, **parts)
-
-    def of_heads(dx: Tensor | None, x: Tensor) -> Tensor | None:
-        if dx is None:
-            return None
-        dx = sweep.summed(dx, of_keys)
-        return dx if H == HV else dx.view(B, T, H, HV // H, K).sum(3).to(x.dtype)
+            sweep(v, do, q, d_final_state, out=dk, final=final, transpose=True, reverse=True, **ends)
 
     dg = dg_gamma = None
     if gradient_of_gates:
+        assert S is not None and dS is not None
         dtype = torch.float32 if g is None or wants_gamma else g.dtype
-        d_gate = gate_gradient(sweep, parts["d_sums"], parts["d_whole"], sweep.scale, dtype)
+        d_gate = sweep.gradients(q, k, v, do, S, dS, dq, dk, dtype)
         if g_gamma is not None and wants_gamma:
             dg_gamma = d_gate.sum((0, 1)).to(g_gamma.dtype)
         if g is not None and wants_g:
             dg = d_gate.to(g.dtype)
-    dq, dk = of_heads(dq, inputs.q), of_heads(dk, inputs.k)
+    dq, dk = sweep.summed_of_keys(dq, inputs.q), sweep.summed_of_keys(dk, inputs.k)
     dv = None if dv is None else sweep.summed(dv, inputs.v.dtype)
     return none_as_empty(inputs.q, dq, dk, dv, dg, dg_gamma, d_initial_state)
 
@@ -118,12 +105,14 @@ class _Launches(MatrixSequences):
         q, _, v, g, g_gamma, _, cu_seqlens, self.scale = inputs
         self.gated, self.gradient_of_gates = g is not None or g_gamma is not None, gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
-        C = chunk_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
-        super().__init__(q, v, cu_seqlens, C)
-        self.arguments["C"] = self.C
+        self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
+        super().__init__(
+            q, v, cu_seqlens, chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
+        )
         self.fine = fine and bfloat16
+        self.parts = head_parts(self.H // q.shape[2])
         programs = self.H * max(self.tiles(x) for x in (False, True))
-        self.SEGMENTS, self.split = self.segments(self.chunks_of_row, programs)
+        self.SEGMENTS, self.split = self.segments((self.T + self.step - 1) // self.step, programs)
         # Gates that are those of every token, or running sums, in two parts for float32 products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:
@@ -132,9 +121,8 @@ class _Launches(MatrixSequences):
         self.gates = {"gamma": gamma, "sums": sums, "rest": rest}
 
     def config(self, transpose: bool) -> dict[str, int]:
-        axes, gate_gradient = self.axes(transpose), self.gradient_of_gates and transpose
-        sizes = self.C, axes["D1"], axes["D2"]
-        return sweep_config(self.chip, self.bfloat16, *sizes, self.gated, gate_gradient)
+        axes = self.axes(transpose)
+        return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"], self.gated)
 
     def contracted_tiles(self, transpose: bool) -> int:
         """The number of tiles of the axis that is contracted."""
@@ -157,14 +145,25 @@ class _Launches(MatrixSequences):
         out = self.batched(out)
         return out if out.dim() == 4 else out.sum(2).to(dtype)
 
-    def gate_gradient_parts(self) -> dict[str, Any]:
-        """Memory that the sweeps of dq and dk share and fill, by the names of their arguments."""
+    def output_of_keys(self, q: Tensor) -> Tensor:
+        """Memory for the gradient of queries or keys, one for each head of values, or if gates have one, of a group."""
+        if not self.gradient_of_gates:
+            return self.output(q.dtype if q.shape[2] == self.H else torch.float32, transpose=True)
+        return self.per_token(
+            q.shape[2] * self.parts, self.K, dtype=q.dtype if self.parts == 1 else torch.float32
+        )
+
+    def summed_of_keys(self, dx: Tensor | None, x: Tensor) -> Tensor | None:
+        """``[B, T, H, K]`` of what `output_of_keys` gave."""
+        if dx is None:
+            return None
+        dx = self.batched(dx) if self.gradient_of_gates else self.summed(dx, dx.dtype)
+        return dx if dx.shape == x.shape else dx.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype)
+
+    def per_chunk_state(self) -> Tensor:
+        """Memory for a state of each chunk."""
         dtype = torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32
-        return {
-            "states": self.per_chunk(self.H, self.V, self.K, dtype=dtype),
-            "d_sums": self.per_chunk(3, self.tiles(transpose=True), self.H, self.C),
-            "d_whole": self.per_chunk(self.H, self.contracted_tiles(transpose=True) * self.K),
-        }
+        return self.per_chunk(self.H, self.K, self.V, dtype=dtype)
 
     def segment_ends(
         self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False
@@ -193,7 +192,7 @@ class _Launches(MatrixSequences):
 
         The other `tensors` are its arguments by name, of which those left out are absent.
         """
-        optional = ("y", "segment_state", "segment_gate", "out", "states", "d_sums", "d_whole", "final")
+        optional = ("segment_state", "segment_gate", "out", "states", "final")
         launch(
             sweep_kernel,
             (self.tiles(transpose) * self.SEGMENTS * self.N * self.H,),
@@ -208,6 +207,8 @@ class _Launches(MatrixSequences):
             HA=b.shape[2],
             HX=x.shape[2],
             SEGMENTS=self.SEGMENTS,
+            C=self.step,
+            CS=self.C,
             **self.axes(transpose),
             SPLIT=self.split,
             ENDS=find_ends,
@@ -217,6 +218,57 @@ class _Launches(MatrixSequences):
             **self.config(transpose),
         )
 
+    def gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        S: Tensor,
+        dS: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """``[B, T, H]``: the gradient of gates, from the states that sweeps have stored.
+
+        Fills `dq` and `dk`, if given.
+        """
+        H, config = q.shape[2], gradient_config(self.bfloat16, self.K, self.V)
+        tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
+        d_sums = self.per_chunk(3, tiles * (blocks + 1), self.H, self.C)
+        d_whole = self.per_chunk(self.H, tiles * blocks)
+        for reverse in (False, True):
+            a, b, x, y, out = (v, do, q, k, dk) if reverse else (do, v, k, q, dq)
+            launch(
+                gradient_kernel,
+                (tiles * blocks * self.chunks * (H * self.parts),),
+                a=a,
+                b=b,
+                x=x,
+                y=y,
+                sums=self.gates["sums"],
+                rest=self.gates["rest"],
+                states=S,
+                d_states=dS,
+                out=out,
+                d_sums=d_sums,
+                d_whole=d_whole,
+                **self.positions,
+                scale=self.scale,
+                H=H,
+                HV=self.H,
+                K=self.K,
+                V=self.V,
+                C=self.C,
+                GROUP=self.H // (H * self.parts),
+                REVERSE=reverse,
+                FINE=self.fine,
+                DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
+                **config,
+            )
+        return gate_gradient(self, d_sums, d_whole, self.scale, dtype)
+
 
 def sum_gates(
     sequences: MatrixSequences, g: Tensor | None, gamma: Tensor | None
@@ -224,7 +276,8 @@ def sum_gates(
     """The running sums of gates within each chunk, ``[chunks, H, C]``: for float32 products two, to be added."""
     H, C = sequences.H, sequences.C
     sums = sequences.per_chunk(H, C)
-    rest = None if sequences.bfloat16 else sequences.per_chunk(H, C)
+    # Sums over 64 tokens are precise enough for products in bfloat16.
+    rest = None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
     grid = (sequences.chunks, tile_count(H, BH))
     launch(gate_kernel, grid, g, gamma, sums, rest, **sequences.positions, H=H, C=C, BH=BH)
     return sums, rest
@@ -242,23 +295,41 @@ def gate_gradient(
     return sequences.batched(dg)
 
 
-def chunk_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
-    """Tokens of a chunk, `D` being the larger head size. The gradient of gates stores a state for each."""
+def head_parts(group: int) -> int:
+    """In how many parts the heads of values that share queries and keys are added up, at most 8 to a program."""
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 8)
+
+
+def step_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
+    """Tokens from which a sweep goes to the next ones, `D` being the larger head size."""
     return 32 if not bfloat16 or (gated and not gate_gradient and D <= 128) else 64
 
 
-def sweep_config(
-    chip: Chip, bfloat16: bool, C: int, D1: int, D2: int, gated: bool, gate_gradient: bool
-) -> dict[str, int]:
+def chunk_size(bfloat16: bool, step: int, gate_gradient: bool, grouped: bool) -> int:
+    """Tokens of a chunk, of which the gradient of gates needs the state before it.
+
+    Chunks of 64 tokens would be a little faster everywhere, but take as much memory again for states. Where heads of
+    values share keys, the gradients of keys take little memory, and so there is room for it.
+    """
+    return 128 if bfloat16 and gate_gradient and not grouped else step
+
+
+def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int, gated: bool) -> dict[str, int]:
     """Block sizes of the contracted axis and of the other, warps and pipeline stages."""
     BD1 = block(D1, 256)
     if not bfloat16:
         BD2 = block(D2, min(4096 // BD1, 128 if chip.is_small else 256))
         return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}
-    if BD1 == 256 and D2 > 32 and gated and not gate_gradient:
-        return {"BD1": BD1, "BD2": 64, "num_warps": 8, "num_stages": 2}
-    narrow = BD1 == 256 or (BD1 == 128 and gate_gradient)
+    if BD1 == 256 and D2 > 32 and gated:
+        return {"BD1": BD1, "BD2": 64, "num_warps": 8, "num_stages": 1 if chip.is_small else 2}
     stages = 2 if BD1 >= 128 and gated and C == 64 else 3
     if BD1 == 256 and chip.has_tensor_memory:  # the state is in shared memory too, to be multiplied
         stages = 2
-    return {"BD1": BD1, "BD2": block(D2, 32 if narrow else 64), "num_warps": 4, "num_stages": stages}
+    return {"BD1": BD1, "BD2": block(D2, 32 if BD1 == 256 else 64), "num_warps": 4, "num_stages": stages}
+
+
+def gradient_config(bfloat16: bool, K: int, V: int) -> dict[str, int]:
+    """Tokens of a block, block sizes of the key axis and of the value axis, which is contracted, warps and stages."""
+    if not bfloat16:
+        return {"BC": 32, "BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
+    return {"BC": 64, "BK": 128 if K > 64 else 64, "BV": 64, "num_warps": 4, "num_stages": 1}

@@ -1,0 +1,137 @@
+"""Triton kernels for gates of heads: their running sums within chunks, and their gradient from that of all sums.
+
+Every weight in a recurrence is the exponential of a sum of gates, which is a difference of two running sums. The
+gradient of a gate adds up the gradients of all sums that contain the gate.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flacompose.ops.families._kernels import bounded, find_chunk
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# The kinds of sums of gates in `d_sums`. For each token: those that end at it, from the chunk's start and from other
+# tokens; those that begin after it and end at other tokens; and the one that begins after it and ends with the chunk.
+ENDING = tl.constexpr(0)
+BEGINNING = tl.constexpr(1)
+TO_END = tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def gate_kernel(
+    g,  # [tokens, H]
+    gamma,  # [H], added to `g` at every token
+    sums,  # [chunks, H, C]
+    rest,  # [chunks, H, C]
+    cu_seqlens,
+    T,
+    N,
+    H,
+    C: tl.constexpr,
+    BH: tl.constexpr,
+):
+    """The running sums of gates within each chunk, of base-2 logarithms.
+
+    With `rest`, in two parts: multiples of 2^-9, which add and subtract exactly, and the small rest. A difference of
+    sums is then as good as the sum of the gates between, however strong those before were.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start, end = find_chunk(row, T, N, cu_seqlens, C)
+    t = tl.arange(0, C)
+    token = start + t
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    in_h = (h < H)[None, :]
+    mask = (token < end)[:, None] & in_h
+    g_ = tl.zeros([C, BH], dtype=tl.float32)
+    if g is not None:
+        g_ += tl.load(g + token[:, None] * H + h[None, :], mask=mask, other=0.0)
+    if gamma is not None:
+        gamma_ = tl.load(gamma + h, mask=h < H, other=0.0).to(tl.float32)
+        g_ += tl.where(mask, gamma_[None, :], 0.0)
+    g_ = bounded(g_) * LOG2_E
+    at = (row * H + h)[None, :] * C + t[:, None]
+    if rest is not None:
+        high = tl.floor(g_ * 512.0) / 512.0
+        tl.store(rest + at, tl.cumsum(g_ - high, 0), mask=in_h)
+        g_ = high
+    tl.store(sums + at, tl.cumsum(g_, 0), mask=in_h)
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "scale"])
+def gate_gradient_kernel(
+    d_sums,  # [chunks, 3, PARTS, H, C], the gradients of sums of gates, by `ENDING`, `BEGINNING` and `TO_END`
+    d_whole,  # [chunks, H, D]: of the sum over the chunk, to be added up
+    dg,  # [tokens, H]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BH: tl.constexpr,
+    BD: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The gradient of every gate from those of the sums that contain it."""
+    row = tl.program_id(0).to(tl.int64)
+    start, end = find_chunk(row, T, N, cu_seqlens, C)
+    t = tl.arange(0, C)
+    token = start + t
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    in_h = (h < H)[None, :]
+    # Backwards the state is kept without `scale`, as `sweep_kernel` says.
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    unit = tl.where(scale == 0.0, 1.0, scale)
+    from_here = tl.zeros([C, BH], dtype=tl.float32)
+    before = tl.zeros([C, BH], dtype=tl.float32)
+    for part in tl.static_range(PARTS):
+        ending = (((row * 3 + ENDING) * PARTS + part) * H + h)[None, :] * C + t[:, None]
+        beginning = (((row * 3 + BEGINNING) * PARTS + part) * H + h)[None, :] * C + t[:, None]
+        to_end = (((row * 3 + TO_END) * PARTS + part) * H + h)[None, :] * C + t[:, None]
+        from_here += tl.load(d_sums + ending, mask=in_h, other=0.0) * scale
+        from_here -= tl.load(d_sums + beginning, mask=in_h, other=0.0) * unit
+        # From the token before: the sum to the chunk's end begins after a token.
+        before += tl.load(d_sums + to_end - 1, mask=in_h & (t > 0)[:, None], other=0.0)
+    whole = tl.zeros([BH], dtype=tl.float32)
+    for tile in tl.static_range((D + BD - 1) // BD):
+        d = tile * BD + tl.arange(0, BD)
+        at_whole = (row * H + h)[:, None] * D + d[None, :]
+        whole += tl.sum(tl.load(d_whole + at_whole, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0), 1)
+    out = tl.cumsum(from_here, 0, reverse=True) + (tl.cumsum(before, 0) + whole[None, :]) * unit
+    mask = (token < end)[:, None] & in_h
+    tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
+
+
+# These are differences of running sums in base 2. For float32 inputs `rest` is what rounding took from `sums`. For
+# bfloat16 there is none: 64 gates of at most 128 reach 11,819, whose last digit is 2^-10, so that a weight which is not
+# 0 is wrong by at most 2^-10 of itself, where bfloat16 rounds to 2^-9.
+
+
+@triton.jit
+def decayed_rows(sums, rest, C: tl.constexpr):
+    """The decays ``[C]`` from a chunk's start to its tokens, and from these to its end, and the decay of the chunk."""
+    sum_i = tl.load(sums + tl.arange(0, C))
+    total = tl.load(sums + C - 1)
+    to_end = total - sum_i
+    if rest is not None:
+        rest_i = tl.load(rest + tl.arange(0, C))
+        rest_total = tl.load(rest + C - 1)
+        sum_i += rest_i
+        to_end += rest_total - rest_i
+        total += rest_total
+    return tl.exp2(sum_i), tl.exp2(to_end), tl.exp2(total)
+
+
+@triton.jit
+def decayed_pairs(sums, rest, C: tl.constexpr):
+    """The decays ``[C, C]`` between tokens, whichever is the later one."""
+    sum_i = tl.load(sums + tl.arange(0, C))
+    between = sum_i[:, None] - sum_i[None, :]
+    if rest is not None:
+        rest_i = tl.load(rest + tl.arange(0, C))
+        between += rest_i[:, None] - rest_i[None, :]
+    return tl.exp2(-tl.abs(between))
