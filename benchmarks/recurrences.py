@@ -525,6 +525,8 @@ CASES = [
     rwkv6("fused_recurrent_rwkv6", token, fused_recurrent_rwkv6, chunk_rwkv6, rwkv6_reference, {"w": K}),
     scalar("chunk_simple_gla-g", chunk, chunk_simple_gla, fused_recurrent_simple_gla, scalar_decay, {"g": G},
            groups=2, inductor=True),
+    scalar("chunk_simple_gla-g-beta", chunk, chunk_simple_gla, fused_recurrent_simple_gla, scalar_decay, {"g": G},
+           groups=2, inputs={**QKV_GROUPED, "beta": G}, any_dtype=("beta",), not_cast=("beta",)),
     scalar("chunk_simple_gla-g_gamma", chunk, chunk_simple_gla, fused_recurrent_simple_gla, scalar_decay,
            {"g_gamma": ("HV",)}),
     scalar("fused_recurrent_simple_gla-g-g_gamma", token, fused_recurrent_simple_gla, chunk_simple_gla,

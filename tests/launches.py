@@ -185,8 +185,8 @@ def matrix_calls(
         states = new(N if packed else B, HV, K, V)
         for gates in ("", "g_gamma", "g", "g g_gamma"):
             present = g if "g" in gates.split() else None, new(HV) if "g_gamma" in gates else None
-            args = q, k, v, *present, states, cu_seqlens, 1.0
-            masks = _masks("q k v g g_gamma initial_state", "q", "k", "v", "q k v", "g")
+            args = q, k, v, *present, None, states, cu_seqlens, 1.0
+            masks = _masks("q k v g g_gamma beta initial_state", "q", "k", "v", "q k v", "g")
             for call in _calls(scalar_decay, args, v, masks, states):
                 yield f"scalar_decay {gates} groups={groups} {at}", call
         for gates in ("", "g", "gk"):

@@ -109,7 +109,7 @@ def arguments(family: ModuleType, requires_grad: bool = True) -> tuple[Any, ...]
     if family is scan:
         return q[:, :, 0], g[:, :, 0], None, None
     if family is scalar_decay:
-        return q, k, v, g[..., 0], None, None, None, 1.0
+        return q, k, v, g[..., 0], None, None, None, None, 1.0
     return q, k, v, g, None, None, None, None, 1.0, False, False
 
 
@@ -117,7 +117,7 @@ def backward(
     family: ModuleType, args: tuple[Any, ...], do: Tensor | None, d_final_state: Tensor | None = None
 ) -> None:
     """The gradients of all inputs."""
-    gradients = {scalar_decay: 6, scan: 3, vector_decay: 7}[family]
+    gradients = {scalar_decay: 7, scan: 3, vector_decay: 7}[family]
     mask = [x is not None for x in args[:gradients]]
     family.backward(*args, do, d_final_state, mask)
 
@@ -149,7 +149,7 @@ def test_the_forward_alone_where_there_is_no_gradient(family: ModuleType, compil
 def test_begun_while_a_graph_is_compiled(family: ModuleType, compiled: Compiled) -> None:
     args = arguments(family, requires_grad=False)
     with FakeTensorMode() as mode:
-        mask = [True] * {scalar_decay: 6, scan: 3, vector_decay: 7}[family]
+        mask = [True] * {scalar_decay: 7, scan: 3, vector_decay: 7}[family]
         fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
         family.chunk.begin(fake)
         family.backward.begin([*fake, fake[0], None, mask])

@@ -81,7 +81,7 @@ def run(family: ModuleType, do: Tensor, d_final_state: Tensor | None, *args: Any
     family.recurrent(*args)
     family.steps(*args, 3, 1)
     family.steps(*args, 4, 2)
-    wanted = {scan: 3, scalar_decay: 6, vector_decay: 7, delta_rule: 7}[family]
+    wanted = {scan: 3, scalar_decay: 7, vector_decay: 7, delta_rule: 7}[family]
     family.backward(*args, do, d_final_state, [True] * wanted)
 
 
@@ -163,7 +163,7 @@ def test_scalar_decay_compiles(
     g_gamma = torch.zeros(H * groups, dtype=gate_dtype) if "gamma" in gates else None
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H * groups, K, V)
-    run(scalar_decay, v, state, q, k, v, g, g_gamma, state, cu_seqlens, 1.0)
+    run(scalar_decay, v, state, q, k, v, g, g_gamma, beta, state, cu_seqlens, 1.0)
 
 
 @pytest.mark.parametrize("gates", ["", "g", "gk"])
@@ -531,7 +531,7 @@ def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.Mon
         g_gamma = torch.empty(6) if "gamma" in gates else None
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 6, 16, 16)
-        run(scalar_decay, v, state, q, k, v, g, g_gamma, state, cu_seqlens, 1.0)
+        run(scalar_decay, v, state, q, k, v, g, g_gamma, beta, state, cu_seqlens, 1.0)
     assert [guard.expr for guard in symbol.env.guards] == []
 
 
@@ -665,7 +665,7 @@ def test_many_sequences_are_not_cut(family, sequences: int, monkeypatch: pytest.
     if family is scan:
         scan.chunk(q[:, :, 0], k[:, :, 0], None, cu_seqlens)
     else:
-        gates = {scalar_decay: (None, None), vector_decay: (None,) * 3, delta_rule: (v[..., 0], None, None)}[
+        gates = {scalar_decay: (None,) * 3, vector_decay: (None,) * 3, delta_rule: (v[..., 0], None, None)}[
             family
         ]
         options = (False, False) if family is vector_decay else ()

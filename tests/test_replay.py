@@ -222,7 +222,7 @@ def test_nothing_but_allocations_and_launches_is_repeated(
     """Of a training step's forward and backward, whose inputs are as the kernels take them."""
     q, k, v, g, do = torch.randn(5, 1, 70, 2, 24, dtype=torch.bfloat16)
     module, args, do = {
-        "scalar": (scalar_decay, (q, k, v, g[..., 0].contiguous(), None, None, None, 1.0), do),
+        "scalar": (scalar_decay, (q, k, v, g[..., 0].contiguous(), None, None, None, None, 1.0), do),
         "scan": (
             scan,
             (q[:, :, 0].contiguous(), g[:, :, 0].contiguous(), None, None),

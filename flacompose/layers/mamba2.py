@@ -166,9 +166,9 @@ class Mamba2(RecurrentLayer):
         dt = tokens.masked(dt)  # a time step of 0 neither decays nor writes
 
         # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
-        v, g = (x * dt.unsqueeze(-1)).to(x.dtype), -dt * upcast(self.A_log).exp()
+        g = -dt * upcast(self.A_log).exp()
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
-        o, recurrent = simple_gla(C, B, v, g, scale=1.0)
+        o, recurrent = simple_gla(C, B, x, g, scale=1.0, beta=dt)
         o = (upcast(o) + x * upcast(self.D).reshape(H, -1)).flatten(-2)
         o = o * F.silu(upcast(z)) if self.norm is None else self.norm(o, z)
         return self.out_proj(o.to(x.dtype)), RecurrentState(recurrent, conv)

@@ -21,10 +21,11 @@ def chunk_simple_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""Linear attention with one decay per head and token, in chunks: the form for training and for prompts.
 
-    $$S_t = e^{g_t + \gamma}\, S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+    $$S_t = e^{g_t + \gamma}\, S_{t-1} + \beta_t\, k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
 
     The recurrence of Mamba-2, "Transformers are SSMs" (<https://arxiv.org/abs/2405.21060>), and a special case of
     "Gated Linear Attention Transformers with Hardware-Efficient Training" (<https://arxiv.org/abs/2312.06635>).
@@ -42,6 +43,8 @@ def chunk_simple_gla(
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
+        beta: How strongly each token is written, ``[B, T, HV]``, in any float dtype, as the time step of Mamba-2 or the
+            input gate of an mLSTM. Default: 1.
 
     Returns:
         ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
@@ -52,7 +55,7 @@ def chunk_simple_gla(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return run(op.chunk, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
+    return run(op.chunk, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, beta=beta)
 
 
 def fused_recurrent_simple_gla(
@@ -66,6 +69,7 @@ def fused_recurrent_simple_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
+    beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_simple_gla][flacompose.ops.chunk_simple_gla], token by token: the form for decoding.
 
@@ -77,7 +81,7 @@ def fused_recurrent_simple_gla(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, g, g_gamma, scale, initial_state, wanted, cu_seqlens)
+    return run(form, q, k, v, g, g_gamma, scale, initial_state, wanted, cu_seqlens, beta=beta)
 
 
 def run(
@@ -92,17 +96,19 @@ def run(
     output_final_state: bool,
     cu_seqlens: Tensor | None,
     decay: Callable[[int], Tensor] | None = None,
+    beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments and call one form of the family's op; `decay` makes `g_gamma` of the number of heads."""
     HV, K, V = _check.qkv(q, k, v, grouped=True)
     _check.optional(q, "g", g, (*q.shape[:2], HV))
     _check.optional(q, "g_gamma", g_gamma, (HV,))
+    _check.optional(q, "beta", beta, (*q.shape[:2], HV))
     N = _check.sequences(q, cu_seqlens)
     _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
     scale = _check.scale(scale, K)
     if decay is not None:
         g_gamma = decay(HV)
     o, final_state = form(
-        q, k, v, g=g, g_gamma=g_gamma, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
+        q, k, v, g, g_gamma, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
     )
     return o, final_state if output_final_state else None

@@ -95,11 +95,10 @@ def mamba_chunk_scan_combined(
         x, dt = x.where(tokens[:, None, None], 0), dt.where(tokens[:, None], 0)
         z = None if z is None else z.where(tokens[:, None, None], 0)
     dt = time_step(dt, dt_bias, dt_softplus, x, dt_limit)
-    v = (x * dt.unsqueeze(-1)).to(x.dtype)
-    y, states = chunk_simple_gla(C, B, v, dt * upcast(A, x), None, 1.0, initial_states, True, cu_seqlens)
+    y, states = chunk_simple_gla(C, B, x, dt * upcast(A, x), None, 1.0, initial_states, True, cu_seqlens, dt)
     assert states is not None  # asked for
     if D is not None:
-        y = upcast(y) + upcast(x) * (D if D.dim() == 2 else D.unsqueeze(-1))
+        y = y + x * upcast(D if D.dim() == 2 else D.unsqueeze(-1), x)
     if z is not None:
         y = y * F.silu(upcast(z, x))
     y = y.to(x.dtype)

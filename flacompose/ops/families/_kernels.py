@@ -176,7 +176,7 @@ def recurrent_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     v,  # [tokens, HV, V]
-    beta,  # [tokens, HV], with the delta rule: how much of the old value is replaced
+    beta,  # [tokens, HV], how strongly a token is written; with the delta rule, how much of the old value is replaced
     g,  # [tokens, HV]
     gamma,  # [HV], added to `g` at every token
     gk,  # [tokens, HG, K]
@@ -198,6 +198,7 @@ def recurrent_kernel(
     stride,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    DELTA_RULE: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
     """The recurrence as it is written, one program per sequence, head and block of the value axis."""
@@ -245,8 +246,10 @@ def recurrent_kernel(
             S = decayed(S, tl.load(gk + (token * HG + hg) * K + dk, mask=in_k, other=0.0)[:, None])
         if gv is not None:
             S = decayed(S, tl.load(gv + at_v, mask=in_v, other=0.0)[None, :])
+        if DELTA_RULE:
+            v_ -= tl.sum(S * k_[:, None], 0)
         if beta is not None:
-            v_ = (v_ - tl.sum(S * k_[:, None], 0)) * tl.load(beta + token * HV + hv).to(tl.float32)
+            v_ *= tl.load(beta + token * HV + hv).to(tl.float32)
         S += k_[:, None] * v_[None, :]
         if u is None:
             o_ = tl.sum(S * q_[:, None], 0)

@@ -63,6 +63,7 @@ def recurrent(
     gv: Tensor | None = None,
     u: Tensor | None = None,
     beta: Tensor | None = None,
+    delta_rule: bool = False,
     softmax: bool = False,
     full_precision: bool = False,
     count: int | None = None,
@@ -71,8 +72,9 @@ def recurrent(
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or with `count` and `stride`, ``[N, count, HV, K, V]`` states.
 
     The gates are ``g [B, T, HV]`` and ``g_gamma [HV]``, which add, ``gk [B, T, HG, K]`` for HG heads that divide HV,
-    and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. With ``beta [B, T, HV]`` it is the delta rule. `softmax` reads
-    with the softmax of `q`. `full_precision` gives the output in float32.
+    and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. ``beta [B, T, HV]`` is how strongly a token is written, and
+    with `delta_rule` how much it replaces of what is there. `softmax` reads with the softmax of `q`. `full_precision`
+    gives the output in float32.
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
@@ -100,6 +102,7 @@ def recurrent(
         stride=stride,
         BK=BK,
         BV=BV,
+        DELTA_RULE=delta_rule,
         SOFTMAX=softmax,
     )
     return o, final_state

@@ -93,13 +93,13 @@ chunk.backward = backward
 
 def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return _launch.recurrent(**Inputs(*args)._asdict())
+    return _launch.recurrent(**Inputs(*args)._asdict(), delta_rule=True)
 
 
 def steps(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], states [N, count, HV, K, V])``."""
     *inputs, count, stride = args
-    return _launch.recurrent(**Inputs(*inputs)._asdict(), count=count, stride=stride)
+    return _launch.recurrent(**Inputs(*inputs)._asdict(), delta_rule=True, count=count, stride=stride)
 
 
 def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:

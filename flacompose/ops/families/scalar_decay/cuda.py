@@ -37,13 +37,13 @@ def chunk(*args: Any) -> tuple[Tensor, Tensor]:
 
 @compile_ahead
 def backward(*args: Any) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dg, dg_gamma, d_initial_state)``, empty where `output_mask` does not want them."""
+    """``(dq, dk, dv, dg, dg_gamma, dbeta, d_initial_state)``, empty where `output_mask` does not want them."""
     inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    q, k, v, g, g_gamma, initial_state, *_ = inputs
-    wants_q, wants_k, wants_v, wants_g, wants_gamma, wants_state = (
+    q, k, v, g, g_gamma, beta, initial_state, *_ = inputs
+    wants_q, wants_k, wants_v, wants_g, wants_gamma, wants_beta, wants_state = (
         wanted and x is not None for wanted, x in zip(output_mask, inputs)
     )
-    gradient_of_gates = wants_g or wants_gamma
+    gradient_of_gates = wants_g or wants_gamma or wants_beta
     sweep = _Launches(inputs, gradient_of_gates, fine=wants_gamma)
     dq, dk = (sweep.output_of_keys(q) if wanted else None for wanted in (wants_q, wants_k))
     dv = sweep.output(v.dtype) if wants_v else None
@@ -70,18 +70,18 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         if sweeps_dk:
             sweep(v, do, q, d_final_state, out=dk, final=final, transpose=True, reverse=True, **ends)
 
-    dg = dg_gamma = None
+    dg = dg_gamma = dbeta = None
     if gradient_of_gates:
         assert S is not None and dS is not None
         dtype = torch.float32 if g is None or wants_gamma else g.dtype
-        d_gate = sweep.gradients(q, k, v, do, S, dS, dq, dk, dtype)
+        d_gate, dbeta = sweep.gradients(q, k, v, do, S, dS, dq, dk, dtype, beta if wants_beta else None)
         if g_gamma is not None and wants_gamma:
             dg_gamma = d_gate.sum((0, 1)).to(g_gamma.dtype)
         if g is not None and wants_g:
             dg = d_gate.to(g.dtype)
     dq, dk = sweep.summed_of_keys(dq, inputs.q), sweep.summed_of_keys(dk, inputs.k)
     dv = None if dv is None else sweep.summed(dv, inputs.v.dtype)
-    return none_as_empty(inputs.q, dq, dk, dv, dg, dg_gamma, d_initial_state)
+    return none_as_empty(inputs.q, dq, dk, dv, dg, dg_gamma, dbeta, d_initial_state)
 
 
 chunk.backward = backward
@@ -102,7 +102,8 @@ class _Launches(MatrixSequences):
     """The launches of one call: what its sweeps have in common, and the gates as they take them."""
 
     def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
-        q, _, v, g, g_gamma, _, cu_seqlens, self.scale = inputs
+        q, _, v, g, g_gamma, beta, _, cu_seqlens, self.scale = inputs
+        self.beta = operand(beta)
         self.gated, self.gradient_of_gates = g is not None or g_gamma is not None, gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
         self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
@@ -200,6 +201,7 @@ class _Launches(MatrixSequences):
             b=b,
             x=x,
             initial=initial,
+            beta=self.beta,
             **dict.fromkeys(optional) | tensors,
             **self.gates,
             **self.arguments,
@@ -229,8 +231,9 @@ class _Launches(MatrixSequences):
         dq: Tensor | None,
         dk: Tensor | None,
         dtype: torch.dtype,
-    ) -> Tensor:
-        """``[B, T, H]``: the gradient of gates, from the states that sweeps have stored.
+        beta: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[B, T, H]``, the gradient of gates and, if it is given, of `beta`, from the states that sweeps have stored.
 
         Fills `dq` and `dk`, if given.
         """
@@ -238,6 +241,7 @@ class _Launches(MatrixSequences):
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
         d_sums = self.per_chunk(3, tiles * (blocks + 1), self.H, self.C)
         d_whole = self.per_chunk(self.H, tiles * blocks)
+        d_beta = None if beta is None else self.per_chunk(*d_sums.shape[2:])
         for reverse in (False, True):
             a, b, x, y, out = (v, do, q, k, dk) if reverse else (do, v, k, q, dq)
             launch(
@@ -247,6 +251,7 @@ class _Launches(MatrixSequences):
                 b=b,
                 x=x,
                 y=y,
+                beta=self.beta,
                 sums=self.gates["sums"],
                 rest=self.gates["rest"],
                 states=S,
@@ -254,6 +259,7 @@ class _Launches(MatrixSequences):
                 out=out,
                 d_sums=d_sums,
                 d_whole=d_whole,
+                d_beta=d_beta,
                 **self.positions,
                 scale=self.scale,
                 H=H,
@@ -267,7 +273,9 @@ class _Launches(MatrixSequences):
                 DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
                 **config,
             )
-        return gate_gradient(self, d_sums, d_whole, self.scale, dtype)
+        dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
+        dg = gate_gradient(self, d_sums, d_whole, self.scale, dtype, d_beta, dbeta)
+        return dg, None if dbeta is None else self.batched(dbeta)
 
 
 def sum_gates(
@@ -284,14 +292,31 @@ def sum_gates(
 
 
 def gate_gradient(
-    sequences: MatrixSequences, d_sums: Tensor, d_whole: Tensor, scale: float, dtype: torch.dtype
+    sequences: MatrixSequences,
+    d_sums: Tensor,
+    d_whole: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    d_beta: Tensor | None = None,
+    dbeta: Tensor | None = None,
 ) -> Tensor:
-    """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it."""
+    """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`."""
     H, D = d_whole.shape[-2:]
     dg = sequences.per_token(H, dtype=dtype)
     sizes = {"H": H, "D": D, "C": sequences.C, "BH": BH, "BD": block(D, 256), "PARTS": d_sums.shape[2]}
     grid = (sequences.chunks, tile_count(H, BH))
-    launch(gate_gradient_kernel, grid, d_sums, d_whole, dg, **sequences.positions, scale=scale, **sizes)
+    launch(
+        gate_gradient_kernel,
+        grid,
+        d_sums,
+        d_whole,
+        dg,
+        d_beta,
+        dbeta,
+        **sequences.positions,
+        scale=scale,
+        **sizes,
+    )
     return sequences.batched(dg)
 
 

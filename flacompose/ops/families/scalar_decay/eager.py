@@ -1,6 +1,6 @@
 """Chunked PyTorch for scalar decay: what every device without a Triton kernel runs.
 
-    S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_t^T        o_t = scale * S_t^T q_t
+    S_t = exp(g_t + g_gamma) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 
 Between chunks the state is swept. Within a chunk every pair of tokens ``t >= s`` meets with the weight
 ``exp(g_{s+1} + ... + g_t)``: sums of gates, never a difference of cumulative sums, so nothing overflows or cancels, and
@@ -22,11 +22,12 @@ from flacompose.ops.families.scalar_decay.inputs import Inputs
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = inputs
+    q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale = inputs
     if q.shape[1] == 1 and cu_seqlens is None:
         return _token(inputs)
     chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = _by_group(chunks, q, k, v)
+    v_ = _times(v_, _strength(chunks, q, beta))
     q_, decay = q_ * scale, Decay(chunks, q, g, g_gamma)
 
     S, final_state = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
@@ -36,8 +37,10 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def _token(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """`forward` of one token: the recurrence itself."""
-    q, k, v, g, g_gamma, initial_state, _, scale = inputs
+    q, k, v, g, g_gamma, beta, initial_state, _, scale = inputs
     q_, k_, v_ = (upcast(x[:, 0]) for x in (q, k, v))  # [B, H, D]
+    if beta is not None:
+        v_ = v_ * beta[:, 0].to(v_.dtype).unsqueeze(-1)
     H, HV = q.shape[2], v.shape[2]
     if HV != H:
         q_, k_ = (x.repeat_interleave(HV // H, 1) for x in (q_, k_))
@@ -60,26 +63,28 @@ def _gates(x: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor:
 def backward(
     inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dg, dg_gamma, d_initial_state)``, empty where `output_mask` is False or the input is absent."""
-    q, k, v, g, g_gamma, initial_state, cu_seqlens, scale = inputs
-    want_q, want_k, want_v, want_g, want_g_gamma, want_state = output_mask
+    """``(dq, dk, dv, dg, dg_gamma, dbeta, d_initial_state)``, empty where `output_mask` is False or an input absent."""
+    q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale = inputs
+    want_q, want_k, want_v, want_g, want_g_gamma, want_beta, want_state = output_mask
     gates_wanted = want_g or want_g_gamma
     chunks = Chunks(q, cu_seqlens)
     do = torch.zeros_like(v) if do is None else do
-    q_, k_, v_, do_ = _by_group(chunks, q, k, v, do)
+    q_, k_, values, do_ = _by_group(chunks, q, k, v, do)
+    strength = _strength(chunks, q, beta)
+    v_ = _times(values, strength)  # what is written
     q_, decay = q_ * scale, Decay(chunks, q, g, g_gamma)
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it.
     if want_q or gates_wanted:
         S, _ = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
         dq = do_ @ S.mT * decay.read
-    if want_k or want_v or gates_wanted or want_state:
+    if want_k or want_v or want_beta or gates_wanted or want_state:
         dS, d_initial_state = _sweep(chunks, q_ * decay.read, do_, decay, d_final_state, reverse=True)
     if want_k or gates_wanted:
         dk = v_ @ dS.mT * decay.write
 
     # From this chunk, and together.
-    if want_v or gates_wanted:
+    if want_v or want_beta or gates_wanted:
         A = (q_ @ k_.mT).tril()
     if want_q or want_k or gates_wanted:
         dA = (do_ @ v_.mT).tril() * decay.pair
@@ -87,6 +92,8 @@ def backward(
         whole = (S * dS).sum((-2, -1), keepdim=True) * decay.total
         dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), whole)
         dg = chunks.join(dg.flatten(1, 2)).squeeze(-1)
+    if want_v or want_beta:
+        d_written = (A * decay.pair).mT @ do_ + (k_ * decay.write) @ dS
     if want_q or want_k:
         dA = dA.sum(2, True)
 
@@ -95,9 +102,10 @@ def backward(
         output_mask,
         lambda: chunks.join((dq.sum(2, True) + dA @ k_).flatten(1, 2)) * scale,
         lambda: chunks.join((dk.sum(2, True) + dA.mT @ q_).flatten(1, 2)),
-        lambda: chunks.join(((A * decay.pair).mT @ do_ + (k_ * decay.write) @ dS).flatten(1, 2)),
+        lambda: chunks.join(_times(d_written, strength).flatten(1, 2)),
         lambda: dg,
         lambda: dg.sum((0, 1)),
+        lambda: chunks.join((d_written * values).sum(-1, True).flatten(1, 2)).squeeze(-1),
         lambda: d_initial_state,
     )
 
@@ -105,6 +113,15 @@ def backward(
 def _by_group(chunks: Chunks, q: Tensor, *others: Tensor) -> list[Tensor]:
     """``[B, T, H * n, D]`` as chunks ``[B, H, n, R, C, D]``, `q` having H heads."""
     return [chunks.split(x).unflatten(1, (q.shape[2], -1)) for x in (q, *others)]
+
+
+def _strength(chunks: Chunks, q: Tensor, beta: Tensor | None) -> Tensor | None:
+    """How strongly tokens are written, ``[B, H, n, R, C, 1]``."""
+    return None if beta is None else chunks.split(beta.unsqueeze(-1)).unflatten(1, (q.shape[2], -1))
+
+
+def _times(x: Tensor, strength: Tensor | None) -> Tensor:
+    return x if strength is None else x * strength
 
 
 class Decay:

@@ -65,6 +65,8 @@ def gate_gradient_kernel(
     d_sums,  # [chunks, 3, PARTS, H, C], the gradients of sums of gates, by `ENDING`, `BEGINNING` and `TO_END`
     d_whole,  # [chunks, H, D]: of the sum over the chunk, to be added up
     dg,  # [tokens, H]
+    d_beta,  # [chunks, PARTS, H, C]: of how strongly tokens are written, to be added up
+    dbeta,  # [tokens, H]
     cu_seqlens,
     T,
     N,
@@ -104,6 +106,14 @@ def gate_gradient_kernel(
     out = tl.cumsum(from_here, 0, reverse=True) + (tl.cumsum(before, 0) + whole[None, :]) * unit
     mask = (token < end)[:, None] & in_h
     tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
+    if dbeta is not None:
+        written = tl.zeros([C, BH], dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            at_part = ((row * PARTS + part) * H + h)[None, :] * C + t[:, None]
+            written += tl.load(d_beta + at_part, mask=in_h, other=0.0)
+        tl.store(
+            dbeta + token[:, None] * H + h[None, :], (written * unit).to(dbeta.dtype.element_ty), mask=mask
+        )
 
 
 # These are differences of running sums in base 2. For float32 inputs `rest` is what rounding took from `sums`. For

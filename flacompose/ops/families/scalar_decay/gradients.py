@@ -5,6 +5,9 @@ Within a chunk, with `S` the state before it, `dS` the gradient of the state aft
     dq_i = sum over j <= i of w_ij (do_i . v_j) k_j + w_i S do_i       w_i from the chunk's start
     dk_j = sum over i >= j of w_ij (v_j . do_i) q_i + w_j dS v_j       w_j to the chunk's end
 
+Where tokens are written with a strength ``beta_j``, ``beta_j v_j`` takes the place of ``v_j``. The gradient of
+``beta_j`` is the product of ``k_j`` with the gradient that ``k_j`` would have if it were 1.
+
 These are one sum, the roles of q and k, v and do, S and dS exchanged. Heads of values that share queries and keys are
 added up before their pairs are multiplied by the keys, so that this product is made once for all of them.
 """
@@ -43,6 +46,7 @@ def gradient_kernel(
     b,  # [tokens, HV, V]: v, or do
     x,  # [tokens, H, K]: k, or q
     y,  # [tokens, H, K]: q, or k
+    beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
@@ -50,6 +54,7 @@ def gradient_kernel(
     out,  # [tokens, HV / GROUP, K]: the gradient of `y`, that of the heads of a program
     d_sums,  # [chunks, 3, tiles of K * (BLOCKS + 1), HV, C], for `gate_gradient_kernel`, as the following
     d_whole,  # [chunks, HV, tiles of K * BLOCKS]
+    d_beta,  # [chunks, tiles of K * (BLOCKS + 1), HV, C], likewise, with `REVERSE`
     cu_seqlens,
     T,
     N,
@@ -104,6 +109,9 @@ def gradient_kernel(
             if REVERSE:
                 tl.store(at_sums + TO_END * PARTS * HV * C, nothing)
                 tl.store(at_sums + BEGINNING * PARTS * HV * C, nothing, mask=other < block)
+                if d_beta is not None:
+                    at_beta = ((row * PARTS + tile * (BLOCKS + 1) + other) * HV + first + head) * C + i
+                    tl.store(d_beta + at_beta, nothing, mask=other < block)
             else:
                 tl.store(at_sums + ENDING * PARTS * HV * C, nothing, mask=other > block)
 
@@ -125,7 +133,15 @@ def gradient_kernel(
         if REVERSE:
             total, total_rest = _sums(sums, rest, rh * C + C - 1)
             through *= tl.exp2(total - high + (total_rest - low))[:, None]
-            tl.store(at_sums + TO_END * PARTS * HV * C, tl.sum(through * y_, 1))
+            d_through = tl.sum(through * y_, 1)
+            if beta is not None:
+                beta_ = tl.load(beta + (lo + i) * HV + first + head, mask=i < size, other=0.0).to(tl.float32)
+                if d_beta is not None:
+                    at_beta = ((row * PARTS + tile * (BLOCKS + 1) + BLOCKS) * HV + first + head) * C + i
+                    tl.store(d_beta + at_beta, d_through)
+                through *= beta_[:, None]
+                d_through *= beta_
+            tl.store(at_sums + TO_END * PARTS * HV * C, d_through)
             tl.store(at_sums + BEGINNING * PARTS * HV * C, tl.zeros([BC], tl.float32))
             # The sum over the whole chunk decays what goes through it, of which each block adds up some keys.
             whole = tl.zeros([FLAT], dtype=tl.float32)
@@ -168,7 +184,20 @@ def gradient_kernel(
             counts = i[:, None] < j[None, :] if REVERSE else i[:, None] > j[None, :]
             pairs = tl.where(counts, pairs * tl.exp2(-between), 0.0)
             at_sums = d_sums + ((row * 3 * PARTS + tile * (BLOCKS + 1) + other) * HV + first + head) * C + i
-            tl.store(at_sums + KIND * PARTS * HV * C, tl.sum(pairs * products, 1))
+            if beta is not None and not REVERSE:
+                beta_j = tl.load(beta + (lo + j) * HV + first + head, mask=j < size, other=0.0).to(tl.float32)
+                pairs *= beta_j[None, :]
+                itself *= beta_j[None, :]
+            d_pairs = tl.sum(pairs * products, 1)
+            if beta is not None and REVERSE:
+                beta_i = tl.load(beta + (lo + i) * HV + first + head, mask=i < size, other=0.0).to(tl.float32)
+                if d_beta is not None:
+                    at_beta = ((row * PARTS + tile * (BLOCKS + 1) + other) * HV + first + head) * C + i
+                    tl.store(d_beta + at_beta, d_pairs + tl.sum(itself * products, 1))
+                d_pairs *= beta_i
+                pairs *= beta_i[:, None]
+                itself *= beta_i[:, None]
+            tl.store(at_sums + KIND * PARTS * HV * C, d_pairs)
             joint += pairs + itself
         acc = split_dot(joint, x_, DOT, acc)
     if out is not None:

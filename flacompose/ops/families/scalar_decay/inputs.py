@@ -15,6 +15,7 @@ class Inputs(NamedTuple):
     v: Tensor  # [B, T, HV, V], HV a multiple of H
     g: Tensor | None = None  # [B, T, HV], a decay per token and head
     g_gamma: Tensor | None = None  # [HV], a decay per head, the same for every token
+    beta: Tensor | None = None  # [B, T, HV], how strongly a token is written, 1 if absent
     initial_state: Tensor | None = None  # [N, HV, K, V]
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0

@@ -44,6 +44,7 @@ def sweep_kernel(
     a,  # [tokens, HA, D1]
     b,  # [tokens, HA, D1]
     x,  # [tokens, HX, D2]
+    beta,  # [tokens, H], how strongly a token is written
     gamma,  # [H], gates that are those of every token
     sums,  # [chunks, H, CS], of other gates, as `gate_kernel` gives them
     rest,  # [chunks, H, CS]
@@ -75,7 +76,10 @@ def sweep_kernel(
     FINE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``S <- e^g S + b_t x_t^T``, ``out_t = scale * S^T a_t``, from chunk to chunk; `REVERSE`, backwards in time.
+    """``S <- e^g S + beta_t b_t x_t^T``, ``out_t = scale * S^T a_t``, from chunk to chunk.
+
+    `REVERSE`, backwards in time, where `beta` weighs what is read: ``S <- e^g S + b_t x_t^T``, ``out_t = beta_t scale *
+    S^T a_t``.
 
     One program sweeps one segment of one sequence, and of its state a tile. With `ENDS` it begins at zero, and stores
     the state at the segment's end. Otherwise it begins at the true state, computed from those ends, and stores what is
@@ -180,6 +184,8 @@ def sweep_kernel(
             if first:
                 at = (row * H + h) * D1 * D2 + at_state
                 tl.store(states + at, S.to(states.dtype.element_ty), mask=in_state)
+        if beta is not None:
+            beta_ = tl.load(beta + (start + t) * H + h, mask=t < remaining, other=0.0).to(tl.float32)
         if out is not None:
             a_ = _load_chunk(a, start, HA, ha, d1, D1, BD1, remaining, C)
             other_chunks = dot(a_, S, DOT)
@@ -188,13 +194,19 @@ def sweep_kernel(
                 other_chunks *= near
                 pairs *= between
             pairs = tl.where(i_ <= j_ if REVERSE else i_ >= j_, pairs, 0.0)
+            if beta is not None and not REVERSE:
+                pairs *= beta_[None, :]
             out_ = split_dot(pairs, x_.to(DOT), DOT, other_chunks)
+            if beta is not None and REVERSE:
+                out_ *= beta_[:, None]
             at_out = out + ((start * tiles1 + tile1) * H + h) * D2 + i_ * (tiles1 * H * D2) + d2[None, :]
             in_out = (i_ < remaining) & (d2 < D2)[None, :]
             tl.store(at_out, (out_ * unit).to(out.dtype.element_ty), mask=in_out)
         if GATED:
             S *= tl.exp2(total)
             x_ = x_ * far
+        if beta is not None and not REVERSE:
+            x_ = x_ * beta_[:, None]
         if FINE:
             S = dot_split(tl.trans(b_), x_, DOT, S)
         else:

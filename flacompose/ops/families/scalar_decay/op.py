@@ -22,14 +22,16 @@ chunk, recurrent, steps = define_forms(
     eager,
     Inputs,
     arguments="Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? g_gamma, "
-    "Tensor? initial_state, Tensor? cu_seqlens, float scale",
-    gradients="Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dg_gamma, Tensor d_initial_state",
+    "Tensor? beta, Tensor? initial_state, Tensor? cu_seqlens, float scale",
+    gradients="Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dg_gamma, Tensor dbeta, "
+    "Tensor d_initial_state",
     axes={
         "q": "B T H K",
         "k": "B T H K",
         "v": "B T HV V",
         "g": "B T HV",
         "g_gamma": "HV",
+        "beta": "B T HV",
         "o": "B T HV V",
         "initial_state": "N HV K V",
         "final_state": "N HV K V",

@@ -17,12 +17,15 @@ def scalar_decay(
     v: Tensor,  # [B, T, HV, V], HV a multiple of H: neighbouring heads of v share one of q and k
     g: Tensor | None = None,  # [B, T, HV], natural-log decay
     g_gamma: Tensor | None = None,  # [HV], natural-log decay of every token
+    beta: Tensor | None = None,  # [B, T, HV]
     initial_state: Tensor | None = None,  # [B, HV, K, V]
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """``S_t = exp(g_t + g_gamma) S_{t-1} + k_t v_t^T``; ``o_t = scale * S_t^T q_t``."""
+    """``S_t = exp(g_t + g_gamma) S_{t-1} + beta_t k_t v_t^T``; ``o_t = scale * S_t^T q_t``."""
     B, T, HV, V = v.shape
     q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k))
+    if beta is not None:
+        v = beta.unsqueeze(-1) * v
     S = q.new_zeros(B, HV, q.shape[-1], V) if initial_state is None else initial_state
     o = []
     for t in range(T):
