@@ -161,6 +161,7 @@ def test_scalar_decay_compiles(
     v = torch.zeros(B, T, H * groups, V, dtype=dtype)
     g = torch.zeros(B, T, H * groups, dtype=gate_dtype) if "g" in gates.split() else None
     g_gamma = torch.zeros(H * groups, dtype=gate_dtype) if "gamma" in gates else None
+    beta = torch.zeros(B, T, H * groups) if "beta" in gates else None
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None
     state = torch.zeros(N if packed else B, H * groups, K, V)
     run(scalar_decay, v, state, q, k, v, g, g_gamma, beta, state, cu_seqlens, 1.0)
@@ -519,7 +520,7 @@ def test_no_scores_of_mild_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scored["mild"] is mild["mild"] is strong["mild"] is not None
 
 
-@pytest.mark.parametrize("gates", ["", "gamma", "g", "g gamma"])
+@pytest.mark.parametrize("gates", ["", "gamma", "g", "g gamma", "g beta", "beta"])
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
 def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_with(lambda *_, **__: None, monkeypatch)
@@ -529,6 +530,7 @@ def test_scalar_decay_launches_at_every_length(gates, N, monkeypatch: pytest.Mon
         q, k, v = (torch.empty(1, T, H, 16) for H in (2, 2, 6))
         g = torch.empty(1, T, 6) if "g" in gates.split() else None
         g_gamma = torch.empty(6) if "gamma" in gates else None
+        beta = torch.empty(1, T, 6) if "beta" in gates else None
         cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
         state = torch.empty(1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, 6, 16, 16)
         run(scalar_decay, v, state, q, k, v, g, g_gamma, beta, state, cu_seqlens, 1.0)
