@@ -183,9 +183,9 @@ def matrix_calls(
         HV = H * groups
         v, g, beta = new(B, T, HV, V, dtype=dtype), new(B, T, HV), new(B, T, HV)
         states = new(N if packed else B, HV, K, V)
-        for gates in ("", "g_gamma", "g", "g g_gamma"):
+        for gates in ("", "g_gamma", "g", "g g_gamma", "g beta", "beta"):
             present = g if "g" in gates.split() else None, new(HV) if "g_gamma" in gates else None
-            args = q, k, v, *present, None, states, cu_seqlens, 1.0
+            args = q, k, v, *present, beta if "beta" in gates else None, states, cu_seqlens, 1.0
             masks = _masks("q k v g g_gamma beta initial_state", "q", "k", "v", "q k v", "g")
             for call in _calls(scalar_decay, args, v, masks, states):
                 yield f"scalar_decay {gates} groups={groups} {at}", call

@@ -132,7 +132,7 @@ def test_compiles(
     run(vector_decay, do, state, q, k, v, gk, gv, u, state, cu_seqlens, 1.0, *options)
 
 
-@pytest.mark.parametrize("gates", ["", "gamma", "g", "g gamma"])
+@pytest.mark.parametrize("gates", ["", "gamma", "g", "g gamma", "g beta"])
 @pytest.mark.parametrize(
     "dtype, gate_dtype, K, V, groups, packed",
     [
