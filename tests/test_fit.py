@@ -34,6 +34,8 @@ LARGEST = [
     (("scalar_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"REVERSE": True}), (120,)),
     (("delta_rule ", "sweep_kernel", BFLOAT16, 256, 64, {}), (100,)),
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 64, {}), (100,)),
+    # More values than a head has, as a batch of many heads has more tiles of them.
+    (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 6400, {"BV": 128}), (90,)),
     ((*CHANNELS, BFLOAT16, 64, 64, {}), (80, 89)),
     ((*CHANNELS, FLOAT32, 16, 16, {}), (120,)),
     ((*PAIRS, 64, 64, {}), (86,)),
@@ -86,7 +88,7 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
         (delta_rule.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "2832f3581260c9b5"),
         (delta_rule.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (delta_rule.channel_config, (BOTH,), "52e3d26836d43c16"),
-        (delta_rule.channel_pair_config, (BOTH, SIZES), "5df980ddc0fb8d1e"),
+        (delta_rule.channel_pair_config, (BOTH, SIZES), "to be measured"),
     ],
     ids=["state", "sweep", "delta_sweep", "join", "channel", "channel_pair"],
 )
@@ -95,8 +97,8 @@ def test_what_was_tuned_on_hopper_stays(function: Any, choices: Any, digest: str
     table = [*configurations(function, *choices)]
     assert sha256(repr(table).encode()).hexdigest()[:16] == digest
     if function is delta_rule.channel_pair_config:  # with more keys in float32 it did not fit before
-        kept = [(K, function(HOPPER, bfloat16, K)["KEEP"]) for bfloat16, K in product(BOTH, SIZES)]
-        assert [K for K, keep in kept if not keep] == [384, 385, 512]
+        assert [K for K in SIZES if not function(HOPPER, True, K)["KEEP"]] == [K for K in SIZES if K > 128]
+        assert [K for K in SIZES if not function(HOPPER, False, K)["KEEP"]] == [384, 385, 512]
 
 
 @pytest.mark.parametrize("capability", CHIPS)

@@ -32,6 +32,7 @@ from torch import Tensor
 from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
 from flacompose.ops.families._op import with_names
+from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.slot_attention import cuda as slot_kernels
 from flacompose.ops.families.slot_attention import op as slot_attention
@@ -324,6 +325,30 @@ def test_segments_with_little_replaced(
 
 
 @each_delta_rule
+@pytest.mark.parametrize("lengths", [None, [3, 100, 0]], ids=["dense", "packed"])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_states_in_parts(
+    case: OpCase, segments: int, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in bfloat16, where a program holds a state of more than 128 keys in several tiles."""
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    config = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(delta_rule, "sweep_config", lambda *_: config)
+    check(draw(case, CPU, B=1, H=1, T=100, K=40, V=20, lengths=lengths, gates=-1e-3))
+
+
+@every([NAMED[name] for name in ("chunk_delta_rule", "chunk_gated_delta_rule")])
+@pytest.mark.parametrize("loops", [1, 2])
+@pytest.mark.parametrize("loss", ["both", "o", "state"])
+def test_joined_gradients(case: OpCase, loss: str, loops: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the pairs of tokens in a kernel of their own, and two tiles of keys."""
+    monkeypatch.setattr(delta_rule._Launches, "gradients", delta_rule._Launches.joined_gradients)
+    config = {"BK": 16, "BV": 16, "LOOPS": loops, "num_warps": 4, "num_stages": 1}
+    monkeypatch.setattr(delta_rule, "joined_gradient_config", lambda *_: config)
+    check(draw(case, CPU, B=1, H=1, T=70, K=20, V=37, gates="mixed"), loss)
+
+
+@each_delta_rule
 def test_segments_without_tokens(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """They leave a state as it is, to the bit, also what is not finite."""
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
@@ -437,3 +462,10 @@ def test_one_gradient(
         found = backward(*args, [i == j for j in everything])
         torch.testing.assert_close(found[i], expected[i], rtol=1e-4, atol=1e-5)
         assert all(found[j].shape == (0,) for j in everything if i != j)
+
+
+def test_one_joined_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a gradient of queries needs is given to the kernels, if it is the only one."""
+    monkeypatch.setattr(delta_rule._Launches, "gradients", delta_rule._Launches.joined_gradients)
+    shapes = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34, 2), None, (1, 2, 5, 6)]
+    test_one_gradient("delta_rule", shapes, (0.7,))

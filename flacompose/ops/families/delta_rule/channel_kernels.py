@@ -59,6 +59,44 @@ from flacompose.ops.families.vector_decay.kernels import (
 )
 
 
+@triton.jit
+def _mild_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
+    """The gates of channels `d`, their sums from a chunk's middle, and for each token what must be bounded in them."""
+    # In float32 too: rounding a number and widening it again takes slow instructions.
+    g = bounded(load_tile(gk, i, size, 0, d, HV, K)).to(tl.float32)
+    middle, _ = middle_sums(g.to(gk.dtype.element_ty), i[:, None], i[None, :], False, DOT)
+    return g, middle, tl.maximum(tl.max(tl.abs(middle), 1), tl.max(size_of_gate(g, DOT), 1))
+
+
+@triton.jit
+def _mild_pairs(
+    g, middle, q, k, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K: tl.constexpr, DOT: tl.constexpr
+):
+    """`of_q` and `of_k` with the products of channels `d`, the keys that write, and the decay from the chunk's middle.
+
+    The queries and keys that read are stored, and so is `total`.
+    """
+    at_q = i, size, 0, d, H, K
+    at_g = i, size, 0, d, HV, K
+    early = tl.sum(tl.where(i[:, None] < C // 2, g, 0.0), 0)
+    late = tl.sum(tl.where(i[:, None] < C // 2, 0.0, g), 0)
+    tl.store(total + d, tl.exp(early + late), mask=d < K)
+    to_middle = tl.exp(middle)
+    from_start = tl.exp(early)[None, :]
+    k_ = load_tile(k, *at_q)
+    # Registers are scarce: the readers wait in shared memory for the writer.
+    reader = load_tile(q, *at_q) * to_middle
+    store_tile(q_read, reader * from_start, *at_g)
+    reader_q = in_parts(tl.trans(reader), DOT)
+    writer = k_ / to_middle
+    reader = k_ * to_middle
+    store_tile(k_read, reader * from_start, *at_g)
+    reader_k = in_parts(tl.trans(reader), DOT)
+    of_q = dot_of_parts(writer, reader_q, DOT, of_q)
+    of_k = dot_of_parts(writer, reader_k, DOT, of_k)
+    return of_q, of_k, writer, tl.exp(late)
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def channel_pair_kernel(
     q,  # [tokens, H, K]
@@ -119,40 +157,41 @@ def channel_pair_kernel(
     of_k = tl.zeros([C, C], dtype=tl.float32)
     writers: tl.tuple = ()
     to_end: tl.tuple = ()
-    for d0 in tl.static_range(0, K, BK):
-        d = d0 + tl.arange(0, BK)
-        at_q = i, size, 0, d, H, K
-        at_g = i, size, 0, d, HV, K
-        # In float32 too: rounding a number and widening it again takes slow instructions.
-        g = bounded(load_tile(gk, *at_g)).to(tl.float32)
-        g_ = g.to(gk.dtype.element_ty)
-        k_ = load_tile(k, *at_q)
-        if MILD:
-            middle, _ = middle_sums(g_, s, t, False, DOT)
-            largest = tl.maximum(tl.max(tl.abs(middle), 1), tl.max(size_of_gate(g, DOT), 1))
+    if MILD and KEEP:
+        for d0 in tl.static_range(0, K, BK):
+            d = d0 + tl.arange(0, BK)
+            g, middle, largest = _mild_sums(gk, i, size, d, HV, K, DOT)
             if not tl.max(largest) < MILD_BOUND:
                 tl.store(mild + rh, 0)  # the second launch overwrites what is stored until here
                 return
-            early = tl.sum(tl.where(s < C // 2, g, 0.0), 0)
-            late = tl.sum(tl.where(s < C // 2, 0.0, g), 0)
-            tl.store(total + d, tl.exp(early + late), mask=d < K)
-            to_middle = tl.exp(middle)
-            from_start = tl.exp(early)[None, :]
-            # Registers are scarce: the readers wait in shared memory for the writer.
-            reader = load_tile(q, *at_q) * to_middle
-            store_tile(q_read, reader * from_start, *at_g)
-            reader_q = in_parts(tl.trans(reader), DOT)
-            writer = k_ / to_middle
-            reader = k_ * to_middle
-            store_tile(k_read, reader * from_start, *at_g)
-            reader_k = in_parts(tl.trans(reader), DOT)
-            if KEEP:
-                writers += (in_parts(writer, DOT),)
-                to_end += (tl.exp(late),)
-            of_q = dot_of_parts(writer, reader_q, DOT, of_q)
-            of_k = dot_of_parts(writer, reader_k, DOT, of_k)
-        else:
+            of_q, of_k, writer, late = _mild_pairs(
+                g, middle, q, k, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
+            )
+            writers += (in_parts(writer, DOT),)
+            to_end += (late,)
+    elif MILD:
+        # A loop, since its body for each of many blocks would not fit in the cache of instructions.
+        largest = tl.zeros([C], dtype=tl.float32)
+        for d0 in range(0, K, BK):
+            d = d0 + tl.arange(0, BK)
+            g, middle, of_block = _mild_sums(gk, i, size, d, HV, K, DOT)
+            largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
+            if tl.max(largest) < MILD_BOUND:
+                of_q, of_k, writer, late = _mild_pairs(
+                    g, middle, q, k, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
+                )
+        if not tl.max(largest) < MILD_BOUND:
+            tl.store(mild + rh, 0)
+            return
+    else:
+        for d0 in range(0, K, BK):
+            d = d0 + tl.arange(0, BK)
+            at_q = i, size, 0, d, H, K
+            at_g = i, size, 0, d, HV, K
+            g = bounded(load_tile(gk, *at_g)).to(tl.float32)
+            g_ = g.to(gk.dtype.element_ty)
             q_ = load_tile(q, *at_q)
+            k_ = load_tile(k, *at_q)
             read = tl.exp(select(t <= s, g_, DOT))
             store_tile(q_read, q_ * read, *at_g)
             store_tile(k_read, k_ * read, *at_g)
@@ -164,15 +203,17 @@ def channel_pair_kernel(
     beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
-    for tile in tl.static_range(0, (K + BK - 1) // BK):
-        d = tile * BK + tl.arange(0, BK)
-        at_g = i, size, 0, d, HV, K
-        if MILD and KEEP:
+    if MILD and KEEP:
+        for tile in tl.static_range(0, (K + BK - 1) // BK):
+            d = tile * BK + tl.arange(0, BK)
             written = dot_of_parts(weighted, writers[tile], DOT) * to_end[tile][None, :]
-        else:
+            store_tile(W, written, i, size, 0, d, HV, K)
+    else:
+        for d0 in range(0, K, BK):
+            d = d0 + tl.arange(0, BK)
+            at_g = i, size, 0, d, HV, K
             written = load_tile(k, i, size, 0, d, H, K) * tl.exp(select(t > s, load_gates(gk, *at_g), DOT))
-            written = fine_dot(weighted, written, DOT)
-        store_tile(W, written, *at_g)
+            store_tile(W, fine_dot(weighted, written, DOT), *at_g)
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "scale"])

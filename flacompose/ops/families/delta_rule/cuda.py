@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flacompose.ops._chip import Chip
+from flacompose.ops._chip import HOPPER, Chip
 from flacompose.ops._define import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._compile import compile_ahead
@@ -28,8 +28,10 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
 )
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.delta_rule.kernels import (
+    decayed_pair_kernel,
     gradient_kernel,
     join_kernel,
+    joined_gradient_kernel,
     pair_kernel,
     reverse_kernel,
     sweep_kernel,
@@ -202,7 +204,8 @@ class _Launches(MatrixSequences):
         outputs = dict.fromkeys(("v", "P", "Y", "initial", "o", "r", "states", "ends", "final")) | tensors
         arguments = {**self.reads, **self.gates, **outputs, **self.arguments, "W": self.pairs["W"]}
         arguments["v_token"] = self.v_token
-        launch(sweep_kernel, self.grid(V), **arguments, V=V, IDENTITY=IDENTITY, **self.config(V))
+        grid, config = self.sweep_launch(V)
+        launch(sweep_kernel, grid, **arguments, V=V, IDENTITY=IDENTITY, **config)
 
     def reverse(self, do: Tensor, d_final: Tensor | None, dv: Tensor, **tensors: Tensor | None) -> None:
         """Backwards in time: fill `dv` and what else is given."""
@@ -215,15 +218,8 @@ class _Launches(MatrixSequences):
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
         others = ("d_final", "dv", "d_states", "d_ends", "d_initial")
         arguments = {**self.reads, **self.gates, **self.pairs, **dict.fromkeys(others), **tensors}
-        launch(
-            reverse_kernel,
-            self.grid(self.V),
-            do=do,
-            **arguments,
-            **self.arguments,
-            V=self.V,
-            **self.config(self.V),
-        )
+        grid, config = self.sweep_launch(self.V)
+        launch(reverse_kernel, grid, do=do, **arguments, **self.arguments, V=self.V, **config)
 
     def _join(self, ends: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it."""
@@ -287,6 +283,61 @@ class _Launches(MatrixSequences):
             **arguments,
             H=self.q.shape[2],
             V=self.V,
+            **config,
+        )
+        made = self.added_up(q=dq) if dS is None else self.added_up(q=dq, k=dk, beta=dbeta)
+        if gates:
+            assert d_sums is not None and d_whole is not None
+            made["g"] = scalar_decay.gate_gradient(self, d_sums, d_whole, 1.0, torch.float32)
+        return made
+
+    def joined_gradients(
+        self,
+        do: Tensor,
+        r: Tensor | None,
+        dv: Tensor | None,
+        S: Tensor | None,
+        dS: Tensor | None,
+        gates: bool,
+    ) -> dict[str, Tensor]:
+        """As `gradients`, with the pairs made once for all tiles of the key axis, by a kernel of their own."""
+        HV = self.HV
+        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS")}
+        arguments |= {"V": self.V, "sums": self.gates["sums"], "rest": self.gates["rest"], "r": r, "do": do}
+        parts = 2 if self.bfloat16 else 1
+        products = {
+            "pairs": self.per_chunk(HV, 2, parts, self.C, self.C, dtype=self.dtype),
+            "itself": self.per_chunk(HV, self.C),
+        }
+        del arguments["K"]
+        config = pair_gradient_config(self.bfloat16)
+        dv_ = None if dS is None else dv
+        launch(decayed_pair_kernel, (self.chunks * HV,), dv=dv_, **products, **arguments, **config)
+        config = joined_gradient_config(self.bfloat16, self.V)
+        tiles = tile_count(self.K, config["BK"])
+        dq, dk, dbeta = self.of_tiles(tiles)
+        # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
+        gated = self.gates["sums"] is not None
+        d_sums = self.per_chunk(3, tiles, HV, self.C) if gated else None
+        d_whole = self.per_chunk(HV, self.K) if gated else None
+        of_writes = {"dk": dk, "dbeta": dbeta, "d_sums": d_sums, "d_whole": d_whole}
+        if dS is None:
+            of_writes = dict.fromkeys(of_writes)
+        launch(
+            joined_gradient_kernel,
+            (tiles * self.chunks * HV,),
+            q=self.q,
+            k=self.k,
+            beta=self.beta,
+            dv=do if dv is None else dv,
+            states=S,
+            d_states=dS,
+            dq=dq,
+            H=self.q.shape[2],
+            K=self.K,
+            **products,
+            **of_writes,
+            **arguments,
             **config,
         )
         made = self.added_up(q=dq) if dS is None else self.added_up(q=dq, k=dk, beta=dbeta)
@@ -368,11 +419,11 @@ class _Launches(MatrixSequences):
             made[name] = x
         return made
 
-    def config(self, V: int) -> dict[str, int]:
-        return sweep_config(self.chip, self.bfloat16, self.K, V, self.SEGMENTS * self.N * self.HV)
-
-    def grid(self, V: int) -> tuple[int]:
-        return (tile_count(V, self.config(V)["BV"]) * self.HV * self.N * self.SEGMENTS,)
+    def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
+        """The grid of a sweep over states of `V` values, and its configuration."""
+        states = self.SEGMENTS * self.N * self.HV
+        config = sweep_config(self.chip, self.bfloat16, self.K, V, states)
+        return (tile_count(V, config["BV"]) * states,), config
 
 
 def chunk_size(bfloat16: bool, of_channels: bool) -> int:
@@ -393,9 +444,10 @@ def pair_config(bfloat16: bool) -> dict[str, int]:
 def channel_pair_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
     """Block size of the contracted axis, whether the keys that write are kept for their product, warps and stages.
 
-    In float32 they wait for it in shared memory, beside 65 KiB of other factors, and take 512 bytes for each channel.
+    They wait for it in shared memory and take 512 bytes for each channel. In bfloat16, those of more than 128 channels
+    leave no room for a second program on a multiprocessor. In float32 there are 65 KiB of other factors beside them.
     """
-    BK, keep = max(block(K, 128), 64), True
+    BK, keep = 64 if K > 128 else max(block(K, 128), 64), K <= 128
     if not bfloat16:
         BK = 32
         keep = 65 * 1024 + 512 * BK * tile_count(K, BK) <= chip.shared_memory
@@ -419,11 +471,12 @@ def sweep_config(chip: Chip, bfloat16: bool, K: int, V: int, states: int) -> dic
     BK = 64 if K > 256 else block(K, 256)
     if not bfloat16:
         return {"BK": BK, "BV": 16 if K > 128 else 32, "num_warps": 4, "num_stages": 1}
-    if K > 128:
+    # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
+    if K > 256 or (K > 128 and chip.capability != HOPPER.capability):
         return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
     few = isinstance(states, int) and states * tile_count(V, 64) <= 128
     BV = 64 if V <= 64 or few else 128
-    return {"BK": max(BK, 64), "BV": BV, "num_warps": BV // 16, "num_stages": 2}
+    return {"BK": 64 if K > 128 else max(BK, 64), "BV": BV, "num_warps": BV // 16, "num_stages": 2}
 
 
 def join_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
@@ -439,6 +492,13 @@ def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
     if not bfloat16:
         return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
     return {"BK": 64, "BV": max(block(V, 128), 64), "num_warps": 4, "num_stages": 1}
+
+
+def joined_gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
+    """Block sizes of the key axis and of the value axis, loops over the latter, warps and pipeline stages."""
+    if not bfloat16:
+        return {"BK": 32, "BV": 32, "LOOPS": 2, "num_warps": 4, "num_stages": 1}
+    return {"BK": 64, "BV": max(block(V, 128), 64), "LOOPS": 2, "num_warps": 4, "num_stages": 1}
 
 
 def pair_gradient_config(bfloat16: bool) -> dict[str, int]:

@@ -210,14 +210,36 @@ def _store_parts(x, parts, dv, K: tl.constexpr, V, BK: tl.constexpr):
 
 
 @triton.jit
-def _read_parts(x, parts, size, H, K: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, DOT: tl.constexpr):
-    """``S x_t``, as ``[dv, tokens]``, of the state in `parts` and one head of ``x [tokens, H, K]``."""
+def _read_parts(
+    x,
+    y,
+    parts,
+    states,
+    size,
+    H,
+    dv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``S x_t`` and, if `y` is given, ``S y_t``, as ``[dv, tokens]``, of one head of ``x`` and ``y [tokens, H, K]``.
+
+    The state in `parts` is stored in `states`, if these are given. All is done part by part, so that the registers hold
+    one part at a time in the dtype of products.
+    """
     i = tl.arange(0, C)
-    read = dot(parts[0], tl.trans(load_tile(x, i, size, 0, tl.arange(0, BK), H, K)), DOT)
-    for part in tl.static_range(1, (K + BK - 1) // BK):
-        dk = part * BK + tl.arange(0, BK)
-        read += dot(parts[part], tl.trans(load_tile(x, i, size, 0, dk, H, K)), DOT)
-    return read
+    of_x = tl.zeros([dv.shape[0], C], dtype=tl.float32)
+    of_y = tl.zeros([dv.shape[0], C], dtype=tl.float32)
+    for part in tl.static_range((K + BK - 1) // BK):
+        dk, at, inside = _of_part(part, dv, K, V, BK)
+        if states is not None:
+            tl.store(states + at, parts[part].to(states.dtype.element_ty), mask=inside)
+        of_x += dot(parts[part], tl.trans(load_tile(x, i, size, 0, dk, H, K)), DOT)
+        if y is not None:
+            of_y += dot(parts[part], tl.trans(load_tile(y, i, size, 0, dk, H, K)), DOT)
+    return of_x, of_y
 
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
@@ -280,9 +302,21 @@ def sweep_kernel(
         size = tl.minimum(hi - start, C).to(tl.int32)
         at_k = (start * HK + hk) * K
         first = start * HV + h
-        if states is not None:
-            _store_parts(states + rh * K * V, S, dv, K, V, BK)
-        e = -_read_parts(k + at_k, S, size, HK, K, BK, C, DOT)
+        read_by_k, read = _read_parts(
+            k + at_k,
+            None if o is None else q + at_k,
+            S,
+            None if states is None else states + rh * K * V,
+            size,
+            HK,
+            dv,
+            K,
+            V,
+            BK,
+            C,
+            DOT,
+        )
+        e = -read_by_k
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
             from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
@@ -294,7 +328,7 @@ def sweep_kernel(
             r_ = fine_dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
             _store_transposed(r + first * V, r_, i, size, 0, dv, HV, V)
         if o is not None:
-            read = _read_parts(q + at_k, S, size, HK, K, BK, C, DOT) * scale
+            read *= scale
             if sums is not None:
                 read *= from_start[None, :]
             o_ = read + dot(e, tl.load(P + rh * C * C + at_pair), DOT)
@@ -357,6 +391,9 @@ def reverse_kernel(
     dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
+    # Loaded a chunk ahead into registers, as the shared memory of a pipeline is full of what is contracted with states.
+    P += h * C * C + at_pair
+    P_ = tl.load(P + (row0 + tl.maximum(stop - 1, 0)) * HV * C * C)
     for before in range(begin, stop):
         chunk = begin + stop - 1 - before
         rh = (row0 + chunk) * HV + h
@@ -364,11 +401,11 @@ def reverse_kernel(
         size = tl.minimum(hi - start, C).to(tl.int32)
         at_k = (start * HK + hk) * K
         first = start * HV + h
-        if d_states is not None:
-            _store_parts(d_states + rh * K * V, dS, d2, K, V, BK)
         do_ = _load_transposed(do + first * V, i, size, HV * V, d2, V)
-        dv_ = dot(do_, tl.trans(tl.load(P + rh * C * C + at_pair)), DOT)
-        dv_ += _read_parts(W + first * K, dS, size, HV, K, BK, C, DOT)
+        dv_ = dot(do_, tl.trans(P_), DOT)
+        d_state = None if d_states is None else d_states + rh * K * V
+        written, _ = _read_parts(W + first * K, None, dS, d_state, size, HV, d2, K, V, BK, C, DOT)
+        dv_ += written
         if dv is not None:
             _store_transposed(dv + first * V, dv_, i, size, 0, d2, HV, V)
         do_ *= scale
@@ -388,6 +425,7 @@ def reverse_kernel(
                 dS_ *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
             dS_ += dot(do_, load_tile(q + at_k, i, size, 0, dk, HK, K), DOT)
             dS += (split_dot(dv_, load_tile(k + at_k, i, size, 0, dk, HK, K), DOT, dS_),)
+        P_ = tl.load(P + (row0 + tl.maximum(chunk - 1, 0)) * HV * C * C)
     if d_ends is not None:
         _store_parts(d_ends + at_end, dS, d2, K, V, BK)
     if d_initial is not None:
@@ -591,3 +629,221 @@ def gradient_kernel(
         d_beta = tl.sum(written * k_, 1)
         tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
         store_tile(dk + first * K, by_k + written * beta_t, i, size, 0, d, HV, K)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "scale"])
+def decayed_pair_kernel(
+    sums,  # [chunks, HV, C]
+    rest,  # [chunks, HV, C]
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V], where keys get gradients
+    pairs,  # [chunks, HV, 2, PARTS, C, C]: `of_q` and `of_k`, without their diagonals
+    itself,  # [chunks, HV, C]: the diagonal of `of_q`
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    HV,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s``, decayed by the gates between the tokens.
+
+    They are the gradients of the products of queries and keys with the keys that write, but for beta. In bfloat16 they
+    are stored in two parts, one after the other.
+    """
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    row, h, _ = split_program(tl.num_programs(0) // HV, HV)
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    rh = row * HV + h
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    first = (lo * HV + h) * V
+    i = tl.arange(0, C)
+    t = i[:, None]
+    s = i[None, :]
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    of_q = tl.zeros([C, C], dtype=tl.float32)
+    of_k = tl.zeros([C, C], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d = v0 + tl.arange(0, BV)
+        r_ = tl.trans(load_tile(r + first, i, size, 0, d, HV, V))
+        of_q += dot(load_tile(do + first, i, size, 0, d, HV, V), r_, DOT)
+        if dv is not None:
+            of_k += dot(load_tile(dv + first, i, size, 0, d, HV, V), r_, DOT)
+    of_q *= scale
+    # No gate decays the pair of a token with itself.
+    tl.store(itself + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
+    of_q = tl.where(s < t, of_q, 0.0)
+    of_k = tl.where(s < t, -of_k, 0.0)
+    if sums is not None:
+        weights = decayed_pairs(sums + rh * C, None if rest is None else rest + rh * C, C)
+        of_q *= weights
+        of_k *= weights
+    _store_in_parts(pairs + rh * 2 * size_in_parts(C, DOT), of_q, DOT)
+    if dv is not None:
+        _store_in_parts(pairs + (rh * 2 + 1) * size_in_parts(C, DOT), of_k, DOT)
+
+
+@triton.jit
+def size_in_parts(C: tl.constexpr, DOT: tl.constexpr):
+    """How many numbers `_store_in_parts` stores."""
+    if DOT == tl.float32:
+        count: tl.constexpr = C * C
+    else:
+        count: tl.constexpr = 2 * C * C
+    return count
+
+
+@triton.jit
+def _store_in_parts(at, x, DOT: tl.constexpr):
+    """Stores ``x [C, C]`` as `_dot_with_stored` takes it."""
+    C: tl.constexpr = x.shape[0]
+    at += tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    high, low = in_parts(x, DOT)
+    tl.store(at, high)
+    if DOT != tl.float32:
+        tl.store(at + C * C, low)
+
+
+@triton.jit
+def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr):
+    """``acc + x @ b``, or ``acc + x^T @ b``, for the stored ``x [C, C]``. `parts` is ``(b,)``, or b `in_parts`."""
+    C: tl.constexpr = acc.shape[0]
+    at += tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    high = tl.load(at)
+    if TRANSPOSED:
+        high = tl.trans(high)
+    b = parts[0].to(DOT)
+    if DOT == tl.float32:
+        acc = tl.dot(high, b, acc=acc, input_precision="tf32x3")
+    else:
+        low = tl.load(at + C * C)
+        if TRANSPOSED:
+            low = tl.trans(low)
+        acc = tl.dot(low, b, acc=acc)
+        if len(parts) == 2:
+            acc = tl.dot(high, parts[1], acc=acc)
+        acc = tl.dot(high, b, acc=acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def joined_gradient_kernel(
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    sums,  # [chunks, HV, C]
+    rest,  # [chunks, HV, C]
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V]
+    pairs,  # [chunks, HV, 2, PARTS, C, C], as `itself`, from `decayed_pair_kernel`
+    itself,  # [chunks, HV, C]
+    states,  # [chunks, HV, K, V], before each chunk
+    d_states,  # [chunks, HV, K, V], after it
+    dq,  # [tokens, HV, K]
+    dk,  # [tokens, HV, K]
+    dbeta,  # [tokens, tiles of K, HV], to be added up
+    d_sums,  # [chunks, 3, tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
+    d_whole,  # [chunks, HV, K]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LOOPS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
+
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_whole`. One loop over the values, or
+    `LOOPS` of 2, makes all products with states, and those of pairs follow.
+    """
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    rh = row * HV + h
+    first = lo * HV + h
+    i = tl.arange(0, C)
+    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    q += (lo * H + h // (HV // H)) * K
+    k += (lo * H + h // (HV // H)) * K
+    r += first * V
+    do += first * V
+    dv += first * V
+    states += rh * K * V
+    pairs += rh * 2 * size_in_parts(C, DOT)
+    if sums is not None:
+        from_start, to_end, of_chunk = decayed_rows(sums + rh * C, None if rest is None else rest + rh * C, C)
+    by_q = tl.zeros([C, BK], dtype=tl.float32)
+    by_k = tl.zeros([C, BK], dtype=tl.float32)
+    written = tl.zeros([C, BK], dtype=tl.float32)
+    whole = tl.zeros([BK, BK], dtype=tl.float32)
+    if dk is not None:
+        d_states += rh * K * V
+        for v0 in range(0, V, BV):
+            d2 = v0 + tl.arange(0, BV)
+            dS = load_state(d_states, d, d2, K, V)
+            written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
+            if d_whole is not None or LOOPS == 1:
+                S = load_state(states, d, d2, K, V)
+            if d_whole is not None:  # the sums of S dS are the diagonal of a product
+                whole += dot(tl.trans(S), dS, DOT)
+            if LOOPS == 1:
+                by_q += dot(load_tile(do, i, size, 0, d2, HV, V), S, DOT)
+                by_k += dot(load_tile(dv, i, size, 0, d2, HV, V), S, DOT)
+        if d_whole is not None:
+            j = tl.arange(0, BK)
+            whole = tl.sum(tl.where(j[:, None] == j[None, :], whole, 0.0), 1)
+            tl.store(d_whole + rh * K + d, whole * of_chunk, mask=d < K)
+    if LOOPS == 2 or dk is None:
+        for v0 in range(0, V, BV):
+            d2 = v0 + tl.arange(0, BV)
+            S = load_state(states, d, d2, K, V)
+            by_q += dot(load_tile(do, i, size, 0, d2, HV, V), S, DOT)
+            if dk is not None:
+                by_k += dot(load_tile(dv, i, size, 0, d2, HV, V), S, DOT)
+    by_q *= scale
+    if sums is not None:
+        by_q *= from_start[:, None]
+        by_k *= from_start[:, None]
+        written *= to_end[:, None]
+    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    itself_t = tl.load(itself + rh * C + i)[:, None]
+    k_ = load_tile(k, i, size, 0, d, H, K)
+    writer = in_parts(k_ * beta_i[:, None], DOT)
+    by_q = _dot_with_stored(pairs, writer, by_q, False, DOT)
+    store_tile(dq + first * K, by_q + itself_t * beta_i[:, None] * k_, i, size, 0, d, HV, K)
+    if dk is not None:
+        of_k = pairs + size_in_parts(C, DOT)
+        by_k = _dot_with_stored(of_k, writer, -by_k, False, DOT)
+        q_ = load_tile(q, i, size, 0, d, H, K)
+        if d_sums is not None:
+            at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
+            tl.store(at + ENDING * tiles * HV * C, tl.sum(by_q * q_, 1) + tl.sum(by_k * k_, 1))
+            tl.store(at + TO_END * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
+        in_chunk = _dot_with_stored(pairs, (q_,), tl.zeros([C, BK], dtype=tl.float32), True, DOT)
+        in_chunk = _dot_with_stored(of_k, (k_,), in_chunk, True, DOT)
+        if d_sums is not None:
+            tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
+        # The pair of a token with itself joins last: it would drown the others in the gate's gradient.
+        written += in_chunk + itself_t * q_
+        d_beta = tl.sum(written * k_, 1)
+        tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
+        store_tile(dk + first * K, by_k + written * beta_i[:, None], i, size, 0, d, HV, K)
