@@ -443,6 +443,12 @@ def _case(family: str, inputs: Mapping[str, Axes], states: Mapping[str, Axes]) -
 
 vector = _case("vector_decay", QKV, MATRIX)
 scalar = _case("scalar_decay", QKV_GROUPED, MATRIX_GROUPED)
+with_strength = partial(
+    _case("scalar_decay", {**QKV_GROUPED, "beta": G}, MATRIX_GROUPED),
+    any_dtype=("beta",),
+    not_cast=("beta",),
+    optional=("beta",),
+)
 channels = partial(_case("scan", {"x": X}, {"initial_state": ("N", "D")}), output="x", scaled=False, flops=2)
 convolution = partial(
     _case("short_conv", {"x": X, "weight": ("D", "W"), "bias": ("D",)}, {"initial_state": ("N", "D", "W")}),
@@ -525,8 +531,11 @@ CASES = [
     rwkv6("fused_recurrent_rwkv6", token, fused_recurrent_rwkv6, chunk_rwkv6, rwkv6_reference, {"w": K}),
     scalar("chunk_simple_gla-g", chunk, chunk_simple_gla, fused_recurrent_simple_gla, scalar_decay, {"g": G},
            groups=2, inductor=True),
-    scalar("chunk_simple_gla-g-beta", chunk, chunk_simple_gla, fused_recurrent_simple_gla, scalar_decay, {"g": G},
-           groups=2, inputs={**QKV_GROUPED, "beta": G}, any_dtype=("beta",), not_cast=("beta",)),
+    with_strength("chunk_simple_gla-g-beta", chunk, chunk_simple_gla, fused_recurrent_simple_gla, scalar_decay,
+                  {"g": G}, groups=2),
+    with_strength("chunk_simple_gla-beta", chunk, chunk_simple_gla, fused_recurrent_simple_gla, scalar_decay, {}),
+    with_strength("fused_recurrent_simple_gla-g-beta", token, fused_recurrent_simple_gla, chunk_simple_gla,
+                  scalar_decay, {"g": G}),
     scalar("chunk_simple_gla-g_gamma", chunk, chunk_simple_gla, fused_recurrent_simple_gla, scalar_decay,
            {"g_gamma": ("HV",)}),
     scalar("fused_recurrent_simple_gla-g-g_gamma", token, fused_recurrent_simple_gla, chunk_simple_gla,

@@ -84,11 +84,11 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     ("function", "choices", "digest"),
     [
         (vector_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
-        (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES, BOTH), "92b5bfab52214a23"),
-        (delta_rule.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "2832f3581260c9b5"),
+        (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "cceb7ab19788924a"),
+        (delta_rule.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "b01a8d0fe84f9bf9"),
         (delta_rule.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (delta_rule.channel_config, (BOTH,), "52e3d26836d43c16"),
-        (delta_rule.channel_pair_config, (BOTH, SIZES), "to be measured"),
+        (delta_rule.channel_pair_config, (BOTH, SIZES), "c60be015d29a92d4"),
     ],
     ids=["state", "sweep", "delta_sweep", "join", "channel", "channel_pair"],
 )
@@ -109,9 +109,9 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
         for args in product((K,), (V,), BOTH):
             mine, hopper = (vector_decay.state_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BK"], mine["BV"]) == (hopper["BK"], hopper["BV"])
-        for args in product((32, 64), (K,), (V,), BOTH):
-            mine, hopper = (scalar_decay.sweep_config(x, True, *args) for x in (chip, HOPPER))
-            assert (mine["BD1"], mine["BD2"]) == (hopper["BD1"], hopper["BD2"])
+        for C in (32, 64):
+            config = scalar_decay.sweep_config(chip, True, C, K, V)
+            assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
     assert {delta_rule.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
 
 
@@ -168,7 +168,9 @@ def test_kernels_ahead_are_those_of_the_device(gpus: list[Properties], first: in
 
 def test_every_kernel_is_recorded() -> None:
     """What `make fit` compiles has every kernel of every family in it."""
-    names = {f"{launch.module}.{launch.name}" for launch in recorded(every_call([BFLOAT16], [(64, 64)]))}
+    names = {
+        f"{launch.module}.{launch.name}" for launch in recorded(every_call([BFLOAT16], [(64, 64), (256, 64)]))
+    }
     modules = {module for module in sys.modules if module.startswith("flacompose.ops.families.")}
     kernels = {
         f"{x.fn.__module__}.{name}"

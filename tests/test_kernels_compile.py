@@ -29,8 +29,8 @@ from flacompose.ops._chip import HOPPER
 from flacompose.ops.families import _launch
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule.channel_kernels import channel_pair_kernel
+from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import (
-    gradient_kernel,
     pair_kernel,
     reverse_kernel,
     sweep_kernel,

@@ -230,7 +230,7 @@ def test_nothing_but_allocations_and_launches_is_repeated(
         ),
         "vector": (vector_decay, (q, k, v, g, None, None, None, None, 1.0, False, False), do),
     }[family]
-    mask = [x is not None for x in args[: {"scalar": 6, "scan": 3, "vector": 7}[family]]]
+    mask = [x is not None for x in args[: {"scalar": 7, "scan": 3, "vector": 7}[family]]]
 
     def launched(recorder: Any, kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         recorder.lines.append(recorder.call(print, *args, **kwargs))

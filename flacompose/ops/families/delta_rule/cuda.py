@@ -26,12 +26,11 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_pair_kernel,
     pair_gradient_kernel,
 )
+from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.inputs import Inputs
+from flacompose.ops.families.delta_rule.joined_gradients import decayed_pair_kernel, joined_gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import (
-    decayed_pair_kernel,
-    gradient_kernel,
     join_kernel,
-    joined_gradient_kernel,
     pair_kernel,
     reverse_kernel,
     sweep_kernel,
@@ -253,9 +252,14 @@ class _Launches(MatrixSequences):
         gates: bool,
     ) -> dict[str, Tensor]:
         """The gradients of queries and, with `dS`, of keys, `beta` and, if wanted, gates of heads, by their names."""
-        config = gradient_config(self.bfloat16, self.V)
-        tiles = tile_count(self.K, config["BK"])
         HV = self.HV
+        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS")}
+        arguments |= {"V": self.V, "sums": self.gates["sums"], "rest": self.gates["rest"], "r": r, "do": do}
+        kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
+        if joins_gradients(self.bfloat16, self.K):
+            kernel, config = joined_gradient_kernel, joined_gradient_config(self.bfloat16)
+            arguments |= self.pair_gradients(dv=None if dS is None else dv, **arguments)
+        tiles = tile_count(self.K, config["BK"])
         dq, dk, dbeta = self.of_tiles(tiles)
         # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
         gated = self.gates["sums"] is not None
@@ -264,17 +268,12 @@ class _Launches(MatrixSequences):
         of_writes = {"dk": dk, "dbeta": dbeta, "d_sums": d_sums, "d_whole": d_whole}
         if dS is None:
             of_writes = dict.fromkeys(of_writes)
-        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS")}
         launch(
-            gradient_kernel,
+            kernel,
             (tiles * self.chunks * HV,),
             q=self.q,
             k=self.k,
             beta=self.beta,
-            sums=self.gates["sums"],
-            rest=self.gates["rest"],
-            r=r,
-            do=do,
             dv=dv,
             states=S,
             d_states=dS,
@@ -282,7 +281,6 @@ class _Launches(MatrixSequences):
             **of_writes,
             **arguments,
             H=self.q.shape[2],
-            V=self.V,
             **config,
         )
         made = self.added_up(q=dq) if dS is None else self.added_up(q=dq, k=dk, beta=dbeta)
@@ -291,60 +289,17 @@ class _Launches(MatrixSequences):
             made["g"] = scalar_decay.gate_gradient(self, d_sums, d_whole, 1.0, torch.float32)
         return made
 
-    def joined_gradients(
-        self,
-        do: Tensor,
-        r: Tensor | None,
-        dv: Tensor | None,
-        S: Tensor | None,
-        dS: Tensor | None,
-        gates: bool,
-    ) -> dict[str, Tensor]:
-        """As `gradients`, with the pairs made once for all tiles of the key axis, by a kernel of their own."""
+    def pair_gradients(self, **arguments: Any) -> dict[str, Tensor]:
+        """The gradients of the products of queries and keys with keys, as `joined_gradient_kernel` takes them."""
         HV = self.HV
-        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS")}
-        arguments |= {"V": self.V, "sums": self.gates["sums"], "rest": self.gates["rest"], "r": r, "do": do}
-        parts = 2 if self.bfloat16 else 1
         products = {
-            "pairs": self.per_chunk(HV, 2, parts, self.C, self.C, dtype=self.dtype),
+            "pairs": self.per_chunk(HV, 2, 2 if self.bfloat16 else 1, self.C, self.C, dtype=self.dtype),
             "itself": self.per_chunk(HV, self.C),
         }
         del arguments["K"]
         config = pair_gradient_config(self.bfloat16)
-        dv_ = None if dS is None else dv
-        launch(decayed_pair_kernel, (self.chunks * HV,), dv=dv_, **products, **arguments, **config)
-        config = joined_gradient_config(self.bfloat16, self.V)
-        tiles = tile_count(self.K, config["BK"])
-        dq, dk, dbeta = self.of_tiles(tiles)
-        # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
-        gated = self.gates["sums"] is not None
-        d_sums = self.per_chunk(3, tiles, HV, self.C) if gated else None
-        d_whole = self.per_chunk(HV, self.K) if gated else None
-        of_writes = {"dk": dk, "dbeta": dbeta, "d_sums": d_sums, "d_whole": d_whole}
-        if dS is None:
-            of_writes = dict.fromkeys(of_writes)
-        launch(
-            joined_gradient_kernel,
-            (tiles * self.chunks * HV,),
-            q=self.q,
-            k=self.k,
-            beta=self.beta,
-            dv=do if dv is None else dv,
-            states=S,
-            d_states=dS,
-            dq=dq,
-            H=self.q.shape[2],
-            K=self.K,
-            **products,
-            **of_writes,
-            **arguments,
-            **config,
-        )
-        made = self.added_up(q=dq) if dS is None else self.added_up(q=dq, k=dk, beta=dbeta)
-        if gates:
-            assert d_sums is not None and d_whole is not None
-            made["g"] = scalar_decay.gate_gradient(self, d_sums, d_whole, 1.0, torch.float32)
-        return made
+        launch(decayed_pair_kernel, (self.chunks * HV,), **products, **arguments, **config)
+        return products
 
     def channel_gradients(
         self,
@@ -468,9 +423,14 @@ def sweep_config(chip: Chip, bfloat16: bool, K: int, V: int, states: int) -> dic
     Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
     """
     # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
-    BK = 64 if K > 256 else block(K, 256)
     if not bfloat16:
-        return {"BK": BK, "BV": 16 if K > 128 else 32, "num_warps": 4, "num_stages": 1}
+        return {
+            "BK": block(K, 128 if K <= 128 else 64),
+            "BV": 16 if K > 128 else 32,
+            "num_warps": 4,
+            "num_stages": 1,
+        }
+    BK = 128 if K > 256 else block(K, 256)
     # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
     if K > 256 or (K > 128 and chip.capability != HOPPER.capability):
         return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
@@ -494,11 +454,15 @@ def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
     return {"BK": 64, "BV": max(block(V, 128), 64), "num_warps": 4, "num_stages": 1}
 
 
-def joined_gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
-    """Block sizes of the key axis and of the value axis, loops over the latter, warps and pipeline stages."""
-    if not bfloat16:
-        return {"BK": 32, "BV": 32, "LOOPS": 2, "num_warps": 4, "num_stages": 1}
-    return {"BK": 64, "BV": max(block(V, 128), 64), "LOOPS": 2, "num_warps": 4, "num_stages": 1}
+def joins_gradients(bfloat16: bool, K: int) -> bool:
+    """Whether the gradients of pairs are stored for all tiles of the key axis, which else compute them each."""
+    return K > (128 if bfloat16 else 32)
+
+
+def joined_gradient_config(bfloat16: bool) -> dict[str, int]:
+    """As `gradient_config`, where gradients of pairs are stored."""
+    B = 64 if bfloat16 else 32
+    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2}
 
 
 def pair_gradient_config(bfloat16: bool) -> dict[str, int]:

@@ -104,9 +104,10 @@ class _Launches(MatrixSequences):
     def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
         q, _, v, g, g_gamma, beta, _, cu_seqlens, self.scale = inputs
         self.beta = operand(beta)
-        self.gated, self.gradient_of_gates = g is not None or g_gamma is not None, gradient_of_gates
+        self.gradient_of_gates = gradient_of_gates
+        self.gated = g is not None or g_gamma is not None or gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
-        self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated, gradient_of_gates)
+        self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated)
         super().__init__(
             q, v, cu_seqlens, chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
         )
@@ -123,7 +124,7 @@ class _Launches(MatrixSequences):
 
     def config(self, transpose: bool) -> dict[str, int]:
         axes = self.axes(transpose)
-        return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"], self.gated)
+        return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"])
 
     def contracted_tiles(self, transpose: bool) -> int:
         """The number of tiles of the axis that is contracted."""
@@ -144,7 +145,10 @@ class _Launches(MatrixSequences):
     def summed(self, out: Tensor, dtype: torch.dtype) -> Tensor:
         """``[B, T, H, D2]`` of what `output` gave."""
         out = self.batched(out)
-        return out if out.dim() == 4 else out.sum(2).to(dtype)
+        if out.dim() == 4:
+            return out
+        total = torch.empty_like(out[:, :, 0], dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.add(out[:, :, 0], out[:, :, 1], out=total)  # PyTorch's sum of two takes twice as long
 
     def output_of_keys(self, q: Tensor) -> Tensor:
         """Memory for the gradient of queries or keys, one for each head of values, or if gates have one, of a group."""
@@ -325,9 +329,12 @@ def head_parts(group: int) -> int:
     return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 8)
 
 
-def step_size(bfloat16: bool, D: int, gated: bool, gate_gradient: bool) -> int:
-    """Tokens from which a sweep goes to the next ones, `D` being the larger head size."""
-    return 32 if not bfloat16 or (gated and not gate_gradient and D <= 128) else 64
+def step_size(bfloat16: bool, D: int, gated: bool) -> int:
+    """Tokens from which a sweep goes to the next ones, `D` being the larger head size.
+
+    64 where there is room: gates take registers, as larger states do, and what waits in a pipeline takes 160 KiB.
+    """
+    return 32 if not bfloat16 or gated or D > 128 else 64
 
 
 def chunk_size(bfloat16: bool, step: int, gate_gradient: bool, grouped: bool) -> int:
@@ -336,21 +343,31 @@ def chunk_size(bfloat16: bool, step: int, gate_gradient: bool, grouped: bool) ->
     Chunks of 64 tokens would be a little faster everywhere, but take as much memory again for states. Where heads of
     values share keys, the gradients of keys take little memory, and so there is room for it.
     """
-    return 128 if bfloat16 and gate_gradient and not grouped else step
+    if not bfloat16 or not gate_gradient:
+        return step
+    return 64 if grouped else 128
 
 
-def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int, gated: bool) -> dict[str, int]:
-    """Block sizes of the contracted axis and of the other, warps and pipeline stages."""
-    BD1 = block(D1, 256)
+def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:
+    """Block sizes of the contracted axis, of the other, and of the parts of the former; warps, pipeline stages."""
     if not bfloat16:
-        BD2 = block(D2, min(4096 // BD1, 128 if chip.is_small else 256))
-        return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}
-    if BD1 == 256 and D2 > 32 and gated:
-        return {"BD1": BD1, "BD2": 64, "num_warps": 8, "num_stages": 1 if chip.is_small else 2}
-    stages = 2 if BD1 >= 128 and gated and C == 64 else 3
-    if BD1 == 256 and chip.has_tensor_memory:  # the state is in shared memory too, to be multiplied
-        stages = 2
-    return {"BD1": BD1, "BD2": block(D2, 32 if BD1 == 256 else 64), "num_warps": 4, "num_stages": stages}
+        BD1 = block(D1, 256)
+        return {
+            "BD1": BD1,
+            "BD2": 16 if D1 > 128 else 32,
+            "BP": min(BD1, 64),
+            "num_warps": 4,
+            "num_stages": 1,
+        }
+    BD2 = 128 if C == 64 and D2 > 64 and not chip.is_small else 64
+    stages = 2 if C == 64 and chip.is_small else 3
+    return {
+        "BD1": max(block(D1, 256), 64),
+        "BD2": BD2,
+        "BP": 64,
+        "num_warps": BD2 // 16,
+        "num_stages": stages,
+    }
 
 
 def gradient_config(bfloat16: bool, K: int, V: int) -> dict[str, int]:

@@ -28,14 +28,20 @@ from flacompose.ops.families.scalar_decay.gates import LOG2_E
 
 
 @triton.jit
-def _load_chunk(x, start, H, h, d, D: tl.constexpr, BD: tl.constexpr, remaining, C: tl.constexpr):
-    """`C` tokens from `start` on of head `h` of ``x [tokens, H, D]``, zero after the first `remaining`."""
-    t = tl.arange(0, C)
-    at = x + (start * H + h) * D + t[:, None] * (H * D) + d[None, :]
+def _part(first, d2, D1, D2, stride1, stride2, BP: tl.constexpr):
+    """Of `BP` rows of a state from `first` on: their numbers, where ``[d2, rows]`` is, and what of it is inside."""
+    d1 = first + tl.arange(0, BP)
+    return d1, d2[:, None] * stride2 + d1[None, :] * stride1, (d2 < D2)[:, None] & (d1 < D1)[None, :]
+
+
+@triton.jit
+def _load_vectors(x, at, H, d, D: tl.constexpr, BD: tl.constexpr, t, remaining):
+    """Tokens `t` of one head of ``x [tokens, H, D]``, which begins `at` elements on, zero from `remaining` on."""
+    at += t[:, None] * (H * D) + d[None, :]
     if D % BD == 0:
-        out = tl.load(at, mask=(t < remaining)[:, None], other=0.0)
+        out = tl.load(x + at, mask=(t < remaining)[:, None], other=0.0)
     else:
-        out = tl.load(at, mask=(t < remaining)[:, None] & (d < D)[None, :], other=0.0)
+        out = tl.load(x + at, mask=(t < remaining)[:, None] & (d < D)[None, :], other=0.0)
     return out
 
 
@@ -70,6 +76,7 @@ def sweep_kernel(
     CS: tl.constexpr,
     BD1: tl.constexpr,
     BD2: tl.constexpr,
+    BP: tl.constexpr,
     SPLIT: tl.constexpr,
     ENDS: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -86,12 +93,15 @@ def sweep_kernel(
     given of `out`, of `states` and of `final`. It goes in chunks of `C` tokens, of which one or more are one of `CS`.
     `FINE` where gradients of gates are summed over tokens, and cancel: what is written to the state is then multiplied
     in two parts.
+
+    The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of `BP` rows
+    each, so that the registers hold one of these at a time in the dtype of products.
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
+    PARTS: tl.constexpr = BD1 // BP
     tiles1: tl.constexpr = (D1 + BD1 - 1) // BD1
-    tiles: tl.constexpr = tiles1 * ((D2 + BD2 - 1) // BD2)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tile, segment, nh = split_program(tiles, SEGMENTS)
+    tile, segment, nh = split_program(tiles1 * ((D2 + BD2 - 1) // BD2), SEGMENTS)
     if ENDS:
         if segment == SEGMENTS - 1:
             return
@@ -103,10 +113,7 @@ def sweep_kernel(
     ha = h // (H // HA)
     hx = h // (H // HX)
     tile1 = (tile % tiles1).to(tl.int32)
-    d1 = tile1 * BD1 + tl.arange(0, BD1)
     d2 = (tile // tiles1).to(tl.int32) * BD2 + tl.arange(0, BD2)
-    in_state = (d1 < D1)[:, None] & (d2 < D2)[None, :]
-    at_state = d1[:, None] * stride1 + d2[None, :] * stride2
     lo, hi, row0 = find_sequence(n, T, cu_seqlens, CS)
     chunks = tl.cdiv(hi - lo, C)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
@@ -115,25 +122,27 @@ def sweep_kernel(
     unit = scale
     if REVERSE:
         unit = tl.where(scale == 0.0, 1.0, scale)
-    S = tl.zeros([BD1, BD2], dtype=tl.float32)
-    if initial is not None:
-        S += tl.load(initial + nh * D1 * D2 + at_state, mask=in_state & (segment == 0), other=0.0)
-        if REVERSE:
-            S /= unit
-    if SPLIT and not ENDS:
-        for i in range(segment):
-            inh = i * N * H + nh
-            if GATED:
-                S *= tl.exp2(tl.load(segment_gate + inh))
-            S += tl.load(segment_state + inh * D1 * D2 + at_state, mask=in_state, other=0.0)
+    S = ()
+    for part in tl.static_range(PARTS):
+        S_ = tl.zeros([BD2, BP], dtype=tl.float32)
+        _, at, inside = _part(tile1 * BD1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+        if initial is not None:
+            S_ += tl.load(initial + nh * D1 * D2 + at, mask=inside & (segment == 0), other=0.0)
+            if REVERSE:
+                S_ /= unit
+        if SPLIT and not ENDS:
+            for i in range(segment):
+                inh = i * N * H + nh
+                if GATED:
+                    S_ *= tl.exp2(tl.load(segment_gate + inh))
+                S_ += tl.load(segment_state + inh * D1 * D2 + at, mask=inside, other=0.0)
+        S += (S_,)
     gates = tl.zeros([], dtype=tl.float32)
 
     t = tl.arange(0, C)
-    i_ = t[:, None]
-    j_ = t[None, :]
     if gamma is not None:
         rate = bounded(tl.load(gamma + h).to(tl.float32)) * LOG2_E
-        between = tl.exp2(rate * tl.abs(i_ - j_))
+        between = tl.exp2(rate * tl.abs(t[None, :] - t[:, None]))
     for i in range(begin, stop):
         chunk = chunks - 1 - i if REVERSE else i
         row = row0 + chunk * C // CS
@@ -143,30 +152,28 @@ def sweep_kernel(
         written = remaining
         if REVERSE:
             written = tl.where(scale == 0.0, 0, remaining)
-        b_ = _load_chunk(b, start, HA, ha, d1, D1, BD1, written, C)
-        x_ = _load_chunk(x, start, HX, hx, d2, D2, BD2, remaining, C)
         if gamma is not None:
             last = tl.minimum(remaining, C)
             total = rate * last
-            to_start = rate * (i_ + 1)
-            to_end = rate * tl.maximum(last - 1 - i_, 0)
+            to_start = rate * (t + 1)
+            to_end = rate * tl.maximum(last - 1 - t, 0)
         elif sums is not None:
             at_gate = (row * H + h) * CS + within
-            sum_i = tl.load(sums + at_gate + i_)
+            sum_t = tl.load(sums + at_gate + t)
             total = tl.load(sums + at_gate + C - 1)
-            to_start = sum_i
-            to_end = total - sum_i
+            to_start = sum_t
+            to_end = total - sum_t
             if CS > C:
                 before = tl.load(sums + at_gate - 1, mask=within > 0, other=0.0)
                 to_start -= before
                 total -= before
-            between = sum_i - tl.load(sums + at_gate + j_)
+            between = tl.load(sums + at_gate + t[None, :]) - tl.load(sums + at_gate + t[:, None])
             if rest is not None:
-                rest_i = tl.load(rest + at_gate + i_)
+                rest_t = tl.load(rest + at_gate + t)
                 rest_total = tl.load(rest + at_gate + C - 1)
-                to_start += rest_i
-                to_end += rest_total - rest_i
-                between += rest_i - tl.load(rest + at_gate + j_)
+                to_start += rest_t
+                to_end += rest_total - rest_t
+                between += tl.load(rest + at_gate + t[None, :]) - tl.load(rest + at_gate + t[:, None])
                 total += rest_total
                 if CS > C:
                     before = tl.load(rest + at_gate - 1, mask=within > 0, other=0.0)
@@ -177,47 +184,68 @@ def sweep_kernel(
             near = tl.exp2(to_end if REVERSE else to_start)
             far = tl.exp2(to_start if REVERSE else to_end)
             gates += total
-        if states is not None:
-            first = within == 0
-            if REVERSE:
-                first = (within == CS - C) | (chunk == chunks - 1)
-            if first:
-                at = (row * H + h) * D1 * D2 + at_state
-                tl.store(states + at, S.to(states.dtype.element_ty), mask=in_state)
+        first = within == 0
+        if REVERSE:
+            first = (within == CS - C) | (chunk == chunks - 1)
         if beta is not None:
             beta_ = tl.load(beta + (start + t) * H + h, mask=t < remaining, other=0.0).to(tl.float32)
-        if out is not None:
-            a_ = _load_chunk(a, start, HA, ha, d1, D1, BD1, remaining, C)
-            other_chunks = dot(a_, S, DOT)
-            pairs = dot(a_, tl.trans(b_), DOT)
-            if GATED:
-                other_chunks *= near
-                pairs *= between
-            pairs = tl.where(i_ <= j_ if REVERSE else i_ >= j_, pairs, 0.0)
-            if beta is not None and not REVERSE:
-                pairs *= beta_[None, :]
-            out_ = split_dot(pairs, x_.to(DOT), DOT, other_chunks)
-            if beta is not None and REVERSE:
-                out_ *= beta_[:, None]
-            at_out = out + ((start * tiles1 + tile1) * H + h) * D2 + i_ * (tiles1 * H * D2) + d2[None, :]
-            in_out = (i_ < remaining) & (d2 < D2)[None, :]
-            tl.store(at_out, (out_ * unit).to(out.dtype.element_ty), mask=in_out)
-        if GATED:
-            S *= tl.exp2(total)
-            x_ = x_ * far
-        if beta is not None and not REVERSE:
-            x_ = x_ * beta_[:, None]
-        if FINE:
-            S = dot_split(tl.trans(b_), x_, DOT, S)
-        else:
-            S += dot(tl.trans(b_), x_, DOT)
+        at_x = (start * HX + hx) * D2 + t[None, :] * (HX * D2) + d2[:, None]
+        x_ = tl.load(x + at_x, mask=(t < remaining)[None, :] & (d2 < D2)[:, None], other=0.0)  # [D2, tokens]
 
-    if ENDS:
-        inh = segment * N * H + nh
-        tl.store(segment_state + inh * D1 * D2 + at_state, S, mask=in_state)
+        writers = ()
+        if out is not None:
+            other_chunks = tl.zeros([BD2, C], dtype=tl.float32)
+            pairs = tl.zeros([C, C], dtype=tl.float32)  # of tokens that write, and that read
+        at_ab = (start * HA + ha) * D1
+        for part in tl.static_range(PARTS):
+            d1, at, inside = _part(tile1 * BD1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+            b_ = _load_vectors(b, at_ab, HA, d1, D1, BD1, t, written)
+            writers += (b_,)
+            if states is not None:
+                if first:
+                    at_states = (row * H + h) * D1 * D2 + at
+                    tl.store(states + at_states, S[part].to(states.dtype.element_ty), mask=inside)
+            if out is not None:
+                a_ = tl.trans(_load_vectors(a, at_ab, HA, d1, D1, BD1, t, remaining))
+                other_chunks += dot(S[part], a_, DOT)
+                pairs += dot(b_, a_, DOT)
+        if out is not None:
+            if GATED:
+                other_chunks *= near[None, :]
+                pairs *= between
+            earlier = t[:, None] >= t[None, :] if REVERSE else t[:, None] <= t[None, :]
+            pairs = tl.where(earlier, pairs, 0.0)
+            if beta is not None and not REVERSE:
+                pairs *= beta_[:, None]
+            out_ = dot_split(x_, pairs, DOT, other_chunks)
+            if beta is not None and REVERSE:
+                out_ *= beta_[None, :]
+            at_out = ((start * tiles1 + tile1) * H + h) * D2 + t[None, :] * (tiles1 * H * D2) + d2[:, None]
+            in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
+            tl.store(out + at_out, (out_ * unit).to(out.dtype.element_ty), mask=in_out)
+        weighted = x_
         if GATED:
-            tl.store(segment_gate + inh, gates)
-    elif final is not None:
-        if segment == SEGMENTS - 1:
-            S = S * unit if REVERSE else S
-            tl.store(final + nh * D1 * D2 + at_state, S.to(final.dtype.element_ty), mask=in_state)
+            weighted = weighted * far[None, :]
+        if beta is not None and not REVERSE:
+            weighted = weighted * beta_[None, :]
+        before_, S = S, ()
+        for part in tl.static_range(PARTS):
+            S_ = before_[part]
+            if GATED:
+                S_ *= tl.exp2(total)
+            if FINE:
+                S_ = split_dot(weighted, writers[part], DOT, S_)
+            else:
+                S_ += dot(weighted, writers[part], DOT)
+            S += (S_,)
+
+    for part in tl.static_range(PARTS):
+        _, at, inside = _part(tile1 * BD1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+        if ENDS:
+            tl.store(segment_state + (segment * N * H + nh) * D1 * D2 + at, S[part], mask=inside)
+        elif final is not None:
+            if segment == SEGMENTS - 1:
+                S_ = S[part] * unit if REVERSE else S[part]
+                tl.store(final + nh * D1 * D2 + at, S_.to(final.dtype.element_ty), mask=inside)
+    if ENDS and GATED:
+        tl.store(segment_gate + segment * N * H + nh, gates)

@@ -1,0 +1,177 @@
+"""The Triton kernel of the delta rule's gradients of queries, keys, `beta` and gates of heads, for all chunks at once.
+
+With the names of `kernels`, and S the state before a chunk, dS the gradient of the state after it, without gates:
+
+    d(q . k) = scale * do r^T     d(k . k) = -dv r^T     the pairs of tokens that read with those that write
+    dq = d(q . k) diag(beta) k + scale * do S^T
+    dk = d(k . k) diag(beta) k - dv S^T + diag(beta) (d(q . k)^T q + d(k . k)^T k + r dS^T)
+
+The last term is `beta` times the gradient of what the keys write, whose product with the keys is that of `beta`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flacompose.ops.families._kernels import (
+    dot,
+    find_chunk,
+    load_state,
+    load_tile,
+    split_dot,
+    split_program,
+    store_tile,
+)
+from flacompose.ops.families.scalar_decay.gates import (
+    BEGINNING,
+    ENDING,
+    TO_END,
+    decayed_pairs,
+    decayed_rows,
+)
+
+
+@triton.jit
+def _reads(
+    x, r, state, size, d, HV, K, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr
+):
+    """``x_t . r_s``, its transpose, and ``x S^T`` for channels `d` of the keys, where tokens read with gradients `x`.
+
+    The transpose is a product of its own: Triton before 3.7 transposes the result of a product wrongly on Hopper.
+    """
+    i = tl.arange(0, C)
+    pairs = tl.zeros([C, C], dtype=tl.float32)
+    transposed = tl.zeros([C, C], dtype=tl.float32)
+    of_state = tl.zeros([C, d.shape[0]], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d2 = v0 + tl.arange(0, BV)
+        x_ = load_tile(x, i, size, 0, d2, HV, V)
+        r_ = load_tile(r, i, size, 0, d2, HV, V)
+        pairs += dot(x_, tl.trans(r_), DOT)
+        transposed += dot(r_, tl.trans(x_), DOT)
+        of_state += dot(x_, load_state(state, d, d2, K, V), DOT)
+    return pairs, transposed, of_state
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def gradient_kernel(
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    sums,  # [chunks, HV, C]
+    rest,  # [chunks, HV, C]
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V]
+    states,  # [chunks, HV, K, V], before each chunk
+    d_states,  # [chunks, HV, K, V], after it
+    dq,  # [tokens, HV, K]
+    dk,  # [tokens, HV, K]
+    dbeta,  # [tokens, tiles of K, HV], to be added up
+    d_sums,  # [chunks, 3, tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
+    d_whole,  # [chunks, HV, K]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
+
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_whole`. Registers are scarce, so that
+    queries and keys read one after the other, and inputs and weights are loaded again rather than kept.
+    """
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    rh = row * HV + h
+    first = lo * HV + h
+    i = tl.arange(0, C)
+    t = i[:, None]
+    s = i[None, :]
+    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    q += (lo * H + h // (HV // H)) * K
+    k += (lo * H + h // (HV // H)) * K
+    r += first * V
+    states += rh * K * V
+    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    beta_t = beta_i[:, None]
+    if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
+        from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
+
+    pairs, transposed, by_q = _reads(do + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
+    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
+    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
+    pairs = tl.where(s < t, pairs * (scale * beta_i)[None, :], 0.0)
+    transposed = tl.where(t < s, transposed * scale, 0.0)
+    by_q *= scale
+    if sums is not None:
+        weights = decayed_pairs(sums, rest, C)
+        pairs *= weights
+        transposed *= weights
+        by_q *= from_start[:, None]
+    q_ = load_tile(q, i, size, 0, d, H, K)
+    k_ = load_tile(k, i, size, 0, d, H, K)
+    by_q = split_dot(pairs, k_, DOT, by_q)
+    store_tile(dq + first * K, by_q + itself * beta_t * k_, i, size, 0, d, HV, K)
+
+    if dk is not None:
+        in_chunk = split_dot(transposed, q_, DOT)
+        ending = tl.sum(by_q * q_, 1)
+
+        # Keys read with the gradient -dv.
+        pairs, transposed, by_k = _reads(dv + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
+        pairs = tl.where(s < t, pairs * -beta_i[None, :], 0.0)
+        transposed = tl.where(t < s, -transposed, 0.0)
+        by_k = -by_k
+        if sums is not None:
+            weights = decayed_pairs(sums, rest, C)
+            pairs *= weights
+            transposed *= weights
+            by_k *= from_start[:, None]
+        k_ = load_tile(k, i, size, 0, d, H, K)
+        by_k = split_dot(pairs, k_, DOT, by_k)
+        in_chunk = split_dot(transposed, k_, DOT, in_chunk)
+        ending += tl.sum(by_k * k_, 1)
+
+        # What keys write also reaches the chunk's end.
+        written = tl.zeros([C, BK], dtype=tl.float32)
+        whole = tl.zeros([BK, BK], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            d2 = v0 + tl.arange(0, BV)
+            dS = load_state(d_states + rh * K * V, d, d2, K, V)
+            written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
+            if d_whole is not None:  # the sums of S dS are the diagonal of a product
+                whole += dot(tl.trans(load_state(states, d, d2, K, V)), dS, DOT)
+        if sums is not None:
+            written *= to_end[:, None]
+        q_ = load_tile(q, i, size, 0, d, H, K)
+        k_ = load_tile(k, i, size, 0, d, H, K)
+        if d_sums is not None:
+            j = tl.arange(0, BK)
+            whole = tl.sum(tl.where(j[:, None] == j[None, :], whole, 0.0), 1)
+            tl.store(d_whole + rh * K + d, whole * of_chunk, mask=d < K)
+            at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
+            tl.store(at + ENDING * tiles * HV * C, ending)
+            tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
+            tl.store(at + TO_END * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
+        written += in_chunk + itself * q_
+        d_beta = tl.sum(written * k_, 1)
+        tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
+        store_tile(dk + first * K, by_k + written * beta_t, i, size, 0, d, HV, K)

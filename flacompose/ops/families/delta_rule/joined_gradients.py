@@ -1,0 +1,231 @@
+"""Triton kernels for the gradients that `gradients` makes, where a chunk has many tiles of the key axis.
+
+There, every tile computes the gradients of pairs anew, which do not depend on it. Here, one kernel stores them for all
+tiles, and another makes the gradients of queries, keys, `beta` and gates of heads from them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flacompose.ops.families._kernels import (
+    dot,
+    find_chunk,
+    in_parts,
+    load_state,
+    load_tile,
+    split_program,
+    store_tile,
+)
+from flacompose.ops.families.scalar_decay.gates import (
+    BEGINNING,
+    ENDING,
+    TO_END,
+    decayed_pairs,
+    decayed_rows,
+)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "scale"])
+def decayed_pair_kernel(
+    sums,  # [chunks, HV, C]
+    rest,  # [chunks, HV, C]
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V], where keys get gradients
+    pairs,  # [chunks, HV, 2, PARTS, C, C]: `of_q` and `of_k`, without their diagonals
+    itself,  # [chunks, HV, C]: the diagonal of `of_q`
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    HV,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s``, decayed by the gates between the tokens.
+
+    They are the gradients of the products of queries and keys with the keys that write, but for beta. In bfloat16 they
+    are stored in two parts, one after the other.
+    """
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    row, h, _ = split_program(tl.num_programs(0) // HV, HV)
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    rh = row * HV + h
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    first = (lo * HV + h) * V
+    i = tl.arange(0, C)
+    t = i[:, None]
+    s = i[None, :]
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    of_q = tl.zeros([C, C], dtype=tl.float32)
+    of_k = tl.zeros([C, C], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d = v0 + tl.arange(0, BV)
+        r_ = tl.trans(load_tile(r + first, i, size, 0, d, HV, V))
+        of_q += dot(load_tile(do + first, i, size, 0, d, HV, V), r_, DOT)
+        if dv is not None:
+            of_k += dot(load_tile(dv + first, i, size, 0, d, HV, V), r_, DOT)
+    of_q *= scale
+    # No gate decays the pair of a token with itself.
+    tl.store(itself + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
+    of_q = tl.where(s < t, of_q, 0.0)
+    of_k = tl.where(s < t, -of_k, 0.0)
+    if sums is not None:
+        weights = decayed_pairs(sums + rh * C, None if rest is None else rest + rh * C, C)
+        of_q *= weights
+        of_k *= weights
+    _store_in_parts(pairs + rh * 2 * size_in_parts(C, DOT), of_q, DOT)
+    if dv is not None:
+        _store_in_parts(pairs + (rh * 2 + 1) * size_in_parts(C, DOT), of_k, DOT)
+
+
+@triton.jit
+def size_in_parts(C: tl.constexpr, DOT: tl.constexpr):
+    """How many numbers `_store_in_parts` stores."""
+    return C * C if DOT == tl.float32 else 2 * C * C
+
+
+@triton.jit
+def _store_in_parts(at, x, DOT: tl.constexpr):
+    """Stores ``x [C, C]`` as `_dot_with_stored` takes it."""
+    C: tl.constexpr = x.shape[0]
+    at += tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    high, low = in_parts(x, DOT)
+    tl.store(at, high)
+    if DOT != tl.float32:
+        tl.store(at + C * C, low)
+
+
+@triton.jit
+def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr):
+    """``acc + x @ b``, or ``acc + x^T @ b``, for the stored ``x [C, C]``. `parts` is ``(b,)``, or b `in_parts`."""
+    C: tl.constexpr = acc.shape[0]
+    at += tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    high = tl.load(at)
+    if TRANSPOSED:
+        high = tl.trans(high)
+    b = parts[0].to(DOT)
+    if DOT == tl.float32:
+        acc = tl.dot(high, b, acc=acc, input_precision="tf32x3")
+    else:
+        low = tl.load(at + C * C)
+        if TRANSPOSED:
+            low = tl.trans(low)
+        acc = tl.dot(low, b, acc=acc)
+        if len(parts) == 2:
+            acc = tl.dot(high, parts[1], acc=acc)
+        acc = tl.dot(high, b, acc=acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def joined_gradient_kernel(
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    sums,  # [chunks, HV, C]
+    rest,  # [chunks, HV, C]
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V]
+    pairs,  # [chunks, HV, 2, PARTS, C, C], as `itself`, from `decayed_pair_kernel`
+    itself,  # [chunks, HV, C]
+    states,  # [chunks, HV, K, V], before each chunk
+    d_states,  # [chunks, HV, K, V], after it
+    dq,  # [tokens, HV, K]
+    dk,  # [tokens, HV, K]
+    dbeta,  # [tokens, tiles of K, HV], to be added up
+    d_sums,  # [chunks, 3, tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
+    d_whole,  # [chunks, HV, K]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
+
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_whole`.
+    """
+    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    rh = row * HV + h
+    first = lo * HV + h
+    i = tl.arange(0, C)
+    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    q += (lo * H + h // (HV // H)) * K
+    k += (lo * H + h // (HV // H)) * K
+    r += first * V
+    do += first * V
+    states += rh * K * V
+    pairs += rh * 2 * size_in_parts(C, DOT)
+    if sums is not None:
+        from_start, to_end, of_chunk = decayed_rows(sums + rh * C, None if rest is None else rest + rh * C, C)
+    by_q = tl.zeros([C, BK], dtype=tl.float32)
+    by_k = tl.zeros([C, BK], dtype=tl.float32)
+    written = tl.zeros([C, BK], dtype=tl.float32)
+    whole = tl.zeros([BK, BK], dtype=tl.float32)
+    if dk is not None:
+        dv += first * V
+        d_states += rh * K * V
+    for v0 in range(0, V, BV):
+        d2 = v0 + tl.arange(0, BV)
+        S = load_state(states, d, d2, K, V)
+        by_q += dot(load_tile(do, i, size, 0, d2, HV, V), S, DOT)
+        if dk is not None:
+            by_k += dot(load_tile(dv, i, size, 0, d2, HV, V), S, DOT)
+            dS = load_state(d_states, d, d2, K, V)
+            written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
+            if d_whole is not None:  # the sums of S dS are the diagonal of a product
+                whole += dot(tl.trans(S), dS, DOT)
+    if d_whole is not None:
+        j = tl.arange(0, BK)
+        whole = tl.sum(tl.where(j[:, None] == j[None, :], whole, 0.0), 1)
+        tl.store(d_whole + rh * K + d, whole * of_chunk, mask=d < K)
+    by_q *= scale
+    if sums is not None:
+        by_q *= from_start[:, None]
+        by_k *= from_start[:, None]
+        written *= to_end[:, None]
+    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    itself_t = tl.load(itself + rh * C + i)[:, None]
+    k_ = load_tile(k, i, size, 0, d, H, K)
+    writer = in_parts(k_ * beta_i[:, None], DOT)
+    by_q = _dot_with_stored(pairs, writer, by_q, False, DOT)
+    store_tile(dq + first * K, by_q + itself_t * beta_i[:, None] * k_, i, size, 0, d, HV, K)
+    if dk is not None:
+        of_k = pairs + size_in_parts(C, DOT)
+        by_k = _dot_with_stored(of_k, writer, -by_k, False, DOT)
+        q_ = load_tile(q, i, size, 0, d, H, K)
+        if d_sums is not None:
+            at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
+            tl.store(at + ENDING * tiles * HV * C, tl.sum(by_q * q_, 1) + tl.sum(by_k * k_, 1))
+            tl.store(at + TO_END * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
+        in_chunk = _dot_with_stored(pairs, (q_,), tl.zeros([C, BK], dtype=tl.float32), True, DOT)
+        in_chunk = _dot_with_stored(of_k, (k_,), in_chunk, True, DOT)
+        if d_sums is not None:
+            tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
+        # The pair of a token with itself joins last: it would drown the others in the gate's gradient.
+        written += in_chunk + itself_t * q_
+        d_beta = tl.sum(written * k_, 1)
+        tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
+        store_tile(dk + first * K, by_k + written * beta_i[:, None], i, size, 0, d, HV, K)
