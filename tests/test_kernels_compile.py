@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
@@ -506,6 +506,83 @@ def test_values_beside_others_are_not_copied(
     (found,) = (arguments for kernel, arguments in launches if kernel is sweep_kernel)
     assert (found["v"].data_ptr() != v.data_ptr()) == copied
     assert found["v_token"] == (32 if copied else 96)
+
+
+FAMILIES = {"delta": delta_rule, "scalar": scalar_decay, "vector": vector_decay}
+
+
+def launch_recurrent(family: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
+    """The recurrent form of a family, and the form that stores states."""
+    gates = {"delta": (v[..., 0], None, None), "scalar": (None,) * 3, "vector": (None,) * 3}[family]
+    args = q, k, v, *gates, None, cu_seqlens, 1.0, *((False, False) if family == "vector" else ())
+    FAMILIES[family].recurrent(*args)
+    FAMILIES[family].steps(*args, 1, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("B", "T", "rows", "copied"),
+    [
+        (2, 5, 5, False),
+        (2, 5, 6, True),
+        (1, 5, 6, False),
+        (2, 1, 1, False),
+        (2, 1, 6, False),
+        (1, 1, 6, False),
+    ],
+)
+def test_one_token_after_the_other_is_not_copied(
+    B: int, T: int, rows: int, copied: bool, dtype: torch.dtype, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a projection to all of them, unless there is also more between rows of several tokens. `v` has more heads."""
+    launches = recorded(monkeypatch)
+    wide = torch.zeros(B, rows, 160, dtype=dtype)[:, :T]
+    q, k, v = (x.unflatten(2, (-1, 16)) for x in wide.split([32, 32, 96], 2))
+    launch_recurrent(family, q, k, v)
+    assert len(launches) == 2
+    for _, arguments in launches:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            taken = arguments[name]
+            assert (taken is not x) == (taken.data_ptr() != x.data_ptr()) == copied
+            distance = x[0, 0].numel() if copied else 160 * (rows if T == 1 and B > 1 else 1)
+            assert arguments[f"{name}_token"] == distance or B == T == 1
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_strides_of_one_are_of_no_account(T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of axes with one head, of one number."""
+    launches = recorded(monkeypatch)
+    q, k, v = (torch.zeros(1000).as_strided((2, T, 1, 1), (3 * T, 3, 7, 9), i) for i in range(3))
+    launch_recurrent("vector", q, k, v)
+    for _, arguments in launches:
+        assert [arguments[name] for name in "qkv"] == [Is(x) for x in (q, k, v)]
+        assert [arguments[f"{name}_token"] for name in "qkv"] == [3 * T if T == 1 else 3] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("N", [None, 5], ids=["rows", "packed"])
+@pytest.mark.parametrize("one", ["", "row", "token"])
+def test_tokens_beside_others_at_every_length(
+    family: str, N: int | None, one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a projection whose width is open, too, nothing is copied and nothing asked."""
+    launches = recorded(monkeypatch)
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        B = 1 if one == "row" or N is not None else symbol("B", 3)
+        T, beside = 1 if one == "token" else symbol("T", 65), symbol("beside", 40)
+        wide = torch.empty(B, T, beside + 160)
+        q, k, v = (wide[..., i : i + n].unflatten(2, (n // 16, 16)) for i, n in ((0, 32), (32, 32), (64, 96)))
+        cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
+        known = len(symbol.env.guards)
+        launch_recurrent(family, q, k, v, cu_seqlens)
+    assert len(launches) == 2
+    for _, arguments in launches:
+        assert [arguments[name] for name in "qkv"] == [Is(x) for x in (q, k, v)]
+        if not (one == "token" and N is not None):  # of one token there is no next
+            assert statically_known_true(arguments["q_token"] == beside + 160)
+    assert symbol.env.guards[known:] == []
 
 
 def test_no_scores_of_mild_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

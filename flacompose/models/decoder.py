@@ -43,8 +43,8 @@ class Decoder:
         state: The state to begin with, a pytree of tensors on the device of the tokens: as a call of the model with the
             prompt returned it, or `init_state`.
         options: Options for Inductor, as ``torch.compile`` takes them. They are added to those of the decoder, which
-            are ``coordinate_descent_tuning``, and, unless `options` has ``post_grad_custom_pre_pass``, that kernels
-            write a state where they read it. Default: none.
+            are ``coordinate_descent_tuning``, no ``comprehensive_padding``, and, unless `options` has
+            ``post_grad_custom_pre_pass``, that kernels write a state where they read it. Default: none.
 
     Raises:
         TypeError: If `model` cannot be called or does not return two things, `tokens` is no tensor, `state` or
@@ -81,6 +81,8 @@ class Decoder:
 
         defaults: dict[str, Any] = {
             "coordinate_descent_tuning": True,
+            # PyTorch 2.11 pads what a joined projection gives, and then copies the queries, keys and values out of it.
+            "comprehensive_padding": False,
             "post_grad_custom_pre_pass": StatesInPlace(),
         }
         # PyTorch counts compilations by the code object, and refuses more than a few: each decoder has its own.

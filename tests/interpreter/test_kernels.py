@@ -7,6 +7,7 @@ interpreter has no bfloat16 products and takes about 2 ms a program: float32 and
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -26,6 +27,7 @@ from contract.cases import (
     every,
 )
 from contract.problems import Problem, call, draw, evaluate, permuted, side_by_side
+from contract.test_pure import head_first
 from launches import tables_of
 from torch import Tensor
 
@@ -385,6 +387,23 @@ def test_values_of_one_token_head_first(case: OpCase) -> None:
     found = evaluate(head_first, "both", launched)
     assert_equal(found, evaluate(problem, "both", launched))
     assert found["o"].stride() == torch.empty(found["o"].shape).stride()
+
+
+@every([case for case in CASES if case.form == "recurrent" and case.family != "scan"])
+@pytest.mark.parametrize("layout", [side_by_side, head_first])
+@pytest.mark.parametrize(
+    ("B", "T", "lengths"),
+    [(1, 1, None), (3, 1, None), (2, 5, None), (1, 5, [2, 0, 2])],
+    ids=["one token", "a token each", "rows", "packed"],
+)
+def test_tokens_beside_others(
+    case: OpCase, layout: Callable[[Tensor], Tensor], B: int, T: int, lengths: list[int] | None
+) -> None:
+    """They are read where they are, and what lies between them is not."""
+    problem = draw(case, CPU, B=B, T=T, H=2, K=5, V=6, M=3, lengths=lengths)
+    other = problem.with_tensors(**{name: layout(x) for name, x in problem.tensors.items()})
+    with torch.no_grad():
+        assert all(map(torch.equal, launched(other), launched(problem)))
 
 
 @each_gated_op

@@ -103,3 +103,20 @@ def test_kernels_of_a_step(name: str, options: dict[str, Any], monkeypatch: pyte
     assert (KERNEL in ours) == (recurrence == "kernel")
     assert sum(nodes[f"aten.{product}.default"] for product in PRODUCTS) == products
     assert not [x for x in nodes if "conv" in x and "convert" not in x]
+
+
+# Queries, keys and values that come from the joint projection, or its convolution, as they are.
+JOINED = [(name, {}) for name in ("GatedLinearAttention", "HGRN2Attention", "LightNetAttention")]
+JOINED += [(name, {}) for name in ("MultiScaleRetention", "Mamba2")]
+JOINED += [("SimpleGatedLinearAttention", {"use_short_conv": False})]
+
+
+@pytest.mark.parametrize(("name", "options"), JOINED, ids=[name for name, _ in JOINED])
+def test_parts_of_a_joined_projection_are_not_copied(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = LAYERS[name](**options).eval()
+    layers.join_projections(layer)
+    nodes = nodes_on_cuda(layer, monkeypatch)
+    assert nodes[KERNEL] == 1
+    assert nodes["aten.clone.default"] == 0

@@ -223,6 +223,17 @@ def test_errors_of_models(arguments: tuple[Any, Any, Any], error: type[Exception
         Decoder(*arguments)
 
 
+def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the decoder, and no padding, for which parts of a wide product would be copied; then the caller's."""
+    compile, asked = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda f, **kw: asked.append(kw["options"]) or compile(f, **kw))
+    Decoder(add, X, (X,))
+    Decoder(add, X, (X,), options={"comprehensive_padding": True})
+    ours, theirs = asked
+    assert (ours["comprehensive_padding"], theirs["comprehensive_padding"]) == (False, True)
+    assert ours["coordinate_descent_tuning"] and theirs["coordinate_descent_tuning"]
+
+
 def test_errors(device: torch.device) -> None:
     x = torch.zeros(2, device=device)
     with pytest.raises(TypeError, match="options must be a mapping, got int"):

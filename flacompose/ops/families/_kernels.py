@@ -173,9 +173,9 @@ def state_number(left, count, stride):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "HG", "scale"])
 def recurrent_kernel(
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    v,  # [tokens, HV, V]
+    q,  # [tokens, H, K], from token to token it is q_token elements
+    k,  # [tokens, H, K], likewise
+    v,  # [tokens, HV, V], likewise
     beta,  # [tokens, HV], how strongly a token is written; with the delta rule, how much of the old value is replaced
     g,  # [tokens, HV]
     gamma,  # [HV], added to `g` at every token
@@ -194,6 +194,9 @@ def recurrent_kernel(
     HG,
     K,
     V,
+    q_token,
+    k_token,
+    v_token,
     count,  # of the states that are stored, as `state_number` says; None for the final one
     stride,
     BK: tl.constexpr,
@@ -223,16 +226,15 @@ def recurrent_kernel(
     if gamma is not None:
         gamma_ = tl.load(gamma + hv).to(tl.float32)
     for token in range(start, end):
-        at_k = (token * H + h) * K + dk
         at_v = (token * HV + hv) * V + dv
-        q_ = tl.load(q + at_k, mask=in_k, other=0.0).to(tl.float32)
+        q_ = tl.load(q + token * q_token + h * K + dk, mask=in_k, other=0.0).to(tl.float32)
         if SOFTMAX:
             q_ = tl.where(in_k, q_, float("-inf"))
             q_ = tl.exp(q_ - tl.max(q_, 0))
             q_ /= tl.sum(q_, 0)
         q_ *= scale
-        k_ = tl.load(k + at_k, mask=in_k, other=0.0).to(tl.float32)
-        v_ = tl.load(v + at_v, mask=in_v, other=0.0).to(tl.float32)
+        k_ = tl.load(k + token * k_token + h * K + dk, mask=in_k, other=0.0).to(tl.float32)
+        v_ = tl.load(v + token * v_token + hv * V + dv, mask=in_v, other=0.0).to(tl.float32)
         if u is not None:
             o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_
         if g is not None:

@@ -34,14 +34,29 @@ def operand(x: MaybeTensor) -> MaybeTensor:
     return None if x is None else x.to(operand_dtype(x)).contiguous()
 
 
-def operand_by_token(x: Tensor) -> tuple[Tensor, int]:
-    """``x [B, T, H, D]`` as kernels take it, and how far apart its tokens are: they may be parts of wider ones."""
+def by_token(x: Tensor) -> tuple[Tensor, int]:
+    """``x [B, T, H, D]`` as kernels read it, and how many elements it is from one token to the next.
+
+    Tokens may be parts of wider ones, such as slices of a joined projection, if those of all rows are equally far
+    apart. Otherwise `x` is copied.
+
+    They need not be aligned: Triton asks of each pointer whether it is, and Inductor works that out from the offset of
+    a view. Inductor also sees to it that the strides are those of the trace, with a copy if need be.
+    """
     B, T, H, D = x.shape
-    together = always_true(x.stride(3) == 1) and always_true(x.stride(2) == D)
-    rows = always_true(B == 1) or always_true(x.stride(0) == T * x.stride(1))
-    if together and rows and x.dtype == operand_dtype(x):
-        return x, x.stride(1)
-    return operand(x), H * D  # a contiguous tensor of one token may have any stride from token to token
+    one_token = always_true(T == 1)
+    # The stride of an axis of size 1 may be any number.
+    together = always_true(D == 1) or always_true(x.stride(3) == 1)
+    together = together and (always_true(H == 1) or always_true(x.stride(2) == D))
+    rows = one_token or always_true(B == 1) or always_true(x.stride(0) == T * x.stride(1))
+    if together and rows:
+        return x, x.stride(0 if one_token else 1)
+    return x.contiguous(), H * D
+
+
+def operand_by_token(x: Tensor) -> tuple[Tensor, int]:
+    """`operand`, as `by_token` gives it."""
+    return by_token(x.to(operand_dtype(x)))
 
 
 def none_as_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
@@ -79,18 +94,17 @@ def recurrent(
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
     sequences = Sequences(q, cu_seqlens)
-    v = v.contiguous()
     dtype = torch.float32 if full_precision else v.dtype
     o = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
     final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
     BK = block(K, MAX_HEAD_SIZE)  # a program has all keys
     BV = block(V, 4096 // BK)
     gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, initial_state))
-    tensors = q.contiguous(), k.contiguous(), v, *gates_and_state, o, final_state
+    (q, q_token), (k, k_token), (v, v_token) = map(by_token, (q, k, v))
     launch(
         recurrent_kernel,
         (sequences.N * HV * tile_count(V, BV),),
-        *tensors,
+        *(q, k, v, *gates_and_state, o, final_state),
         **sequences.arguments,
         scale=scale,
         H=H,
@@ -98,6 +112,9 @@ def recurrent(
         HG=H if gk is None else gk.shape[2],
         K=K,
         V=V,
+        q_token=q_token,
+        k_token=k_token,
+        v_token=v_token,
         count=count,
         stride=stride,
         BK=BK,
