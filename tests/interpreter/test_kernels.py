@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from contract.accuracy import VALUES, assert_accurate, assert_equal
 from contract.cases import CASES as ALL_CASES
 from contract.cases import (
@@ -38,6 +40,7 @@ from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.slot_attention import cuda as slot_kernels
 from flacompose.ops.families.slot_attention import op as slot_attention
+from flacompose.ops.families.vector_decay.kernels import MILD_BOUND, size_for_gradient
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
@@ -219,6 +222,32 @@ def test_a_strong_gate_that_no_read_meets() -> None:
     problem = draw(NAMED["chunk_rwkv6"], CPU, B=1, H=1, T=64, gates=0.0)
     problem.tensors["w"][:, 63] = float("-inf")
     check(problem)
+
+
+@triton.jit
+def _size_for_gradient(g, out, rows, columns):
+    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 32)[None, :]
+    at = i * 32 + j
+    size = size_for_gradient(tl.load(g + at), (i < rows) & (j < columns), tl.bfloat16)
+    tl.store(out + at, size + tl.zeros([64, 32], dtype=tl.float32))
+
+
+def test_gates_whose_gradient_needs_the_levels() -> None:
+    """In bfloat16 a strong gate among others does not, a token or channel of strong gates does. Padding is left out."""
+
+    def is_mild(rows: int, columns: int, **strong: object) -> bool:
+        g, out = torch.zeros(2, 64, 32)
+        g[:rows, :columns] = -1.3
+        for at in strong.values():
+            g[at] = -12.0
+        _size_for_gradient[(1,)](g, out, rows, columns)
+        return bool(out.max() < MILD_BOUND.value)
+
+    for rows, columns in ((64, 32), (3, 32), (64, 5)):
+        assert is_mild(rows, columns)
+        assert is_mild(rows, columns, one=(1, 2))
+        assert not is_mild(rows, columns, token=(rows - 1, slice(columns)))
+        assert not is_mild(rows, columns, channel=(slice(rows), columns - 1))
 
 
 @each_gated_op

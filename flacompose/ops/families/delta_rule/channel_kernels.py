@@ -54,7 +54,7 @@ from flacompose.ops.families.vector_decay.kernels import (
     select,
     siblings,
     size_of_gate,
-    size_of_gates,
+    size_of_sums,
     tf32_rounded,
 )
 
@@ -361,7 +361,7 @@ def channel_kernel(
     g = load_gates(gk, *at_g)
     if MILD:
         middle, middle_ = middle_sums(g, t, s, False, DOT)
-        is_mild = tl.max(size_of_gates(g, middle, middle_, DOT)) < MILD_BOUND
+        is_mild = tl.max(tl.maximum(size_of_sums(middle, middle_), size_of_gate(g, DOT))) < MILD_BOUND
         tl.store(mild, is_mild.to(tl.int8))
         if not is_mild:
             return

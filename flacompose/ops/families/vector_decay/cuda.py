@@ -39,7 +39,7 @@ def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     q, k, v = map(operand, inputs[:3])
     S = chunks.states(k, v, inputs.initial_state, final_state)
     if inputs.gv is None:
-        chunks.plain(q, k, v, S, o)
+        chunks.plain(q, k, v, S, o, for_gradient=False)
     else:
         chunks.gated(q, k, v, None, S, None, read=o)
     return chunks.batched(o), final_state
@@ -185,14 +185,18 @@ class _Launches(MatrixSequences):
         out: Tensor,
         reverse: bool = False,
         transpose: bool = False,
+        for_gradient: bool = True,
     ) -> Tensor | None:
-        """Fill `out`, along an axis without gates. Returns which chunks of the other axis' gates are mild."""
+        """Fill `out`, along an axis without gates. Returns which chunks of the other axis' gates are mild.
+
+        With `for_gradient` they are mild enough for the gradient of these gates too.
+        """
         g, u = (self.gv, None) if transpose else (self.gk, self.u)
         axes = self.axes(transpose)
         config = plain_config(self.bfloat16, axes["D1"], axes["D2"])
         grid = (tile_count(axes["D2"], config["BD2"]) * self.chunks * self.H,)
         mild = None if g is None else self.per_chunk(self.H, dtype=torch.int8)
-        arguments = {**self.arguments, **axes, "REVERSE": reverse, **config}
+        arguments = {**self.arguments, **axes, "REVERSE": reverse, "FOR_GRADIENT": for_gradient, **config}
         for only_mild in (True,) if g is None else (True, False):
             launch(plain_kernel, grid, a, b, x, g, u, S, out, mild, MILD=only_mild, **arguments)
         return mild

@@ -46,6 +46,7 @@ C = tl.constexpr(64)  # tokens of a chunk
 LEVELS = tl.constexpr(6)  # of blocks in a chunk
 # Leaves float32 room for products of queries, keys, values and their gradients from 1e-18 to 1e18.
 MILD_BOUND = tl.constexpr(45.0)
+LEAST_KEPT = tl.constexpr(0.05)  # about exp(-3)
 
 
 @triton.jit
@@ -236,19 +237,37 @@ def middle_sums(g, t, s, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def size_of_gates(g, write, read, DOT: tl.constexpr):
-    """The size of the sums of gates, and of a multiple of each gate: all are below `MILD_BOUND` where gates are mild.
-
-    The multiple is there for the gradient of a gate: if a gate weakens what it decays to less than exp(-4), or exp(-8)
-    where products are rounded to bfloat16, its gradient would drown in the rounding of the pairs it does not decay.
-    """
-    return tl.maximum(tl.maximum(tl.abs(write), tl.abs(read)), size_of_gate(g, DOT))
+def size_of_sums(write, read):
+    """The size of the sums of gates: all are below `MILD_BOUND` where gates are mild."""
+    return tl.maximum(tl.abs(write), tl.abs(read))
 
 
 @triton.jit
 def size_of_gate(g, DOT: tl.constexpr):
-    """The multiple of a gate in `size_of_gates`."""
+    """A multiple of each gate, to be below `MILD_BOUND` too where the gradient of the gates is wanted.
+
+    If a gate weakens what it decays to less than exp(-4), or exp(-8) where products are rounded to bfloat16, its
+    gradient would drown in the rounding of the pairs it does not decay.
+    """
     return tl.abs(g.to(tl.float32)) * (MILD_BOUND / (4.0 if DOT == tl.float32 else 8.0))
+
+
+@triton.jit
+def size_for_gradient(g, inside, DOT: tl.constexpr):
+    """As `size_of_gate`, by what the gates of a tile let through together; `inside` tells gates from padding.
+
+    The error of a gate's gradient is measured beside the gradients of all gates. In bfloat16 a single gate may
+    therefore be as strong as the sums allow, if of each token over the channels, and of each channel over the tokens,
+    `LEAST_KEPT` is kept on average. Else a token that resets all channels, or a channel that keeps nothing, could leave
+    no larger gradient beside its own.
+    """
+    if DOT == tl.float32:
+        size = size_of_gate(g, DOT)
+    else:
+        spare = tl.where(inside, tl.exp(g.to(tl.float32)) - LEAST_KEPT, 0.0)
+        least = tl.minimum(tl.sum(spare, 1)[:, None], tl.sum(spare, 0)[None, :])
+        size = tl.where(least < 0.0, 2 * MILD_BOUND, 0.0)
+    return size
 
 
 @triton.jit
@@ -316,7 +335,7 @@ def score_kernel(
         else:
             g_ = load_gates(g, token, hi, h, d, H, D)
             write, read = middle_sums(g_, t, s, READ_BEFORE, DOT)
-            if tl.max(size_of_gates(g_, write, read, DOT)) < MILD_BOUND:
+            if tl.max(size_of_sums(write, read)) < MILD_BOUND:
                 lower += fine_dot(a_ * tl.exp(read), tl.trans(b_ * tl.exp(-write)), DOT)
             else:
                 lower += exact_pairs(a_, b_, g_, t, s, READ_BEFORE, DOT)
@@ -353,6 +372,7 @@ def plain_kernel(
     BD2: tl.constexpr,
     MILD: tl.constexpr,
     REVERSE: tl.constexpr,
+    FOR_GRADIENT: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
@@ -363,7 +383,7 @@ def plain_kernel(
     holds `scale` already.
 
     With `g` it runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one
-    kernel for both would need twice the registers.
+    kernel for both would need twice the registers. `FOR_GRADIENT`: what it notes holds for the gradient of `g` too.
     """
     tiles = tl.cdiv(D2, BD2)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
@@ -394,7 +414,10 @@ def plain_kernel(
             g_ = load_gates(g, token, hi, h, d1, H, D1)
             if MILD:
                 write, read = middle_sums(g_, t, s, READ_BEFORE, DOT)
-                sizes = tl.maximum(sizes, size_of_gates(g_, write, read, DOT))
+                sizes = tl.maximum(sizes, size_of_sums(write, read))
+                if FOR_GRADIENT:
+                    inside = (token < hi)[:, None] & (d1 < D1)[None, :]
+                    sizes = tl.maximum(sizes, size_for_gradient(g_, inside, DOT))
                 if REVERSE:
                     pairs += fine_dot(a_ * tl.exp(-write), tl.trans(b_ * tl.exp(read)), DOT)
                 else:
@@ -623,7 +646,11 @@ def gated_kernel(
     else:
         g = load_gates(g2, token, hi, h, d2, H, D2)
         write_sum, read_sum = middle_sums(g, t, s, READ_BEFORE, DOT)
-        is_mild = tl.max(size_of_gates(g, write_sum, read_sum, DOT)) < MILD_BOUND
+        sizes = size_of_sums(write_sum, read_sum)
+        if dg2 is not None:
+            inside = (token < hi)[:, None] & (d2 < D2)[None, :]
+            sizes = tl.maximum(sizes, size_for_gradient(g, inside, DOT))
+        is_mild = tl.max(sizes) < MILD_BOUND
         tl.store(at_mild, is_mild.to(tl.int8))
         if not is_mild:
             return
