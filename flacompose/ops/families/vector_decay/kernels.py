@@ -253,21 +253,17 @@ def size_of_gate(g, DOT: tl.constexpr):
 
 
 @triton.jit
-def size_for_gradient(g, inside, DOT: tl.constexpr):
-    """As `size_of_gate`, by what the gates of a tile let through together; `inside` tells gates from padding.
+def lets_through(g, inside):
+    """Whether the gates of a tile are mild for their gradient in bfloat16, though not each by `size_of_gate`.
 
-    The error of a gate's gradient is measured beside the gradients of all gates. In bfloat16 a single gate may
+    The error of a gate's gradient is measured beside the gradients of all gates. A single gate may
     therefore be as strong as the sums allow, if of each token over the channels, and of each channel over the tokens,
     `LEAST_KEPT` is kept on average. Else a token that resets all channels, or a channel that keeps nothing, could leave
-    no larger gradient beside its own.
+    no larger gradient beside its own. `inside` tells gates from padding.
     """
-    if DOT == tl.float32:
-        size = size_of_gate(g, DOT)
-    else:
-        spare = tl.where(inside, tl.exp(g.to(tl.float32)) - LEAST_KEPT, 0.0)
-        least = tl.minimum(tl.sum(spare, 1)[:, None], tl.sum(spare, 0)[None, :])
-        size = tl.where(least < 0.0, 2 * MILD_BOUND, 0.0)
-    return size
+    spare = tl.where(inside, tl.exp(g.to(tl.float32)) - LEAST_KEPT, 0.0)
+    least = tl.minimum(tl.min(tl.sum(spare, 1)), tl.min(tl.sum(spare, 0)))
+    return least >= 0.0
 
 
 @triton.jit
@@ -349,6 +345,22 @@ def score_kernel(
     tl.store(at, lower * scale)
 
 
+@triton.jit
+def _mild_for_gradient(
+    g, token, end, h, H, D, BD: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr
+):
+    """Whether the gates ``g [tokens, H, D]`` of a chunk are mild by their sums, and by what they let through."""
+    i = tl.arange(0, C)
+    is_mild = True
+    for first in tl.range(0, D, BD, num_stages=1):
+        d = first + tl.arange(0, BD)
+        g_ = load_gates(g, token, end, h, d, H, D)
+        write, read = middle_sums(g_, i[:, None], i[None, :], READ_BEFORE, DOT)
+        by_sums = tl.max(size_of_sums(write, read)) < MILD_BOUND
+        is_mild = is_mild & by_sums & lets_through(g_, (token < end)[:, None] & (d < D)[None, :])
+    return is_mild
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def plain_kernel(
     a,  # [tokens, H, D1]
@@ -416,8 +428,7 @@ def plain_kernel(
                 write, read = middle_sums(g_, t, s, READ_BEFORE, DOT)
                 sizes = tl.maximum(sizes, size_of_sums(write, read))
                 if FOR_GRADIENT:
-                    inside = (token < hi)[:, None] & (d1 < D1)[None, :]
-                    sizes = tl.maximum(sizes, size_for_gradient(g_, inside, DOT))
+                    sizes = tl.maximum(sizes, size_of_gate(g_, DOT))
                 if REVERSE:
                     pairs += fine_dot(a_ * tl.exp(-write), tl.trans(b_ * tl.exp(read)), DOT)
                 else:
@@ -437,6 +448,9 @@ def plain_kernel(
 
     if MILD and g is not None:
         is_mild = tl.max(sizes) < MILD_BOUND
+        if FOR_GRADIENT and DOT != tl.float32:
+            if not is_mild:
+                is_mild = _mild_for_gradient(g, token, hi, h, H, D1, BD1, READ_BEFORE, DOT)
         tl.store(mild + row * H + h, is_mild.to(tl.int8))
         if not is_mild:
             return
@@ -646,11 +660,13 @@ def gated_kernel(
     else:
         g = load_gates(g2, token, hi, h, d2, H, D2)
         write_sum, read_sum = middle_sums(g, t, s, READ_BEFORE, DOT)
-        sizes = size_of_sums(write_sum, read_sum)
+        is_mild = tl.max(size_of_sums(write_sum, read_sum)) < MILD_BOUND
         if dg2 is not None:
-            inside = (token < hi)[:, None] & (d2 < D2)[None, :]
-            sizes = tl.maximum(sizes, size_for_gradient(g, inside, DOT))
-        is_mild = tl.max(sizes) < MILD_BOUND
+            each = tl.max(size_of_gate(g, DOT)) < MILD_BOUND
+            if DOT == tl.float32:
+                is_mild = is_mild & each
+            elif is_mild and not each:
+                is_mild = lets_through(g, (token < hi)[:, None] & (d2 < D2)[None, :])
         tl.store(at_mild, is_mild.to(tl.int8))
         if not is_mild:
             return
