@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     inputs = Inputs(*args)
     sweep = _Launches(inputs)
-    o, final_state = sweep.output(inputs.v.dtype), sweep.state(torch.float32)
+    o, final_state = sweep.per_token(sweep.H, sweep.V, dtype=inputs.v.dtype), sweep.state(torch.float32)
     q, k, v = map(operand, inputs[:3])
     initial_state = operand(inputs.initial_state)
     ends = sweep.segment_ends(k, v, initial_state)
     sweep(q, k, v, initial_state, out=o, final=final_state, **ends)
-    return sweep.summed(o, inputs.v.dtype), final_state
+    return sweep.batched(o), final_state
 
 
 @compile_ahead
@@ -46,7 +47,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     gradient_of_gates = wants_g or wants_gamma or wants_beta
     sweep = _Launches(inputs, gradient_of_gates, fine=wants_gamma)
     dq, dk = (sweep.output_of_keys(q) if wanted else None for wanted in (wants_q, wants_k))
-    dv = sweep.output(v.dtype) if wants_v else None
+    dv = sweep.per_token(sweep.H, sweep.V, dtype=v.dtype) if wants_v else None
     d_initial_state = sweep.state(initial_state.dtype) if initial_state is not None and wants_state else None
     q, k, v, do = map(operand, (q, k, v, torch.zeros_like(v) if do is None else do))
     initial_state, d_final_state = operand(initial_state), operand(d_final_state)
@@ -80,7 +81,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         if g is not None and wants_g:
             dg = d_gate.to(g.dtype)
     dq, dk = sweep.summed_of_keys(dq, inputs.q), sweep.summed_of_keys(dk, inputs.k)
-    dv = None if dv is None else sweep.summed(dv, inputs.v.dtype)
+    dv = None if dv is None else sweep.batched(dv)
     return none_as_empty(inputs.q, dq, dk, dv, dg, dg_gamma, dbeta, d_initial_state)
 
 
@@ -113,7 +114,7 @@ class _Launches(MatrixSequences):
         )
         self.fine = fine and bfloat16
         self.parts = head_parts(self.H // q.shape[2])
-        programs = self.H * max(self.tiles(x) for x in (False, True))
+        programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
         self.SEGMENTS, self.split = self.segments((self.T + self.step - 1) // self.step, programs)
         # Gates that are those of every token, or running sums, in two parts for float32 products.
         gamma, sums, rest = operand(g_gamma), None, None
@@ -126,34 +127,15 @@ class _Launches(MatrixSequences):
         axes = self.axes(transpose)
         return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"])
 
-    def contracted_tiles(self, transpose: bool) -> int:
-        """The number of tiles of the axis that is contracted."""
-        return tile_count(self.V if transpose else self.K, self.config(transpose)["BD1"])
-
-    def tiles(self, transpose: bool) -> int:
-        """The number of tiles of a state, of both axes."""
-        written = tile_count(self.K if transpose else self.V, self.config(transpose)["BD2"])
-        return self.contracted_tiles(transpose) * written
-
-    def output(self, dtype: torch.dtype, transpose: bool = False) -> Tensor:
-        """Memory for `out` of a sweep. Each tile of the contracted axis has a sum of its own, in float32."""
-        tiles, D2 = self.contracted_tiles(transpose), self.K if transpose else self.V
-        if tiles == 1:
-            return self.per_token(self.H, D2, dtype=dtype)
-        return self.per_token(tiles, self.H, D2, dtype=torch.float32)
-
-    def summed(self, out: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[B, T, H, D2]`` of what `output` gave."""
-        out = self.batched(out)
-        if out.dim() == 4:
-            return out
-        total = torch.empty_like(out[:, :, 0], dtype=dtype, memory_format=torch.contiguous_format)
-        return torch.add(out[:, :, 0], out[:, :, 1], out=total)  # PyTorch's sum of two takes twice as long
+    def tiles(self, transpose: bool) -> tuple[int, int]:
+        """The number of tiles of a state, of the axis that is contracted and of the other."""
+        axes, config = self.axes(transpose), self.config(transpose)
+        return tile_count(axes["D1"], config["BD1"]), tile_count(axes["D2"], config["BD2"])
 
     def output_of_keys(self, q: Tensor) -> Tensor:
         """Memory for the gradient of queries or keys, one for each head of values, or if gates have one, of a group."""
         if not self.gradient_of_gates:
-            return self.output(q.dtype if q.shape[2] == self.H else torch.float32, transpose=True)
+            return self.per_token(self.H, self.K, dtype=q.dtype if q.shape[2] == self.H else torch.float32)
         return self.per_token(
             q.shape[2] * self.parts, self.K, dtype=q.dtype if self.parts == 1 else torch.float32
         )
@@ -162,7 +144,7 @@ class _Launches(MatrixSequences):
         """``[B, T, H, K]`` of what `output_of_keys` gave."""
         if dx is None:
             return None
-        dx = self.batched(dx) if self.gradient_of_gates else self.summed(dx, dx.dtype)
+        dx = self.batched(dx)
         return dx if dx.shape == x.shape else dx.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype)
 
     def per_chunk_state(self) -> Tensor:
@@ -198,31 +180,48 @@ class _Launches(MatrixSequences):
         The other `tensors` are its arguments by name, of which those left out are absent.
         """
         optional = ("segment_state", "segment_gate", "out", "states", "final")
-        launch(
-            sweep_kernel,
-            (self.tiles(transpose) * self.SEGMENTS * self.N * self.H,),
-            a=a,
-            b=b,
-            x=x,
-            initial=initial,
-            beta=self.beta,
-            **dict.fromkeys(optional) | tensors,
+        arguments = {
+            **dict.fromkeys(optional),
+            **tensors,
             **self.gates,
             **self.arguments,
-            scale=self.scale,
-            HA=b.shape[2],
-            HX=x.shape[2],
-            SEGMENTS=self.SEGMENTS,
-            C=self.step,
-            CS=self.C,
             **self.axes(transpose),
-            SPLIT=self.split,
-            ENDS=find_ends,
-            REVERSE=reverse,
-            FINE=self.fine and "states" in tensors,
-            DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
             **self.config(transpose),
-        )
+        }
+        tiles, columns = self.tiles(transpose)
+        # Each tile of the contracted axis adds its share to the output of those before it.
+        out, sofar, shares = tensors.get("out"), None, 1 if tensors.get("out") is None else tiles
+        for share in range(shares):
+            if out is not None:
+                last = share == shares - 1
+                arguments["out"] = (
+                    out if last else self.per_token(*out.shape[-2:], dtype=torch.float32, every=True)
+                )
+            launch(
+                sweep_kernel,
+                (tiles // shares * columns * self.SEGMENTS * self.N * self.H,),
+                a=a,
+                b=b,
+                x=x,
+                initial=initial,
+                beta=self.beta,
+                sofar=sofar,
+                **arguments,
+                first_tile=share,
+                tiles=tiles // shares,
+                scale=self.scale,
+                HA=b.shape[2],
+                HX=x.shape[2],
+                SEGMENTS=self.SEGMENTS,
+                C=self.step,
+                CS=self.C,
+                SPLIT=self.split,
+                ENDS=find_ends,
+                REVERSE=reverse,
+                FINE=self.fine and "states" in tensors,
+                DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
+            )
+            sofar = arguments["out"]
 
     def gradients(
         self,

@@ -45,7 +45,7 @@ def _load_vectors(x, at, H, d, D: tl.constexpr, BD: tl.constexpr, t, remaining):
     return out
 
 
-@triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "tiles", "scale"])
 def sweep_kernel(
     a,  # [tokens, HA, D1]
     b,  # [tokens, HA, D1]
@@ -57,7 +57,8 @@ def sweep_kernel(
     initial,  # [N, H, D1, D2], with the strides of states
     segment_state,  # [SEGMENTS, N, H, D1, D2], with these too: each segment's end, begun at 0 (the first at `initial`)
     segment_gate,  # [SEGMENTS, N, H]: its summed gates
-    out,  # [tokens, tiles of D1, H, D2], the sums over each tile
+    sofar,  # [tokens, H, D2], to be added to `out`: what other tiles of `D1` give
+    out,  # [tokens, H, D2]
     states,  # [chunks, H, D1, D2]: the state before each chunk of `CS` tokens, or with `REVERSE` after it
     final,  # [N, H, D1, D2], with the strides of states
     cu_seqlens,
@@ -68,6 +69,8 @@ def sweep_kernel(
     HA,
     HX,
     SEGMENTS,
+    first_tile,  # of `D1`
+    tiles,  # of `D1` from the first on; one, where there is `out`
     D1: tl.constexpr,
     D2: tl.constexpr,
     stride1: tl.constexpr,
@@ -99,9 +102,8 @@ def sweep_kernel(
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
     PARTS: tl.constexpr = BD1 // BP
-    tiles1: tl.constexpr = (D1 + BD1 - 1) // BD1
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tile, segment, nh = split_program(tiles1 * ((D2 + BD2 - 1) // BD2), SEGMENTS)
+    tile, segment, nh = split_program(tiles * ((D2 + BD2 - 1) // BD2), SEGMENTS)
     if ENDS:
         if segment == SEGMENTS - 1:
             return
@@ -112,8 +114,8 @@ def sweep_kernel(
     h = nh % H
     ha = h // (H // HA)
     hx = h // (H // HX)
-    tile1 = (tile % tiles1).to(tl.int32)
-    d2 = (tile // tiles1).to(tl.int32) * BD2 + tl.arange(0, BD2)
+    tile1 = first_tile + (tile % tiles).to(tl.int32)
+    d2 = (tile // tiles).to(tl.int32) * BD2 + tl.arange(0, BD2)
     lo, hi, row0 = find_sequence(n, T, cu_seqlens, CS)
     chunks = tl.cdiv(hi - lo, C)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
@@ -220,9 +222,12 @@ def sweep_kernel(
             out_ = dot_split(x_, pairs, DOT, other_chunks)
             if beta is not None and REVERSE:
                 out_ *= beta_[None, :]
-            at_out = ((start * tiles1 + tile1) * H + h) * D2 + t[None, :] * (tiles1 * H * D2) + d2[:, None]
+            out_ *= unit
+            at_out = (start * H + h) * D2 + t[None, :] * (H * D2) + d2[:, None]
             in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
-            tl.store(out + at_out, (out_ * unit).to(out.dtype.element_ty), mask=in_out)
+            if sofar is not None:
+                out_ += tl.load(sofar + at_out, mask=in_out, other=0.0)
+            tl.store(out + at_out, out_.to(out.dtype.element_ty), mask=in_out)
         weighted = x_
         if GATED:
             weighted = weighted * far[None, :]
