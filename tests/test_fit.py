@@ -28,7 +28,8 @@ PAIRS = "delta_rule gk", "channel_pair_kernel", FLOAT32
 # configuration is another than on Hopper. All of them everywhere would take minutes.
 LARGEST = [
     (STATE, (80, 86, 120)),
-    (("scalar_decay ", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True}), (89, 90, 100)),
+    (("scalar_decay  ", "sweep_kernel", BFLOAT16, 128, 128, {"REVERSE": True}), (80, 86, 90, 100)),
+    (("scalar_decay g ", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True}), (120,)),
     (("scalar_decay g", "sweep_kernel", FLOAT32, 256, 16, {"BD1": 16}), (120,)),
     (("scalar_decay g_gamma", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True, "FINE": True}), (86,)),
     (("scalar_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"REVERSE": True}), (120,)),
