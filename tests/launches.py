@@ -178,8 +178,8 @@ def matrix_calls(
     q, k, gk = (new(B, T, H, K, dtype=dtype) for _ in range(3))
     state = new(N if packed else B, H, K, V)
 
-    # Of groups, some results are float32 instead; no tile and no factor of a product is another.
-    for groups in (1, 2) if (K, V) == (64, 64) else (1,):
+    # Of groups, some results are float32 instead, and the gradients of gates of heads are made for several at once.
+    for groups in (1, 2) if K == V and K in (64, 256) else (1,):
         HV = H * groups
         v, g, beta = new(B, T, HV, V, dtype=dtype), new(B, T, HV), new(B, T, HV)
         states = new(N if packed else B, HV, K, V)
@@ -196,9 +196,9 @@ def matrix_calls(
             for call in _calls(delta_rule, args, v, masks, states):
                 yield f"delta_rule {gates} groups={groups} {at}", call
 
-    v, gv = (new(B, T, H, V, dtype=dtype) for _ in range(2))
+    v = new(B, T, H, V, dtype=dtype)
     u = new(H, K)
-    for gates, options in (
+    gated = (
         ("", {}),
         ("gk", {}),
         ("gv", {}),
@@ -206,14 +206,15 @@ def matrix_calls(
         ("gk u", {}),
         ("gk", {"softmax": True}),
         ("gv", {"full_precision": True}),
-    ):
-        given = {"gk": gk, "gv": gv, "u": u}
+    )
+    for (gates, options), gate_dtype in product(gated, dict.fromkeys((dtype, torch.float32))):
+        given = {"gk": gk.to(gate_dtype), "gv": new(B, T, H, V, dtype=gate_dtype), "u": u}
         present = (x if name in gates.split() else None for name, x in given.items())
         args = q, k, v, *present, state, cu_seqlens, 1.0
         args += options.get("softmax", False), options.get("full_precision", False)
         masks = _masks("q k v gk gv u initial_state", "q", "k", "v", "q k v")
         for call in _calls(vector_decay, args, v, masks, state):
-            yield f"vector_decay {gates} {' '.join(options)} {at}", call
+            yield f"vector_decay {gates} {' '.join(options)} {at} {gate_dtype} gates", call
 
     # One token has one kernel, whatever the others have. The slots are as many as the values.
     for G in (1, 2):

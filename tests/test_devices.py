@@ -111,6 +111,7 @@ class Properties:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, properties: Properties) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a tensor on a CPU
     monkeypatch.setattr(_define, "runs_kernels", lambda index: _chip.runs_kernels(0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

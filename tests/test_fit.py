@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 
 from launches import CHIPS, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
 
-from flacompose.ops._chip import ADA, HOPPER, Chip, chip_of  # noqa: E402
+from flacompose.ops._chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
 from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
@@ -133,6 +133,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Properties]:
         return here[0 if device is None else torch.device(device).index or 0]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     return here
 
@@ -144,6 +145,7 @@ def test_the_chip_is_that_of_the_tensors(gpus: list[Properties]) -> None:
     assert chip_of(torch.device("meta")) == HOPPER
     gpus.reverse()
     assert chip_of(torch.device("meta")) == ADA
+    assert not is_here(torch.device("cuda", 2)) and chip_of(torch.device("cuda", 2)) == HOPPER
 
 
 def test_without_a_gpu_it_is_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +161,6 @@ def test_kernels_ahead_are_those_of_the_device(gpus: list[Properties], first: in
         gpus.reverse()
     q = torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta")
     args = q, q, q, q, q, None, None, None, 1.0, False, False
-    stages: list[int] = []
     calls = [("", lambda: vector_decay.chunk.implementation(*args))]
     stages = [
         dict(launch.options)["num_stages"] for launch in recorded(calls) if launch.name == "state_kernel"

@@ -43,12 +43,14 @@ class Decoder:
         state: The state to begin with, a pytree of tensors on the device of the tokens: as a call of the model with the
             prompt returned it, or `init_state`.
         options: Options for Inductor, as ``torch.compile`` takes them. They are added to those of the decoder, which
-            are ``coordinate_descent_tuning``, no ``comprehensive_padding``, and, unless `options` has
-            ``post_grad_custom_pre_pass``, that kernels write a state where they read it. Default: none.
+            are ``coordinate_descent_tuning``, no ``comprehensive_padding``, and, unless `options` or Inductor's
+            configuration has a ``post_grad_custom_pre_pass``, that kernels write a state where they read it. Default:
+            none.
 
     Raises:
         TypeError: If `model` cannot be called or does not return two things, `tokens` is no tensor, `state` or
             `outputs` hold something else than plain tensors, or `options` is no mapping.
+        RuntimeError: If PyTorch does not know an option.
         ValueError: If the model returns a state of another structure, or with another shape, dtype or device: that of
             softmax attention grows with every token. Or if a tensor of `state` is not on the device of the tokens.
     """
@@ -73,23 +75,29 @@ class Decoder:
             _check.same_device(name, x, tokens)
         self._structure, self._names = structure, list(named)
 
-        def step(tokens: Tensor, state: list[Tensor]) -> tuple[Any, list[Tensor]]:
-            outputs, new = model(tokens, pytree.tree_unflatten(state, structure))
-            return outputs, pytree.tree_leaves(new)
+        from torch._inductor import config
 
-        from flacompose.models.states_in_place import StatesInPlace  # which imports Inductor
+        from flacompose.models.states_in_place import StatesInPlace, replaceable  # which import Inductor
 
-        defaults: dict[str, Any] = {
+        inductor: dict[str, Any] = {
             "coordinate_descent_tuning": True,
             # PyTorch 2.11 pads what a joined projection gives, and then copies the queries, keys and values out of it.
             "comprehensive_padding": False,
-            "post_grad_custom_pre_pass": StatesInPlace(),
+            # A pass that was chosen for all of Inductor stays.
+            "post_grad_custom_pre_pass": config.post_grad_custom_pre_pass or StatesInPlace(),
+            **(options or {}),
         }
+        in_place = isinstance(inductor["post_grad_custom_pre_pass"], StatesInPlace)
+
+        def step(tokens: Tensor, state: list[Tensor]) -> tuple[Any, list[Tensor]]:
+            if in_place:
+                state = [replaceable(x) for x in state]
+            outputs, new = model(tokens, pytree.tree_unflatten(state, structure))
+            return outputs, pytree.tree_leaves(new)
+
         # PyTorch counts compilations by the code object, and refuses more than a few: each decoder has its own.
         step.__code__ = step.__code__.replace()
-        self._compiled = torch.compile(
-            step, fullgraph=True, dynamic=False, options={**defaults, **(options or {})}
-        )
+        self._compiled = torch.compile(step, fullgraph=True, dynamic=False, options=inductor)
         self._graph: torch.cuda.CUDAGraph | None = None
         devices = [tokens.device] if tokens.is_cuda else []
         with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices):
@@ -206,9 +214,11 @@ def _check_tensor(name: str, x: Any) -> None:
 
 def _check_structure(what: str, state: Any, structure: pytree.TreeSpec, names: list[str]) -> None:
     if pytree.tree_structure(state) != structure:
+        got = list(_named("state", state))
+        order = "; the order of their keys counts" if sorted(got) == sorted(names) and got != names else ""
         raise ValueError(
             f"{what} what the decoder was made with, a pytree of {', '.join(names) or 'nothing'}, "
-            f"got {kind(state)}: {', '.join(_named('state', state)) or 'nothing'}"
+            f"got {kind(state)}: {', '.join(got) or 'nothing'}{order}"
         )
 
 

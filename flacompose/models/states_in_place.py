@@ -8,13 +8,29 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 
+@torch.library.custom_op("flacompose::replaceable", mutates_args=())
+def replaceable(state: Tensor) -> Tensor:
+    """`state`, in memory that may be overwritten after it is read. `StatesInPlace` takes this out of the graph again.
+
+    It tells the state that a graph is given from its other inputs: parameters, buffers, what a function closes over,
+    and the operands of a graph within the graph.
+    """
+    return state.clone()
+
+
+@replaceable.register_fake
+def _(state: Tensor) -> Tensor:
+    return torch.empty_like(state)
+
+
 class StatesInPlace(CustomGraphPass):
-    """Gives the kernel of a recurrence the memory of the old state, an input of the graph, for the new one, an output.
+    """Gives the kernel of a recurrence the memory of a `replaceable` old state for the new one, an output of the graph.
 
     So a decoder need not copy new states to where the next step reads them, which would read and write all of them once
     more. The caller of such a graph finds its input changed: this is for callers that never look at an old state again.
@@ -22,10 +38,17 @@ class StatesInPlace(CustomGraphPass):
     """
 
     def __call__(self, graph: Graph) -> None:
+        states = set()
+        for marked in graph.find_nodes(op="call_function", target=torch.ops.flacompose.replaceable.default):
+            (state,) = cast(Any, marked.args)
+            if len(state.users) == 1:
+                states.add(state)
+            marked.replace_all_uses_with(state)
+            graph.erase_node(marked)
         output = graph.output_node()
         results: list[Any] = list(cast(Any, output.args[0]))
         for i, new in enumerate(results):
-            old = self._read_by(new)
+            old = self._read_by(new, states)
             if old is None:
                 continue
             launch, name = results[i].args
@@ -37,8 +60,8 @@ class StatesInPlace(CustomGraphPass):
             results[i] = old
         output.args = (tuple(results),)
 
-    def _read_by(self, new: Any) -> Node | None:
-        """The old state that the kernel reads whose result is `new`, if it can be written there; else None."""
+    def _read_by(self, new: Any, states: set[Node]) -> Node | None:
+        """Of `states`, that which the kernel reads whose result is `new`, if it can be written there; else None."""
         if not isinstance(new, Node) or new.target is not operator.getitem:
             return None
         launch, name = cast(Any, new.args)
@@ -46,7 +69,7 @@ class StatesInPlace(CustomGraphPass):
             return None
         arguments = launch.kwargs["kwargs"]
         old = arguments.get("initial")
-        if name != "final" or not isinstance(old, Node) or old.op != "placeholder":
+        if name != "final" or not isinstance(old, Node) or old not in states:
             return None
         if not _is_recurrent(kernel_side_table.get_kernel(launch.kwargs["kernel_idx"])):
             return None

@@ -26,7 +26,7 @@ class Chip(NamedTuple):
         return self.capability // 10 in (10, 11)
 
 
-# The chips of every compute capability have at least as much shared memory as one of these.
+# One for each amount of shared memory: what fits there fits on all chips of the capabilities that are named with it.
 AMPERE = Chip(163 * 1024, 80)  # A100
 ADA = Chip(99 * 1024, 89)  # RTX 4090, and with 86 and 120 the RTX 3090 and the RTX 5090
 HOPPER = Chip(227 * 1024, 90)  # H100 and H200
@@ -37,12 +37,17 @@ def chip_of(device: torch.device) -> Chip:
     """That of `device`, of which no tensor's value is read.
 
     Other devices stand for the current GPU: kernels are chosen for it on meta tensors, while they are compiled ahead of
-    their launches. Where there is none, as in a trace for a GPU that is not here, it is an H100.
+    their launches. In a trace for a GPU that is not here, it is an H100.
     """
-    if not torch.cuda.is_available():
+    if not is_here(device):
         return HOPPER
     properties: Any = torch.cuda.get_device_properties(device if device.type == "cuda" else None)
     return Chip(properties.shared_memory_per_block_optin, 10 * properties.major + properties.minor)
+
+
+def is_here(device: torch.device) -> bool:
+    """Whether there is this GPU, or one that another device stands for."""
+    return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
 @cache

@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils.flop_counter import register_flop_formula
 
-from flacompose.ops._chip import chip_of, runs_kernels, warn_of_eager
+from flacompose.ops._chip import chip_of, is_here, runs_kernels, warn_of_eager
 
 # Read at call time; touched here so that a release of PyTorch without them fails at import.
 _ = forward_ad._current_level
@@ -294,7 +294,7 @@ def _implement_cuda(
 
 def _runs_kernels(device: torch.device) -> bool:
     """Whether the kernels run on this GPU; in a trace for one that is not here, they do."""
-    return not torch.cuda.is_available() or runs_kernels(device.index)
+    return not is_here(device) or runs_kernels(device.index)
 
 
 def _explain(error: Exception, op: OpOverload, x: Tensor) -> None:

@@ -234,6 +234,19 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours["coordinate_descent_tuning"] and theirs["coordinate_descent_tuning"]
 
 
+def test_a_pass_of_the_user(device: torch.device) -> None:
+    """It is kept, and states are not marked for the pass that it takes the place of."""
+    targets: set[object] = set()
+
+    def look(graph: torch.fx.Graph) -> None:
+        targets.update(node.target for node in graph.nodes)
+
+    x = torch.ones(2, device=device)
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=look):
+        Decoder(add, x, (x,))(x)
+    assert torch.ops.aten.add.Tensor in targets and torch.ops.flacompose.replaceable.default not in targets
+
+
 def test_errors(device: torch.device) -> None:
     x = torch.zeros(2, device=device)
     with pytest.raises(TypeError, match="options must be a mapping, got int"):
@@ -376,6 +389,7 @@ USES: dict[str, tuple[tuple[int, ...], bool]] = {
     "returned": ((2, 2, 16, 16), False),
     "reshaped": ((2, 2, 256), False),
     "of several states": ((2, 2, 16, 16), False),
+    "of the model": ((2, 2, 16, 16), False),
 }
 
 
@@ -386,7 +400,7 @@ def test_kernels_write_states_where_they_read_them(
 ) -> None:
     """In Inductor's graph a kernel gets the old state's memory for the new one, if nothing else reads that."""
     triton = pytest.importorskip("triton")
-    from flacompose.models.states_in_place import StatesInPlace
+    from flacompose.models.states_in_place import StatesInPlace, replaceable
 
     # PyTorch asks for the chip when it looks for the arguments that a kernel writes to.
     chip = SimpleNamespace(get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32))
@@ -394,6 +408,10 @@ def test_kernels_write_states_where_they_read_them(
 
     class Step(torch.nn.Module):
         def forward(self, state: Tensor, *args: Tensor) -> Any:
+            if (
+                use != "of the model"
+            ):  # a parameter, a buffer or a closure, which is an input of the graph too
+                state = replaceable(state)
             initial = state.view(2, 2, 16, 16) if use == "reshaped" else state
             o, new = op(
                 *args,
@@ -420,9 +438,7 @@ def test_kernels_write_states_where_they_read_them(
     graph.lint()
     state = next(node for node in graph.nodes if node.op == "placeholder")
     launches = graph.find_nodes(op="call_function", target=triton_kernel_wrapper_functional)
-    if use == "of several states":  # an operator, which is not in the graph as its kernel
-        assert all(launch.kwargs["kwargs"]["final"] is not state for launch in launches)
-        return
+    assert not graph.find_nodes(op="call_function", target=torch.ops.flacompose.replaceable.default)
     (launch,) = launches
     assert (launch.kwargs["kwargs"]["final"] is state) == in_place
     assert launch.kwargs["kwargs"]["o"] is not state

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._chip import runs_kernels
+from flacompose.ops._chip import is_here, runs_kernels
 from flacompose.ops._define import always_true, define_op, primal_of
 from flacompose.ops.families._steps import Steps
 
@@ -182,7 +182,7 @@ def _compiling(fake: Callable[..., Any], load: Callable[[], Replay]) -> Callable
 
     def compiling_fake(*args: Any) -> Any:
         x = args[0]
-        launches = CUDA and x.is_cuda and x.dtype is not torch.float64 and torch.cuda.is_available()
+        launches = CUDA and x.is_cuda and x.dtype is not torch.float64 and is_here(x.device)
         if launches and runs_kernels(x.device.index) and not torch.compiler.is_exporting():
             # What fails here fails again, and says so, when it is called.
             with torch.cuda.device(x.device), suppress(Exception):

@@ -113,7 +113,7 @@ class _Launches(MatrixSequences):
             q, v, cu_seqlens, chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
         )
         self.fine = fine and bfloat16
-        self.parts = head_parts(self.H // q.shape[2])
+        self.parts = head_parts(self.chip, self.H // q.shape[2], self.K)
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
         self.SEGMENTS, self.split = self.segments((self.T + self.step - 1) // self.step, programs)
         # Gates that are those of every token, or running sums, in two parts for float32 products.
@@ -323,9 +323,13 @@ def gate_gradient(
     return sequences.batched(dg)
 
 
-def head_parts(group: int) -> int:
-    """In how many parts the heads of values that share queries and keys are added up, at most 8 to a program."""
-    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 8)
+def head_parts(chip: Chip, group: int, K: int) -> int:
+    """In how many parts the heads of values that share queries and keys are added up, at most 8 to a program.
+
+    For chips with tensor memory, Triton does not compile the loop over them with more than 128 keys.
+    """
+    most = 1 if chip.has_tensor_memory and K > 128 else 8
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= most)
 
 
 def step_size(bfloat16: bool, D: int, gated: bool) -> int:
@@ -342,9 +346,9 @@ def chunk_size(bfloat16: bool, step: int, gate_gradient: bool, grouped: bool) ->
     Chunks of 64 tokens would be a little faster everywhere, but take as much memory again for states. Where heads of
     values share keys, the gradients of keys take little memory, and so there is room for it.
     """
-    if not bfloat16 or not gate_gradient:
+    if not gate_gradient:
         return step
-    return 64 if grouped else 128
+    return 128 if bfloat16 and not grouped else 64
 
 
 def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:

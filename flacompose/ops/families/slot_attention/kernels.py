@@ -72,8 +72,9 @@ def token_kernel(
         Sv += s_[:, None] * v_[None, :]
         before = largest
         largest = tl.maximum(before, tl.max(logits, 0))
-        p = tl.exp(logits - largest)
-        kept = tl.exp(before - largest)
+        shift = tl.where(largest == float("-inf"), 0.0, largest)  # nothing has any weight yet
+        p = tl.exp(logits - shift)
+        kept = tl.exp(before - shift)
         total = total * kept + tl.sum(p, 0)
         read = read * kept + tl.sum(Sv * p[:, None], 0)
         tl.store(final_k + at_Sk, Sk, mask=in_Sk & (tile == 0) & (query == 0))
