@@ -655,6 +655,42 @@ def test_gradients_of_the_delta_rule_are_as_a_trace_has_them(
     assert described[0] == described[1]
 
 
+@pytest.mark.parametrize("gates", ["", "g", "gamma", "g beta", "beta"])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("sizes", [(16, 16), (64, 512), (512, 64), (300, 512)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_of_scalar_decay_are_as_a_trace_has_them(
+    gates: str, groups: int, sizes: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of more than 256 too, whose tiles add up in float32: a compiled model reads what the trace says."""
+    launch_with(lambda *_, **__: None, monkeypatch)
+    (K, V), H = sizes, 2 * groups
+    q, k = torch.empty(2, 2, 70, 2, K, dtype=dtype, device="meta")
+    v = torch.empty(2, 70, H, V, dtype=dtype, device="meta")
+    g, beta = torch.empty(2, 2, 70, H, device="meta")
+    gamma = torch.empty(H, device="meta") if gates == "gamma" else None
+    state = torch.empty(2, H, K, V, device="meta")
+    args = (
+        q,
+        k,
+        v,
+        g if "g" in gates.split() else None,
+        gamma,
+        beta if "beta" in gates else None,
+        state,
+        None,
+        1.0,
+    )
+    ops = torch.ops.flacompose
+    pairs = [(scalar_decay.chunk(*args), ops.scalar_decay_chunk(*args))]
+    for wanted in (range(7), range(3), (0,), (2, 6)):
+        backward = *args, v, None, [i in wanted for i in range(7)]
+        pairs.append((scalar_decay.backward(*backward), ops.scalar_decay_backward(*backward)))
+    for launched, traced in pairs:
+        described = [[(x.shape, x.dtype, x.stride()) for x in results] for results in (launched, traced)]
+        assert described[0] == described[1]
+
+
 @pytest.mark.parametrize("N", [None, 1, 5], ids=["rows", "one", "five"])
 def test_scan_launches_at_every_length(N, monkeypatch: pytest.MonkeyPatch) -> None:
     launch_with(lambda *_, **__: None, monkeypatch)

@@ -112,6 +112,21 @@ def test_logits_of_any_size(case: OpCase, strength: float, order: int) -> None:
 
 
 @each
+def test_first_slots_without_weight(case: OpCase) -> None:
+    """The logits of a whole tile of slots overflow to -inf, and those of the next are finite."""
+    problem = draw(case, CPU, T=1, K=3, V=5, M=150, scale=1.0)
+    inputs = problem.tensors
+    states = case.split(inputs["initial_state"], inputs)
+    first = torch.where(torch.arange(150) < 100, -3e38, 0.0).expand(states[0].shape)
+    problem = problem.with_tensors(
+        initial_state=case.join((first, *states[1:])), q=inputs["q"].abs() + 2, k=inputs["k"] * 0
+    )
+    found = values(problem)
+    assert found["o"].isfinite().all()
+    assert_close(found, values(problem, by_two_passes), BOUND)
+
+
+@each
 def test_equal_slots_are_read_alike(case: OpCase) -> None:
     """Where all slots hold the same, what they hold is read, whatever the query."""
     problem = draw(case, CPU, T=1, K=16, V=20, M=70, state=False, gates=-0.5)

@@ -268,6 +268,11 @@ def test_errors(device: torch.device) -> None:
         ValueError, match=r"state must be what the decoder was made with, .*state\[0\], got Tensor"
     ):
         decoder.load(x)
+    by_name = Decoder(lambda x, s: (x, s), x, {"a": x, "b": x})
+    with pytest.raises(
+        ValueError, match=r"got dict: state\['b'\], state\['a'\]; the order of their keys counts"
+    ):
+        by_name.load({"b": x, "a": x})
     with pytest.raises(ValueError, match=r"state\[0\] must have shape \(2,\)"):
         decoder.load((torch.zeros(1, device=device),))
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
