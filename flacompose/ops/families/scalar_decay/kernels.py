@@ -69,8 +69,8 @@ def sweep_kernel(
     HA,
     HX,
     SEGMENTS,
-    first_tile,  # of `D1`
-    tiles,  # of `D1` from the first on; one, where there is `out`
+    first_tile,  # of `D1`; None if there is but one, which takes fewer registers
+    tiles,  # of `D1` from the first on: one, where there is `out`; None likewise
     D1: tl.constexpr,
     D2: tl.constexpr,
     stride1: tl.constexpr,
@@ -103,7 +103,14 @@ def sweep_kernel(
     GATED: tl.constexpr = gamma is not None or sums is not None
     PARTS: tl.constexpr = BD1 // BP
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tile, segment, nh = split_program(tiles * ((D2 + BD2 - 1) // BD2), SEGMENTS)
+    columns: tl.constexpr = (D2 + BD2 - 1) // BD2
+    if first_tile is None:
+        tile, segment, nh = split_program(columns, SEGMENTS)
+        row1 = 0
+    else:
+        tile, segment, nh = split_program(tiles * columns, SEGMENTS)
+        row1 = (first_tile + (tile % tiles).to(tl.int32)) * BD1
+        tile = tile // tiles
     if ENDS:
         if segment == SEGMENTS - 1:
             return
@@ -114,8 +121,7 @@ def sweep_kernel(
     h = nh % H
     ha = h // (H // HA)
     hx = h // (H // HX)
-    tile1 = first_tile + (tile % tiles).to(tl.int32)
-    d2 = (tile // tiles).to(tl.int32) * BD2 + tl.arange(0, BD2)
+    d2 = tile.to(tl.int32) * BD2 + tl.arange(0, BD2)
     lo, hi, row0 = find_sequence(n, T, cu_seqlens, CS)
     chunks = tl.cdiv(hi - lo, C)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
@@ -127,7 +133,7 @@ def sweep_kernel(
     S = ()
     for part in tl.static_range(PARTS):
         S_ = tl.zeros([BD2, BP], dtype=tl.float32)
-        _, at, inside = _part(tile1 * BD1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+        _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
         if initial is not None:
             S_ += tl.load(initial + nh * D1 * D2 + at, mask=inside & (segment == 0), other=0.0)
             if REVERSE:
@@ -200,7 +206,7 @@ def sweep_kernel(
             pairs = tl.zeros([C, C], dtype=tl.float32)  # of tokens that write, and that read
         at_ab = (start * HA + ha) * D1
         for part in tl.static_range(PARTS):
-            d1, at, inside = _part(tile1 * BD1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+            d1, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
             b_ = _load_vectors(b, at_ab, HA, d1, D1, BD1, t, written)
             writers += (b_,)
             if states is not None:
@@ -245,7 +251,7 @@ def sweep_kernel(
             S += (S_,)
 
     for part in tl.static_range(PARTS):
-        _, at, inside = _part(tile1 * BD1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+        _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
         if ENDS:
             tl.store(segment_state + (segment * N * H + nh) * D1 * D2 + at, S[part], mask=inside)
         elif final is not None:
