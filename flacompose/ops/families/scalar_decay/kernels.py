@@ -228,9 +228,9 @@ def sweep_kernel(
             out_ = dot_split(x_, pairs, DOT, other_chunks)
             if beta is not None and REVERSE:
                 out_ *= beta_[None, :]
-            out_ *= unit
             at_out = (start * H + h) * D2 + t[None, :] * (H * D2) + d2[:, None]
             in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
+            out_ *= unit
             if sofar is not None:
                 out_ += tl.load(sofar + at_out, mask=in_out, other=0.0)
             tl.store(out + at_out, out_.to(out.dtype.element_ty), mask=in_out)
