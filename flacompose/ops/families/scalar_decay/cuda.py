@@ -187,41 +187,43 @@ class _Launches(MatrixSequences):
             **self.arguments,
             **self.axes(transpose),
             **self.config(transpose),
+            "a": a,
+            "b": b,
+            "x": x,
+            "initial": initial,
+            "beta": self.beta,
+            "scale": self.scale,
+            "HA": b.shape[2],
+            "HX": x.shape[2],
+            "SEGMENTS": self.SEGMENTS,
+            "C": self.step,
+            "CS": self.C,
+            "SPLIT": self.split,
+            "ENDS": find_ends,
+            "REVERSE": reverse,
+            "FINE": self.fine and "states" in tensors,
+            "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
         }
         tiles, columns = self.tiles(transpose)
-        # Each tile of the contracted axis adds its share to the output of those before it.
-        out, sofar, shares = tensors.get("out"), None, 1 if tensors.get("out") is None else tiles
-        for share in range(shares):
-            if out is not None:
-                last = share == shares - 1
-                arguments["out"] = (
-                    out if last else self.per_token(*out.shape[-2:], dtype=torch.float32, every=True)
-                )
-            launch(
-                sweep_kernel,
-                (tiles // shares * columns * self.SEGMENTS * self.N * self.H,),
-                a=a,
-                b=b,
-                x=x,
-                initial=initial,
-                beta=self.beta,
-                sofar=sofar,
-                **arguments,
-                first_tile=share if tiles > 1 else None,
-                tiles=tiles // shares if tiles > 1 else None,
-                scale=self.scale,
-                HA=b.shape[2],
-                HX=x.shape[2],
-                SEGMENTS=self.SEGMENTS,
-                C=self.step,
-                CS=self.C,
-                SPLIT=self.split,
-                ENDS=find_ends,
-                REVERSE=reverse,
-                FINE=self.fine and "states" in tensors,
-                DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
-            )
-            sofar = arguments["out"]
+        programs, out = columns * self.SEGMENTS * self.N * self.H, tensors.get("out")
+        if tiles == 1 or out is None:
+            launch(sweep_kernel, (tiles * programs,), sofar=None, first_tile=None, TILES=tiles, **arguments)
+        elif (
+            columns > 4
+        ):  # with so many programs, tiles follow one another, and each adds to what the one before gave
+            sofar = None
+            for tile in range(tiles):
+                last = tile == tiles - 1
+                shape = out.shape[-2:]
+                arguments["out"] = out if last else self.per_token(*shape, dtype=torch.float32, every=True)
+                launch(sweep_kernel, (programs,), sofar=sofar, first_tile=tile, TILES=1, **arguments)
+                sofar = arguments["out"]
+        else:
+            shares = self.per_token(tiles, *out.shape[-2:], dtype=torch.float32)
+            arguments["out"] = shares
+            launch(sweep_kernel, (tiles * programs,), sofar=None, first_tile=None, TILES=tiles, **arguments)
+            first, second = shares.unbind(-3)
+            torch.add(first, second, out=out)  # PyTorch's sum over two takes twice as long
 
     def gradients(
         self,

@@ -45,7 +45,7 @@ def _load_vectors(x, at, H, d, D: tl.constexpr, BD: tl.constexpr, t, remaining):
     return out
 
 
-@triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "tiles", "scale"])
+@triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "scale"])
 def sweep_kernel(
     a,  # [tokens, HA, D1]
     b,  # [tokens, HA, D1]
@@ -57,8 +57,8 @@ def sweep_kernel(
     initial,  # [N, H, D1, D2], with the strides of states
     segment_state,  # [SEGMENTS, N, H, D1, D2], with these too: each segment's end, begun at 0 (the first at `initial`)
     segment_gate,  # [SEGMENTS, N, H]: its summed gates
-    sofar,  # [tokens, H, D2], to be added to `out`: what other tiles of `D1` give
-    out,  # [tokens, H, D2]
+    sofar,  # [tokens, H, D2], to be added to `out`: what tiles of `D1` before the first give
+    out,  # [tokens, TILES, H, D2], the sums over each tile
     states,  # [chunks, H, D1, D2]: the state before each chunk of `CS` tokens, or with `REVERSE` after it
     final,  # [N, H, D1, D2], with the strides of states
     cu_seqlens,
@@ -69,8 +69,7 @@ def sweep_kernel(
     HA,
     HX,
     SEGMENTS,
-    first_tile,  # of `D1`; None if there is but one, which takes fewer registers
-    tiles,  # of `D1` from the first on: one, where there is `out`; None likewise
+    first_tile,  # of `D1`; None for 0, which takes fewer registers
     D1: tl.constexpr,
     D2: tl.constexpr,
     stride1: tl.constexpr,
@@ -80,6 +79,7 @@ def sweep_kernel(
     BD1: tl.constexpr,
     BD2: tl.constexpr,
     BP: tl.constexpr,
+    TILES: tl.constexpr,  # of `D1` from the first on
     SPLIT: tl.constexpr,
     ENDS: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -103,14 +103,7 @@ def sweep_kernel(
     GATED: tl.constexpr = gamma is not None or sums is not None
     PARTS: tl.constexpr = BD1 // BP
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    columns: tl.constexpr = (D2 + BD2 - 1) // BD2
-    if first_tile is None:
-        tile, segment, nh = split_program(columns, SEGMENTS)
-        row1 = 0
-    else:
-        tile, segment, nh = split_program(tiles * columns, SEGMENTS)
-        row1 = (first_tile + (tile % tiles).to(tl.int32)) * BD1
-        tile = tile // tiles
+    tile, segment, nh = split_program(TILES * ((D2 + BD2 - 1) // BD2), SEGMENTS)
     if ENDS:
         if segment == SEGMENTS - 1:
             return
@@ -121,7 +114,9 @@ def sweep_kernel(
     h = nh % H
     ha = h // (H // HA)
     hx = h // (H // HX)
-    d2 = tile.to(tl.int32) * BD2 + tl.arange(0, BD2)
+    tile1 = (tile % TILES).to(tl.int32)
+    row1 = tile1 * BD1 if first_tile is None else (first_tile + tile1) * BD1
+    d2 = (tile // TILES).to(tl.int32) * BD2 + tl.arange(0, BD2)
     lo, hi, row0 = find_sequence(n, T, cu_seqlens, CS)
     chunks = tl.cdiv(hi - lo, C)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
@@ -228,7 +223,7 @@ def sweep_kernel(
             out_ = dot_split(x_, pairs, DOT, other_chunks)
             if beta is not None and REVERSE:
                 out_ *= beta_[None, :]
-            at_out = (start * H + h) * D2 + t[None, :] * (H * D2) + d2[:, None]
+            at_out = ((start * TILES + tile1) * H + h) * D2 + t[None, :] * (TILES * H * D2) + d2[:, None]
             in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
             out_ *= unit
             if sofar is not None:
