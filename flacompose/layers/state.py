@@ -181,7 +181,7 @@ class RecurrentStates(NamedTuple):
 
 def _chosen(index: Tensor, states: Tensor) -> Tensor:
     """``y[b] = states[b, index[b]]``."""
-    # Not `gather` and `squeeze`, which give a view: a call compiled for a state that is none would be compiled again.
+    # Not `gather` and `squeeze`, which give a view: a call compiled for one is compiled again for a state that is none.
     rows = torch.arange(states.shape[0], device=index.device)
     return states[beside(states, rows), beside(states, index)]
 
