@@ -38,7 +38,7 @@ class GatedSlotAttention(RecurrentLayer):
         mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
         hidden_size: Size of the input and of the output.
         expand_k: The keys of all heads take ``hidden_size * expand_k``.
-        expand_v: The values of all heads take ``hidden_size * expand_v``, which must be `hidden_size`.
+        expand_v: The values of all heads take ``hidden_size * expand_v``, which must be `hidden_size`: 1.
         num_heads: Number of heads of queries.
         num_kv_heads: Number of heads ``H`` that keys, values and slots have, each shared by ``num_heads / H``
             neighbouring heads of queries. Default: `num_heads`.
@@ -93,7 +93,7 @@ class GatedSlotAttention(RecurrentLayer):
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v, wide_keys=True)
         if H * V != hidden_size:
-            raise ValueError(f"hidden_size * expand_v must be hidden_size, as the norm is, got {H * V}")
+            raise ValueError(f"expand_v must be 1, since the norm has hidden_size channels, got {expand_v}")
         M = K if num_slots is None else num_slots
         _check.head_size("num_slots", M)
         _check.positive("gate_logit_normalizer", gate_logit_normalizer)

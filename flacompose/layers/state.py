@@ -153,12 +153,12 @@ class RecurrentStates(NamedTuple):
 
         Args:
             index: Which of the ``n`` states, from 0, or from -n, as Python counts. Or one for each sequence, integers
-                ``[N]`` from 0 to ``n - 1``, on the device of the states. They are not read on the host.
+                ``[N]`` on the device of the states. They are not read on the host.
 
         Raises:
             ValueError: If an int is out of range, or a tensor has another shape or is on another device.
             TypeError: If `index` is none of these.
-            RuntimeError: From PyTorch on a CPU, if a number in a tensor is out of range.
+            IndexError: From PyTorch on a CPU, if a number in a tensor is out of range.
         """
         # All but `cache`, of which there is one. PyTorch 2.11 does not compile `_replace` of what the graph makes.
         parts = self[:-1]
@@ -170,7 +170,7 @@ class RecurrentStates(NamedTuple):
                 raise ValueError(f"index must have shape ({N},), got {tuple(index.shape)}")
             chosen = pytree.tree_map(partial(_chosen, index.long()), parts)
         else:
-            _check.integer("index", index)
+            _check.integer("index", index, " or a tensor of one for each sequence")
             if not -n <= index < n:
                 raise ValueError(f"index must be from {-n} to {n - 1}, for {n} states, got {index}")
             chosen = pytree.tree_map(
@@ -181,8 +181,9 @@ class RecurrentStates(NamedTuple):
 
 def _chosen(index: Tensor, states: Tensor) -> Tensor:
     """``y[b] = states[b, index[b]]``."""
-    place = beside(states, index).reshape(-1, *[1] * (states.ndim - 1))
-    return states.gather(1, place.expand(-1, 1, *states.shape[2:])).squeeze(1)
+    # Not `gather` and `squeeze`, which give a view: a call compiled for one is compiled again for a state that is none.
+    rows = torch.arange(states.shape[0], device=index.device)
+    return states[beside(states, rows), beside(states, index)]
 
 
 for kind in (RecurrentState, RecurrentStates):
@@ -190,6 +191,12 @@ for kind in (RecurrentState, RecurrentStates):
     torch.serialization.add_safe_globals([kind])
     # torch.export.save refuses a named tuple it has no name for, and torch has no public way to give it one.
     pytree._register_namedtuple(kind, serialized_type_name=f"flacompose.layers.{kind.__name__}")
+
+
+def kind_of(x: Any) -> str:
+    """What `x` is, where a `RecurrentState` was expected."""
+    several = ", several states, of which at(index) gives one" if isinstance(x, RecurrentStates) else ""
+    return f"{type(x).__name__}{several}"
 
 
 class StateShapes(NamedTuple):
@@ -229,10 +236,8 @@ class StateShapes(NamedTuple):
     def check(self, state: RecurrentState, N: int, x: Tensor, called: str = "state") -> None:
         """Check that `state`, which errors call `called`, has these shapes, `N` sequences, and the device of `x`."""
         if not isinstance(state, RecurrentState):
-            given = f"{type(state).__name__} (a mask is the keyword attention_mask)"
-            if isinstance(state, RecurrentStates):
-                given = "RecurrentStates, several states, of which at(index) gives one"
-            raise TypeError(f"{called} must be a RecurrentState, got {given}")
+            mask = "" if isinstance(state, RecurrentStates) else " (a mask is the keyword attention_mask)"
+            raise TypeError(f"{called} must be a RecurrentState, got {kind_of(state)}{mask}")
         if len(self.recurrent) == 1:
             _check.like(x, f"{called}.recurrent", state.recurrent, (N, *self.recurrent[0]))
         else:

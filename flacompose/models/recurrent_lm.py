@@ -8,19 +8,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from flacompose.layers import RMSNorm, _check
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.layout import beside, take
 from flacompose.layers.recurrent import Factory, StatefulLayer
-from flacompose.layers.state import RecurrentState, RecurrentStates
+from flacompose.layers.state import RecurrentState, RecurrentStates, kind_of
 from flacompose.models import sampling, speculative
 from flacompose.models.config import RecurrentConfig
 from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
 from flacompose.ops._states import MAX_STATES
-from flacompose.ops._varlen import bounds
+from flacompose.ops._varlen import bounds, sequence_count
 
 States = tuple[RecurrentState, ...]
 NewStates = States | tuple[RecurrentStates, ...]
@@ -175,8 +174,9 @@ class RecurrentLM(nn.Module):
         """
         try:
             return self._computed(input_ids, state, attention_mask, cu_seqlens, last_only, num_states)
-        except (TypeError, ValueError):
-            self._check_entries(state)
+        except (TypeError, ValueError) as error:
+            if state is not None and str(error).startswith("state."):
+                self._check_entries(state, input_ids, cu_seqlens)
             raise
 
     def _computed(
@@ -238,8 +238,8 @@ class RecurrentLM(nn.Module):
             eos_token_id: A token, or several, that ends a row, which is then filled with it, or with the first of them;
                 when all rows have ended, generation stops. This reads one value on the host for each token.
                 Default: none.
-            attention_mask: ``[B, T]``, 0 for pads of prompts, before or after their tokens. Every row must have a
-                token. Default: no pads.
+            attention_mask: ``[B, T]``, 0 for pads of prompts, wherever they are in a row. Every row must have a token.
+                Default: no pads.
             generator: What draws tokens. Default: PyTorch's.
             assistant: A smaller model of the same tokens, which proposes some that this model then reads in one call.
                 Those that it would not have chosen are taken back, so the tokens are the same, found in fewer calls:
@@ -279,7 +279,8 @@ class RecurrentLM(nn.Module):
 
     def _check_assistant(self, assistant: Any, num_assistant_tokens: int, temperature: float) -> None:
         if not isinstance(assistant, RecurrentLM):
-            raise TypeError(f"assistant must be a RecurrentLM, got {type(assistant).__name__}")
+            place = ": compile it in place, by assistant.compile()" if hasattr(assistant, "_orig_mod") else ""
+            raise TypeError(f"assistant must be a RecurrentLM, got {type(assistant).__name__}{place}")
         if assistant.config.vocab_size != self.config.vocab_size:
             raise ValueError(
                 f"assistant must have the vocab_size of the model, {self.config.vocab_size}, "
@@ -316,21 +317,23 @@ class RecurrentLM(nn.Module):
         count = len(self._stateful())
         if state is None:
             return [None] * count
-        if not isinstance(state, (tuple, list)) or len(state) != count:
-            got = len(state) if isinstance(state, (tuple, list)) else type(state).__name__
+        one = isinstance(state, (RecurrentState, RecurrentStates))  # which are tuples too, of their parts
+        if one or not isinstance(state, (tuple, list)) or len(state) != count:
+            kind = f"a {type(state).__name__}" if one else type(state).__name__
+            got = len(state) if isinstance(state, (tuple, list)) and not one else kind
             raise ValueError(f"state must be a tuple of {count} RecurrentState, got {got}")
         for i, part in enumerate(state):
             if not isinstance(part, RecurrentState):
-                raise TypeError(f"state[{i}] must be a RecurrentState, got {type(part).__name__}")
+                raise TypeError(f"state[{i}] must be a RecurrentState, got {kind_of(part)}")
         return state
 
-    def _check_entries(self, state: Sequence[RecurrentState] | None) -> None:
-        """Check that each entry of `state` has the parts of its layer, of any number of sequences on any device."""
-        for i, (layer, part) in enumerate(zip(self._stateful(), self._checked(state), strict=True)):
-            if part is not None:
-                leaves = pytree.tree_leaves(part)
-                x = next((t for t in leaves if isinstance(t, Tensor) and t.ndim > 0), torch.empty(0))
-                layer.state_shapes.check(part, x.shape[0], x, f"state[{i}]")
+    def _check_entries(
+        self, state: Sequence[RecurrentState], input_ids: Tensor, cu_seqlens: Tensor | None
+    ) -> None:
+        """Check `state` as the layers do, and name the entry that is wrong."""
+        N = sequence_count(input_ids, cu_seqlens)
+        for i, (layer, part) in enumerate(zip(self._stateful(), state, strict=True)):
+            layer.state_shapes.check(part, N, input_ids, f"state[{i}]")
 
     def _lower_bounds(self) -> list[Tensor | None]:
         """Of the forget gates of each block: a cumulative softmax over the blocks, 0 in the first."""

@@ -94,7 +94,9 @@ class SoftmaxAttention(StatefulLayer):
         q, k = rotary(q, k, position, self.rope_theta)
         first = past.position is None
         if first:
-            v = v.contiguous()  # the state must not hold the whole of a joint product
+            # In memory of its own: the state must not hold the whole of a joint product, nor be a view. The caches of
+            # later calls are none, and a call compiled for a view would be compiled again for them.
+            v = v.clone(memory_format=torch.contiguous_format)
         else:
             k, v = (_appended(old, new, past.position) for old, new in zip(past.cache, (k, v), strict=True))
         o = self._attend(q, k, v, position, first)

@@ -113,10 +113,10 @@ def indices(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be int32 or int64, got {_name(x.dtype)}")
 
 
-def integer(name: str, x: Any) -> None:
-    """Check that `x` is an int."""
+def integer(name: str, x: Any, otherwise: str = "") -> None:
+    """Check that `x` is an int; `otherwise` is what else may stand there, in the words of the error."""
     if isinstance(x, bool) or not isinstance(x, (Integral, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(x).__name__}")
+        raise TypeError(f"{name} must be an int{otherwise}, got {type(x).__name__}")
 
 
 def count(name: str, x: Any) -> None:

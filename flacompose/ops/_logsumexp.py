@@ -64,8 +64,9 @@ def running_logsumexp(
         z = total[:, -1]
     else:
         z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)
-    gates, weights, z = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights, _or_minus_inf(z)))
-    return Normalized(gates, weights, z)
+    gates, weights = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights))
+    # Unflattened first, so that it is no view: see `RecurrentStates.at`.
+    return Normalized(gates, weights, _or_minus_inf(z.unflatten(-1, shape)).to(dtype))
 
 
 def _or_minus_inf(x: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states"
     if not 1 <= n <= MAX_STATES:
         raise ValueError(f"{name} must be from 1 to {MAX_STATES}, got {n}")
     if cu_seqlens is not None:
-        raise ValueError(f"{name} must not be given with cu_seqlens: its sequences must be rows, got {n}")
+        raise ValueError(
+            f"{name} must not be given with cu_seqlens, whose sequences would have to be rows of a batch, got {n}"
+        )
     # What is no batch of tokens is reported by the checks that follow.
     if isinstance(x, Tensor) and x.dim() > 1 and n > x.shape[1]:
         raise ValueError(f"{name} must be at most the number of tokens T = {x.shape[1]}, got {n}")

@@ -126,7 +126,7 @@ def test_errors(case: OpCase, device: torch.device) -> None:
     check(TypeError, "output_states must be an int, got bool", True)
     check(TypeError, "output_states must be an int, got Tensor", torch.tensor(2))
     cu_seqlens = torch.tensor([0, 5], device=device)
-    check(ValueError, "output_states must not be given with cu_seqlens", 2, cu_seqlens=cu_seqlens)
+    check(ValueError, "output_states must not be given with cu_seqlens, whose", 2, cu_seqlens=cu_seqlens)
     check(TypeError, f"{case.first} must be a tensor, got NoneType", 2, **{case.first: None})
 
 

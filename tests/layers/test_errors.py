@@ -201,7 +201,7 @@ REFUSED = [
         "gsa",
         {"expand_v": 2.0},
         ValueError,
-        "hidden_size * expand_v must be hidden_size, as the norm is, got 48",
+        "expand_v must be 1, since the norm has hidden_size channels, got 2.0",
     ),
     ("gsa", {"num_slots": 513}, ValueError, "num_slots must be from 1 to 512, got 513"),
     ("gsa abc", {"num_slots": 0}, ValueError, "num_slots must be from 1 to 512, got 0"),

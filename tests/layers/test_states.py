@@ -233,7 +233,12 @@ def test_errors(config, device):
         (ValueError, "num_states must be at most the number of tokens T = 5, got 6", x, {"num_states": 6}),
         (TypeError, "num_states must be an int, got float", x, {"num_states": 2.0}),
         (ValueError, "num_states must not be given with attention_mask", x, {"num_states": 2, "attention_mask": mask}),
-        (ValueError, "num_states must not be given with cu_seqlens", x[:1], {"num_states": 2, "cu_seqlens": bounds}),
+        (
+            ValueError,
+            "cu_seqlens, whose sequences would have to be rows of a batch",
+            x[:1],
+            {"num_states": 2, "cu_seqlens": bounds},
+        ),
     ]:  # fmt: skip
         with pytest.raises(kind, match=message):
             layer(tokens, **arguments)
@@ -245,8 +250,8 @@ def test_errors(config, device):
     for kind, message, index in [
         (ValueError, "index must be from -3 to 2, for 3 states, got 3", 3),
         (ValueError, "index must be from -3 to 2, for 3 states, got -4", -4),
-        (TypeError, "index must be an int, got float", 1.0),
-        (TypeError, "index must be an int, got list", [0, 1]),
+        (TypeError, "index must be an int or a tensor of one for each sequence, got float", 1.0),
+        (TypeError, "index must be an int or a tensor of one for each sequence, got list", [0, 1]),
         (TypeError, "index must be an integer dtype, got float32", torch.zeros(2)),
         (ValueError, r"index must have shape \(2,\), got \(3,\)", torch.zeros(3, dtype=torch.int64)),
         (ValueError, "index must be on", torch.zeros(2, dtype=torch.int64, device="meta")),

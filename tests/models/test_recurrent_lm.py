@@ -395,6 +395,7 @@ def test_errors_of_a_config(changes: dict[str, Any], error: type[Exception], mes
 def test_errors_of_a_call() -> None:
     model, ids = small(), tokens(2, 5, VOCAB)
     state, one = model.init_state(2), torch.tensor([0, 5])
+    six = small(num_hidden_layers=6)  # as many as a RecurrentState has parts
     mask, wider = torch.ones_like(ids), small(layer_options={"num_heads": 2, "expand_k": 1.0})
     for call, error, message in [
         (lambda: RecurrentLM(SMALL), TypeError, "config must be a RecurrentConfig, got dict"),  # type: ignore[arg-type]
@@ -405,7 +406,24 @@ def test_errors_of_a_call() -> None:
         (lambda: model(ids, state[:1]), ValueError, "state must be a tuple of 2 RecurrentState, got 1"),
         (lambda: model(ids, state[0].recurrent), ValueError, "state must be a tuple of 2 .*, got Tensor"),
         (lambda: model(ids, mask), ValueError, "state must be a tuple of 2 RecurrentState, got Tensor"),
-        (lambda: model(ids, model.init_state(3)), ValueError, "state.recurrent must have shape"),
+        (lambda: model(ids, state[0]), ValueError, "state must be a tuple of 2 .*, got a RecurrentState"),
+        (lambda: six(ids, state[0]), ValueError, "state must be a tuple of 6 .*, got a RecurrentState"),
+        (lambda: model(ids, model.init_state(3)), ValueError, r"state\[0\].recurrent must have shape"),
+        (
+            lambda: model(ids, (state[0], model.init_state(3)[1])),
+            ValueError,
+            r"state\[1\].recurrent must have shape \(2, 2, 8, 16\), got \(3, 2, 8, 16\)",
+        ),
+        (
+            lambda: model(ids[:1], (model.init_state(1)[0], state[1]), cu_seqlens=one),
+            ValueError,
+            r"state\[1\].recurrent must have shape \(1, 2, 8, 16\), got \(2, 2, 8, 16\)",
+        ),
+        (
+            lambda: model(ids, (state[0], state[1].map(lambda t: t.to("meta")))),
+            ValueError,
+            r"state\[1\].recurrent must be on cpu, got meta",
+        ),
         (
             lambda: model(ids, wider.init_state(2)),
             ValueError,

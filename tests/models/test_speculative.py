@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from flacompose.layers import RecurrentStates
 from flacompose.models import RecurrentLM
@@ -14,6 +16,11 @@ from flacompose.models import RecurrentLM
 from .fla_weights import tokens
 from .goldens import loaded
 from .test_recurrent_lm import HYBRIDS, MODELS, VOCAB, close, small
+
+ASSISTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "delta": ("GatedDeltaNet", {"num_heads": 2, "head_dim": 8, "expand_v": 1}),
+    "abc": ("ABCAttention", {"num_heads": 2}),
+}
 
 each_model = pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
 
@@ -136,10 +143,45 @@ def test_compiled(device: torch.device) -> None:
     assert torch.equal(model.generate(ids, 9, assistant=assistant), expected)
 
 
+@pytest.mark.parametrize("name", list(ASSISTED))
+@torch.no_grad()
+def test_compilations(name: str, device: torch.device) -> None:
+    """Three graphs for each model, of a prompt, a token and several tokens, whatever B and T, and others for one row.
+
+    A state is none of a kind of its own, whether it comes from a prompt, from a step or from `at`.
+    """
+    torch._dynamo.reset()
+    layer, options = ASSISTED[name]
+    attn = [{"layers": [1], "num_heads": 2}]
+    model = small(layer=layer, layer_options=options, attn=attn).to(device).double()
+    assistant = small(layer=layer, layer_options=options, num_hidden_layers=1).to(device).double()
+    plain = copy.deepcopy(model)
+    for compiled in (model, assistant):
+        compiled.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    counters.clear()
+
+    def generate(B: int, T: int) -> None:
+        ids = tokens(B, T, VOCAB).to(device)
+        assert torch.equal(model.generate(ids, 9, assistant=assistant), plain.generate(ids, 9))
+
+    for B, T in ((3, 9), (2, 13), (6, 4)):
+        generate(B, T)
+    assert counters["stats"]["unique_graphs"] == 5  # the model itself reads no single token
+    model.generate(tokens(4, 6, VOCAB).to(device), 3)
+    assert counters["stats"]["unique_graphs"] == 6
+    with torch._dynamo.config.patch(recompile_limit=16):  # more of them raise an error
+        generate(1, 9)
+
+
 def test_errors() -> None:
     model, ids = small(), tokens(2, 5, VOCAB)
     for options, kind, message in [
-        ({"assistant": "gpt"}, TypeError, "assistant must be a RecurrentLM, got str"),
+        ({"assistant": "gpt"}, TypeError, "assistant must be a RecurrentLM, got str$"),
+        (
+            {"assistant": torch.compile(small())},
+            TypeError,
+            r"got OptimizedModule: compile it in place, by assistant.compile\(\)",
+        ),
         (
             {"assistant": small(vocab_size=12)},
             ValueError,
@@ -153,7 +195,9 @@ def test_errors() -> None:
         with pytest.raises(kind, match=message):
             model.generate(ids, 3, **{"assistant": model, **options})
     _, states = model(ids, num_states=2)
-    with pytest.raises(TypeError, match=r"state\[0\] must be a RecurrentState, got RecurrentStates"):
+    with pytest.raises(
+        TypeError, match=r"state\[0\] must be a RecurrentState, got RecurrentStates, .* at\(index\)"
+    ):
         model(ids, states)
     with pytest.raises(ValueError, match="num_states must be at most the number of tokens T = 5, got 6"):
         model(ids, num_states=6)
