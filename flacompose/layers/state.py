@@ -153,12 +153,12 @@ class RecurrentStates(NamedTuple):
 
         Args:
             index: Which of the ``n`` states, from 0, or from -n, as Python counts. Or one for each sequence, integers
-                ``[N]`` on the device of the states. They are not read on the host.
+                ``[N]`` from 0 to ``n - 1``, on the device of the states. They are not read on the host.
 
         Raises:
             ValueError: If an int is out of range, or a tensor has another shape or is on another device.
             TypeError: If `index` is none of these.
-            IndexError: From PyTorch on a CPU, if a number in a tensor is out of range.
+            RuntimeError: From PyTorch on a CPU, if a number in a tensor is out of range.
         """
         # All but `cache`, of which there is one. PyTorch 2.11 does not compile `_replace` of what the graph makes.
         parts = self[:-1]
@@ -181,9 +181,8 @@ class RecurrentStates(NamedTuple):
 
 def _chosen(index: Tensor, states: Tensor) -> Tensor:
     """``y[b] = states[b, index[b]]``."""
-    # Not `gather` and `squeeze`, which give a view: a call compiled for one is compiled again for a state that is none.
-    rows = torch.arange(states.shape[0], device=index.device)
-    return states[beside(states, rows), beside(states, index)]
+    place = beside(states, index).reshape(-1, *[1] * (states.ndim - 1))
+    return states.gather(1, place.expand(-1, 1, *states.shape[2:])).squeeze(1)
 
 
 for kind in (RecurrentState, RecurrentStates):

@@ -65,7 +65,7 @@ def running_logsumexp(
     else:
         z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)
     gates, weights = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights))
-    # Unflattened first, so that it is no view: see `RecurrentStates.at`.
+    # Unflattened first, so that it is no view: a call compiled for one is compiled again for a state that is none.
     return Normalized(gates, weights, _or_minus_inf(z.unflatten(-1, shape)).to(dtype))
 
 
