@@ -51,7 +51,7 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
     - In a `RecurrentLM` the feed-forward networks, the embeddings and the projection to logits are sharded too.
 
     The number of heads must be a multiple of the number of ranks; otherwise PyTorch raises an error in the call. Heads
-    of keys and values that several heads of queries share may be fewer: ranks then gather them, with the same results.
+    of keys and values that several heads of queries share may also be one, as may the steps of a gated delta product.
     It needs PyTorch 2.13: in 2.11, DTensor has no correct gradients of the layers.
 
     Args:
