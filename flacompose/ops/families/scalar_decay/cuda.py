@@ -208,9 +208,8 @@ class _Launches(MatrixSequences):
         programs, out = columns * self.SEGMENTS * self.N * self.H, tensors.get("out")
         if tiles == 1 or out is None:
             launch(sweep_kernel, (tiles * programs,), sofar=None, first_tile=None, TILES=tiles, **arguments)
-        elif (
-            columns > 4
-        ):  # with so many programs, tiles follow one another, and each adds to what the one before gave
+        elif columns > 4:
+            # With so many programs, tiles follow one another, and each adds to what the one before gave.
             sofar = None
             for tile in range(tiles):
                 last = tile == tiles - 1
