@@ -85,7 +85,9 @@ def test_gsa_takes_both_spellings_of_its_arguments() -> None:
         3,
         3,
     )
-    with pytest.raises(ValueError, match="config: hidden_size \\* expand_v must be hidden_size"):
+    with pytest.raises(
+        ValueError, match="config: expand_v must be 1, since the norm has hidden_size channels, got 2"
+    ):
         config_from_fla({"model_type": "gsa", "exapnd_v": 2})
 
 
