@@ -1,7 +1,7 @@
 """A language model that reads prompts, writes tokens, and checks those that were proposed to it.
 
-The model is flacompose's `RecurrentLM` of gated linear attention, its weights random and all in bfloat16. It runs in a
-process of its own.
+The model is flacompose's `RecurrentLM` of gated linear attention, its weights random and all in bfloat16, and its
+projections joined. It runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flacompose.layers import join_projections
 from flacompose.models import Decoder, RecurrentConfig, RecurrentLM
 
 from . import measure
@@ -67,7 +68,9 @@ def build(size: Size, device: str, dtype: torch.dtype) -> RecurrentLM:
         intermediate_size=size.intermediate,
         layer="GatedLinearAttention",
     )
-    return RecurrentLM(config, device=device, dtype=dtype).eval()
+    model = RecurrentLM(config, device=device, dtype=dtype).eval()
+    join_projections(model)
+    return model
 
 
 def read(model: RecurrentLM, tokens: Tensor, state: Any = None) -> tuple[Tensor, Any]:
