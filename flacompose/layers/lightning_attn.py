@@ -7,11 +7,13 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
+from flacompose.layers.heads import in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
+from flacompose.ops._dtensor import split
 from flacompose.ops.lightning_attn import check_decay, log_decay
 
 
@@ -93,8 +95,8 @@ class LightningAttention(RecurrentLayer):
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         joint = self._joint(x)
         # Each head has its q, k and v side by side.
-        qkv = self.act(self.qkv_proj(joint)).unflatten(-1, (self.num_heads, 3 * self.head_dim))
-        q, k, v = qkv.split(self.head_dim, -1)
+        qkv = in_heads(self.act(self.qkv_proj(joint)), self.num_heads)
+        q, k, v = split(qkv, self.head_dim, -1)
         decay = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q)
         # Lightning attention would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
