@@ -13,7 +13,6 @@ from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
-from flacompose.ops._dtensor import split
 from flacompose.ops.lightning_attn import check_decay, log_decay
 
 
@@ -96,7 +95,7 @@ class LightningAttention(RecurrentLayer):
         joint = self._joint(x)
         # Each head has its q, k and v side by side.
         qkv = in_heads(self.act(self.qkv_proj(joint)), self.num_heads)
-        q, k, v = split(qkv, self.head_dim, -1)
+        q, k, v = qkv.split(self.head_dim, -1)
         decay = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q)
         # Lightning attention would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))

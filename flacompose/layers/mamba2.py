@@ -162,7 +162,7 @@ class Mamba2(RecurrentLayer):
         H, P, G, S = self.num_heads, self.head_dim, self.n_groups, self.state_size
         z, xBC, dt = split(self.in_proj(u), [H * P, H * P + 2 * G * S, H], -1)
         (xBC,), conv = convolved((xBC,), (self.conv1d,), past.conv, tokens)
-        x, B, C = split(self.act(xBC), [H * P, G * S, G * S], -1)
+        x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
         x, B, C = in_heads(x, H), in_heads(B, G), in_heads(C, G)
         dt = time_step(dt, self.dt_bias, softplus=True, x=x, limit=self.dt_limit)  # [B, T, H]
         dt = tokens.masked(dt)  # a time step of 0 neither decays nor writes

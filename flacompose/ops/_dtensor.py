@@ -48,7 +48,7 @@ def flatten(x: Tensor, start: int, end: int) -> Tensor:
     return _with_own_gradient(y) if hasattr(x, "device_mesh") and x.shape[start] > 1 else y
 
 
-def split(x: Tensor, sizes: int | Sequence[int], dim: int) -> Sequence[Tensor]:
+def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
     """``x.split(sizes, dim)``, where the parts of a DTensor need not all get a gradient.
 
     PyTorch joins their gradients, and puts plain zeros where one is absent, which cannot be joined with DTensors. So
@@ -56,8 +56,6 @@ def split(x: Tensor, sizes: int | Sequence[int], dim: int) -> Sequence[Tensor]:
     """
     if not hasattr(x, "device_mesh"):
         return x.split(sizes, dim)
-    if isinstance(sizes, int):
-        sizes = [sizes] * (x.shape[dim] // sizes)
     return [_with_own_gradient(x.narrow(dim, sum(sizes[:i]), size)) for i, size in enumerate(sizes)]
 
 

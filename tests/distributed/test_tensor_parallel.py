@@ -81,16 +81,27 @@ WHOLE = {
 
 
 def train(module: nn.Module, *inputs: Any) -> list[Tensor]:
-    """Two calls with a carried state, a step of AdamW with clipped gradients, and a call of what is then."""
+    """Three calls with a carried state, a step of AdamW with clipped gradients, and a call of what is then."""
     first, state = module(inputs[0], module.init_state(2))
     second, state = module(inputs[1], state, attention_mask=inputs[2])
     second = second * inputs[2][:, :, None]
-    (first + second).sin().sum().backward()
+    third, state = module(inputs[0][:, :1], state)
+    (first + second + third).sin().sum().backward()
     gradients = [p.grad.clone() for p in module.parameters()]
     norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
     torch.optim.AdamW(module.parameters(), lr=1e-2).step()
     last, end = module(inputs[1], state)
-    return [first, second, last, norm, *gradients, *module.parameters(), *tensors(state), *tensors(end)]
+    return [
+        first,
+        second,
+        third,
+        last,
+        norm,
+        *gradients,
+        *module.parameters(),
+        *tensors(state),
+        *tensors(end),
+    ]
 
 
 def gradients_of_state(module: nn.Module, x: Tensor) -> list[Tensor | None]:
@@ -109,7 +120,7 @@ def assert_same(results: list[Tensor], expected: list[Tensor], name: str) -> Non
     from torch.distributed.tensor import DTensor
 
     for i, (a, b) in enumerate(zip(results, expected, strict=True)):
-        assert isinstance(a, DTensor) == (i > 2), (name, i)  # the outputs are plain tensors
+        assert isinstance(a, DTensor) == (i > 3), (name, i)  # the outputs are plain tensors
         whole = a.full_tensor() if isinstance(a, DTensor) else a
         torch.testing.assert_close(whole, b, msg=lambda text, name=name, i=i: f"{name}, {i}: {text}")
 
@@ -162,6 +173,14 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         # The state of gated slot attention has the heads of keys.
         placement = Replicate() if name == "gsa, 3 heads of keys" else Shard(1)
         assert all(t.placements == (placement,) for t in recurrent), name
+    layer = build(SHARED["gla, one head of keys"])
+    parallelize_module(layer, mesh, tensor_parallel_plan(layer))
+    y, _ = layer(torch.randn(2, 6, HIDDEN))
+    with CommDebugMode() as communication:
+        y.sum().backward()
+    # The gradients of k, v and the decays are summed over ranks, not gathered from them.
+    counts = {str(op).partition(".")[2]: n for op, n in communication.get_comm_counts().items()}
+    assert counts == {"reduce_scatter_tensor": 3, "all_gather_into_tensor": 3}, counts
 
 
 BASE = {"vocab_size": 32, "hidden_size": HIDDEN, "num_hidden_layers": 2, "intermediate_size": 16}
