@@ -140,9 +140,8 @@ class _FromHeads(RowwiseParallel):
         ranks = device_mesh.size()
         for path, layer in self.layers.items():
             argument = "num_v_heads" if hasattr(layer, "num_v_heads") else "num_heads"
-            heads = getattr(
-                layer, argument, 0
-            )  # absent where there are channels, of which ranks may have unlike numbers
+            # Layers without heads have channels, of which ranks may get unlike numbers.
+            heads = getattr(layer, argument, 0)
             if heads % ranks != 0:
                 raise ValueError(
                     f"{argument} must be a multiple of the number of ranks = {ranks}, "
