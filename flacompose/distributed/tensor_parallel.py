@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -50,8 +50,9 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
       norm of each head and a feature map, which have one weight for all heads, are the same on every rank.
     - In a `RecurrentLM` the feed-forward networks, the embeddings and the projection to logits are sharded too.
 
-    The number of heads must be a multiple of the number of ranks; otherwise PyTorch raises an error in the call. Heads
-    of keys and values that several heads of queries share may also be one, as may the steps of a gated delta product.
+    The number of heads, `num_v_heads` where a layer has it and else `num_heads`, must be a multiple of the number of
+    ranks. Otherwise ``parallelize_module`` raises a ValueError before it has changed anything. Fewer heads that those
+    share, of keys and values or of queries and keys, may be of any number: what ranks cannot share out, they gather.
     It needs PyTorch 2.13: in 2.11, DTensor has no correct gradients of the layers.
 
     Args:
@@ -64,13 +65,17 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
         dimension.
 
     Raises:
+        TypeError: If `module` is no module.
         ValueError: If `module` contains no layer, or softmax attention, for which DTensor has no rule on the CPU, or a
             layer that [join_projections][flacompose.layers.join_projections] has changed.
         RuntimeError: If PyTorch is older than 2.13.
     """
     if torch.__version__ < "2.13":
         raise RuntimeError(f"tensor_parallel_plan needs PyTorch 2.13 or later, got {torch.__version__}")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
     plan: dict[str, ParallelStyle] = {}
+    layers = {path: part for path, part in module.named_modules() if isinstance(part, StatefulLayer)}
     own: tuple[str, ...] = ()
     for path, part in module.named_modules():
         if isinstance(part, SoftmaxAttention):
@@ -81,7 +86,7 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
                 "projection are not ordered by heads: share out the heads of a model that is not joined, "
                 f"got a joined {type(part).__name__} at {path or 'its root'!r}"
             )
-        for name, style in _styles(part):
+        for name, style in _styles(part, layers):
             plan[f"{path}.{name}" if path else name] = style
         if isinstance(part, StatefulLayer):
             names = tuple(name for name, _ in part.named_parameters(recurse=False) if name in _OF_HEADS)
@@ -89,13 +94,18 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
                 plan[path] = _Sharded(names)
             elif names:
                 own = names
-    if not any(isinstance(part, StatefulLayer) for part in module.modules()):
+    if not layers:
         raise ValueError(f"module must contain a layer of flacompose, got {type(module).__name__}")
-    return plan | {"": _Whole(own)}
+    # What checks the heads comes first, when nothing has changed, and what takes all that is left comes last.
+    ordered = sorted(plan.items(), key=lambda entry: not isinstance(entry[1], _FromHeads))
+    return dict(ordered) | {"": _Whole(own)}
 
 
-def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
-    """Of what is in a layer, a feed-forward network or a model: its path there, and its style."""
+def _styles(part: nn.Module, layers: Mapping[str, nn.Module]) -> Iterable[tuple[str, ParallelStyle]]:
+    """Of what is in a layer, a feed-forward network or a model: its path there, and its style.
+
+    `layers` are all that the plan is of.
+    """
     if isinstance(part, RecurrentLM):
         yield "embeddings", ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
         if hasattr(part, "lm_head"):
@@ -106,7 +116,7 @@ def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
         for name, m in modules.items():
             weight = getattr(m, "weight", None)
             if name in _FROM_HEADS:
-                yield name, RowwiseParallel(use_local_output=False)
+                yield name, _FromHeads(layers)
             elif isinstance(m, nn.Linear) and name in _GATHERED:
                 yield name, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
             elif isinstance(m, nn.Linear) and name in _TO_HEADS:
@@ -117,6 +127,27 @@ def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
                 yield name, _Sharded()
             elif isinstance(m, (nn.RMSNorm, nn.GroupNorm)) and weight is not None and len(weight) == channels:
                 yield name, _Sharded()
+
+
+class _FromHeads(RowwiseParallel):
+    """A projection from heads. First in a plan, it checks that the ranks can share out the heads of all layers."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__(use_local_output=False)
+        self.layers = layers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = device_mesh.size()
+        for path, layer in self.layers.items():
+            argument = "num_v_heads" if hasattr(layer, "num_v_heads") else "num_heads"
+            # Layers without heads have channels, of which ranks may get unlike numbers.
+            heads = getattr(layer, argument, 0)
+            if heads % ranks != 0:
+                raise ValueError(
+                    f"{argument} must be a multiple of the number of ranks = {ranks}, "
+                    f"got {heads} in the {type(layer).__name__} at {path or 'its root'!r}"
+                )
+        return super()._apply(module, device_mesh)
 
 
 class _Sharded(ParallelStyle):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.decay import set_first_decays
-from flacompose.layers.heads import shared, value_heads
+from flacompose.layers.heads import beside_values, in_heads, shared, value_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -130,8 +130,9 @@ class GatedDeltaNet(RecurrentLayer):
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        q, k = q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, (self.num_heads, -1))
-        v = v.unflatten(-1, (self.num_v_heads * self.value_parts, -1))
+        heads = self.num_v_heads * self.value_parts
+        q, k = (beside_values(in_heads(y, self.num_heads), v, heads) for y in (q, k))
+        v = in_heads(v, heads)
         g = log_decay(upcast(self.a_proj(joint)), self.A_log, self.dt_bias)  # [B, T, HV]
         beta = upcast(self.b_proj(joint)).sigmoid()  # [B, T, HV]
         if self.allow_neg_eigval:
@@ -143,9 +144,9 @@ class GatedDeltaNet(RecurrentLayer):
             chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, x, past.recurrent, tokens
         )
         o, recurrent = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
-        o = o.flatten(2).unflatten(-1, (self.num_v_heads, -1))
+        o = in_heads(o.flatten(2), self.num_v_heads)
         if self.use_gate:
-            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (self.num_v_heads, -1)))
+            o = self.o_norm(o, in_heads(self.g_proj(joint), self.num_v_heads))
         else:
             o = self.o_norm(o)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

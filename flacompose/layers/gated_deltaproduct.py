@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.decay import set_first_decays
-from flacompose.layers.heads import shared, value_heads
+from flacompose.layers.heads import beside_values, in_heads, shared, value_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gated_delta_product, fused_recurrent_gated_delta_product
+from flacompose.ops._dtensor import unflatten
 from flacompose.ops._dtype import upcast
 from flacompose.ops.gated_delta_rule import log_decay
 
@@ -146,18 +147,19 @@ class GatedDeltaProduct(RecurrentLayer):
             g = log_decay(upcast(self.a_proj(joint)), self.A_log, self.dt_bias)  # [B, T, HV]
             g = shared(tokens.masked(g), self.value_parts)
         # The n steps of a token beside each other: [B, T * n, heads, ...].
-        q = q.unflatten(-1, (H, -1))
-        k = k.unflatten(-1, (n, H, -1)).flatten(1, 2)
-        v = v.unflatten(-1, (n, HV * self.value_parts, -1)).flatten(1, 2)
-        beta = shared(beta.unflatten(-1, (n, HV)).flatten(1, 2), self.value_parts)
+        heads = HV * self.value_parts
+        q, k = in_heads(q, H), unflatten(k, -1, (n, H, -1)).flatten(1, 2)
+        q, k = (beside_values(y, v, heads) for y in (q, k))
+        v = unflatten(v, -1, (n, heads, -1)).flatten(1, 2)
+        beta = shared(unflatten(beta, -1, (n, HV)).flatten(1, 2), self.value_parts)
 
         gated_delta_product = self._op(
             chunk_gated_delta_product, fused_recurrent_gated_delta_product, x, past.recurrent, tokens
         )
         o, recurrent = gated_delta_product(q, k, v, g, beta, n, use_qk_l2norm_in_kernel=True)
-        o = o.flatten(2).unflatten(-1, (HV, -1))
+        o = in_heads(o.flatten(2), HV)
         if self.use_output_gate:
-            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (HV, -1)))
+            o = self.o_norm(o, in_heads(self.g_proj(joint), HV))
         else:
             o = self.o_norm(o)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

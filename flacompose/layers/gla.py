@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation, log_sigmoid
-from flacompose.layers.heads import heads_of, shared
+from flacompose.layers.heads import heads_of, in_heads, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -137,8 +137,8 @@ class GatedLinearAttention(RecurrentLayer):
         gk = log_sigmoid(upcast(self.gk_proj(joint))) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp(min=self.clamp_min)
-        q = q.unflatten(-1, (self.num_heads, -1))
-        k, v, gk = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v, gk))
+        q = in_heads(q, self.num_heads)
+        k, v, gk = (in_heads(y, self.num_kv_heads) for y in (k, v, gk))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         k, v, gk = (shared(y, self.num_kv_groups) for y in (tokens.masked(k), v, tokens.masked(gk)))
@@ -146,9 +146,9 @@ class GatedLinearAttention(RecurrentLayer):
         gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(q, k, v, gk)
         if self.fuse_norm_and_gate:
-            o = self.g_norm_swish_gate(o, self.g_proj(joint).unflatten(-1, (self.num_heads, -1)))
+            o = self.g_norm_swish_gate(o, in_heads(self.g_proj(joint), self.num_heads))
         else:
             o = self.g_norm(o)
             if self.use_output_gate:
-                o = o * self.gate_fn(self.g_proj(joint)).unflatten(-1, (self.num_heads, -1))
+                o = o * in_heads(self.gate_fn(self.g_proj(joint)), self.num_heads)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flacompose.layers import _check
 from flacompose.layers.activation import log_sigmoid
 from flacompose.layers.feature_map import T2RFeatureMap
-from flacompose.layers.heads import heads_of
+from flacompose.layers.heads import heads_of, in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -134,8 +134,8 @@ class GatedSlotAttention(RecurrentLayer):
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         g = log_sigmoid(upcast(self.f_proj(joint))) / self.gate_logit_normalizer
-        q = q.unflatten(-1, (self.num_heads, -1))
-        k, v, g = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v, g))
+        q = in_heads(q, self.num_heads)
+        k, v, g = (in_heads(y, self.num_kv_heads) for y in (k, v, g))
         q, k, v, g = self.feature_map(q), self.feature_map(k), F.silu(v), tokens.masked(g)
         s = -g.expm1()  # 0 where g is 0
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.layers import _check
 from flacompose.ops._check import MAX_HEAD_SIZE
+from flacompose.ops._dtensor import flatten, shards, unflatten
 
 
 def heads_of(
@@ -100,11 +103,28 @@ def value_heads(
     return HV, V, parts
 
 
+def in_heads(x: Tensor, heads: int) -> Tensor:
+    """``[..., heads * D]`` as ``[..., heads, D]``."""
+    return unflatten(x, -1, (heads, -1))
+
+
 def shared(x: Tensor, groups: int) -> Tensor:
     """``[B, T, H, ...]`` as ``[B, T, H * groups, ...]``, each head repeated for `groups` neighbouring heads."""
     if groups == 1:
         return x
-    return x.unsqueeze(3).expand(-1, -1, -1, groups, *[-1] * (x.ndim - 3)).flatten(2, 3)
+    return flatten(x.unsqueeze(3).expand(-1, -1, -1, groups, *[-1] * (x.ndim - 3)), 2, 3)
+
+
+def beside_values(x: Tensor, values: Any, heads: int) -> Tensor:
+    """``x [B, T, H, K]`` for an op that takes `heads` heads of values, of which ``values [B, T, ...]`` are computed.
+
+    Ranks that share out the heads of values, but cannot share out ``H``, each get what their own heads of values need.
+    """
+    if x.shape[2] % shards(values, 2) == 0:
+        return x
+    repeated: Any = shared(x, heads // x.shape[2])
+    placements = [p if p.is_shard(2) else own for p, own in zip(values.placements, repeated.placements)]
+    return repeated.redistribute(placements=placements)
 
 
 def _head_size(argument: str, hidden_size: int, ratio: float, num_heads: int) -> int:

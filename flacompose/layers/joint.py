@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from flacompose.ops._dtensor import split
+
 # Rows of the joint weight, and with them outputs of each token, are filled up to a multiple of this. Matrix products of
 # 16-bit numbers are fast where rows take a multiple of 16 bytes.
 _MULTIPLE = 8
@@ -25,7 +27,7 @@ class Joinable(nn.Module):
 
     def _joint(self, x: Tensor) -> Any:
         """What these maps are called with: `x`, or, once they are joined, the parts of the one product of `x`."""
-        return self.joint_proj(x).split(self.joint_sizes, -1) if self.joint_sizes else x
+        return split(self.joint_proj(x), self.joint_sizes, -1) if self.joint_sizes else x
 
 
 class Part(nn.Module):

@@ -86,7 +86,8 @@ def layout(
         _check.packed("hidden_states", hidden_states, cu_seqlens)
         if hasattr(hidden_states, "device_mesh"):
             raise TypeError(
-                "cu_seqlens must not be given where hidden_states are a DTensor: its rows cannot be packed"
+                "cu_seqlens must not be given where hidden_states are a DTensor, as in layers that "
+                "tensor_parallel_plan has sharded: its rows cannot be packed"
             )
         return Layout(inside(cu_seqlens, hidden_states.shape[1])[None], cu_seqlens=cu_seqlens)
     return Layout()

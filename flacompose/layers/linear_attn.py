@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.feature_map import FEATURE_MAPS
-from flacompose.layers.heads import heads_of, shared
+from flacompose.layers.heads import heads_of, in_heads, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -115,9 +115,9 @@ class LinearAttention(RecurrentLayer):
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         joint = self._joint(x)
-        q = self.feature_map_q(self.q_proj(joint).unflatten(-1, (self.num_heads, -1)))
-        k = self.feature_map_k(self.k_proj(joint).unflatten(-1, (self.num_kv_heads, -1)))
-        v = self.v_proj(joint).unflatten(-1, (self.num_kv_heads, -1))
+        q = self.feature_map_q(in_heads(self.q_proj(joint), self.num_heads))
+        k = self.feature_map_k(in_heads(self.k_proj(joint), self.num_kv_heads))
+        v = in_heads(self.v_proj(joint), self.num_kv_heads)
         if self.norm_q:
             q = _over_its_sum(q)
         if self.norm_k:

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
+from flacompose.layers.heads import beside_values, in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm, rms_norm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
+from flacompose.ops._dtensor import flatten, split
 from flacompose.ops._dtype import upcast
 from flacompose.ops.ssd import check_dt_limit, time_step
 
@@ -158,13 +160,15 @@ class Mamba2(RecurrentLayer):
 
     def _compute(self, u: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, P, G, S = self.num_heads, self.head_dim, self.n_groups, self.state_size
-        z, xBC, dt = self.in_proj(u).split([H * P, H * P + 2 * G * S, H], -1)
+        z, xBC, dt = split(self.in_proj(u), [H * P, H * P + 2 * G * S, H], -1)
         (xBC,), conv = convolved((xBC,), (self.conv1d,), past.conv, tokens)
         x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
-        x, B, C = x.unflatten(-1, (H, P)), B.unflatten(-1, (G, S)), C.unflatten(-1, (G, S))
+        x, B, C = in_heads(x, H), in_heads(B, G), in_heads(C, G)
         dt = time_step(dt, self.dt_bias, softplus=True, x=x, limit=self.dt_limit)  # [B, T, H]
         dt = tokens.masked(dt)  # a time step of 0 neither decays nor writes
 
+        if G > 1:  # ranks that share out heads can all read one group
+            B, C = beside_values(B, dt, H), beside_values(C, dt, H)
         # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
         g = -dt * upcast(self.A_log).exp()
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
@@ -200,7 +204,7 @@ class _GatedRMSNorm(RMSNorm):
         x, g = upcast(x), F.silu(upcast(g))
         if not self.norm_before_gate:
             x = x * g
-        x = rms_norm(x.unflatten(-1, (self.groups, -1)), self.eps).flatten(-2) * self.weight
+        x = flatten(rms_norm(in_heads(x, self.groups), self.eps), -2, -1) * self.weight
         return x * g if self.norm_before_gate else x
 
     def extra_repr(self) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from flacompose.layers.activation import activation
-from flacompose.layers.heads import heads_of, shared
+from flacompose.layers.heads import heads_of, in_heads, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -119,8 +119,8 @@ class MultiScaleRetention(RecurrentLayer):
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        q = q.unflatten(-1, (self.num_heads, -1))
-        k, v = k.unflatten(-1, (self.num_kv_heads, -1)), v.unflatten(-1, (self.num_kv_heads, -1))
+        q = in_heads(q, self.num_heads)
+        k, v = in_heads(k, self.num_kv_heads), in_heads(v, self.num_kv_heads)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         position, next_position = positions(x, past.position, tokens)
@@ -133,9 +133,9 @@ class MultiScaleRetention(RecurrentLayer):
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, g, decay if g is None else None)
         if self.fuse_norm_and_gate:
-            o = self.g_norm_swish_gate(o, self.g_proj(joint).unflatten(-1, (self.num_heads, -1)))
+            o = self.g_norm_swish_gate(o, in_heads(self.g_proj(joint), self.num_heads))
         else:
             o = self.g_norm(o)
             if self.use_output_gate:
-                o = o * self.gate_fn(self.g_proj(joint)).unflatten(-1, (self.num_heads, -1))
+                o = o * in_heads(self.gate_fn(self.g_proj(joint)), self.num_heads)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv, position=next_position)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.heads import heads_of
+from flacompose.layers.heads import heads_of, in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
 from flacompose.ops import chunk_rwkv6, fused_recurrent_rwkv6
-from flacompose.ops._dtensor import replicated
+from flacompose.ops._dtensor import replicated, unbind
 from flacompose.ops._dtype import upcast
 
 
@@ -118,12 +118,12 @@ class RWKV6Attention(RecurrentLayer):
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
         delta = before - x
         mixed = (x + delta * self._mix(x, delta)).to(x.dtype)
-        mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = mixed.unbind(0)
+        mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = unbind(mixed)
         r, k, v = self.r_proj(mixed_r), self.k_proj(mixed_k), self.v_proj(mixed_v)
         # The op takes -inf, but its gradient times that is NaN. e^80 forgets everything too, and sums of it are finite.
         w = -upcast(self.w_proj(mixed_w)).clamp(max=80).exp()
         gate = self.gate_fn(self.g_proj(mixed_g))
-        r, w, k, v, gate = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, gate))
+        r, w, k, v, gate = (in_heads(y, self.num_heads) for y in (r, w, k, v, gate))
 
         rwkv6 = self._wide_op(chunk_rwkv6, fused_recurrent_rwkv6, x, past.recurrent, tokens)
         o, recurrent = rwkv6(r, tokens.masked(k), v, tokens.masked(w), self.bonus, scale=1.0)

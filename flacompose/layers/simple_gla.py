@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation, log_sigmoid
-from flacompose.layers.heads import heads_of, shared
+from flacompose.layers.heads import heads_of, in_heads, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -119,15 +119,15 @@ class SimpleGatedLinearAttention(RecurrentLayer):
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         g = log_sigmoid(upcast(self.gk_proj(joint))) / self.gate_logit_normalizer  # [B, T, H]
-        q = q.unflatten(-1, (self.num_heads, -1))
-        k, v = k.unflatten(-1, (self.num_kv_heads, -1)), v.unflatten(-1, (self.num_kv_heads, -1))
+        q = in_heads(q, self.num_heads)
+        k, v = in_heads(k, self.num_kv_heads), in_heads(v, self.num_kv_heads)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
 
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, tokens.masked(g))
-        gate = self.g_proj(joint).unflatten(-1, (self.num_heads, -1))
+        gate = in_heads(self.g_proj(joint), self.num_heads)
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, gate)
         else:

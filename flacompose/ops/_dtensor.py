@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +18,55 @@ def replicated(x: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate  # slow to import, and here already imported
 
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def shards(x: Any, dim: int) -> int:
+    """Into how many parts the ranks cut an axis of a DTensor; of a plain tensor, 1."""
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is None:
+        return 1
+    return prod([mesh.size(i) for i, p in enumerate(x.placements) if p.is_shard(dim % x.ndim)])
+
+
+def unflatten(x: Any, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    """``x.unflatten(dim, sizes)``, where a DTensor is first made whole if its shards are no whole parts of these.
+
+    An outer size of 1 is none that shards lie along.
+    """
+    ranks = shards(x, dim)
+    if ranks > 1 and next((size for size in sizes if size > 1), 0) % ranks != 0:
+        from torch.distributed.tensor import Replicate
+
+        cut = dim % x.ndim
+        x = x.redistribute(placements=[Replicate() if p.is_shard(cut) else p for p in x.placements])
+    return x.unflatten(dim, sizes)
+
+
+def flatten(x: Tensor, start: int, end: int) -> Tensor:
+    """``x.flatten(start, end)``, likewise of the gradient, which may come in other shards than `x` has."""
+    y = x.flatten(start, end)
+    return _with_own_gradient(y) if hasattr(x, "device_mesh") and x.shape[start] > 1 else y
+
+
+def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+    """``x.split(sizes, dim)``, where the parts of a DTensor need not all get a gradient.
+
+    PyTorch joins their gradients, and puts plain zeros where one is absent, which cannot be joined with DTensors. So
+    each part is cut out by itself. Plain tensors are split, since each part would have a gradient padded with zeros.
+    """
+    if not hasattr(x, "device_mesh"):
+        return x.split(sizes, dim)
+    return [_with_own_gradient(x.narrow(dim, sum(sizes[:i]), size)) for i, size in enumerate(sizes)]
+
+
+def unbind(x: Tensor) -> Sequence[Tensor]:
+    """``x.unbind()``, likewise."""
+    return [x[i] for i in range(x.shape[0])] if hasattr(x, "device_mesh") else x.unbind()
+
+
+def _with_own_gradient(x: Any) -> Any:
+    """A DTensor whose gradient is sharded as it is."""
+    return x.redistribute(placements=x.placements)
 
 
 def by_shard(

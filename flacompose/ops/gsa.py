@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._define import always_true, autocast_dtype
+from flacompose.ops._dtensor import flatten, unflatten
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._groups import by_head, in_turn, spread
 from flacompose.ops._logsumexp import running_logsumexp
@@ -140,13 +141,13 @@ def run(
             g, s, z = running_logsumexp(s, z, cu_seqlens, output_states)
         # A length that a graph leaves open is none of one token, so that nothing is asked about it.
         if by_tokens and cu_seqlens is None and always_true(T == 1) and fits(k, v):
-            o, Hk, Hv = slot_attention.token(q.unflatten(2, (H, groups)), k, v, s, g, Hk, Hv, scale)
-            o = o.flatten(2, 3)
+            o, Hk, Hv = slot_attention.token(unflatten(q, 2, (H, groups)), k, v, s, g, Hk, Hv, scale)
+            o = flatten(o, 2, 3)
             if output_states is not None:
                 Hk, Hv = Hk.unsqueeze(1), Hv.unsqueeze(1)
         else:
             if groups > 1:
-                q = in_turn(q.unflatten(2, (H, groups)))
+                q = in_turn(unflatten(q, 2, (H, groups)))
                 k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
                 cu_seqlens = stretched(cu_seqlens, groups)
                 if output_states is not None:
@@ -156,7 +157,7 @@ def run(
             logits, Hk = by_keys(form, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
             o, Hv = by_values(form, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
             if groups > 1:
-                o = by_head(o, T, groups).flatten(2, 3)
+                o = flatten(by_head(o, T, groups), 2, 3)
     if not output_final_state:
         return o, None
     return o, (Hk, Hv) if z is None else (Hk, Hv, z)

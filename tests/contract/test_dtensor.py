@@ -88,6 +88,26 @@ def test_packed_dtensor() -> None:
     on_two_ranks(check_all, PACKED, False, True, [3, 0, 2])
 
 
+def check_wanted(mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    for case in ONE_EACH:
+        tensors = named(draw(case, torch.device("cpu"), T=5, K=4, V=6, M=3, state=True))
+
+        def run(*x: Tensor, case=case, tensors=tensors) -> list[Tensor]:
+            o, final = call_named(case, **dict(zip(tensors, x, strict=True)), output_final_state=True)
+            return [o, final] if isinstance(final, Tensor) else [o, *final]
+
+        first, *others = (distribute_tensor(x, mesh, [Replicate()]) for x in tensors.values())
+        sum(y.sin().sum() for y in run(first.requires_grad_(), *others)).backward()
+        check_sharded(mesh, run, list(tensors.values()), [Replicate()] * len(tensors))
+
+
+def test_wanted_gradients() -> None:
+    """Of calls that are otherwise alike, one may want gradients that one before did not."""
+    on_two_ranks(check_wanted)
+
+
 def check_plain_part(mesh: DeviceMesh) -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 

@@ -30,10 +30,49 @@ SHARED = {
     "mamba2, one group": EVERY["mamba2"] | {"n_groups": 1, "D_has_hdim": True, "use_bias": True},
     "one householder": EVERY["gated_deltaproduct"] | {"num_householder": 1},
 }
+# Heads of keys, groups and steps of a token that two ranks cannot share out, and unlike numbers of channels.
+KEYS, VALUES = {"num_heads": 6, "num_kv_heads": 3}, {"num_heads": 3, "num_v_heads": 6}
+ODD = {
+    "gla, 3 heads of keys": EVERY["gla"] | KEYS,
+    "simple_gla, 3 heads of keys": EVERY["simple_gla"] | KEYS,
+    "linear_attn, 3 heads of keys": EVERY["linear_attn"] | KEYS,
+    "retention, 3 heads of keys": EVERY["retention"] | KEYS,
+    "gsa, 3 heads of keys": EVERY["gsa"] | KEYS,
+    "gated_deltanet, 3 heads of keys": EVERY["gated_deltanet"] | VALUES,
+    "gated_deltaproduct, 3 heads of keys, 3 steps": EVERY["gated_deltaproduct"]
+    | VALUES
+    | {"num_householder": 3},
+    "gated_deltaproduct, the same without decays": EVERY["gated_deltaproduct"]
+    | VALUES
+    | {"num_householder": 3, "use_forget_gate": False},
+    "gated_deltaproduct, 3 heads of keys, 1 step": EVERY["gated_deltaproduct"]
+    | VALUES
+    | {"num_householder": 1},
+    "kda, 3 heads of keys": EVERY["kda"] | VALUES,
+    "mamba2, 3 groups": EVERY["mamba2"],
+    "hgrn, 27 channels": EVERY["hgrn"] | {"expand_ratio": 1.125},
+}
 
 # How often one call communicates: the sum at the end, the mean of a norm over all heads, and what is gathered whole.
-REDUCED = {"lightning_attn": 2, "hgrn": 2, "hgrn2": 2, "lightnet": 2, "gsa": 2}
-GATHERED = {"mamba2": 1, "gated_deltaproduct": 3}
+REDUCED = {"lightning_attn": 2, "hgrn": 2, "hgrn2": 2, "lightnet": 2, "gsa": 2, "mamba2, one group": 2}
+GATHERED = {
+    "mamba2": 1,
+    "mamba2, one group": 1,
+    "gated_deltaproduct": 3,
+    # What cannot be shared out: k, v and the decays; k and v; q and k; k, v and beta; what is normed.
+    "gla, 3 heads of keys": 3,
+    "simple_gla, 3 heads of keys": 2,
+    "linear_attn, 3 heads of keys": 2,
+    "retention, 3 heads of keys": 2,
+    "gsa, 3 heads of keys": 4,  # q too
+    "gated_deltanet, 3 heads of keys": 2,
+    "kda, 3 heads of keys": 2,
+    "gated_deltaproduct, 3 heads of keys, 1 step": 2,
+    "gated_deltaproduct, 3 heads of keys, 3 steps": 4,  # q too
+    "gated_deltaproduct, the same without decays": 4,
+    "mamba2, 3 groups": 2,
+    "hgrn, 27 channels": 1,
+}
 # Submodules whose parameters are the same on every rank: low-rank inputs, norms of each head, and what is not by heads.
 WHOLE = {
     "gk_proj.0", "f_proj.0", "g_proj.0", "w_proj.linear.lora.0", "x_proj.0", "x_proj.0.linear", "x_proj.2", "norm",
@@ -42,23 +81,46 @@ WHOLE = {
 
 
 def train(module: nn.Module, *inputs: Any) -> list[Tensor]:
-    """Two calls with a carried state, a step of AdamW with clipped gradients, and a call of what is then."""
+    """Three calls with a carried state, a step of AdamW with clipped gradients, and a call of what is then."""
     first, state = module(inputs[0], module.init_state(2))
     second, state = module(inputs[1], state, attention_mask=inputs[2])
     second = second * inputs[2][:, :, None]
-    (first + second).sin().sum().backward()
+    third, state = module(inputs[0][:, :1], state)
+    (first + second + third).sin().sum().backward()
     gradients = [p.grad.clone() for p in module.parameters()]
     norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
     torch.optim.AdamW(module.parameters(), lr=1e-2).step()
     last, end = module(inputs[1], state)
-    return [first, second, last, norm, *gradients, *module.parameters(), *tensors(state), *tensors(end)]
+    return [
+        first,
+        second,
+        third,
+        last,
+        norm,
+        *gradients,
+        *module.parameters(),
+        *tensors(state),
+        *tensors(end),
+    ]
+
+
+def gradients_of_state(module: nn.Module, x: Tensor) -> list[Tensor | None]:
+    """Those of a loss that depends on no output: of what makes these alone, nothing."""
+    from torch.distributed.tensor import DTensor
+
+    _, state = module(x, module(x, module.init_state(2))[1])
+    parts = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors(state)]
+    sum(t.sin().sum() for t in parts if t.is_floating_point()).backward()
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
+    module.zero_grad()
+    return gradients
 
 
 def assert_same(results: list[Tensor], expected: list[Tensor], name: str) -> None:
     from torch.distributed.tensor import DTensor
 
     for i, (a, b) in enumerate(zip(results, expected, strict=True)):
-        assert isinstance(a, DTensor) == (i > 2), (name, i)  # the outputs are plain tensors
+        assert isinstance(a, DTensor) == (i > 3), (name, i)  # the outputs are plain tensors
         whole = a.full_tensor() if isinstance(a, DTensor) else a
         torch.testing.assert_close(whole, b, msg=lambda text, name=name, i=i: f"{name}, {i}: {text}")
 
@@ -82,6 +144,8 @@ def parallel_layers(mesh: DeviceMesh, configs: dict[str, dict[str, Any]]) -> Non
         torch.testing.assert_close(leaf.grad, expected.grad)
         layer.zero_grad()
         sharded.zero_grad()
+        for a, b in zip(gradients_of_state(sharded, x), gradients_of_state(layer, x), strict=True):
+            torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}, of the state: {text}")
         assert_same(train(sharded, x, x, mask), train(layer, x, x, mask), name)
 
 
@@ -91,13 +155,13 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import parallelize_module
 
-    for name, config in LAYERS.items():
+    for name, config in (LAYERS | ODD | {"mamba2, one group": EVERY["mamba2"] | {"n_groups": 1}}).items():
         layer = build(config)
         parallelize_module(layer, mesh, tensor_parallel_plan(layer))
         for path, p in layer.named_parameters():
             whole = p.placements == (Replicate(),)
             assert not whole or path.rpartition(".")[0] in WHOLE, (name, path)
-        if name == "gsa":  # CommDebugMode loses count of a module that is called twice
+        if name.startswith("gsa"):  # CommDebugMode loses count of a module that is called twice
             del layer.feature_map
             layer.feature_map = nn.functional.silu
         with CommDebugMode() as communication:
@@ -106,7 +170,17 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         expected = {"all_reduce": REDUCED.get(name, 1), "all_gather_into_tensor": GATHERED.get(name, 0)}
         assert counts == {op: n for op, n in expected.items() if n}, (name, counts)
         recurrent = state.recurrent if isinstance(state.recurrent, tuple) else (state.recurrent,)
-        assert all(t.placements == (Shard(1),) for t in recurrent), name
+        # The state of gated slot attention has the heads of keys.
+        placement = Replicate() if name == "gsa, 3 heads of keys" else Shard(1)
+        assert all(t.placements == (placement,) for t in recurrent), name
+    layer = build(SHARED["gla, one head of keys"])
+    parallelize_module(layer, mesh, tensor_parallel_plan(layer))
+    y, _ = layer(torch.randn(2, 6, HIDDEN))
+    with CommDebugMode() as communication:
+        y.sum().backward()
+    # The gradients of k, v and the decays are summed over ranks, not gathered from them.
+    counts = {str(op).partition(".")[2]: n for op, n in communication.get_comm_counts().items()}
+    assert counts == {"reduce_scatter_tensor": 3, "all_gather_into_tensor": 3}, counts
 
 
 BASE = {"vocab_size": 32, "hidden_size": HIDDEN, "num_hidden_layers": 2, "intermediate_size": 16}
@@ -125,6 +199,15 @@ MODELS = {
         "norm": "layer",
         "norm_embeddings": True,
     },
+    "odd": {"layer": "HGRNAttention", "vocab_size": 33, "hidden_size": 25, "intermediate_size": 15},
+    "odd and tied": {
+        "layer": "Mamba2",
+        "layer_options": {"head_dim": 5, "expand": 2, "n_groups": 5},
+        "vocab_size": 33,
+        "hidden_size": 25,
+        "intermediate_size": 15,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -133,7 +216,7 @@ def parallel_models(mesh: DeviceMesh) -> None:
 
     for name, config in MODELS.items():
         torch.manual_seed(0)
-        model = RecurrentLM(RecurrentConfig(**BASE, **config), dtype=torch.float64)
+        model = RecurrentLM(RecurrentConfig(**BASE | config), dtype=torch.float64)
         sharded = copy.deepcopy(model)
         parallelize_module(sharded, mesh, tensor_parallel_plan(sharded))
         ids, mask = torch.randint(32, (2, 7)), torch.ones(2, 7, dtype=torch.long)
@@ -146,7 +229,7 @@ def parallel_models(mesh: DeviceMesh) -> None:
 
 @needs_2_13
 def test_layers() -> None:
-    on_two_ranks(parallel_layers, LAYERS | SHARED)
+    on_two_ranks(parallel_layers, LAYERS | SHARED | ODD)
 
 
 @needs_2_13
@@ -163,6 +246,8 @@ def test_models() -> None:
 def test_what_has_no_plan() -> None:
     with pytest.raises(ValueError, match="module must contain a layer of flacompose, got Linear"):
         tensor_parallel_plan(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module, got str"):
+        tensor_parallel_plan("gla")
     hybrid = RecurrentConfig(**BASE, **MODELS["tied"], attn=[{"layers": [1], "num_heads": 2}])
     with pytest.raises(ValueError, match=r"must contain no softmax attention, got some at 'layers\.1\.attn'"):
         tensor_parallel_plan(RecurrentLM(hybrid))
@@ -185,9 +270,50 @@ def join_sharded_layers(mesh: DeviceMesh) -> None:
         join_projections(layer)
 
 
+def shard_rows_of_joined_layers(mesh: DeviceMesh) -> None:
+    """What queries and gates alone need of the joint product has no gradient from the state."""
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    torch.manual_seed(0)
+    layer = build(LAYERS["gla"], dtype=torch.float64)
+    join_projections(layer)
+    sharded = distribute_module(copy.deepcopy(layer), mesh)
+    x = torch.randn(2, 6, HIDDEN, dtype=torch.float64)
+    results = gradients_of_state(sharded, distribute_tensor(x, mesh, [Shard(0)]))
+    for a, b in zip(results, gradients_of_state(layer, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @needs_2_13
-def test_sharded_layers_are_not_joined() -> None:
+def test_sharded_and_joined_layers() -> None:
     on_two_ranks(join_sharded_layers)
+    on_two_ranks(shard_rows_of_joined_layers)
+
+
+def refuse(mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    gla, delta = LAYERS["gla"], LAYERS["gated_deltanet"]
+    for config, message in (
+        (gla | {"num_heads": 3, "num_kv_heads": 3}, "num_heads .*, got 3 in the GatedLinearAttention at '1'"),
+        (delta | {"num_v_heads": 3, "num_heads": 1}, "num_v_heads .*, got 3 in the GatedDeltaNet at '1'"),
+    ):
+        layers = nn.ModuleList([build(gla), build(config)])
+        with pytest.raises(
+            ValueError, match=message.replace(".*", "must be a multiple of the number of ranks = 2")
+        ):
+            parallelize_module(layers, mesh, tensor_parallel_plan(layers))
+        assert not any(isinstance(p, DTensor) for p in layers.parameters())
+    layer = build(gla)
+    parallelize_module(layer, mesh, tensor_parallel_plan(layer))
+    with pytest.raises(TypeError, match="cu_seqlens must not be given .* tensor_parallel_plan"):
+        layer(torch.randn(1, 6, HIDDEN), cu_seqlens=torch.tensor([0, 2, 6]))
+
+
+@needs_2_13
+def test_refused_heads_change_nothing() -> None:
+    on_two_ranks(refuse)
 
 
 @pytest.mark.skipif(torch.__version__ >= "2.13", reason="of earlier releases")
