@@ -85,7 +85,7 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     ("function", "choices", "digest"),
     [
         (vector_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
-        (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "cceb7ab19788924a"),
+        (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES, BOTH), "6c5017c7b5d186e6"),
         (delta_rule.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "b01a8d0fe84f9bf9"),
         (delta_rule.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (delta_rule.channel_config, (BOTH,), "52e3d26836d43c16"),
@@ -110,10 +110,20 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
         for args in product((K,), (V,), BOTH):
             mine, hopper = (vector_decay.state_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BK"], mine["BV"]) == (hopper["BK"], hopper["BV"])
-        for C in (32, 64):
-            config = scalar_decay.sweep_config(chip, True, C, K, V)
+        for C, equal in product((32, 64), BOTH):
+            config = scalar_decay.sweep_config(chip, True, C, K, V, equal)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
     assert {delta_rule.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
+
+
+def test_equal_tiles_of_scalar_decay_are_padded_least() -> None:
+    for D in range(1, 513):
+        sizes = {equal: scalar_decay.sweep_config(HOPPER, True, 32, D, D, equal)["BD1"] for equal in BOTH}
+        tiles = {equal: -(-D // size) for equal, size in sizes.items()}
+        assert tiles[True] == tiles[False]
+        assert tiles[True] * sizes[True] - D < 64 * tiles[True]
+        assert sizes[True] % 64 == 0
+        assert sizes[True] <= sizes[False]
 
 
 class Properties:
