@@ -51,9 +51,12 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
     - In a `RecurrentLM` the feed-forward networks, the embeddings and the projection to logits are sharded too.
 
     The number of heads, `num_v_heads` where a layer has it and else `num_heads`, must be a multiple of the number of
-    ranks. Otherwise ``parallelize_module`` raises a ValueError before it has changed anything. Fewer heads that those
-    share, of keys and values or of queries and keys, may be of any number: what ranks cannot share out, they gather.
-    It needs PyTorch 2.13: in 2.11, DTensor has no correct gradients of the layers.
+    ranks. Otherwise ``parallelize_module`` raises a ValueError before this plan has changed anything. `num_kv_heads`,
+    `num_heads` beside `num_v_heads`, groups, and the steps of a gated delta product may be of any number: what ranks
+    cannot share out, they gather. Only in `GatedSlotAttention`, whose states have the heads of keys, every rank then
+    computes the whole recurrence, also with one head of keys. The plan needs PyTorch 2.13: in 2.11, DTensor has no
+    correct gradients of the layers. A parallel module raises an error in ``torch.inference_mode()``, where DTensor does
+    not compute rightly: ``torch.no_grad()`` takes its place. It is not made for ``torch.compile``.
 
     Args:
         module: A layer, a `RecurrentLM`, or a module that contains them. The rest of such a module has to be able to
@@ -86,7 +89,7 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
                 "projection are not ordered by heads: share out the heads of a model that is not joined, "
                 f"got a joined {type(part).__name__} at {path or 'its root'!r}"
             )
-        for name, style in _styles(part, layers):
+        for name, style in _styles(part):
             plan[f"{path}.{name}" if path else name] = style
         if isinstance(part, StatefulLayer):
             names = tuple(name for name, _ in part.named_parameters(recurse=False) if name in _OF_HEADS)
@@ -96,16 +99,12 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
                 own = names
     if not layers:
         raise ValueError(f"module must contain a layer of flacompose, got {type(module).__name__}")
-    # What checks the heads comes first, when nothing has changed, and what takes all that is left comes last.
-    ordered = sorted(plan.items(), key=lambda entry: not isinstance(entry[1], _FromHeads))
-    return dict(ordered) | {"": _Whole(own)}
+    first = next(iter(plan))
+    return plan | {first: _Checked(plan[first], layers), "": _Whole(own)}
 
 
-def _styles(part: nn.Module, layers: Mapping[str, nn.Module]) -> Iterable[tuple[str, ParallelStyle]]:
-    """Of what is in a layer, a feed-forward network or a model: its path there, and its style.
-
-    `layers` are all that the plan is of.
-    """
+def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
+    """Of what is in a layer, a feed-forward network or a model: its path there, and its style."""
     if isinstance(part, RecurrentLM):
         yield "embeddings", ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
         if hasattr(part, "lm_head"):
@@ -116,7 +115,7 @@ def _styles(part: nn.Module, layers: Mapping[str, nn.Module]) -> Iterable[tuple[
         for name, m in modules.items():
             weight = getattr(m, "weight", None)
             if name in _FROM_HEADS:
-                yield name, _FromHeads(layers)
+                yield name, RowwiseParallel(use_local_output=False)
             elif isinstance(m, nn.Linear) and name in _GATHERED:
                 yield name, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
             elif isinstance(m, nn.Linear) and name in _TO_HEADS:
@@ -129,14 +128,18 @@ def _styles(part: nn.Module, layers: Mapping[str, nn.Module]) -> Iterable[tuple[
                 yield name, _Sharded()
 
 
-class _FromHeads(RowwiseParallel):
-    """A projection from heads. First in a plan, it checks that the ranks can share out the heads of all layers."""
+class _Checked(ParallelStyle):
+    """`style`, the first of a plan, once it is clear that the ranks can share out the heads of all `layers`."""
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__(use_local_output=False)
-        self.layers = layers
+    def __init__(self, style: ParallelStyle, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.style, self.layers = style, layers
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"device_mesh must have one dimension, such as mesh['tp'] of a larger one, got {device_mesh.ndim}"
+            )
         ranks = device_mesh.size()
         for path, layer in self.layers.items():
             argument = "num_v_heads" if hasattr(layer, "num_v_heads") else "num_heads"
@@ -147,7 +150,8 @@ class _FromHeads(RowwiseParallel):
                     f"{argument} must be a multiple of the number of ranks = {ranks}, "
                     f"got {heads} in the {type(layer).__name__} at {path or 'its root'!r}"
                 )
-        return super()._apply(module, device_mesh)
+        self.style.src_data_rank = self.src_data_rank
+        return self.style._apply(module, device_mesh)
 
 
 class _Sharded(ParallelStyle):
@@ -178,6 +182,12 @@ class _Whole(_Sharded):
 
 def _enter(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Plain tensors among the arguments, which are the same on every rank, as DTensors that say so."""
+    if torch.is_inference_mode_enabled():
+        # PyTorch would cut views of DTensors wrongly there, and pass over how the ops are sharded.
+        raise RuntimeError(
+            f"a {type(module).__name__} that tensor_parallel_plan has sharded must be called outside of "
+            "torch.inference_mode(), got a call in it: use torch.no_grad()"
+        )
     whole = [Replicate()] * mesh.ndim
 
     def entered(x: Any) -> Any:

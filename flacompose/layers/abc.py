@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.heads import heads_of, in_heads
+from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -138,7 +138,7 @@ class ABCAttention(RecurrentLayer):
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         if self.use_input_gate:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        q, k, v, s = (in_heads(y, self.num_heads) for y in (q, k, v, self.s_proj(joint)))
+        q, k, v, s = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, self.s_proj(joint)))
         next_position: Tensor | tuple[()] = ()
         if self.use_rope:
             position, next_position = positions(x, past.position, tokens)
@@ -150,7 +150,7 @@ class ABCAttention(RecurrentLayer):
         abc = self._op(chunk_abc, fused_recurrent_gsa, x, initial_state, tokens)
         o, (Hk, Hv, z) = abc(q, k, v, tokens.masked(s, -torch.inf))
         if self.use_output_gate:
-            g = in_heads(self.g_proj(joint), self.num_heads)
+            g = self.g_proj(joint).unflatten(-1, (self.num_heads, -1))
             o = self.g_norm(o, g) if self.use_norm else F.silu(g) * o
         elif self.use_norm:
             o = self.g_norm(o)

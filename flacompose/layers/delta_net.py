@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.feature_map import elu_plus_one
-from flacompose.layers.heads import heads_of, in_heads
+from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -134,7 +134,7 @@ class DeltaNet(RecurrentLayer):
             q, k = F.relu(q), F.relu(k)
         elif self.qk_activation == "elu":
             q, k = elu_plus_one(q), elu_plus_one(k)
-        q, k, v = (in_heads(y, self.num_heads) for y in (q, k, v))
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
         if self.qk_norm == "sum":
             q, k = _over_its_sum(q), _over_its_sum(k)
         beta = (
@@ -147,7 +147,7 @@ class DeltaNet(RecurrentLayer):
         # A token whose beta is 0 writes nothing.
         o, recurrent = delta_rule(q, k, v, tokens.masked(beta), use_qk_l2norm_in_kernel=self.qk_norm == "l2")
         if self.use_gate:
-            o = self.o_norm(o, in_heads(self.g_proj(joint), self.num_heads))
+            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (self.num_heads, -1)))
         else:
             o = self.o_norm(o)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

@@ -132,7 +132,7 @@ class GatedDeltaNet(RecurrentLayer):
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         heads = self.num_v_heads * self.value_parts
         q, k = (beside_values(in_heads(y, self.num_heads), v, heads) for y in (q, k))
-        v = in_heads(v, heads)
+        v = v.unflatten(-1, (heads, -1))
         g = log_decay(upcast(self.a_proj(joint)), self.A_log, self.dt_bias)  # [B, T, HV]
         beta = upcast(self.b_proj(joint)).sigmoid()  # [B, T, HV]
         if self.allow_neg_eigval:
@@ -144,9 +144,9 @@ class GatedDeltaNet(RecurrentLayer):
             chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, x, past.recurrent, tokens
         )
         o, recurrent = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
-        o = in_heads(o.flatten(2), self.num_v_heads)
+        o = o.flatten(2).unflatten(-1, (self.num_v_heads, -1))
         if self.use_gate:
-            o = self.o_norm(o, in_heads(self.g_proj(joint), self.num_v_heads))
+            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (self.num_v_heads, -1)))
         else:
             o = self.o_norm(o)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

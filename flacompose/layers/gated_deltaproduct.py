@@ -157,9 +157,9 @@ class GatedDeltaProduct(RecurrentLayer):
             chunk_gated_delta_product, fused_recurrent_gated_delta_product, x, past.recurrent, tokens
         )
         o, recurrent = gated_delta_product(q, k, v, g, beta, n, use_qk_l2norm_in_kernel=True)
-        o = in_heads(o.flatten(2), HV)
+        o = o.flatten(2).unflatten(-1, (HV, -1))
         if self.use_output_gate:
-            o = self.o_norm(o, in_heads(self.g_proj(joint), HV))
+            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (HV, -1)))
         else:
             o = self.o_norm(o)
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

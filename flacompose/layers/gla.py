@@ -137,7 +137,7 @@ class GatedLinearAttention(RecurrentLayer):
         gk = log_sigmoid(upcast(self.gk_proj(joint))) / self.gate_logit_normalizer
         if self.clamp_min is not None:
             gk = gk.clamp(min=self.clamp_min)
-        q = in_heads(q, self.num_heads)
+        q = q.unflatten(-1, (self.num_heads, -1))
         k, v, gk = (in_heads(y, self.num_kv_heads) for y in (k, v, gk))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
@@ -146,9 +146,9 @@ class GatedLinearAttention(RecurrentLayer):
         gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(q, k, v, gk)
         if self.fuse_norm_and_gate:
-            o = self.g_norm_swish_gate(o, in_heads(self.g_proj(joint), self.num_heads))
+            o = self.g_norm_swish_gate(o, self.g_proj(joint).unflatten(-1, (self.num_heads, -1)))
         else:
             o = self.g_norm(o)
             if self.use_output_gate:
-                o = o * in_heads(self.gate_fn(self.g_proj(joint)), self.num_heads)
+                o = o * self.gate_fn(self.g_proj(joint)).unflatten(-1, (self.num_heads, -1))
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

@@ -134,7 +134,7 @@ class GatedSlotAttention(RecurrentLayer):
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         g = log_sigmoid(upcast(self.f_proj(joint))) / self.gate_logit_normalizer
-        q = in_heads(q, self.num_heads)
+        q = q.unflatten(-1, (self.num_heads, -1))
         k, v, g = (in_heads(y, self.num_kv_heads) for y in (k, v, g))
         q, k, v, g = self.feature_map(q), self.feature_map(k), F.silu(v), tokens.masked(g)
         s = -g.expm1()  # 0 where g is 0

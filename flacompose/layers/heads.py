@@ -104,7 +104,7 @@ def value_heads(
 
 
 def in_heads(x: Tensor, heads: int) -> Tensor:
-    """``[..., heads * D]`` as ``[..., heads, D]``."""
+    """``[..., heads * D]`` as ``[..., heads, D]``, of heads that others share, and ranks may be unable to share out."""
     return unflatten(x, -1, (heads, -1))
 
 
@@ -115,15 +115,17 @@ def shared(x: Tensor, groups: int) -> Tensor:
     return flatten(x.unsqueeze(3).expand(-1, -1, -1, groups, *[-1] * (x.ndim - 3)), 2, 3)
 
 
-def beside_values(x: Tensor, values: Any, heads: int) -> Tensor:
-    """``x [B, T, H, K]`` for an op that takes `heads` heads of values, of which ``values [B, T, ...]`` are computed.
+def beside_values(x: Tensor, like: Any, heads: int) -> Tensor:
+    """``x [B, T, H, K]``, queries or keys, for an op that takes `heads` heads of values.
 
-    Ranks that share out the heads of values, but cannot share out ``H``, each get what their own heads of values need.
+    Ranks may share out the heads of values, as those of ``like [B, T, ...]``, and be unable to share out ``H``. Each
+    then gets the heads of `x` that its own heads of values read, repeated for each of these.
     """
-    if x.shape[2] % shards(values, 2) == 0:
+    ranks = shards(like, 2)
+    if ranks == 1 or x.shape[2] == 1 or x.shape[2] % ranks == 0:  # one head is read by all
         return x
     repeated: Any = shared(x, heads // x.shape[2])
-    placements = [p if p.is_shard(2) else own for p, own in zip(values.placements, repeated.placements)]
+    placements = [p if p.is_shard(2) else own for p, own in zip(like.placements, repeated.placements)]
     return repeated.redistribute(placements=placements)
 
 

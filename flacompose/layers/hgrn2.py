@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
-from flacompose.layers.heads import expanded_heads, in_heads
+from flacompose.layers.heads import expanded_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import Factory
@@ -101,7 +101,7 @@ class HGRN2Attention(ForgetGateLayer):
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d
             (q, f, i), conv = convolved((q, f, i), convolutions, past.conv, tokens)
-        q, f, i = (in_heads(y, self.num_heads) for y in (q, f, i))
+        q, f, i = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, f, i))
         k, g = forget_gate(f, lower_bound)
         k, g = tokens.masked(k), tokens.masked(g)
 

@@ -144,8 +144,8 @@ class KimiDeltaAttention(RecurrentLayer):
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         heads = self.num_v_heads * self.value_parts
         q, k = (beside_values(in_heads(y, self.num_heads), v, heads) for y in (q, k))
-        v = in_heads(v, heads)
-        a, bias = (in_heads(y, self.num_v_heads) for y in (self.f_proj(joint), self.dt_bias))
+        v = v.unflatten(-1, (heads, -1))
+        a, bias = (y.unflatten(-1, (self.num_v_heads, -1)) for y in (self.f_proj(joint), self.dt_bias))
         g = log_decay(upcast(a), self.A_log, bias, self.lower_bound)  # [B, T, HV, K]
         beta = upcast(self.b_proj(joint)).sigmoid()  # [B, T, HV]
         if self.allow_neg_eigval:
@@ -155,6 +155,6 @@ class KimiDeltaAttention(RecurrentLayer):
 
         kda = self._op(chunk_kda, fused_recurrent_kda, x, past.recurrent, tokens)
         o, recurrent = kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
-        o = in_heads(o.flatten(2), self.num_v_heads)
-        o = self.o_norm(o, in_heads(self.g_proj(joint), self.num_v_heads))
+        o = o.flatten(2).unflatten(-1, (self.num_v_heads, -1))
+        o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (self.num_v_heads, -1)))
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

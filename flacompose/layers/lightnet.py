@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.heads import expanded_heads, in_heads
+from flacompose.layers.heads import expanded_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -102,7 +102,7 @@ class LightNetAttention(RecurrentLayer):
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        q, k, v = (in_heads(y, self.num_heads) for y in (q, k, v))
+        q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
         logits = upcast(tokens.masked(k, -torch.inf))
         g, k, z = running_logsumexp(logits, past.normalizer, tokens.cu_seqlens, tokens.num_states)
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.heads import in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -94,7 +93,7 @@ class LightningAttention(RecurrentLayer):
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         joint = self._joint(x)
         # Each head has its q, k and v side by side.
-        qkv = in_heads(self.act(self.qkv_proj(joint)), self.num_heads)
+        qkv = self.act(self.qkv_proj(joint)).unflatten(-1, (self.num_heads, 3 * self.head_dim))
         q, k, v = qkv.split(self.head_dim, -1)
         decay = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q)
         # Lightning attention would decay at pads too.

@@ -115,7 +115,7 @@ class LinearAttention(RecurrentLayer):
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         joint = self._joint(x)
-        q = self.feature_map_q(in_heads(self.q_proj(joint), self.num_heads))
+        q = self.feature_map_q(self.q_proj(joint).unflatten(-1, (self.num_heads, -1)))
         k = self.feature_map_k(in_heads(self.k_proj(joint), self.num_kv_heads))
         v = in_heads(self.v_proj(joint), self.num_kv_heads)
         if self.norm_q:

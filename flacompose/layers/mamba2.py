@@ -163,12 +163,11 @@ class Mamba2(RecurrentLayer):
         z, xBC, dt = split(self.in_proj(u), [H * P, H * P + 2 * G * S, H], -1)
         (xBC,), conv = convolved((xBC,), (self.conv1d,), past.conv, tokens)
         x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
-        x, B, C = in_heads(x, H), in_heads(B, G), in_heads(C, G)
+        x, B, C = x.unflatten(-1, (H, P)), in_heads(B, G), in_heads(C, G)
         dt = time_step(dt, self.dt_bias, softplus=True, x=x, limit=self.dt_limit)  # [B, T, H]
         dt = tokens.masked(dt)  # a time step of 0 neither decays nor writes
 
-        if G > 1:  # ranks that share out heads can all read one group
-            B, C = beside_values(B, dt, H), beside_values(C, dt, H)
+        B, C = beside_values(B, dt, H), beside_values(C, dt, H)
         # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
         g = -dt * upcast(self.A_log).exp()
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
@@ -204,7 +203,11 @@ class _GatedRMSNorm(RMSNorm):
         x, g = upcast(x), F.silu(upcast(g))
         if not self.norm_before_gate:
             x = x * g
-        x = flatten(rms_norm(in_heads(x, self.groups), self.eps), -2, -1) * self.weight
+        if self.groups == 1:
+            x = rms_norm(x, self.eps)
+        else:
+            x = flatten(rms_norm(in_heads(x, self.groups), self.eps), -2, -1)
+        x = x * self.weight
         return x * g if self.norm_before_gate else x
 
     def extra_repr(self) -> str:

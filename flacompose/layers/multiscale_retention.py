@@ -119,7 +119,7 @@ class MultiScaleRetention(RecurrentLayer):
         if self.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        q = in_heads(q, self.num_heads)
+        q = q.unflatten(-1, (self.num_heads, -1))
         k, v = in_heads(k, self.num_kv_heads), in_heads(v, self.num_kv_heads)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
@@ -133,9 +133,9 @@ class MultiScaleRetention(RecurrentLayer):
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, g, decay if g is None else None)
         if self.fuse_norm_and_gate:
-            o = self.g_norm_swish_gate(o, in_heads(self.g_proj(joint), self.num_heads))
+            o = self.g_norm_swish_gate(o, self.g_proj(joint).unflatten(-1, (self.num_heads, -1)))
         else:
             o = self.g_norm(o)
             if self.use_output_gate:
-                o = o * in_heads(self.gate_fn(self.g_proj(joint)), self.num_heads)
+                o = o * self.gate_fn(self.g_proj(joint)).unflatten(-1, (self.num_heads, -1))
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv, position=next_position)

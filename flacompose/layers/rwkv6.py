@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.heads import heads_of, in_heads
+from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
@@ -123,7 +123,7 @@ class RWKV6Attention(RecurrentLayer):
         # The op takes -inf, but its gradient times that is NaN. e^80 forgets everything too, and sums of it are finite.
         w = -upcast(self.w_proj(mixed_w)).clamp(max=80).exp()
         gate = self.gate_fn(self.g_proj(mixed_g))
-        r, w, k, v, gate = (in_heads(y, self.num_heads) for y in (r, w, k, v, gate))
+        r, w, k, v, gate = (y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, gate))
 
         rwkv6 = self._wide_op(chunk_rwkv6, fused_recurrent_rwkv6, x, past.recurrent, tokens)
         o, recurrent = rwkv6(r, tokens.masked(k), v, tokens.masked(w), self.bonus, scale=1.0)

@@ -119,7 +119,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
             (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
         g = log_sigmoid(upcast(self.gk_proj(joint))) / self.gate_logit_normalizer  # [B, T, H]
-        q = in_heads(q, self.num_heads)
+        q = q.unflatten(-1, (self.num_heads, -1))
         k, v = in_heads(k, self.num_kv_heads), in_heads(v, self.num_kv_heads)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
@@ -127,7 +127,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
 
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, tokens.masked(g))
-        gate = in_heads(self.g_proj(joint), self.num_heads)
+        gate = self.g_proj(joint).unflatten(-1, (self.num_heads, -1))
         if self.fuse_norm_and_gate:
             o = self.g_norm_swish_gate(o, gate)
         else:

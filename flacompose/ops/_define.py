@@ -398,9 +398,10 @@ def _differentiate(
             if all(g is None for g in grads):
                 return tuple(nothing)
             if backward_op is not None:
-                # DTensor uses again what it has noted of a call, whatever the mask. So all calls have the same one.
-                whole = hasattr(args[0], "device_mesh")
-                mask = [args[i] is not None and (whole or ctx.needs_input_grad[i]) for i in gradients]
+                # Of DTensors, all gradients are computed: PyTorch notes the placements of a call's results, and uses
+                # them for a later call with another mask, since it does not tell calls apart by a list of bools.
+                distributed = hasattr(args[0], "device_mesh")
+                mask = [args[i] is not None and (distributed or ctx.needs_input_grad[i]) for i in gradients]
                 positions, found = gradients, _without_gradient(backward_op, [*args, *grads, mask])
             else:
                 positions = [i for i in tensors if args[i] is not None and args[i].is_floating_point()]

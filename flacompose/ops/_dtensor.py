@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -29,21 +30,21 @@ def shards(x: Any, dim: int) -> int:
 
 
 def unflatten(x: Any, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    """``x.unflatten(dim, sizes)``, where a DTensor is first made whole if its shards are no whole parts of these.
+    """``x.unflatten(dim, sizes)``, where ranks may have cut a DTensor elsewhere than between these parts.
 
-    An outer size of 1 is none that shards lie along.
+    It is then gathered along this axis: unless the number of ranks divides the first of `sizes` that is above 1.
     """
     ranks = shards(x, dim)
-    if ranks > 1 and next((size for size in sizes if size > 1), 0) % ranks != 0:
-        from torch.distributed.tensor import Replicate
-
-        cut = dim % x.ndim
-        x = x.redistribute(placements=[Replicate() if p.is_shard(cut) else p for p in x.placements])
+    if ranks > 1 and next((size for size in sizes if size > 1), 1) % ranks != 0:
+        x = _gathered(x, dim)
     return x.unflatten(dim, sizes)
 
 
 def flatten(x: Tensor, start: int, end: int) -> Tensor:
-    """``x.flatten(start, end)``, likewise of the gradient, which may come in other shards than `x` has."""
+    """``x.flatten(start, end)``. The gradient of a DTensor comes back sharded as the result is.
+
+    It may have other shards, of which PyTorch could make no parts of the outer axis. A single part can have any shards.
+    """
     y = x.flatten(start, end)
     return _with_own_gradient(y) if hasattr(x, "device_mesh") and x.shape[start] > 1 else y
 
@@ -52,16 +53,26 @@ def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
     """``x.split(sizes, dim)``, where the parts of a DTensor need not all get a gradient.
 
     PyTorch joins their gradients, and puts plain zeros where one is absent, which cannot be joined with DTensors. So
-    each part is cut out by itself. Plain tensors are split, since each part would have a gradient padded with zeros.
+    each part of a DTensor is cut out by itself, although its gradient is then padded with zeros to the size of `x`.
     """
     if not hasattr(x, "device_mesh"):
         return x.split(sizes, dim)
-    return [_with_own_gradient(x.narrow(dim, sum(sizes[:i]), size)) for i, size in enumerate(sizes)]
+    x = _gathered(x, dim)
+    starts = accumulate(sizes, initial=0)
+    return [_with_own_gradient(x.narrow(dim, start, size)) for start, size in zip(starts, sizes)]
 
 
 def unbind(x: Tensor) -> Sequence[Tensor]:
-    """``x.unbind()``, likewise."""
+    """``x.unbind()``, where the parts of a DTensor need not all get a gradient, as in `split`."""
     return [x[i] for i in range(x.shape[0])] if hasattr(x, "device_mesh") else x.unbind()
+
+
+def _gathered(x: Any, dim: int) -> Any:
+    """A DTensor of which every rank has the whole of an axis."""
+    from torch.distributed.tensor import Replicate
+
+    cut = dim % x.ndim
+    return x.redistribute(placements=[Replicate() if p.is_shard(cut) else p for p in x.placements])
 
 
 def _with_own_gradient(x: Any) -> Any:

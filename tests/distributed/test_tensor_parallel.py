@@ -10,7 +10,7 @@ import torch
 from layers.truth import EVERY, build, tensors
 from ranks import on_two_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flacompose.distributed import tensor_parallel_plan
 from flacompose.layers import join_projections
@@ -29,6 +29,9 @@ SHARED = {
     "hedgehog": EVERY["linear_attn"] | {"num_kv_heads": 1, "feature_map": "hedgehog"},
     "mamba2, one group": EVERY["mamba2"] | {"n_groups": 1, "D_has_hdim": True, "use_bias": True},
     "one householder": EVERY["gated_deltaproduct"] | {"num_householder": 1},
+    "gated_deltanet, one head of keys": EVERY["gated_deltanet"] | {"num_heads": 1, "num_v_heads": 6},
+    "gated_deltaproduct, one head of keys": EVERY["gated_deltaproduct"] | {"num_heads": 1, "num_v_heads": 6},
+    "kda, one head of keys": EVERY["kda"] | {"num_heads": 1, "num_v_heads": 6},
 }
 # Heads of keys, groups and steps of a token that two ranks cannot share out, and unlike numbers of channels.
 KEYS, VALUES = {"num_heads": 6, "num_kv_heads": 3}, {"num_heads": 3, "num_v_heads": 6}
@@ -59,6 +62,11 @@ GATHERED = {
     "mamba2": 1,
     "mamba2, one group": 1,
     "gated_deltaproduct": 3,
+    "gla, one head of keys": 3,
+    "gsa, one head of keys": 4,
+    "gated_deltanet, one head of keys": 2,
+    "gated_deltaproduct, one head of keys": 4,
+    "kda, one head of keys": 2,
     # What cannot be shared out: k, v and the decays; k and v; q and k; k, v and beta; what is normed.
     "gla, 3 heads of keys": 3,
     "simple_gla, 3 heads of keys": 2,
@@ -76,7 +84,7 @@ GATHERED = {
 # Submodules whose parameters are the same on every rank: low-rank inputs, norms of each head, and what is not by heads.
 WHOLE = {
     "gk_proj.0", "f_proj.0", "g_proj.0", "w_proj.linear.lora.0", "x_proj.0", "x_proj.0.linear", "x_proj.2", "norm",
-    "g_norm", "o_norm", "g_norm_swish_gate", "conv1d", "",
+    "g_norm", "o_norm", "g_norm_swish_gate", "conv1d", "feature_map.layer", "",
 }  # fmt: skip
 
 
@@ -91,17 +99,8 @@ def train(module: nn.Module, *inputs: Any) -> list[Tensor]:
     norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
     torch.optim.AdamW(module.parameters(), lr=1e-2).step()
     last, end = module(inputs[1], state)
-    return [
-        first,
-        second,
-        third,
-        last,
-        norm,
-        *gradients,
-        *module.parameters(),
-        *tensors(state),
-        *tensors(end),
-    ]
+    outputs = [first, second, third, last, norm]
+    return [*outputs, *gradients, *module.parameters(), *tensors(state), *tensors(end)]
 
 
 def gradients_of_state(module: nn.Module, x: Tensor) -> list[Tensor | None]:
@@ -155,7 +154,9 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
     from torch.distributed.tensor.debug import CommDebugMode
     from torch.distributed.tensor.parallel import parallelize_module
 
-    for name, config in (LAYERS | ODD | {"mamba2, one group": EVERY["mamba2"] | {"n_groups": 1}}).items():
+    one = {name: config for name, config in SHARED.items() if "one head" in name}
+    one |= {"mamba2, one group": EVERY["mamba2"] | {"n_groups": 1}}
+    for name, config in (LAYERS | one | ODD).items():
         layer = build(config)
         parallelize_module(layer, mesh, tensor_parallel_plan(layer))
         for path, p in layer.named_parameters():
@@ -171,16 +172,18 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         assert counts == {op: n for op, n in expected.items() if n}, (name, counts)
         recurrent = state.recurrent if isinstance(state.recurrent, tuple) else (state.recurrent,)
         # The state of gated slot attention has the heads of keys.
-        placement = Replicate() if name == "gsa, 3 heads of keys" else Shard(1)
+        whole = name in ("gsa, one head of keys", "gsa, 3 heads of keys")
+        placement = Replicate() if whole else Shard(1)
         assert all(t.placements == (placement,) for t in recurrent), name
-    layer = build(SHARED["gla, one head of keys"])
-    parallelize_module(layer, mesh, tensor_parallel_plan(layer))
-    y, _ = layer(torch.randn(2, 6, HIDDEN))
-    with CommDebugMode() as communication:
-        y.sum().backward()
-    # The gradients of k, v and the decays are summed over ranks, not gathered from them.
-    counts = {str(op).partition(".")[2]: n for op, n in communication.get_comm_counts().items()}
-    assert counts == {"reduce_scatter_tensor": 3, "all_gather_into_tensor": 3}, counts
+    # The gradients of k, v and the decays, and of q and k, are summed over ranks, not gathered from them.
+    for name, sums in ("gla, one head of keys", 3), ("kda, one head of keys", 2):
+        layer = build(SHARED[name])
+        parallelize_module(layer, mesh, tensor_parallel_plan(layer))
+        y, _ = layer(torch.randn(2, 6, HIDDEN))
+        with CommDebugMode() as communication:
+            y.sum().backward()
+        counts = {str(op).partition(".")[2]: n for op, n in communication.get_comm_counts().items()}
+        assert counts == {"reduce_scatter_tensor": sums}, (name, counts)
 
 
 BASE = {"vocab_size": 32, "hidden_size": HIDDEN, "num_hidden_layers": 2, "intermediate_size": 16}
@@ -309,6 +312,16 @@ def refuse(mesh: DeviceMesh) -> None:
     parallelize_module(layer, mesh, tensor_parallel_plan(layer))
     with pytest.raises(TypeError, match="cu_seqlens must not be given .* tensor_parallel_plan"):
         layer(torch.randn(1, 6, HIDDEN), cu_seqlens=torch.tensor([0, 2, 6]))
+    with (
+        torch.inference_mode(),
+        pytest.raises(RuntimeError, match=r"a GatedLinearAttention that .* torch\.no_grad"),
+    ):
+        layer(torch.randn(1, 6, HIDDEN))
+    grid, layer = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), build(gla)
+    with pytest.raises(ValueError, match="device_mesh must have one dimension, .* got 2"):
+        parallelize_module(layer, grid, tensor_parallel_plan(layer))
+    assert not any(isinstance(p, DTensor) for p in layer.parameters())
+    parallelize_module(layer, grid["tp"], tensor_parallel_plan(layer))
 
 
 @needs_2_13
