@@ -13,7 +13,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from launches import CHIPS, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
+from launches import CHIPS, DTYPES, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
 
 from flacompose.ops._chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
 from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
@@ -124,6 +124,26 @@ def test_equal_tiles_of_scalar_decay_are_padded_least() -> None:
         assert tiles[True] * sizes[True] - D < 64 * tiles[True]
         assert sizes[True] % 64 == 0
         assert sizes[True] <= sizes[False]
+
+
+def test_equal_tiles_only_where_they_have_been_checked() -> None:
+    """In bfloat16, with gates, and neither with `beta` nor where constant decays get a gradient."""
+    for dtype in DTYPES:
+        calls = [call for call in matrix_calls(dtype, 192, 192, 130) if call[0].startswith("scalar_decay")]
+        for gates, tiles in (
+            ("", {256}),
+            ("g", {192}),
+            ("g beta", {256}),
+            ("beta", {256}),
+            ("g_gamma", {192, 256}),
+        ):
+            of_gates = [call for call in calls if call[0].startswith(f"scalar_decay {gates} groups")]
+            found = {
+                dict(launch.constants)[[name for name, _ in launch.signature].index("BD1")]
+                for launch in recorded(of_gates)
+                if launch.name == "sweep_kernel"
+            }
+            assert found == (tiles if dtype == torch.bfloat16 else {256}), (dtype, gates, found)
 
 
 class Properties:
