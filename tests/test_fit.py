@@ -13,7 +13,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from launches import CHIPS, DTYPES, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
+from launches import CHIPS, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
 
 from flacompose.ops._chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
 from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
@@ -85,7 +85,7 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     ("function", "choices", "digest"),
     [
         (vector_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
-        (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES, BOTH), "6c5017c7b5d186e6"),
+        (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
         (delta_rule.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "b01a8d0fe84f9bf9"),
         (delta_rule.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (delta_rule.channel_config, (BOTH,), "52e3d26836d43c16"),
@@ -110,40 +110,19 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
         for args in product((K,), (V,), BOTH):
             mine, hopper = (vector_decay.state_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BK"], mine["BV"]) == (hopper["BK"], hopper["BV"])
-        for C, equal in product((32, 64), BOTH):
-            config = scalar_decay.sweep_config(chip, True, C, K, V, equal)
+        for C in (32, 64):
+            config = scalar_decay.sweep_config(chip, True, C, K, V)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
     assert {delta_rule.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
 
 
-def test_equal_tiles_of_scalar_decay_are_padded_least() -> None:
+def test_tiles_of_scalar_decay_are_padded_least() -> None:
     for D in range(1, 513):
-        sizes = {equal: scalar_decay.sweep_config(HOPPER, True, 32, D, D, equal)["BD1"] for equal in BOTH}
-        tiles = {equal: -(-D // size) for equal, size in sizes.items()}
-        assert tiles[True] == tiles[False]
-        assert tiles[True] * sizes[True] - D < 64 * tiles[True]
-        assert sizes[True] % 64 == 0
-        assert sizes[True] <= sizes[False]
-
-
-def test_equal_tiles_only_where_they_have_been_checked() -> None:
-    """In bfloat16, with gates, and neither with `beta` nor where constant decays get a gradient."""
-    for dtype in DTYPES:
-        calls = [call for call in matrix_calls(dtype, 192, 192, 130) if call[0].startswith("scalar_decay")]
-        for gates, tiles in (
-            ("", {256}),
-            ("g", {192}),
-            ("g beta", {256}),
-            ("beta", {256}),
-            ("g_gamma", {192, 256}),
-        ):
-            of_gates = [call for call in calls if call[0].startswith(f"scalar_decay {gates} groups")]
-            found = {
-                dict(launch.constants)[[name for name, _ in launch.signature].index("BD1")]
-                for launch in recorded(of_gates)
-                if launch.name == "sweep_kernel"
-            }
-            assert found == (tiles if dtype == torch.bfloat16 else {256}), (dtype, gates, found)
+        size = scalar_decay.sweep_config(HOPPER, True, 32, D, D)["BD1"]
+        tiles = -(-D // size)
+        assert tiles == -(-D // 256)
+        assert tiles * size - D < 64 * tiles
+        assert size % 64 == 0 and size <= 256
 
 
 class Properties:

@@ -125,9 +125,7 @@ class _Launches(MatrixSequences):
 
     def config(self, transpose: bool) -> dict[str, int]:
         axes = self.axes(transpose)
-        # Equal tiles have been checked on a GPU with gates, without `beta`, and without `fine` products.
-        equal = self.gated and self.beta is None and not self.fine
-        return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"], equal)
+        return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"])
 
     def tiles(self, transpose: bool) -> tuple[int, int]:
         """The number of tiles of a state, of the axis that is contracted and of the other."""
@@ -245,7 +243,9 @@ class _Launches(MatrixSequences):
         """
         H, config = q.shape[2], gradient_config(self.bfloat16, self.K, self.V)
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
-        d_sums = self.per_chunk(3, tiles * (blocks + 1), self.H, self.C)
+        group = self.H // (H * self.parts)
+        shares = blocks + 1 if group > 1 else 1
+        d_sums = self.per_chunk(3, tiles * shares, self.H, self.C)
         d_whole = self.per_chunk(self.H, tiles * blocks)
         d_beta = None if beta is None else self.per_chunk(*d_sums.shape[2:])
         for reverse in (False, True):
@@ -273,7 +273,8 @@ class _Launches(MatrixSequences):
                 K=self.K,
                 V=self.V,
                 C=self.C,
-                GROUP=self.H // (H * self.parts),
+                GROUP=group,
+                SHARES=shares,
                 REVERSE=reverse,
                 FINE=self.fine,
                 DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
@@ -354,10 +355,10 @@ def chunk_size(bfloat16: bool, step: int, gate_gradient: bool, grouped: bool) ->
     return 128 if bfloat16 and not grouped else 64
 
 
-def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int, equal: bool) -> dict[str, int]:
+def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:
     """Block sizes of the contracted axis, of the other, and of the parts of the former; warps, pipeline stages.
 
-    With `equal`, tiles of the contracted axis are as alike as parts of 64 allow, so that least of them is padding.
+    In bfloat16, tiles of the contracted axis are as alike as parts of 64 allow, so that least of them is padding.
     """
     if not bfloat16:
         BD1 = block(D1, 256)
@@ -371,7 +372,7 @@ def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int, equal: bo
     BD2 = 128 if C == 64 and D2 > 64 and not chip.is_small else 64
     stages = 2 if C == 64 and chip.is_small else 3
     return {
-        "BD1": 64 * tile_count(D1, 64 * tile_count(D1, 256)) if equal else max(block(D1, 256), 64),
+        "BD1": 64 * tile_count(D1, 64 * tile_count(D1, 256)),
         "BD2": BD2,
         "BP": 64,
         "num_warps": BD2 // 16,

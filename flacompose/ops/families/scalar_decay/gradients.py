@@ -52,9 +52,9 @@ def gradient_kernel(
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
     out,  # [tokens, HV / GROUP, K]: the gradient of `y`, that of the heads of a program
-    d_sums,  # [chunks, 3, tiles of K * (BLOCKS + 1), HV, C], for `gate_gradient_kernel`, as the following
+    d_sums,  # [chunks, 3, PARTS, HV, C], for `gate_gradient_kernel`, as the following
     d_whole,  # [chunks, HV, tiles of K * BLOCKS]
-    d_beta,  # [chunks, tiles of K * (BLOCKS + 1), HV, C], likewise, with `REVERSE`
+    d_beta,  # [chunks, PARTS, HV, C], likewise, with `REVERSE`
     cu_seqlens,
     T,
     N,
@@ -68,6 +68,7 @@ def gradient_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     GROUP: tl.constexpr,
+    SHARES: tl.constexpr,
     REVERSE: tl.constexpr,
     FINE: tl.constexpr,
     DOT: tl.constexpr,
@@ -76,10 +77,14 @@ def gradient_kernel(
 
     A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of values that
     share queries and keys. `FINE`: the products with states, which are float32, are of factors in two parts.
+
+    The gradients of sums of gates are in `PARTS`, which `gate_gradient_kernel` adds up. Each tile of keys has `SHARES`
+    of them: one if a program has one head, and otherwise one for each block of tokens at the other end of a sum, and
+    one for the state.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
-    PARTS: tl.constexpr = tiles * (BLOCKS + 1)
+    PARTS: tl.constexpr = tiles * SHARES
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     part, row, group = split_program(tiles * BLOCKS, tl.num_programs(0) // (HV // GROUP * tiles * BLOCKS))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
@@ -104,19 +109,21 @@ def gradient_kernel(
     y_ = load_tile(y, i, size, 0, d, H, K)
     nothing = tl.zeros([BC], dtype=tl.float32)
     for head in range(GROUP):
-        for other in range(BLOCKS):
-            at_sums = d_sums + ((row * 3 * PARTS + tile * (BLOCKS + 1) + other) * HV + first + head) * C + i
+        for other in range(SHARES - 1):
+            at_sums = d_sums + ((row * 3 * PARTS + tile * SHARES + other) * HV + first + head) * C + i
             if REVERSE:
                 tl.store(at_sums + TO_END * PARTS * HV * C, nothing)
                 tl.store(at_sums + BEGINNING * PARTS * HV * C, nothing, mask=other < block)
                 if d_beta is not None:
-                    at_beta = ((row * PARTS + tile * (BLOCKS + 1) + other) * HV + first + head) * C + i
+                    at_beta = ((row * PARTS + tile * SHARES + other) * HV + first + head) * C + i
                     tl.store(d_beta + at_beta, nothing, mask=other < block)
             else:
                 tl.store(at_sums + ENDING * PARTS * HV * C, nothing, mask=other > block)
 
     # Through the state, which the gates from the chunk's start, or to its end, decay.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
+    d_gates = tl.zeros([BC], dtype=tl.float32)  # of a single head, what one direction adds up
+    d_strength = tl.zeros([BC], dtype=tl.float32)
     for head in range(GROUP):
         rh = row * HV + first + head
         high, low = _sums(sums, rest, rh * C + i)
@@ -129,7 +136,7 @@ def gradient_kernel(
                 through = dot_split(a_, S_, DOT, through)
             else:
                 through += dot(a_, S_, DOT)
-        at_sums = d_sums + ((row * 3 * PARTS + tile * (BLOCKS + 1) + BLOCKS) * HV + first + head) * C + i
+        at_sums = d_sums + ((row * 3 * PARTS + tile * SHARES + SHARES - 1) * HV + first + head) * C + i
         if REVERSE:
             total, total_rest = _sums(sums, rest, rh * C + C - 1)
             through *= tl.exp2(total - high + (total_rest - low))[:, None]
@@ -137,12 +144,16 @@ def gradient_kernel(
             if beta is not None:
                 beta_ = tl.load(beta + (lo + i) * HV + first + head, mask=i < size, other=0.0).to(tl.float32)
                 if d_beta is not None:
-                    at_beta = ((row * PARTS + tile * (BLOCKS + 1) + BLOCKS) * HV + first + head) * C + i
-                    tl.store(d_beta + at_beta, d_through)
+                    if GROUP == 1:
+                        d_strength += d_through
+                    else:
+                        at_beta = ((row * PARTS + tile * SHARES + SHARES - 1) * HV + first + head) * C + i
+                        tl.store(d_beta + at_beta, d_through)
                 through *= beta_[:, None]
                 d_through *= beta_
             tl.store(at_sums + TO_END * PARTS * HV * C, d_through)
-            tl.store(at_sums + BEGINNING * PARTS * HV * C, tl.zeros([BC], tl.float32))
+            if GROUP > 1:
+                tl.store(at_sums + BEGINNING * PARTS * HV * C, nothing)
             # The sum over the whole chunk decays what goes through it, of which each block adds up some keys.
             whole = tl.zeros([FLAT], dtype=tl.float32)
             for at in range(0, BK // BLOCKS * V, FLAT):
@@ -155,7 +166,10 @@ def gradient_kernel(
             tl.store(d_whole + rh * tiles * BLOCKS + part, whole)
         else:
             through *= tl.exp2(high + low)[:, None]
-            tl.store(at_sums + ENDING * PARTS * HV * C, tl.sum(through * y_, 1))
+            if GROUP == 1:
+                d_gates += tl.sum(through * y_, 1)
+            else:
+                tl.store(at_sums + ENDING * PARTS * HV * C, tl.sum(through * y_, 1))
         acc += through
 
     # Through the tokens of the chunk, of which queries have those before them, and keys those after them.
@@ -183,7 +197,6 @@ def gradient_kernel(
             itself = tl.where(i[:, None] == j[None, :], pairs, 0.0)
             counts = i[:, None] < j[None, :] if REVERSE else i[:, None] > j[None, :]
             pairs = tl.where(counts, pairs * tl.exp2(-between), 0.0)
-            at_sums = d_sums + ((row * 3 * PARTS + tile * (BLOCKS + 1) + other) * HV + first + head) * C + i
             if beta is not None and not REVERSE:
                 beta_j = tl.load(beta + (lo + j) * HV + first + head, mask=j < size, other=0.0).to(tl.float32)
                 pairs *= beta_j[None, :]
@@ -192,13 +205,25 @@ def gradient_kernel(
             if beta is not None and REVERSE:
                 beta_i = tl.load(beta + (lo + i) * HV + first + head, mask=i < size, other=0.0).to(tl.float32)
                 if d_beta is not None:
-                    at_beta = ((row * PARTS + tile * (BLOCKS + 1) + other) * HV + first + head) * C + i
-                    tl.store(d_beta + at_beta, d_pairs + tl.sum(itself * products, 1))
+                    d_written = d_pairs + tl.sum(itself * products, 1)
+                    if GROUP == 1:
+                        d_strength += d_written
+                    else:
+                        at_beta = ((row * PARTS + tile * SHARES + other) * HV + first + head) * C + i
+                        tl.store(d_beta + at_beta, d_written)
                 d_pairs *= beta_i
                 pairs *= beta_i[:, None]
                 itself *= beta_i[:, None]
-            tl.store(at_sums + KIND * PARTS * HV * C, d_pairs)
+            if GROUP == 1:
+                d_gates += d_pairs
+            else:
+                at_sums = d_sums + ((row * 3 * PARTS + tile * SHARES + other) * HV + first + head) * C + i
+                tl.store(at_sums + KIND * PARTS * HV * C, d_pairs)
             joint += pairs + itself
         acc = split_dot(joint, x_, DOT, acc)
+    if GROUP == 1:
+        tl.store(d_sums + ((row * 3 + KIND) * PARTS + tile) * HV * C + first * C + i, d_gates)
+        if REVERSE and d_beta is not None:
+            tl.store(d_beta + ((row * PARTS + tile) * HV + first) * C + i, d_strength)
     if out is not None:
         store_tile(out + (lo * (HV // GROUP) + group) * K, acc * unit, i, size, 0, d, HV // GROUP, K)

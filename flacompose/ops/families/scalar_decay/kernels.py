@@ -45,6 +45,29 @@ def _load_vectors(x, at, H, d, D: tl.constexpr, BD: tl.constexpr, t, remaining):
     return out
 
 
+@triton.jit
+def _load_sums(sums, rest, row0, chunk, h, H, C: tl.constexpr, CS: tl.constexpr):
+    """Running sums of gates at the tokens of a chunk of `C`, along both axes, before its first and at its last."""
+    within = chunk * C % CS  # tokens of the larger chunk before this one
+    at = ((row0 + chunk * C // CS) * H + h) * CS + within
+    t = tl.arange(0, C)
+    high = tl.load(sums + at + t)
+    pair = tl.load(sums + at + t[:, None])
+    total = tl.load(sums + at + C - 1)
+    before = tl.zeros_like(total)
+    low, low_pair = tl.zeros_like(high), tl.zeros_like(pair)
+    low_total, low_before = tl.zeros_like(total), tl.zeros_like(total)
+    if CS > C:
+        before = tl.load(sums + at - 1, mask=within > 0, other=0.0)
+    if rest is not None:
+        low = tl.load(rest + at + t)
+        low_pair = tl.load(rest + at + t[:, None])
+        low_total = tl.load(rest + at + C - 1)
+        if CS > C:
+            low_before = tl.load(rest + at - 1, mask=within > 0, other=0.0)
+    return high, pair, total, before, low, low_pair, low_total, low_before
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "scale"])
 def sweep_kernel(
     a,  # [tokens, HA, D1]
@@ -146,6 +169,12 @@ def sweep_kernel(
     if gamma is not None:
         rate = bounded(tl.load(gamma + h).to(tl.float32)) * LOG2_E
         between = tl.exp2(rate * tl.abs(t[None, :] - t[:, None]))
+    # With larger states there are too few registers for the next chunk's sums of gates.
+    AHEAD: tl.constexpr = PARTS <= 2
+    if sums is not None and AHEAD:
+        following = tl.minimum(begin, chunks - 1)
+        following = tl.maximum(chunks - 1 - following if REVERSE else following, 0)
+        following_sums = _load_sums(sums, rest, row0, following, h, H, C, CS)
     for i in range(begin, stop):
         chunk = chunks - 1 - i if REVERSE else i
         row = row0 + chunk * C // CS
@@ -161,27 +190,19 @@ def sweep_kernel(
             to_start = rate * (t + 1)
             to_end = rate * tl.maximum(last - 1 - t, 0)
         elif sums is not None:
-            at_gate = (row * H + h) * CS + within
-            sum_t = tl.load(sums + at_gate + t)
-            total = tl.load(sums + at_gate + C - 1)
-            to_start = sum_t
-            to_end = total - sum_t
-            if CS > C:
-                before = tl.load(sums + at_gate - 1, mask=within > 0, other=0.0)
-                to_start -= before
-                total -= before
-            between = tl.load(sums + at_gate + t[None, :]) - tl.load(sums + at_gate + t[:, None])
-            if rest is not None:
-                rest_t = tl.load(rest + at_gate + t)
-                rest_total = tl.load(rest + at_gate + C - 1)
-                to_start += rest_t
-                to_end += rest_total - rest_t
-                between += tl.load(rest + at_gate + t[None, :]) - tl.load(rest + at_gate + t[:, None])
-                total += rest_total
-                if CS > C:
-                    before = tl.load(rest + at_gate - 1, mask=within > 0, other=0.0)
-                    to_start -= before
-                    total -= before
+            if AHEAD:
+                # The next chunk's sums are on their way while this chunk is computed.
+                sums_ = following_sums
+                following = tl.minimum(i + 1, stop - 1)
+                following = chunks - 1 - following if REVERSE else following
+                following_sums = _load_sums(sums, rest, row0, following, h, H, C, CS)
+            else:
+                sums_ = _load_sums(sums, rest, row0, chunk, h, H, C, CS)
+            high, pair, total, before, low, low_pair, low_total, low_before = sums_
+            to_start = (high - before) + (low - low_before)
+            to_end = (total - high) + (low_total - low)
+            between = (high[None, :] - pair) + (low[None, :] - low_pair)
+            total = (total - before) + (low_total - low_before)
             between = tl.exp2(-between if REVERSE else between)
         if GATED:
             near = tl.exp2(to_end if REVERSE else to_start)
