@@ -78,13 +78,14 @@ def gradient_kernel(
     A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of values that
     share queries and keys. `FINE`: the products with states, which are float32, are of factors in two parts.
 
-    The gradients of sums of gates are in `PARTS`, which `gate_gradient_kernel` adds up. Each tile of keys has `SHARES`
-    of them: one if a program has one head, and otherwise one for each block of tokens at the other end of a sum, and
-    one for the state.
+    The gradients of sums of gates, and of `beta`, come in `PARTS` parts, which `gate_gradient_kernel` adds up: `SHARES`
+    for each tile of keys. With one head to a program that is one, and otherwise one for each block of tokens at the
+    other end of a sum, and one for the state.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
     PARTS: tl.constexpr = tiles * SHARES
+    KIND: tl.constexpr = BEGINNING if REVERSE else ENDING
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     part, row, group = split_program(tiles * BLOCKS, tl.num_programs(0) // (HV // GROUP * tiles * BLOCKS))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
@@ -122,7 +123,8 @@ def gradient_kernel(
 
     # Through the state, which the gates from the chunk's start, or to its end, decay.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
-    d_gates = tl.zeros([BC], dtype=tl.float32)  # of a single head, what one direction adds up
+    # With one head to a program, the gradients of its sums of `KIND`, and of `beta`, are added up here.
+    d_kind = tl.zeros([BC], dtype=tl.float32)
     d_strength = tl.zeros([BC], dtype=tl.float32)
     for head in range(GROUP):
         rh = row * HV + first + head
@@ -167,13 +169,12 @@ def gradient_kernel(
         else:
             through *= tl.exp2(high + low)[:, None]
             if GROUP == 1:
-                d_gates += tl.sum(through * y_, 1)
+                d_kind += tl.sum(through * y_, 1)
             else:
                 tl.store(at_sums + ENDING * PARTS * HV * C, tl.sum(through * y_, 1))
         acc += through
 
     # Through the tokens of the chunk, of which queries have those before them, and keys those after them.
-    KIND: tl.constexpr = BEGINNING if REVERSE else ENDING
     begin = block if REVERSE else 0
     end = BLOCKS if REVERSE else block + 1
     for other in range(begin, end):
@@ -215,14 +216,14 @@ def gradient_kernel(
                 pairs *= beta_i[:, None]
                 itself *= beta_i[:, None]
             if GROUP == 1:
-                d_gates += d_pairs
+                d_kind += d_pairs
             else:
                 at_sums = d_sums + ((row * 3 * PARTS + tile * SHARES + other) * HV + first + head) * C + i
                 tl.store(at_sums + KIND * PARTS * HV * C, d_pairs)
             joint += pairs + itself
         acc = split_dot(joint, x_, DOT, acc)
     if GROUP == 1:
-        tl.store(d_sums + ((row * 3 + KIND) * PARTS + tile) * HV * C + first * C + i, d_gates)
+        tl.store(d_sums + (((row * 3 + KIND) * PARTS + tile) * HV + first) * C + i, d_kind)
         if REVERSE and d_beta is not None:
             tl.store(d_beta + ((row * PARTS + tile) * HV + first) * C + i, d_strength)
     if out is not None:

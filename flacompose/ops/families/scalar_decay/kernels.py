@@ -47,25 +47,28 @@ def _load_vectors(x, at, H, d, D: tl.constexpr, BD: tl.constexpr, t, remaining):
 
 @triton.jit
 def _load_sums(sums, rest, row0, chunk, h, H, C: tl.constexpr, CS: tl.constexpr):
-    """Running sums of gates at the tokens of a chunk of `C`, along both axes, before its first and at its last."""
+    """Running sums of gates of a chunk of `C`: at its tokens, along either axis, at its last, and before its first.
+
+    Then the same of what rounding took from them.
+    """
     within = chunk * C % CS  # tokens of the larger chunk before this one
     at = ((row0 + chunk * C // CS) * H + h) * CS + within
     t = tl.arange(0, C)
     high = tl.load(sums + at + t)
-    pair = tl.load(sums + at + t[:, None])
-    total = tl.load(sums + at + C - 1)
-    before = tl.zeros_like(total)
-    low, low_pair = tl.zeros_like(high), tl.zeros_like(pair)
-    low_total, low_before = tl.zeros_like(total), tl.zeros_like(total)
+    high_rows = tl.load(sums + at + t[:, None])
+    high_end = tl.load(sums + at + C - 1)
+    high_before = tl.zeros_like(high_end)
+    low, low_rows = tl.zeros_like(high), tl.zeros_like(high_rows)
+    low_end, low_before = tl.zeros_like(high_end), tl.zeros_like(high_end)
     if CS > C:
-        before = tl.load(sums + at - 1, mask=within > 0, other=0.0)
+        high_before = tl.load(sums + at - 1, mask=within > 0, other=0.0)
     if rest is not None:
         low = tl.load(rest + at + t)
-        low_pair = tl.load(rest + at + t[:, None])
-        low_total = tl.load(rest + at + C - 1)
+        low_rows = tl.load(rest + at + t[:, None])
+        low_end = tl.load(rest + at + C - 1)
         if CS > C:
             low_before = tl.load(rest + at - 1, mask=within > 0, other=0.0)
-    return high, pair, total, before, low, low_pair, low_total, low_before
+    return high, high_rows, high_end, high_before, low, low_rows, low_end, low_before
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "scale"])
@@ -169,9 +172,10 @@ def sweep_kernel(
     if gamma is not None:
         rate = bounded(tl.load(gamma + h).to(tl.float32)) * LOG2_E
         between = tl.exp2(rate * tl.abs(t[None, :] - t[:, None]))
-    # With larger states there are too few registers for the next chunk's sums of gates.
+    # With more rows of a state to a program there are too few registers for the next chunk's sums of gates.
     AHEAD: tl.constexpr = PARTS <= 2
     if sums is not None and AHEAD:
+        # A segment, or a sequence, without chunks loads sums that it does not use.
         following = tl.minimum(begin, chunks - 1)
         following = tl.maximum(chunks - 1 - following if REVERSE else following, 0)
         following_sums = _load_sums(sums, rest, row0, following, h, H, C, CS)
@@ -198,11 +202,11 @@ def sweep_kernel(
                 following_sums = _load_sums(sums, rest, row0, following, h, H, C, CS)
             else:
                 sums_ = _load_sums(sums, rest, row0, chunk, h, H, C, CS)
-            high, pair, total, before, low, low_pair, low_total, low_before = sums_
-            to_start = (high - before) + (low - low_before)
-            to_end = (total - high) + (low_total - low)
-            between = (high[None, :] - pair) + (low[None, :] - low_pair)
-            total = (total - before) + (low_total - low_before)
+            high, high_rows, high_end, high_before, low, low_rows, low_end, low_before = sums_
+            to_start = (high - high_before) + (low - low_before)
+            to_end = (high_end - high) + (low_end - low)
+            total = (high_end - high_before) + (low_end - low_before)
+            between = (high[None, :] - high_rows) + (low[None, :] - low_rows)
             between = tl.exp2(-between if REVERSE else between)
         if GATED:
             near = tl.exp2(to_end if REVERSE else to_start)
