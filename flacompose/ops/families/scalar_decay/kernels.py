@@ -172,7 +172,7 @@ def sweep_kernel(
     if gamma is not None:
         rate = bounded(tl.load(gamma + h).to(tl.float32)) * LOG2_E
         between = tl.exp2(rate * tl.abs(t[None, :] - t[:, None]))
-    # With more rows of a state to a program there are too few registers for the next chunk's sums of gates.
+    # With more than 128 keys to a program there are too few registers for the next chunk's sums of gates.
     AHEAD: tl.constexpr = PARTS <= 2
     if sums is not None and AHEAD:
         # A segment, or a sequence, without chunks loads sums that it does not use.
