@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
 
 T = Dim("T", min=2, max=8192)
 EXPORTED = [3, 64, 65, 165, 2048]
@@ -29,6 +32,35 @@ class Logits(nn.Module):
 
 def prompt(model: nn.Module, length: int, batch: int = 1) -> Tensor:
     return torch.randint(model.config.get_text_config().vocab_size, (batch, length), device=model.device)
+
+
+class InFloat64(TorchFunctionMode):
+    """What a model converts to float32 becomes float64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def double(model: nn.Module) -> nn.Module:
+    """A copy in float64, to be called within `InFloat64`: what the model computes, without the errors of float32.
+
+    Some models lose as much in float32 as a test allows, by an amount that depends on the processor.
+    """
+    model = copy.deepcopy(model).double()
+    if hasattr(model, "set_experts_implementation"):
+        # The default experts need a product that PyTorch does not have in float64.
+        model.set_experts_implementation("batched_mm")
+    return model
 
 
 def captured(name: str, model: nn.Module) -> nn.Module:

@@ -22,10 +22,12 @@ from flacompose import ops
 from .capture import (
     EXPORTED,
     PACKAGED,
+    InFloat64,
     Logits,
     assert_exact,
     assert_one_compilation,
     captured,
+    double,
     exported,
     generated,
     ops_of,
@@ -72,34 +74,37 @@ def test_every_model_is_tested() -> None:
 def test_logits(name: str, model: nn.Module) -> None:
     """Shorter than the convolution, as long as a chunk, one longer, and no multiple of anything."""
     prompts = [prompt(model, T, B) for T, B in ((1, 2), (3, 1), (64, 1), (65, 2), (165, 2))]
-    theirs = [Logits(model)(ids) for ids in prompts]
+    reference = Logits(double(model))
+    with InFloat64():
+        theirs = [reference(ids) for ids in prompts]
     with enable():
         assert on_flacompose(model)
         for ids, expected in zip(prompts, theirs, strict=True):
-            torch.testing.assert_close(Logits(model)(ids), expected, **CLOSE)
+            torch.testing.assert_close(Logits(model)(ids).double(), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_gradients(name: str, model: nn.Module) -> None:
     """Of every parameter, in training mode, where Mamba-2 would take the function that computes a block in one."""
     ids = prompt(model.train(), 65, batch=2)
-    parameters = dict(model.named_parameters())
 
-    def gradients() -> list[torch.Tensor | None]:
+    def gradients(model: nn.Module) -> list[torch.Tensor | None]:
         loss = Logits(model)(ids).square().mean()
-        return list(torch.autograd.grad(loss, list(parameters.values()), allow_unused=True))
+        return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
 
-    theirs = gradients()
+    reference = double(model)
+    with InFloat64():
+        theirs = gradients(reference)
     with enable():
-        ours = gradients()
+        ours = gradients(model)
     assert sum(expected is not None for expected in theirs) > 10
-    for path, actual, expected in zip(parameters, ours, theirs, strict=True):
+    for (path, _), actual, expected in zip(model.named_parameters(), ours, theirs, strict=True):
         assert (actual is None) == (expected is None), path
         if expected is not None:
             # Sums of many terms, so what is lost is a part of the largest.
             limit = 1e-4 * float(expected.abs().max()) + 1e-7
             torch.testing.assert_close(
-                actual, expected, atol=limit, rtol=1e-4, msg=lambda m, p=path: f"{p}: {m}"
+                actual.double(), expected, atol=limit, rtol=1e-4, msg=lambda m, p=path: f"{p}: {m}"
             )
 
 
@@ -112,12 +117,14 @@ def test_generation(name: str, model: nn.Module) -> None:
     if name == "minimax" and one.is_cuda:
         # transformers masks one token of the padded cache instead of all, which CUDA alone refuses.
         del prompts[1]
-    theirs = [generated(model, *given) for given in prompts]
+    reference = double(model)
+    with InFloat64():
+        theirs = [generated(reference, *given) for given in prompts]
     with enable():
         ours = [generated(model, *given) for given in prompts]
     for (tokens, logits), (expected, expected_logits) in zip(ours, theirs, strict=True):
         assert torch.equal(tokens, expected)
-        torch.testing.assert_close(logits, expected_logits, **CLOSE)
+        torch.testing.assert_close(logits.double(), expected_logits, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["inkling", "lfm2", "lfm2_moe", "minimax"])
