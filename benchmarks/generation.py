@@ -7,6 +7,7 @@ projections joined. It runs in a process of its own.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from .report import Row
 
 MODEL = "gla"
 QUANTITIES = ("prefill", "token", "check")
-EAGER, COMPILED, GRAPH = "eager", "compiled", "CUDA graph"
+MODES = EAGER, COMPILED, GRAPH = "eager", "compiled", "CUDA graph"
 PROMPT, TOKEN, KERNELS = "prompt", "one token", "kernels of one token"
 CHECKED, ACCEPTED = 8, 4
 """Tokens that are checked in one call, and how many of them are then right."""
@@ -100,9 +101,11 @@ def check_again(model: RecurrentLM, tokens: Tensor, state: Any) -> tuple[Tensor,
 
 Function = Callable[..., Any]
 Compile = Callable[[Function], Function]
+Options = dict[str, Any]
+"""Of Inductor, by name."""
 
 
-def compiler(mode: str, backend: str) -> Compile:
+def compiler(mode: str, backend: str, options: Options | None = None) -> Compile:
     """What a function of this module passes before it is called in a mode; each is compiled once."""
     if mode == EAGER:
         return lambda function: function
@@ -110,17 +113,19 @@ def compiler(mode: str, backend: str) -> Compile:
 
     def compiled(function: Function) -> Function:
         if function not in made:
-            made[function] = torch.compile(function, fullgraph=True, backend=backend)
+            made[function] = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
         return made[function]
 
     return compiled
 
 
-def decoding(model: RecurrentLM, token: Tensor, mode: str, compiled: Compile) -> Callable[[], object]:
+def decoding(
+    model: RecurrentLM, token: Tensor, mode: str, compiled: Compile, options: Options | None = None
+) -> Callable[[], object]:
     """A function that decodes one more token of each row of ``token [B, 1]``, in which it puts that token."""
     state = model.init_state(token.shape[0])
     if mode == GRAPH:
-        decoder = Decoder(partial(read, model), token, state)
+        decoder = Decoder(partial(read, model), token, state, options=options or None)
         return lambda: token.copy_(decoder(token))
     step = compiled(read)
 
@@ -141,9 +146,10 @@ def prefill(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compile
 
 
 @torch.no_grad()
-def decode(model: RecurrentLM, B: int, mode: str, compiled: Compile, calls: int) -> None:
+def decode(model: RecurrentLM, B: int, mode: str, compiled: Compile, options: Options, calls: int) -> None:
     """Give the time of one token, greedily after another, and how many kernels it launches."""
-    one = decoding(model, torch.zeros(B, 1, dtype=torch.int64, device=_device(model)), mode, compiled)
+    token = torch.zeros(B, 1, dtype=torch.int64, device=_device(model))
+    one = decoding(model, token, mode, compiled, options)
     give(f"B{B} T1", f"{TOKEN}, {mode}", "ms", measure.wall_us(one, calls=calls) / 1e3)
     if on_gpu(model):
         give(f"B{B} T1", f"{KERNELS}, {mode}", "", measure.kernels(one))
@@ -171,44 +177,71 @@ def speculate(model: RecurrentLM, B: int, size: Size, mode: str, compiled: Compi
         give(f"B{B} T{CHECKED}", f"{name}, {mode}", "ms", measure.wall_us(one, calls=calls) / 1e3)
 
 
-def take_all(model: RecurrentLM, size: Size, wanted: Sequence[str], backend: str, calls: int) -> None:
-    modes = (EAGER, COMPILED, GRAPH) if on_gpu(model) else (EAGER, COMPILED)
+def take_all(
+    model: RecurrentLM,
+    size: Size,
+    wanted: Sequence[str],
+    modes: Sequence[str],
+    backend: str,
+    options: Options,
+    calls: int,
+) -> None:
     # The graphs of `speculate` are of what `COMPILED` compiles.
-    compilers = {EAGER: compiler(EAGER, backend)} | dict.fromkeys(modes[1:], compiler(COMPILED, backend))
+    by_inductor = compiler(COMPILED, backend, options)
+    compilers = {EAGER: compiler(EAGER, backend), COMPILED: by_inductor, GRAPH: by_inductor}
     start = time.perf_counter()
     for mode in modes:
-        options = mode, compilers[mode]
+        if mode == GRAPH and not on_gpu(model):
+            continue
+        way = mode, compilers[mode]
         if "token" in wanted:
             for B in size.batches:
-                attempt(f"decoding, {mode}, at batch {B}", partial(decode, model, B, *options, calls))
+                attempt(f"decoding, {mode}, at batch {B}", partial(decode, model, B, *way, options, calls))
         if "check" in wanted:
             for B in size.checked:
                 several = max(1, calls // CHECKED)
-                attempt(
-                    f"checking, {mode}, at batch {B}", partial(speculate, model, B, size, *options, several)
-                )
+                attempt(f"checking, {mode}, at batch {B}", partial(speculate, model, B, size, *way, several))
         if "prefill" in wanted and mode != GRAPH:
             for B in size.batches:
                 several = max(1, calls // 10)
-                attempt(f"{B} prompts, {mode}", partial(prefill, model, B, size, *options, several))
+                attempt(f"{B} prompts, {mode}", partial(prefill, model, B, size, *way, several))
         answer(note=f"{mode}: all of it in {time.perf_counter() - start:.0f} s, compilation included")
         start = time.perf_counter()
 
 
 def take(
-    wanted: Sequence[str], device: str, backend: str, small: bool, timeout_s: float
+    wanted: Sequence[str],
+    modes: Sequence[str],
+    device: str,
+    backend: str,
+    inductor: Sequence[str],
+    small: bool,
+    timeout_s: float,
 ) -> Iterator[Figure | str]:
     """Figures and notes as they come."""
-    options = ["--device", device, "--backend", backend, "--quantities", *wanted]
-    with contextlib.closing(
-        Process(command("generation", [*options, *(["--small"] if small else [])]))
-    ) as process:
+    options = ["--device", device, "--backend", backend, "--quantities", *wanted, "--modes", *modes]
+    options += ["--inductor", *inductor, *(["--small"] if small else [])]
+    with contextlib.closing(Process(command("generation", options))) as process:
         end = time.monotonic() + timeout_s
         try:
             while reply := process.receive(max(1.0, end - time.monotonic())):
                 yield reply["note"] if "note" in reply else Figure(MODEL, "flacompose", **reply)
         except (RuntimeError, TimeoutError) as error:
             yield f"the model failed: {error}"
+
+
+def option(text: str) -> str:
+    """`text`, which has to be ``NAME=VALUE``, the value a Python literal."""
+    name, _, value = text.partition("=")
+    with contextlib.suppress(SyntaxError, ValueError):
+        ast.literal_eval(value)
+        if name:
+            return text
+    raise argparse.ArgumentTypeError(f"expected NAME=VALUE, VALUE a Python literal, got {text!r}")
+
+
+def parsed(inductor: Sequence[str]) -> Options:
+    return {name: ast.literal_eval(value) for name, _, value in (text.partition("=") for text in inductor)}
 
 
 def _numbers(case: str) -> tuple[int, int]:
@@ -259,15 +292,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The model in this process.")
     add = parser.add_argument
     add("--quantities", nargs="+", choices=QUANTITIES, default=list(QUANTITIES))
+    add("--modes", nargs="+", choices=MODES, default=list(MODES))
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--backend", default="inductor")
+    add("--inductor", nargs="*", type=option, default=[])
     add("--calls", type=int, default=50, help="tokens that are timed together")
     add("--small", action="store_true", help="a tiny model, to look at the benchmark itself")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     size = SMALL if arguments.small else Size()
     model = build(size, arguments.device, torch.bfloat16)
-    take_all(model, size, arguments.quantities, arguments.backend, arguments.calls)
+    options = parsed(arguments.inductor)
+    take_all(model, size, arguments.quantities, arguments.modes, arguments.backend, options, arguments.calls)
 
 
 if __name__ == "__main__":

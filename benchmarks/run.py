@@ -100,6 +100,22 @@ def parser() -> argparse.ArgumentParser:
         metavar="QUANTITY",
         help=f"of {', '.join(generation.QUANTITIES)} (default: all)",
     )
+    add(
+        "--modes",
+        nargs="+",
+        choices=generation.MODES,
+        default=list(generation.MODES),
+        metavar="MODE",
+        help=f"of {', '.join(generation.MODES)} (default: all)",
+    )
+    add(
+        "--inductor",
+        nargs="+",
+        type=generation.option,
+        default=[],
+        metavar="NAME=VALUE",
+        help="options of Inductor, as cpp_wrapper=True",
+    )
     add = p.add_argument_group("the peer").add_argument
     add("--peer-configs", default="shipped", help="shipped (default), none, or a file saved by a run")
     add("--warm-peer", action="store_true", help="compile its candidates in parallel before it tunes")
@@ -177,8 +193,10 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
         elif part == "generation":
             options = (
                 arguments.generation,
+                arguments.modes,
                 device,
                 arguments.backend,
+                arguments.inductor,
                 arguments.small,
                 arguments.model_timeout,
             )

@@ -941,7 +941,7 @@ def recurrent_model():
 class FakeDecoder:
     """A decoder that compiles nothing."""
 
-    def __init__(self, model, tokens, state) -> None:
+    def __init__(self, model, tokens, state, options=None) -> None:
         self.model, self.state = model, state
 
     def __call__(self, tokens):
@@ -988,7 +988,10 @@ def test_the_gpu_decodes_in_a_graph_too(recurrent_model, monkeypatch, capsys):
     monkeypatch.setattr(measure, "kernels", lambda fn: (fn(), 24)[1])
     monkeypatch.setattr(measure, "graph", lambda calls: lambda: [call() for call in calls] and None)
     monkeypatch.setattr(generation, "Decoder", FakeDecoder)
-    generation.take_all(recurrent_model, generation.SMALL, ["token", "check"], "eager", 1)
+    options = {"max_autotune": True}
+    generation.take_all(
+        recurrent_model, generation.SMALL, ["token", "check"], generation.MODES, "eager", options, 1
+    )
     given = [x for x in answers(capsys) if "quantity" in x]
     assert {x["quantity"] for x in given} == {
         f"{name}, {mode}"
@@ -1001,6 +1004,54 @@ def test_the_gpu_decodes_in_a_graph_too(recurrent_model, monkeypatch, capsys):
         )
         for mode in ("eager", "compiled", "CUDA graph")
     }
+
+
+class NoAnswers:
+    """A process that gives no figures."""
+
+    commands: list[list[str]] = []
+
+    def __init__(self, command: list[str]) -> None:
+        self.commands.append(command)
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def test_generation_passes_modes_and_options(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(generation, "Process", NoAnswers)
+    asked = ["--modes", "compiled", "--inductor", "max_autotune=False", "cpp_wrapper=True"]
+    run.main(["--parts", "generation", "--device", "cpu", "--small", *asked, "--out", str(tmp_path)])
+    (command,) = NoAnswers.commands
+    assert command[command.index("--modes") :] == [*asked, "--small"]
+
+
+def test_generation_compiles_with_options(monkeypatch, recurrent_model):
+    options = generation.parsed(["max_autotune=False", "triton.unique_kernel_names=True"])
+    assert options == {"max_autotune": False, "triton.unique_kernel_names": True}
+    given = []
+
+    def made(*_, **named):
+        given.append(named["options"])
+        return lambda *tokens: None
+
+    monkeypatch.setattr(torch, "compile", made)
+    monkeypatch.setattr(generation, "Decoder", made)
+    compiled = generation.compiler(generation.COMPILED, "inductor", options)
+    compiled(generation.read)
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    generation.decoding(recurrent_model, token, generation.GRAPH, compiled, options)
+    assert given == [options, options]
+
+
+@pytest.mark.parametrize("text", ["cpp_wrapper", "cpp_wrapper=", "cpp_wrapper=yes", "=True"])
+def test_generation_refuses_what_is_no_option(text: str, capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--parts", "generation", "--inductor", text])
+    assert f"expected NAME=VALUE, VALUE a Python literal, got '{text}'" in capsys.readouterr().err
 
 
 def test_host_run(monkeypatch, tmp_path: Path):
