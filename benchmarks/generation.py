@@ -113,7 +113,7 @@ def compiler(mode: str, backend: str, options: Options | None = None) -> Compile
 
     def compiled(function: Function) -> Function:
         if function not in made:
-            made[function] = torch.compile(function, fullgraph=True, backend=backend, options=options or None)
+            made[function] = torch.compile(function, fullgraph=True, backend=backend, options=options)
         return made[function]
 
     return compiled
@@ -125,7 +125,7 @@ def decoding(
     """A function that decodes one more token of each row of ``token [B, 1]``, in which it puts that token."""
     state = model.init_state(token.shape[0])
     if mode == GRAPH:
-        decoder = Decoder(partial(read, model), token, state, options=options or None)
+        decoder = Decoder(partial(read, model), token, state, options=options)
         return lambda: token.copy_(decoder(token))
     step = compiled(read)
 
@@ -241,6 +241,7 @@ def option(text: str) -> str:
 
 
 def parsed(inductor: Sequence[str]) -> Options:
+    """The options that texts such as those of `option` give."""
     return {name: ast.literal_eval(value) for name, _, value in (text.partition("=") for text in inductor)}
 
 

@@ -92,22 +92,12 @@ def parser() -> argparse.ArgumentParser:
         help="tiny ones, here and in generation, to look at the benchmark itself",
     )
     add = p.add_argument_group("generation").add_argument
-    add(
-        "--generation",
-        nargs="+",
-        choices=generation.QUANTITIES,
-        default=list(generation.QUANTITIES),
-        metavar="QUANTITY",
-        help=f"of {', '.join(generation.QUANTITIES)} (default: all)",
-    )
-    add(
-        "--modes",
-        nargs="+",
-        choices=generation.MODES,
-        default=list(generation.MODES),
-        metavar="MODE",
-        help=f"of {', '.join(generation.MODES)} (default: all)",
-    )
+    for name, choices, metavar in (
+        ("--generation", generation.QUANTITIES, "QUANTITY"),
+        ("--modes", generation.MODES, "MODE"),
+    ):
+        told = f"of {', '.join(choices)} (default: all)"
+        add(name, nargs="+", choices=choices, default=list(choices), metavar=metavar, help=told)
     add(
         "--inductor",
         nargs="+",

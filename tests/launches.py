@@ -113,7 +113,7 @@ class Launch:
         return triton.compile(self.source, target=target, options=dict(self.options)).metadata
 
     def parse(self, capability: int) -> Any:
-        """The kernel in Triton's first representation, with which compilation begins: in a fraction of its time."""
+        """The kernel in Triton's own IR, the first step of its compilation, which takes a fraction of the time."""
         target, context = GPUTarget("cuda", capability, 32), ir.context()
         backend = make_backend(target)
         ir.load_dialects(context)

@@ -193,7 +193,7 @@ def test_every_kernel_is_recorded() -> None:
 
 
 def test_every_recorded_launch_can_be_made() -> None:
-    """What `make fit` compiles leaves out no argument that its kernel needs. Types and sizes are for `make fit`."""
+    """What `make fit` compiles leaves out no argument that its kernel needs. Types and sizes are left to it."""
     kinds = {
         (launch.name, frozenset(i for i, value in launch.constants if value is None)): (launch, at)
         for launch, at in recorded(every_call([BFLOAT16], [(64, 64)])).items()

@@ -263,13 +263,14 @@ def run_short_conv(dy: Tensor, d_final_state: Tensor | None, *args: Any) -> None
     short_conv.backward(*args, dy, d_final_state, [True] * 4)
 
 
+@pytest.mark.parametrize("T", [130, 64 * 130], ids=["whole", "segments"])
 @pytest.mark.parametrize(
-    "dtype, other_dtype, D, S, G, state_dtype, packed, segments",
+    "dtype, other_dtype, D, S, G, state_dtype, packed",
     [
-        (torch.bfloat16, torch.float32, 2048, 16, 1, torch.float32, False, False),
-        (torch.bfloat16, torch.bfloat16, 40, 200, 1, torch.bfloat16, True, True),
-        (torch.float16, torch.float16, 2, 1, 2, None, False, True),
-        (torch.float32, torch.float64, 120, 5, 3, torch.float64, True, False),
+        (torch.bfloat16, torch.float32, 2048, 16, 1, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, 40, 200, 1, torch.bfloat16, True),
+        (torch.float16, torch.float16, 2, 1, 2, None, False),
+        (torch.float32, torch.float64, 120, 5, 3, torch.float64, True),
     ],
 )
 def test_selective_scan_compiles(
@@ -280,12 +281,11 @@ def test_selective_scan_compiles(
     G: int,
     state_dtype: torch.dtype | None,
     packed: bool,
-    segments: bool,
+    T: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In so little shared memory that many programs fit side by side."""
     launch_with(partial(compile_only, shared=16384), monkeypatch)
-    T = 64 * 130 if segments else 130
     x, dt = torch.zeros(1, T, D, dtype=dtype), torch.zeros(1, T, D, dtype=other_dtype)
     A, B = torch.zeros(D, S, dtype=other_dtype), torch.zeros(1, T, G, S, dtype=dtype)
     cu_seqlens = torch.tensor([0, 70, T]) if packed else None

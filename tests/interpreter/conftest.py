@@ -12,20 +12,22 @@ from triton.runtime import interpreter
 
 @cache
 def _names(package: Any) -> list[str]:
-    """Of the builtins of a package, which has to be as it was imported."""
+    """Names of the builtins of a package. The first call comes before the interpreter changes the package."""
     return [name for name, member in getmembers(package) if interpreter.tl.core.is_builtin(member)]
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """What Triton's function of this name does, which is the first that changes a package."""
+    """Does what Triton's function of this name does: nothing else replaces the builtins of a package."""
     for name in _names(package):
         member = getattr(package, name)
-        if interpreter.tl.core.is_builtin(member):  # as it is no more if a function calls another
+        if interpreter.tl.core.is_builtin(
+            member
+        ):  # If a kernel calls a function, the kernel's call has replaced them.
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_interpreter() -> None:
-    """Where the function is the one that is known."""
+    """Replaces Triton's function, if its arguments are those that the one above was written for."""
     if list(signature(interpreter._patch_builtin).parameters) == ["pkg", "builder", "scope"]:
         interpreter._patch_builtin = _patch_builtin
