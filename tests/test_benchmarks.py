@@ -954,7 +954,7 @@ def test_every_mode_decodes_the_same(recurrent_model, monkeypatch):
     monkeypatch.setattr(generation, "Decoder", FakeDecoder)
     start = torch.tensor([[3], [7]])
     expected = recurrent_model.generate(start, 6)
-    for mode in (generation.EAGER, generation.COMPILED, generation.GRAPH):
+    for mode in generation.MODES:
         token, compiled = start.clone(), generation.compiler(mode, "eager")
         one = generation.decoding(recurrent_model, token, mode, compiled)
         said = []
@@ -993,16 +993,12 @@ def test_the_gpu_decodes_in_a_graph_too(recurrent_model, monkeypatch, capsys):
         recurrent_model, generation.SMALL, ["token", "check"], generation.MODES, "eager", options, 1
     )
     given = [x for x in answers(capsys) if "quantity" in x]
+    decoding = ("one token", "kernels of one token")
+    checking = (generation.CHECK, generation.STEPS, generation.AGAIN)
+    asked = dict.fromkeys(("eager", "compiled", "CUDA graph"), (*decoding, *checking))
+    asked["compiled and tuned"] = decoding
     assert {x["quantity"] for x in given} == {
-        f"{name}, {mode}"
-        for name in (
-            "one token",
-            "kernels of one token",
-            generation.CHECK,
-            generation.STEPS,
-            generation.AGAIN,
-        )
-        for mode in ("eager", "compiled", "CUDA graph")
+        f"{name}, {mode}" for mode, names in asked.items() for name in names
     }
 
 

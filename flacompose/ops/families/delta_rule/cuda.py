@@ -263,7 +263,7 @@ class _Launches(MatrixSequences):
         dq, dk, dbeta = self.of_tiles(tiles)
         # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
         gated = self.gates["sums"] is not None
-        d_sums = self.per_chunk(3, tiles, HV, self.C) if gated else None
+        d_sums = self.per_chunk(3 * tiles, HV, self.C) if gated else None
         d_whole = self.per_chunk(HV, self.K) if gated else None
         of_writes = {"dk": dk, "dbeta": dbeta, "d_sums": d_sums, "d_whole": d_whole}
         if dS is None:
@@ -286,7 +286,7 @@ class _Launches(MatrixSequences):
         made = self.added_up(q=dq) if dS is None else self.added_up(q=dq, k=dk, beta=dbeta)
         if gates:
             assert d_sums is not None and d_whole is not None
-            made["g"] = scalar_decay.gate_gradient(self, d_sums, d_whole, 1.0, torch.float32)
+            made["g"] = scalar_decay.gate_gradient(self, d_sums, (1, 1, 1), d_whole, 1.0, torch.float32)
         return made
 
     def pair_gradients(self, **arguments: Any) -> dict[str, Tensor]:

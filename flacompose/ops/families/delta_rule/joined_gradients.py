@@ -141,7 +141,7 @@ def joined_gradient_kernel(
     dq,  # [tokens, HV, K]
     dk,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3, tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
+    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
     d_whole,  # [chunks, HV, K]
     cu_seqlens,
     T,

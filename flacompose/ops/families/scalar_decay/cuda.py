@@ -241,47 +241,41 @@ class _Launches(MatrixSequences):
 
         Fills `dq` and `dk`, if given.
         """
-        H, config = q.shape[2], gradient_config(self.bfloat16, self.K, self.V)
+        H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K)
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
-        group = self.H // (H * self.parts)
-        shares = blocks + 1 if group > 1 else 1
-        d_sums = self.per_chunk(3, tiles * shares, self.H, self.C)
-        d_whole = self.per_chunk(self.H, tiles * blocks)
-        d_beta = None if beta is None else self.per_chunk(*d_sums.shape[2:])
-        for reverse in (False, True):
-            a, b, x, y, out = (v, do, q, k, dk) if reverse else (do, v, k, q, dq)
-            launch(
-                gradient_kernel,
-                (tiles * blocks * self.chunks * (H * self.parts),),
-                a=a,
-                b=b,
-                x=x,
-                y=y,
-                beta=self.beta,
-                sums=self.gates["sums"],
-                rest=self.gates["rest"],
-                states=S,
-                d_states=dS,
-                out=out,
-                d_sums=d_sums,
-                d_whole=d_whole,
-                d_beta=d_beta,
-                **self.positions,
-                scale=self.scale,
-                H=H,
-                HV=self.H,
-                K=self.K,
-                V=self.V,
-                C=self.C,
-                GROUP=group,
-                SHARES=shares,
-                REVERSE=reverse,
-                FINE=self.fine,
-                DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
-                **config,
-            )
+        d_sums, d_whole = self.per_chunk(5 * tiles, self.H, self.C), self.per_chunk(self.H, tiles * blocks)
+        d_beta = None if beta is None else self.per_chunk(2 * tiles, self.H, self.C)
+        launch(
+            gradient_kernel,
+            (tiles * blocks * self.chunks * (H * self.parts),),
+            q,
+            k,
+            v,
+            do,
+            self.beta,
+            self.gates["sums"],
+            self.gates["rest"],
+            S,
+            dS,
+            dq,
+            dk,
+            d_sums,
+            d_whole,
+            d_beta,
+            **self.positions,
+            scale=self.scale,
+            H=H,
+            HV=self.H,
+            K=self.K,
+            V=self.V,
+            C=self.C,
+            GROUP=self.H // (H * self.parts),
+            FINE=self.fine,
+            DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
+            **config,
+        )
         dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
-        dg = gate_gradient(self, d_sums, d_whole, self.scale, dtype, d_beta, dbeta)
+        dg = gate_gradient(self, d_sums, (2, 2, 1), d_whole, self.scale, dtype, d_beta, dbeta)
         return dg, None if dbeta is None else self.batched(dbeta)
 
 
@@ -301,16 +295,23 @@ def sum_gates(
 def gate_gradient(
     sequences: MatrixSequences,
     d_sums: Tensor,
+    kinds: tuple[int, int, int],
     d_whole: Tensor,
     scale: float,
     dtype: torch.dtype,
     d_beta: Tensor | None = None,
     dbeta: Tensor | None = None,
 ) -> Tensor:
-    """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`."""
+    """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`.
+
+    `kinds`: which shares of the parts of `d_sums` are of one kind, as `gate_gradient_kernel` names them.
+    """
     H, D = d_whole.shape[-2:]
     dg = sequences.per_token(H, dtype=dtype)
-    sizes = {"H": H, "D": D, "C": sequences.C, "BH": BH, "BD": block(D, 256), "PARTS": d_sums.shape[2]}
+    parts, betas = d_sums.shape[1], 0 if d_beta is None else d_beta.shape[1]
+    endings, beginnings, _ = (parts // sum(kinds) * kind for kind in kinds)
+    sizes = {"H": H, "D": D, "C": sequences.C, "BH": BH, "BD": block(D, 256)}
+    sizes |= {"ENDINGS": endings, "BEGINNINGS": beginnings, "PARTS": parts, "BETAS": betas}
     grid = (sequences.chunks, tile_count(H, BH))
     launch(
         gate_gradient_kernel,
@@ -380,8 +381,12 @@ def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[s
     }
 
 
-def gradient_config(bfloat16: bool, K: int, V: int) -> dict[str, int]:
-    """Tokens of a block, block sizes of the key axis and of the value axis, which is contracted, warps and stages."""
+def gradient_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
+    """Tokens of a block, block sizes of the key axis and of the value axis, which is contracted, warps and stages.
+
+    With three stages, both halves of 128 values are on their way at once.
+    """
     if not bfloat16:
-        return {"BC": 32, "BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
-    return {"BC": 64, "BK": 128 if K > 64 else 64, "BV": 64, "num_warps": 4, "num_stages": 1}
+        return {"BC": 64, "BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
+    stages = 2 if chip.is_small else 3
+    return {"BC": 64, "BK": 128 if K > 64 else 64, "BV": 64, "num_warps": 4, "num_stages": stages}

@@ -13,8 +13,9 @@ from flacompose.ops.families._kernels import bounded, find_chunk
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# The kinds of sums of gates in `d_sums`. For each token: those that end at it, from the chunk's start and from other
-# tokens; those that begin after it and end at other tokens; and the one that begins after it and ends with the chunk.
+# The kinds of sums of gates in `d_sums`, in the order of their parts. For each token: those that end at it, from the
+# chunk's start and from other tokens; those that begin after it and end at other tokens; and the one that begins after
+# it and ends with the chunk.
 ENDING = tl.constexpr(0)
 BEGINNING = tl.constexpr(1)
 TO_END = tl.constexpr(2)
@@ -62,10 +63,10 @@ def gate_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def gate_gradient_kernel(
-    d_sums,  # [chunks, 3, PARTS, H, C], the gradients of sums of gates, by `ENDING`, `BEGINNING` and `TO_END`
+    d_sums,  # [chunks, PARTS, H, C], the gradients of sums of gates, of which each kind is added up
     d_whole,  # [chunks, H, D]: of the sum over the chunk, to be added up
     dg,  # [tokens, H]
-    d_beta,  # [chunks, PARTS, H, C]: of how strongly tokens are written, to be added up
+    d_beta,  # [chunks, BETAS, H, C]: of how strongly tokens are written, to be added up
     dbeta,  # [tokens, H]
     cu_seqlens,
     T,
@@ -76,9 +77,16 @@ def gate_gradient_kernel(
     C: tl.constexpr,
     BH: tl.constexpr,
     BD: tl.constexpr,
+    ENDINGS: tl.constexpr,
+    BEGINNINGS: tl.constexpr,
     PARTS: tl.constexpr,
+    BETAS: tl.constexpr,
 ):
-    """The gradient of every gate from those of the sums that contain it."""
+    """The gradient of every gate from those of the sums that contain it.
+
+    Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of `BEGINNING`, and
+    the others of `TO_END`.
+    """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
     t = tl.arange(0, C)
@@ -91,13 +99,14 @@ def gate_gradient_kernel(
     from_here = tl.zeros([C, BH], dtype=tl.float32)
     before = tl.zeros([C, BH], dtype=tl.float32)
     for part in tl.static_range(PARTS):
-        ending = (((row * 3 + ENDING) * PARTS + part) * H + h)[None, :] * C + t[:, None]
-        beginning = (((row * 3 + BEGINNING) * PARTS + part) * H + h)[None, :] * C + t[:, None]
-        to_end = (((row * 3 + TO_END) * PARTS + part) * H + h)[None, :] * C + t[:, None]
-        from_here += tl.load(d_sums + ending, mask=in_h, other=0.0) * scale
-        from_here -= tl.load(d_sums + beginning, mask=in_h, other=0.0) * unit
-        # From the token before: the sum to the chunk's end begins after a token.
-        before += tl.load(d_sums + to_end - 1, mask=in_h & (t > 0)[:, None], other=0.0)
+        at_sums = ((row * PARTS + part) * H + h)[None, :] * C + t[:, None]
+        if part < ENDINGS:
+            from_here += tl.load(d_sums + at_sums, mask=in_h, other=0.0) * scale
+        elif part < ENDINGS + BEGINNINGS:
+            from_here -= tl.load(d_sums + at_sums, mask=in_h, other=0.0) * unit
+        else:
+            # From the token before: the sum to the chunk's end begins after a token.
+            before += tl.load(d_sums + at_sums - 1, mask=in_h & (t > 0)[:, None], other=0.0)
     whole = tl.zeros([BH], dtype=tl.float32)
     for tile in tl.static_range((D + BD - 1) // BD):
         d = tile * BD + tl.arange(0, BD)
@@ -108,8 +117,8 @@ def gate_gradient_kernel(
     tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
     if dbeta is not None:
         written = tl.zeros([C, BH], dtype=tl.float32)
-        for part in tl.static_range(PARTS):
-            at_part = ((row * PARTS + part) * H + h)[None, :] * C + t[:, None]
+        for part in tl.static_range(BETAS):
+            at_part = ((row * BETAS + part) * H + h)[None, :] * C + t[:, None]
             written += tl.load(d_beta + at_part, mask=in_h, other=0.0)
         tl.store(
             dbeta + token[:, None] * H + h[None, :], (written * unit).to(dbeta.dtype.element_ty), mask=mask

@@ -3,13 +3,14 @@
 Within a chunk, with `S` the state before it, `dS` the gradient of the state after it, and `w` the decay between tokens:
 
     dq_i = sum over j <= i of w_ij (do_i . v_j) k_j + w_i S do_i       w_i from the chunk's start
-    dk_j = sum over i >= j of w_ij (v_j . do_i) q_i + w_j dS v_j       w_j to the chunk's end
+    dk_j = sum over i >= j of w_ij (do_i . v_j) q_i + w_j dS v_j       w_j to the chunk's end
 
 Where tokens are written with a strength ``beta_j``, ``beta_j v_j`` takes the place of ``v_j``. The gradient of
 ``beta_j`` is the product of ``k_j`` with the gradient that ``k_j`` would have if it were 1.
 
-These are one sum, the roles of q and k, v and do, S and dS exchanged. Heads of values that share queries and keys are
-added up before their pairs are multiplied by the keys, so that this product is made once for all of them.
+A program has a block of the chunk. The pairs of its own tokens are computed once for queries and keys, those with
+tokens of other blocks once for each. Heads of values that share queries and keys are added up before their pairs are
+multiplied by these, so that this product is made once for all of them.
 """
 
 from __future__ import annotations
@@ -27,9 +28,6 @@ from flacompose.ops.families._kernels import (
     split_program,
     store_tile,
 )
-from flacompose.ops.families.scalar_decay.gates import BEGINNING, ENDING, TO_END
-
-FLAT = tl.constexpr(2048)  # numbers of a state that are multiplied by those of another at a time
 
 
 @triton.jit
@@ -40,21 +38,94 @@ def _sums(sums, rest, at):
     return high, low
 
 
+@triton.jit
+def _at(x, row, part, PARTS: tl.constexpr, hv, HV, t, C: tl.constexpr):
+    """Tokens `t` of a part of a chunk of ``x [chunks, PARTS, HV, C]``."""
+    return x + ((row * PARTS + part) * HV + hv) * C + t
+
+
+@triton.jit
+def _pairs(
+    x,  # [tokens, HV, V], of a head from the chunk's first token on, as the following
+    y,
+    sums,
+    rest,
+    at,  # where the sums of the head's chunk are
+    scale,
+    i,
+    j,
+    size,
+    HV,
+    V,
+    BC: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``w_ij (x_i . y_j)`` of tokens `i` and `j` of the chunk."""
+    pairs = tl.zeros([BC, BC], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d2 = v0 + tl.arange(0, BV)
+        x_ = load_tile(x, i, size, 0, d2, HV, V)
+        pairs += dot(x_, tl.trans(load_tile(y, j, size, 0, d2, HV, V)), DOT)
+    high, low = _sums(sums, rest, at + i)
+    high_j, low_j = _sums(sums, rest, at + j)
+    between = tl.abs(high[:, None] - high_j[None, :] + (low[:, None] - low_j[None, :]))
+    # Keys do not write if `scale` is 0: see `sweep_kernel`.
+    return tl.where(scale == 0.0, 0.0, pairs * tl.exp2(-between))
+
+
+@triton.jit
+def _through_state(
+    x,  # [tokens, HV, V], of a head from the chunk's first token on
+    state,  # [K, V]
+    other,  # [K, V]
+    block,
+    t,
+    size,
+    d,
+    HV,
+    K,
+    V,
+    BC: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FINE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``state x_t`` at keys `d`, and the share of a block in the sum of the products of numbers of the two states."""
+    out = tl.zeros([BC, BK], dtype=tl.float32)
+    both = tl.zeros([], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d2 = v0 + tl.arange(0, BV)
+        x_ = load_tile(x, t, size, 0, d2, HV, V)
+        state_ = load_state(state, d, d2, K, V)
+        if FINE:
+            out = dot_split(x_, state_, DOT, out)
+        else:
+            out += dot(x_, state_, DOT)
+        if other is not None:
+            keys = tl.where(v0 // BV % BLOCKS == block, K, 0)  # blocks take turns
+            both += tl.sum(state_.to(tl.float32) * load_state(other, d, d2, keys, V).to(tl.float32))
+    return out, both
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
-    a,  # [tokens, HV, V]: do, or with `REVERSE` v
-    b,  # [tokens, HV, V]: v, or do
-    x,  # [tokens, H, K]: k, or q
-    y,  # [tokens, H, K]: q, or k
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    v,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
-    out,  # [tokens, HV / GROUP, K]: the gradient of `y`, that of the heads of a program
-    d_sums,  # [chunks, 3, PARTS, HV, C], for `gate_gradient_kernel`, as the following
+    dq,  # [tokens, HV / GROUP, K], that of the heads of a program
+    dk,  # [tokens, HV / GROUP, K], likewise
+    d_sums,  # [chunks, 5 * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
     d_whole,  # [chunks, HV, tiles of K * BLOCKS]
-    d_beta,  # [chunks, PARTS, HV, C], likewise, with `REVERSE`
+    d_beta,  # [chunks, 2 * tiles of K, HV, C]
     cu_seqlens,
     T,
     N,
@@ -68,163 +139,119 @@ def gradient_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     GROUP: tl.constexpr,
-    SHARES: tl.constexpr,
-    REVERSE: tl.constexpr,
     FINE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The gradient of queries, or with `REVERSE` of keys, and of the sums of gates that end, or begin, at a token.
+    """The gradients of queries and keys, and what each tile of keys gives of those of sums of gates and of `beta`.
 
     A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of values that
-    share queries and keys. `FINE`: the products with states, which are float32, are of factors in two parts.
+    share queries and keys; with several heads, the block is the chunk. `FINE`: the products with states, which are
+    float32, are of factors in two parts.
 
-    The gradients of sums of gates, and of `beta`, come in `PARTS` parts, which `gate_gradient_kernel` adds up: `SHARES`
-    for each tile of keys. With one head to a program that is one, and otherwise one for each block of tokens at the
-    other end of a sum, and one for the state.
+    For each tile, `d_sums` has five parts: of the sums of gates that end at a token, from the tokens of its block, and
+    from earlier blocks and the chunk's start; of those that begin after it, to the tokens of its block, and to those of
+    later blocks; and of the one to the chunk's end. `d_beta` has two, through the tokens of the block and through all
+    else.
     """
-    tiles: tl.constexpr = (K + BK - 1) // BK
+    TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
-    PARTS: tl.constexpr = tiles * SHARES
-    KIND: tl.constexpr = BEGINNING if REVERSE else ENDING
+    tl.static_assert(GROUP == 1 or BLOCKS == 1)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    part, row, group = split_program(tiles * BLOCKS, tl.num_programs(0) // (HV // GROUP * tiles * BLOCKS))
+    part, row, group = split_program(TILES * BLOCKS, tl.num_programs(0) // (HV // GROUP * TILES * BLOCKS))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile = (part % TILES).to(tl.int32)
+    block = (part // TILES).to(tl.int32)
     if lo >= hi:
         return
-    tile = (part % tiles).to(tl.int32)
-    block = (part // tiles).to(tl.int32)
     first = group * GROUP  # of its heads
     h = first // (HV // H)
     # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     size = tl.minimum(hi - lo, C).to(tl.int32)
-    i = block * BC + tl.arange(0, BC)
+    t = block * BC + tl.arange(0, BC)
     d = tile * BK + tl.arange(0, BK)
-    a += (lo * HV + first) * V
-    b += (lo * HV + first) * V
-    x += (lo * H + h) * K
-    y += (lo * H + h) * K
-    # Keys do not write if `scale` is 0: see `sweep_kernel`.
-    unit = scale
-    if REVERSE:
-        unit = tl.where(scale == 0.0, 1.0, scale)
-    y_ = load_tile(y, i, size, 0, d, H, K)
-    nothing = tl.zeros([BC], dtype=tl.float32)
-    for head in range(GROUP):
-        for other in range(SHARES - 1):
-            at_sums = d_sums + ((row * 3 * PARTS + tile * SHARES + other) * HV + first + head) * C + i
-            if REVERSE:
-                tl.store(at_sums + TO_END * PARTS * HV * C, nothing)
-                tl.store(at_sums + BEGINNING * PARTS * HV * C, nothing, mask=other < block)
-                if d_beta is not None:
-                    at_beta = ((row * PARTS + tile * SHARES + other) * HV + first + head) * C + i
-                    tl.store(d_beta + at_beta, nothing, mask=other < block)
-            else:
-                tl.store(at_sums + ENDING * PARTS * HV * C, nothing, mask=other > block)
+    q += (lo * H + h) * K
+    k += (lo * H + h) * K
+    q_ = load_tile(q, t, size, 0, d, H, K)
+    k_ = load_tile(k, t, size, 0, d, H, K)
 
-    # Through the state, which the gates from the chunk's start, or to its end, decay.
+    # Through the block's own tokens: what multiplies keys, and transposed queries, over all heads.
+    joint = tl.zeros([BC, BC], dtype=tl.float32)
+    products = dot(q_, tl.trans(k_), DOT)
+    for head in range(GROUP):
+        hv = first + head
+        at_v, at_gates = (lo * HV + hv) * V, (row * HV + hv) * C
+        pairs = _pairs(do + at_v, v + at_v, sums, rest, at_gates, scale, t, t, size, HV, V, BC, BV, DOT)
+        pairs = tl.where(t[:, None] >= t[None, :], pairs, 0.0)
+        d_pairs = pairs * products
+        if beta is not None:
+            if d_beta is not None:
+                tl.store(_at(d_beta, row, tile, 2 * TILES, hv, HV, t, C), tl.sum(d_pairs, 0))
+            beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
+            pairs *= beta_[None, :]
+            d_pairs *= beta_[None, :]
+        joint += pairs
+        # No gate decays the pair of a token with itself: it would drown the others in the gate's gradient.
+        d_pairs = tl.where(t[:, None] > t[None, :], d_pairs, 0.0)
+        tl.store(_at(d_sums, row, tile, 5 * TILES, hv, HV, t, C), tl.sum(d_pairs, 1))
+        tl.store(_at(d_sums, row, tile + 2 * TILES, 5 * TILES, hv, HV, t, C), tl.sum(d_pairs, 0))
+
+    # Through the state before the chunk, which the gates from its start decay, and the blocks before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
-    # With one head to a program, the gradients of its sums of `KIND`, and of `beta`, are added up here.
-    d_kind = tl.zeros([BC], dtype=tl.float32)
-    d_strength = tl.zeros([BC], dtype=tl.float32)
     for head in range(GROUP):
-        rh = row * HV + first + head
-        high, low = _sums(sums, rest, rh * C + i)
-        through = tl.zeros([BC, BK], dtype=tl.float32)
-        for v0 in range(0, V, BV):
-            d2 = v0 + tl.arange(0, BV)
-            a_ = load_tile(a + head * V, i, size, 0, d2, HV, V)
-            S_ = load_state((d_states if REVERSE else states) + rh * K * V, d, d2, K, V)
-            if FINE:
-                through = dot_split(a_, S_, DOT, through)
-            else:
-                through += dot(a_, S_, DOT)
-        at_sums = d_sums + ((row * 3 * PARTS + tile * SHARES + SHARES - 1) * HV + first + head) * C + i
-        if REVERSE:
-            total, total_rest = _sums(sums, rest, rh * C + C - 1)
-            through *= tl.exp2(total - high + (total_rest - low))[:, None]
-            d_through = tl.sum(through * y_, 1)
+        hv = first + head
+        rh = row * HV + hv
+        do_, v_ = do + (lo * HV + hv) * V, v + (lo * HV + hv) * V
+        through, _ = _through_state(
+            do_, states + rh * K * V, None, block, t, size, d, HV, K, V, BC, BK, BV, BLOCKS, FINE, DOT
+        )
+        high, low = _sums(sums, rest, rh * C + t)
+        through *= tl.exp2(high + low)[:, None]
+        for other in range(block if BLOCKS > 1 else 0):
+            j = other * BC + tl.arange(0, BC)
+            k_j = load_tile(k, j, size, 0, d, H, K)
+            pairs = _pairs(do_, v_, sums, rest, rh * C, scale, t, j, size, HV, V, BC, BV, DOT)
             if beta is not None:
-                beta_ = tl.load(beta + (lo + i) * HV + first + head, mask=i < size, other=0.0).to(tl.float32)
-                if d_beta is not None:
-                    if GROUP == 1:
-                        d_strength += d_through
-                    else:
-                        at_beta = ((row * PARTS + tile * SHARES + SHARES - 1) * HV + first + head) * C + i
-                        tl.store(d_beta + at_beta, d_through)
-                through *= beta_[:, None]
-                d_through *= beta_
-            tl.store(at_sums + TO_END * PARTS * HV * C, d_through)
-            if GROUP > 1:
-                tl.store(at_sums + BEGINNING * PARTS * HV * C, nothing)
-            # The sum over the whole chunk decays what goes through it, of which each block adds up some keys.
-            whole = tl.zeros([FLAT], dtype=tl.float32)
-            for at in range(0, BK // BLOCKS * V, FLAT):
-                place = at + tl.arange(0, FLAT)
-                from_tile = (tile * BK + block * (BK // BLOCKS)) * V + place
-                mask = (place < BK // BLOCKS * V) & (from_tile < K * V)
-                S_ = tl.load(states + rh * K * V + from_tile, mask=mask, other=0.0).to(tl.float32)
-                whole += S_ * tl.load(d_states + rh * K * V + from_tile, mask=mask, other=0.0).to(tl.float32)
-            whole = tl.sum(whole) * tl.exp2(total + total_rest)
-            tl.store(d_whole + rh * tiles * BLOCKS + part, whole)
-        else:
-            through *= tl.exp2(high + low)[:, None]
-            if GROUP == 1:
-                d_kind += tl.sum(through * y_, 1)
-            else:
-                tl.store(at_sums + ENDING * PARTS * HV * C, tl.sum(through * y_, 1))
-        acc += through
-
-    # Through the tokens of the chunk, of which queries have those before them, and keys those after them.
-    begin = block if REVERSE else 0
-    end = BLOCKS if REVERSE else block + 1
-    for other in range(begin, end):
-        j = other * BC + tl.arange(0, BC)
-        x_ = load_tile(x, j, size, 0, d, H, K)
-        products = dot(y_, tl.trans(x_), DOT)
-        joint = tl.zeros([BC, BC], dtype=tl.float32)
-        for head in range(GROUP):
-            rh = row * HV + first + head
-            pairs = tl.zeros([BC, BC], dtype=tl.float32)
-            for v0 in range(0, V, BV):
-                d2 = v0 + tl.arange(0, BV)
-                a_ = load_tile(a + head * V, i, size, 0, d2, HV, V)
-                pairs += dot(a_, tl.trans(load_tile(b + head * V, j, size, 0, d2, HV, V)), DOT)
-            high, low = _sums(sums, rest, rh * C + i)
-            high_j, low_j = _sums(sums, rest, rh * C + j)
-            between = tl.abs(high[:, None] - high_j[None, :] + (low[:, None] - low_j[None, :]))
-            if REVERSE:
-                pairs = tl.where(scale == 0.0, 0.0, pairs)
-            # No gate decays the pair of a token with itself: it would drown the others in the gate's gradient.
-            itself = tl.where(i[:, None] == j[None, :], pairs, 0.0)
-            counts = i[:, None] < j[None, :] if REVERSE else i[:, None] > j[None, :]
-            pairs = tl.where(counts, pairs * tl.exp2(-between), 0.0)
-            if beta is not None and not REVERSE:
-                beta_j = tl.load(beta + (lo + j) * HV + first + head, mask=j < size, other=0.0).to(tl.float32)
+                beta_j = tl.load(beta + (lo + j) * HV + hv, mask=j < size, other=0.0).to(tl.float32)
                 pairs *= beta_j[None, :]
-                itself *= beta_j[None, :]
-            d_pairs = tl.sum(pairs * products, 1)
-            if beta is not None and REVERSE:
-                beta_i = tl.load(beta + (lo + i) * HV + first + head, mask=i < size, other=0.0).to(tl.float32)
-                if d_beta is not None:
-                    d_written = d_pairs + tl.sum(itself * products, 1)
-                    if GROUP == 1:
-                        d_strength += d_written
-                    else:
-                        at_beta = ((row * PARTS + tile * SHARES + other) * HV + first + head) * C + i
-                        tl.store(d_beta + at_beta, d_written)
-                d_pairs *= beta_i
-                pairs *= beta_i[:, None]
-                itself *= beta_i[:, None]
-            if GROUP == 1:
-                d_kind += d_pairs
-            else:
-                at_sums = d_sums + ((row * 3 * PARTS + tile * SHARES + other) * HV + first + head) * C + i
-                tl.store(at_sums + KIND * PARTS * HV * C, d_pairs)
-            joint += pairs + itself
-        acc = split_dot(joint, x_, DOT, acc)
-    if GROUP == 1:
-        tl.store(d_sums + (((row * 3 + KIND) * PARTS + tile) * HV + first) * C + i, d_kind)
-        if REVERSE and d_beta is not None:
-            tl.store(d_beta + ((row * PARTS + tile) * HV + first) * C + i, d_strength)
-    if out is not None:
-        store_tile(out + (lo * (HV // GROUP) + group) * K, acc * unit, i, size, 0, d, HV // GROUP, K)
+            through = split_dot(pairs, k_j, DOT, through)
+        acc += through
+        tl.store(_at(d_sums, row, tile + TILES, 5 * TILES, hv, HV, t, C), tl.sum(through * q_, 1))
+    if dq is not None:
+        acc = split_dot(joint, k_, DOT, acc)
+        store_tile(dq + (lo * (HV // GROUP) + group) * K, acc * scale, t, size, 0, d, HV // GROUP, K)
+
+    # Through the state after it, to which the gates until its end decay, and the blocks after this one.
+    acc = tl.zeros([BC, BK], dtype=tl.float32)
+    for head in range(GROUP):
+        hv = first + head
+        rh = row * HV + hv
+        do_, v_ = do + (lo * HV + hv) * V, v + (lo * HV + hv) * V
+        S, dS = states + rh * K * V, d_states + rh * K * V
+        through, both = _through_state(v_, dS, S, block, t, size, d, HV, K, V, BC, BK, BV, BLOCKS, FINE, DOT)
+        high, low = _sums(sums, rest, rh * C + t)
+        total, total_rest = _sums(sums, rest, rh * C + C - 1)
+        # What goes from one to the other state is decayed by all of the chunk's gates.
+        tl.store(d_whole + rh * TILES * BLOCKS + part, both * tl.exp2(total + total_rest))
+        through *= tl.exp2(total - high + (total_rest - low))[:, None]
+        d_to_end = tl.sum(through * k_, 1)
+        for other in range(block + 1, BLOCKS):
+            i = other * BC + tl.arange(0, BC)
+            q_i = load_tile(q, i, size, 0, d, H, K)
+            pairs = _pairs(v_, do_, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT)
+            through = split_dot(pairs, q_i, DOT, through)
+        d_written = tl.sum(through * k_, 1)
+        d_after = d_written - d_to_end
+        if beta is not None:
+            if d_beta is not None:
+                tl.store(_at(d_beta, row, tile + TILES, 2 * TILES, hv, HV, t, C), d_written)
+            beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
+            through *= beta_[:, None]
+            d_to_end *= beta_
+            d_after *= beta_
+        acc += through
+        tl.store(_at(d_sums, row, tile + 3 * TILES, 5 * TILES, hv, HV, t, C), d_after)
+        tl.store(_at(d_sums, row, tile + 4 * TILES, 5 * TILES, hv, HV, t, C), d_to_end)
+    if dk is not None:
+        acc = split_dot(tl.trans(joint), q_, DOT, acc)
+        acc *= tl.where(scale == 0.0, 1.0, scale)
+        store_tile(dk + (lo * (HV // GROUP) + group) * K, acc, t, size, 0, d, HV // GROUP, K)
