@@ -29,7 +29,7 @@ from .report import Row
 
 MODEL = "gla"
 QUANTITIES = ("prefill", "token", "check")
-MODES = EAGER, COMPILED, TUNED, GRAPH = "eager", "compiled", "compiled and tuned", "CUDA graph"
+MODES = EAGER, COMPILED, GRAPH, TUNED = "eager", "compiled", "CUDA graph", "compiled and tuned"
 TUNING = {"max_autotune": True, "cpp_wrapper": True}
 """Options of Inductor for `TUNED`, which decodes alone: what launches fewer kernels, and each in less time."""
 PROMPT, TOKEN, KERNELS = "prompt", "one token", "kernels of one token"
