@@ -32,6 +32,8 @@ QUANTITIES = ("prefill", "token", "check")
 MODES = EAGER, COMPILED, GRAPH, TUNED = "eager", "compiled", "CUDA graph", "compiled and tuned"
 TUNING = {"max_autotune": True, "cpp_wrapper": True}
 """Options of Inductor for `TUNED`, which decodes alone: what launches fewer kernels, and each in less time."""
+DEFAULT_MODES = EAGER, COMPILED, GRAPH
+"""`TUNED` compiles for minutes."""
 PROMPT, TOKEN, KERNELS = "prompt", "one token", "kernels of one token"
 CHECKED, ACCEPTED = 8, 4
 """Tokens that are checked in one call, and how many of them are then right."""
@@ -41,6 +43,8 @@ AGAIN = f"{CHECKED} tokens, then {ACCEPTED} of them again"
 LIMITS = {
     ("B1 T1", f"{TOKEN}, {GRAPH}"): 0.4,
     ("B64 T1", f"{TOKEN}, {GRAPH}"): 0.8,
+    ("B1 T1", f"{TOKEN}, {COMPILED}"): 2.0,
+    ("B64 T1", f"{TOKEN}, {COMPILED}"): 2.0,
     ("B1 T1", f"{TOKEN}, {TUNED}"): 2.0,
     ("B64 T1", f"{TOKEN}, {TUNED}"): 2.0,
 }
@@ -107,7 +111,7 @@ Options = dict[str, Any]
 """Of Inductor, by name."""
 
 
-def compiler(mode: str, backend: str, options: Options | None = None) -> Compile:
+def compiler(mode: str, backend: str, options: Options | None = None, dynamic: bool | None = None) -> Compile:
     """What a function of this module passes before it is called in a mode; each is compiled once."""
     if mode == EAGER:
         return lambda function: function
@@ -115,7 +119,9 @@ def compiler(mode: str, backend: str, options: Options | None = None) -> Compile
 
     def compiled(function: Function) -> Function:
         if function not in made:
-            made[function] = torch.compile(function, fullgraph=True, backend=backend, options=options)
+            made[function] = torch.compile(
+                function, fullgraph=True, backend=backend, options=options, dynamic=dynamic
+            )
         return made[function]
 
     return compiled
@@ -190,24 +196,27 @@ def take_all(
 ) -> None:
     # The graphs of `speculate` are of what `COMPILED` compiles.
     by_inductor = compiler(COMPILED, backend, options)
-    tuned = compiler(TUNED, backend, {**TUNING, **options})
-    compilers = {EAGER: compiler(EAGER, backend), COMPILED: by_inductor, TUNED: tuned, GRAPH: by_inductor}
+    compilers = {EAGER: compiler(EAGER, backend), COMPILED: by_inductor, GRAPH: by_inductor}
+    tuned = partial(compiler, TUNED, backend, {**TUNING, **options}, dynamic=False)
     start = time.perf_counter()
     for mode in modes:
         if mode in (TUNED, GRAPH) and not on_gpu(model):
+            answer(note=f"{mode}: needs a GPU")
             continue
-        way = mode, compilers[mode]
         if "token" in wanted:
             for B in size.batches:
-                attempt(f"decoding, {mode}, at batch {B}", partial(decode, model, B, *way, options, calls))
-        if "check" in wanted and mode != TUNED:
+                # Kernels that are tuned are tuned for one batch, as those of a graph.
+                compiled = compilers[mode] if mode in compilers else tuned()
+                one = partial(decode, model, B, mode, compiled, options, calls)
+                attempt(f"decoding, {mode}, at batch {B}", one)
+        if "check" in wanted and mode in compilers:
             for B in size.checked:
-                several = max(1, calls // CHECKED)
-                attempt(f"checking, {mode}, at batch {B}", partial(speculate, model, B, size, *way, several))
-        if "prefill" in wanted and mode not in (TUNED, GRAPH):
+                one = partial(speculate, model, B, size, mode, compilers[mode], max(1, calls // CHECKED))
+                attempt(f"checking, {mode}, at batch {B}", one)
+        if "prefill" in wanted and mode in compilers and mode != GRAPH:
             for B in size.batches:
-                several = max(1, calls // 10)
-                attempt(f"{B} prompts, {mode}", partial(prefill, model, B, size, *way, several))
+                one = partial(prefill, model, B, size, mode, compilers[mode], max(1, calls // 10))
+                attempt(f"{B} prompts, {mode}", one)
         answer(note=f"{mode}: all of it in {time.perf_counter() - start:.0f} s, compilation included")
         start = time.perf_counter()
 
@@ -236,7 +245,7 @@ def take(
 def option(text: str) -> str:
     """`text`, which has to be ``NAME=VALUE``, the value a Python literal."""
     name, _, value = text.partition("=")
-    with contextlib.suppress(SyntaxError, ValueError):
+    with contextlib.suppress(SyntaxError, ValueError, TypeError):
         ast.literal_eval(value)
         if name:
             return text
@@ -296,7 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The model in this process.")
     add = parser.add_argument
     add("--quantities", nargs="+", choices=QUANTITIES, default=list(QUANTITIES))
-    add("--modes", nargs="+", choices=MODES, default=list(MODES))
+    add("--modes", nargs="+", choices=MODES, default=list(DEFAULT_MODES))
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--backend", default="inductor")
     add("--inductor", nargs="*", type=option, default=[])

@@ -92,12 +92,12 @@ def parser() -> argparse.ArgumentParser:
         help="tiny ones, here and in generation, to look at the benchmark itself",
     )
     add = p.add_argument_group("generation").add_argument
-    for name, choices, metavar in (
-        ("--generation", generation.QUANTITIES, "QUANTITY"),
-        ("--modes", generation.MODES, "MODE"),
+    for name, choices, default, metavar in (
+        ("--generation", generation.QUANTITIES, generation.QUANTITIES, "QUANTITY"),
+        ("--modes", generation.MODES, generation.DEFAULT_MODES, "MODE"),
     ):
-        told = f"of {', '.join(choices)} (default: all)"
-        add(name, nargs="+", choices=choices, default=list(choices), metavar=metavar, help=told)
+        told = f"of {', '.join(choices)} (default: {', '.join(default)})"
+        add(name, nargs="+", choices=choices, default=list(default), metavar=metavar, help=told)
     add(
         "--inductor",
         nargs="+",

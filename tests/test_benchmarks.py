@@ -890,7 +890,7 @@ def test_generation_run(tmp_path: Path):
     arguments = ["--parts", "generation", "--device", "cpu", "--small", "--backend", "eager"]
     run.main([*arguments, "--out", str(tmp_path)])
     saved = Results.load(tmp_path / "generation-gla-cpu.json")
-    assert len(saved.notes) == 2 and not [note for note in saved.notes if "failed" in note]
+    assert len(saved.notes) == 3 and not [note for note in saved.notes if "failed" in note]
     by_case: dict[tuple[str, str], list[str]] = {}
     for row in saved.rows:
         assert row.op == "gla model" and row.ours is not None and row.ours > 0
@@ -1043,7 +1043,33 @@ def test_generation_compiles_with_options(monkeypatch, recurrent_model):
     assert given == [options, options]
 
 
-@pytest.mark.parametrize("text", ["cpp_wrapper", "cpp_wrapper=", "cpp_wrapper=yes", "=True"])
+def test_what_is_tuned_is_tuned_for_each_batch(monkeypatch, recurrent_model):
+    """With options of its own, of which those that are asked for may take the place."""
+    given = []
+
+    def made(function, **named):
+        given.append((named["options"], named["dynamic"]))
+        return function
+
+    monkeypatch.setattr(torch, "compile", made)
+    monkeypatch.setattr(generation, "on_gpu", lambda model: True)
+    monkeypatch.setattr(measure, "wall_us", lambda fn, **_: (fn(), 1e3)[1])
+    monkeypatch.setattr(measure, "kernels", lambda fn: 24)
+    asked = {"cpp_wrapper": False}
+    modes = [generation.COMPILED, generation.TUNED]
+    generation.take_all(recurrent_model, generation.SMALL, ["token"], modes, "inductor", asked, 1)
+    assert given == [(asked, None), *[({"max_autotune": True, "cpp_wrapper": False}, False)] * 2]
+
+
+def test_modes_that_need_a_gpu_say_so(recurrent_model, capsys):
+    generation.take_all(
+        recurrent_model, generation.SMALL, ["token"], [generation.GRAPH, generation.TUNED], "eager", {}, 1
+    )
+    notes = [x["note"] for x in answers(capsys)]
+    assert notes == ["CUDA graph: needs a GPU", "compiled and tuned: needs a GPU"]
+
+
+@pytest.mark.parametrize("text", ["cpp_wrapper", "cpp_wrapper=", "cpp_wrapper=yes", "=True", "a={[]: 1}"])
 def test_generation_refuses_what_is_no_option(text: str, capsys):
     with pytest.raises(SystemExit):
         run.main(["--parts", "generation", "--inductor", text])

@@ -29,6 +29,15 @@ from flacompose.ops.families._kernels import (
     store_tile,
 )
 
+# The parts of `d_sums`, each for every tile of keys. For each token: the sums of gates that end at it, from the tokens
+# of its block, and from earlier blocks and the chunk's start; those that begin after it, to the tokens of its block,
+# and to those of later blocks; and the one to the chunk's end.
+ENDING_IN_BLOCK = tl.constexpr(0)
+ENDING_FROM_BEFORE = tl.constexpr(1)
+BEGINNING_IN_BLOCK = tl.constexpr(2)
+BEGINNING_TO_LATER = tl.constexpr(3)
+TO_CHUNK_END = tl.constexpr(4)
+
 
 @triton.jit
 def _sums(sums, rest, at):
@@ -93,7 +102,10 @@ def _through_state(
     FINE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``state x_t`` at keys `d`, and the share of a block in the sum of the products of numbers of the two states."""
+    """``state x_t`` at keys `d`, and the share of a block in the sum of the products of numbers of the two states.
+
+    Both at once, so that `state` is read once. Without `other` the sum is 0.
+    """
     out = tl.zeros([BC, BK], dtype=tl.float32)
     both = tl.zeros([], dtype=tl.float32)
     for v0 in range(0, V, BV):
@@ -125,7 +137,7 @@ def gradient_kernel(
     dk,  # [tokens, HV / GROUP, K], likewise
     d_sums,  # [chunks, 5 * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
     d_whole,  # [chunks, HV, tiles of K * BLOCKS]
-    d_beta,  # [chunks, 2 * tiles of K, HV, C]
+    d_beta,  # [chunks, 2 * tiles of K, HV, C], through the tokens of the block, and through all else
     cu_seqlens,
     T,
     N,
@@ -147,14 +159,10 @@ def gradient_kernel(
     A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of values that
     share queries and keys; with several heads, the block is the chunk. `FINE`: the products with states, which are
     float32, are of factors in two parts.
-
-    For each tile, `d_sums` has five parts: of the sums of gates that end at a token, from the tokens of its block, and
-    from earlier blocks and the chunk's start; of those that begin after it, to the tokens of its block, and to those of
-    later blocks; and of the one to the chunk's end. `d_beta` has two, through the tokens of the block and through all
-    else.
     """
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
+    PARTS: tl.constexpr = 5 * TILES
     tl.static_assert(GROUP == 1 or BLOCKS == 1)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     part, row, group = split_program(TILES * BLOCKS, tl.num_programs(0) // (HV // GROUP * TILES * BLOCKS))
@@ -192,8 +200,8 @@ def gradient_kernel(
         joint += pairs
         # No gate decays the pair of a token with itself: it would drown the others in the gate's gradient.
         d_pairs = tl.where(t[:, None] > t[None, :], d_pairs, 0.0)
-        tl.store(_at(d_sums, row, tile, 5 * TILES, hv, HV, t, C), tl.sum(d_pairs, 1))
-        tl.store(_at(d_sums, row, tile + 2 * TILES, 5 * TILES, hv, HV, t, C), tl.sum(d_pairs, 0))
+        tl.store(_at(d_sums, row, ENDING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 1))
+        tl.store(_at(d_sums, row, BEGINNING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 0))
 
     # Through the state before the chunk, which the gates from its start decay, and the blocks before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
@@ -206,7 +214,7 @@ def gradient_kernel(
         )
         high, low = _sums(sums, rest, rh * C + t)
         through *= tl.exp2(high + low)[:, None]
-        for other in range(block if BLOCKS > 1 else 0):
+        for other in range(block if BLOCKS > 1 else 0):  # nothing is compiled for it where there is one block
             j = other * BC + tl.arange(0, BC)
             k_j = load_tile(k, j, size, 0, d, H, K)
             pairs = _pairs(do_, v_, sums, rest, rh * C, scale, t, j, size, HV, V, BC, BV, DOT)
@@ -215,7 +223,9 @@ def gradient_kernel(
                 pairs *= beta_j[None, :]
             through = split_dot(pairs, k_j, DOT, through)
         acc += through
-        tl.store(_at(d_sums, row, tile + TILES, 5 * TILES, hv, HV, t, C), tl.sum(through * q_, 1))
+        tl.store(
+            _at(d_sums, row, ENDING_FROM_BEFORE * TILES + tile, PARTS, hv, HV, t, C), tl.sum(through * q_, 1)
+        )
     if dq is not None:
         acc = split_dot(joint, k_, DOT, acc)
         store_tile(dq + (lo * (HV // GROUP) + group) * K, acc * scale, t, size, 0, d, HV // GROUP, K)
@@ -239,18 +249,20 @@ def gradient_kernel(
             q_i = load_tile(q, i, size, 0, d, H, K)
             pairs = _pairs(v_, do_, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT)
             through = split_dot(pairs, q_i, DOT, through)
+        # What passes through later blocks is a difference, whose error is 1e-7 of what passes through the state: a sum
+        # of its own would take registers that there are not.
         d_written = tl.sum(through * k_, 1)
         d_after = d_written - d_to_end
         if beta is not None:
             if d_beta is not None:
-                tl.store(_at(d_beta, row, tile + TILES, 2 * TILES, hv, HV, t, C), d_written)
+                tl.store(_at(d_beta, row, TILES + tile, 2 * TILES, hv, HV, t, C), d_written)
             beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
             through *= beta_[:, None]
             d_to_end *= beta_
             d_after *= beta_
         acc += through
-        tl.store(_at(d_sums, row, tile + 3 * TILES, 5 * TILES, hv, HV, t, C), d_after)
-        tl.store(_at(d_sums, row, tile + 4 * TILES, 5 * TILES, hv, HV, t, C), d_to_end)
+        tl.store(_at(d_sums, row, BEGINNING_TO_LATER * TILES + tile, PARTS, hv, HV, t, C), d_after)
+        tl.store(_at(d_sums, row, TO_CHUNK_END * TILES + tile, PARTS, hv, HV, t, C), d_to_end)
     if dk is not None:
         acc = split_dot(tl.trans(joint), q_, DOT, acc)
         acc *= tl.where(scale == 0.0, 1.0, scale)
