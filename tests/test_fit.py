@@ -32,7 +32,7 @@ LARGEST = [
     (("scalar_decay g ", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True}), (120,)),
     (("scalar_decay g", "sweep_kernel", FLOAT32, 256, 16, {"BD1": 16}), (120,)),
     (("scalar_decay g_gamma", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True, "FINE": True}), (86,)),
-    (("scalar_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (120,)),
+    (("scalar_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (80, 120)),
     (("delta_rule ", "sweep_kernel", BFLOAT16, 256, 64, {}), (100,)),
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 64, {}), (100,)),
     # More values than a head has, as a batch of many heads has more tiles of them.
