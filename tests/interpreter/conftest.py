@@ -20,9 +20,8 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     """Does what Triton's function of this name does: nothing else replaces the builtins of a package."""
     for name in _names(package):
         member = getattr(package, name)
-        if interpreter.tl.core.is_builtin(
-            member
-        ):  # If a kernel calls a function, the kernel's call has replaced them.
+        # Where a kernel calls a function, the kernel's own call has replaced the builtins already.
+        if interpreter.tl.core.is_builtin(member):
             interpreter._patch_attr(package, name, member, builder, scope)
 
 

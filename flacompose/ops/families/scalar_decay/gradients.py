@@ -208,16 +208,16 @@ def gradient_kernel(
     for head in range(GROUP):
         hv = first + head
         rh = row * HV + hv
-        do_, v_ = do + (lo * HV + hv) * V, v + (lo * HV + hv) * V
+        do_head, v_head = do + (lo * HV + hv) * V, v + (lo * HV + hv) * V
         through, _ = _through_state(
-            do_, states + rh * K * V, None, block, t, size, d, HV, K, V, BC, BK, BV, BLOCKS, FINE, DOT
+            do_head, states + rh * K * V, None, block, t, size, d, HV, K, V, BC, BK, BV, BLOCKS, FINE, DOT
         )
         high, low = _sums(sums, rest, rh * C + t)
         through *= tl.exp2(high + low)[:, None]
         for other in range(block if BLOCKS > 1 else 0):  # nothing is compiled for it where there is one block
             j = other * BC + tl.arange(0, BC)
             k_j = load_tile(k, j, size, 0, d, H, K)
-            pairs = _pairs(do_, v_, sums, rest, rh * C, scale, t, j, size, HV, V, BC, BV, DOT)
+            pairs = _pairs(do_head, v_head, sums, rest, rh * C, scale, t, j, size, HV, V, BC, BV, DOT)
             if beta is not None:
                 beta_j = tl.load(beta + (lo + j) * HV + hv, mask=j < size, other=0.0).to(tl.float32)
                 pairs *= beta_j[None, :]
@@ -235,9 +235,11 @@ def gradient_kernel(
     for head in range(GROUP):
         hv = first + head
         rh = row * HV + hv
-        do_, v_ = do + (lo * HV + hv) * V, v + (lo * HV + hv) * V
+        do_head, v_head = do + (lo * HV + hv) * V, v + (lo * HV + hv) * V
         S, dS = states + rh * K * V, d_states + rh * K * V
-        through, both = _through_state(v_, dS, S, block, t, size, d, HV, K, V, BC, BK, BV, BLOCKS, FINE, DOT)
+        through, both = _through_state(
+            v_head, dS, S, block, t, size, d, HV, K, V, BC, BK, BV, BLOCKS, FINE, DOT
+        )
         high, low = _sums(sums, rest, rh * C + t)
         total, total_rest = _sums(sums, rest, rh * C + C - 1)
         # What goes from one to the other state is decayed by all of the chunk's gates.
@@ -247,10 +249,10 @@ def gradient_kernel(
         for other in range(block + 1, BLOCKS):
             i = other * BC + tl.arange(0, BC)
             q_i = load_tile(q, i, size, 0, d, H, K)
-            pairs = _pairs(v_, do_, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT)
+            pairs = _pairs(v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT)
             through = split_dot(pairs, q_i, DOT, through)
-        # What passes through later blocks is a difference, whose error is 1e-7 of what passes through the state: a sum
-        # of its own would take registers that there are not.
+        # The share of later blocks is a difference, with an error of 1e-7 of the share of the state. A sum of its own
+        # would be exact, but takes registers, of which the kernel uses all.
         d_written = tl.sum(through * k_, 1)
         d_after = d_written - d_to_end
         if beta is not None:
