@@ -28,7 +28,7 @@ from contract.cases import (
     each_softmax,
     every,
 )
-from contract.problems import Problem, call, draw, evaluate, permuted, side_by_side
+from contract.problems import Problem, call, call_reference, draw, evaluate, permuted, side_by_side
 from contract.test_pure import head_first
 from launches import tables_of
 from torch import Tensor
@@ -336,6 +336,21 @@ def test_chunks_of_several_blocks(
 
     monkeypatch.setattr(torch, "empty", not_a_number)
     check(problem)
+
+
+@pytest.mark.parametrize("name", ["chunk_simple_gla-g", "chunk_simple_gla-g-beta"])
+@pytest.mark.parametrize("strong", [20, 63, 64, 100])
+def test_gradients_of_gates_before_a_strong_one(
+    name: str, strong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes back from far later states ends at a strong gate, and leaves no rounding error on gates before it."""
+    monkeypatch.setattr(scalar_decay, "chunk_size", lambda bfloat16, step, gates, grouped: 4 * step)
+    problem = draw(replace(NAMED[name], groups=1), CPU, B=1, T=150, K=40, V=70)
+    problem.tensors["g"][:, strong] = -40.0
+    problem = replace(problem, d_final_state=1e7 * problem.d_final_state)
+    truth = evaluate(problem.to(torch.float64), "both", call_reference)["dg"][:, :strong]
+    wrong = evaluate(problem, "both", launched)["dg"][:, :strong] - truth
+    assert wrong.norm() < 1e-5 * truth.norm()
 
 
 @pytest.mark.parametrize(("HV", "parts"), [(6, 1), (9, 3)])

@@ -241,9 +241,10 @@ class _Launches(MatrixSequences):
 
         Fills `dq` and `dk`, if given.
         """
-        H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K)
+        H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K, self.fine)
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
-        d_sums, d_whole = self.per_chunk(5 * tiles, self.H, self.C), self.per_chunk(self.H, tiles * blocks)
+        d_sums = self.per_chunk((3 + blocks) * tiles, self.H, self.C)
+        d_whole = self.per_chunk(self.H, blocks * tiles)
         d_beta = None if beta is None else self.per_chunk(2 * tiles, self.H, self.C)
         launch(
             gradient_kernel,
@@ -275,7 +276,8 @@ class _Launches(MatrixSequences):
             **config,
         )
         dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
-        dg = gate_gradient(self, d_sums, 2 * tiles, 2 * tiles, d_whole, self.scale, dtype, d_beta, dbeta)
+        kinds = (2 * tiles, tiles, tiles)
+        dg = gate_gradient(self, d_sums, kinds, d_whole, blocks, self.scale, dtype, d_beta, dbeta)
         return dg, None if dbeta is None else self.batched(dbeta)
 
 
@@ -295,9 +297,9 @@ def sum_gates(
 def gate_gradient(
     sequences: MatrixSequences,
     d_sums: Tensor,
-    endings: int,
-    beginnings: int,
+    kinds: tuple[int, int, int],
     d_whole: Tensor,
+    blocks: int,
     scale: float,
     dtype: torch.dtype,
     d_beta: Tensor | None = None,
@@ -305,13 +307,16 @@ def gate_gradient(
 ) -> Tensor:
     """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`.
 
-    `endings` and `beginnings`: how many of the parts of `d_sums` are of sums that end, and that begin, at a token.
+    `kinds`: how many of the parts of `d_sums` are of the kinds `ENDING`, `BEGINNING` and `TO_AFTER` of `gates`. A chunk
+    has one or two `blocks`.
     """
-    H, D = d_whole.shape[-2:]
+    (H, D), C = d_whole.shape[-2:], sequences.C
+    endings, beginnings, afters = kinds
     dg = sequences.per_token(H, dtype=dtype)
-    sizes = {"H": H, "D": D, "C": sequences.C, "BH": BH, "BD": block(D, 256), "PARTS": d_sums.shape[1]}
-    sizes |= {"ENDINGS": endings, "BEGINNINGS": beginnings, "BETAS": 0 if d_beta is None else d_beta.shape[1]}
-    grid = (sequences.chunks, tile_count(H, BH))
+    sizes = {"H": H, "D": D, "C": C, "BC": C // blocks, "BH": BH, "BD": block(D, 256)}
+    sizes |= {"ENDINGS": endings, "BEGINNINGS": beginnings, "AFTERS": afters, "PARTS": d_sums.shape[1]}
+    sizes |= {"BETAS": 0 if d_beta is None else d_beta.shape[1]}
+    grid = (sequences.chunks * blocks, tile_count(H, BH))
     launch(
         gate_gradient_kernel,
         grid,
@@ -377,12 +382,13 @@ def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[s
     }
 
 
-def gradient_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
+def gradient_config(chip: Chip, bfloat16: bool, K: int, fine: bool) -> dict[str, int]:
     """Tokens of a block, block sizes of the key axis and of the value axis, which is contracted, warps and stages.
 
-    With three stages, both halves of 128 values are on their way at once. On small chips there is room for two.
+    With three stages, both halves of 128 values are on their way at once. On small chips there is room for two, and so
+    there is for two programs on a large one where states are float32.
     """
     if not bfloat16:
         return {"BC": 64, "BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
-    stages = 2 if chip.is_small else 3
+    stages = 2 if chip.is_small or fine else 3
     return {"BC": 64, "BK": 128 if K > 64 else 64, "BV": 64, "num_warps": 4, "num_stages": stages}

@@ -13,12 +13,14 @@ from flacompose.ops.families._kernels import bounded, find_chunk
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# The kinds of sums of gates in `d_sums`, in the order of their parts. For each token: those that end at it, from the
-# chunk's start and from other tokens; those that begin after it and end at other tokens; and the one that begins after
-# it and ends with the chunk.
+# The kinds of sums of gates in `d_sums`, in the order of their parts. For each token: those that end at it, from its
+# block and from before the block; those that begin after it and end in its block; those that begin after it and end
+# after the block; and where a chunk has two blocks, that which contains all gates of the other block: from the chunk's
+# start to the token, or from the token to the chunk's end.
 ENDING = tl.constexpr(0)
 BEGINNING = tl.constexpr(1)
-TO_END = tl.constexpr(2)
+TO_AFTER = tl.constexpr(2)
+ACROSS = tl.constexpr(3)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
@@ -75,48 +77,61 @@ def gate_gradient_kernel(
     H,
     D: tl.constexpr,
     C: tl.constexpr,
+    BC: tl.constexpr,
     BH: tl.constexpr,
     BD: tl.constexpr,
     ENDINGS: tl.constexpr,
     BEGINNINGS: tl.constexpr,
+    AFTERS: tl.constexpr,
     PARTS: tl.constexpr,
     BETAS: tl.constexpr,
 ):
     """The gradient of every gate from those of the sums that contain it.
 
-    Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of `BEGINNING`, and
-    the others of `TO_END`.
+    A program has a block of `BC` tokens of a chunk of `C`, which is one block or two. Only what is between tokens of a
+    block is found as a difference: what reaches other tokens may be so much larger that a difference would lose it.
+
+    Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of `BEGINNING`, the
+    next `AFTERS` of `TO_AFTER`, and the others of `ACROSS`.
     """
-    row = tl.program_id(0).to(tl.int64)
+    BLOCKS: tl.constexpr = C // BC
+    row = tl.program_id(0).to(tl.int64) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
     start, end = find_chunk(row, T, N, cu_seqlens, C)
-    t = tl.arange(0, C)
+    t = block * BC + tl.arange(0, BC)
     token = start + t
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     in_h = (h < H)[None, :]
     # Backwards the state is kept without `scale`, as `sweep_kernel` says.
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     unit = tl.where(scale == 0.0, 1.0, scale)
-    from_here = tl.zeros([C, BH], dtype=tl.float32)
-    before = tl.zeros([C, BH], dtype=tl.float32)
+    from_here = tl.zeros([BC, BH], dtype=tl.float32)
+    before = tl.zeros([BC, BH], dtype=tl.float32)
+    whole = tl.zeros([BH], dtype=tl.float32)
     for part in tl.static_range(PARTS):
         at_sums = ((row * PARTS + part) * H + h)[None, :] * C + t[:, None]
         if part < ENDINGS:
             from_here += tl.load(d_sums + at_sums, mask=in_h, other=0.0) * scale
         elif part < ENDINGS + BEGINNINGS:
             from_here -= tl.load(d_sums + at_sums, mask=in_h, other=0.0) * unit
+        elif part < ENDINGS + BEGINNINGS + AFTERS:
+            # From the token before: these sums begin after a token.
+            before += tl.load(d_sums + at_sums - 1, mask=in_h & (t > block * BC)[:, None], other=0.0)
         else:
-            # From the token before: the sum to the chunk's end begins after a token.
-            before += tl.load(d_sums + at_sums - 1, mask=in_h & (t > 0)[:, None], other=0.0)
-    whole = tl.zeros([BH], dtype=tl.float32)
+            other_t = (1 - block) * BC + tl.arange(0, BC)
+            at_other = ((row * PARTS + part) * H + h)[None, :] * C + other_t[:, None]
+            across = tl.sum(tl.load(d_sums + at_other, mask=in_h, other=0.0), 0)
+            whole += across * tl.where(block == 0, scale, unit)
     for tile in tl.static_range((D + BD - 1) // BD):
         d = tile * BD + tl.arange(0, BD)
         at_whole = (row * H + h)[:, None] * D + d[None, :]
-        whole += tl.sum(tl.load(d_whole + at_whole, mask=(h < H)[:, None] & (d < D)[None, :], other=0.0), 1)
-    out = tl.cumsum(from_here, 0, reverse=True) + (tl.cumsum(before, 0) + whole[None, :]) * unit
+        in_whole = (h < H)[:, None] & (d < D)[None, :]
+        whole += tl.sum(tl.load(d_whole + at_whole, mask=in_whole, other=0.0), 1) * unit
+    out = tl.cumsum(from_here, 0, reverse=True) + tl.cumsum(before, 0) * unit + whole[None, :]
     mask = (token < end)[:, None] & in_h
     tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
     if dbeta is not None:
-        written = tl.zeros([C, BH], dtype=tl.float32)
+        written = tl.zeros([BC, BH], dtype=tl.float32)
         for part in tl.static_range(BETAS):
             at_part = ((row * BETAS + part) * H + h)[None, :] * C + t[:, None]
             written += tl.load(d_beta + at_part, mask=in_h, other=0.0)

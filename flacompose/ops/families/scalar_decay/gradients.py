@@ -30,13 +30,14 @@ from flacompose.ops.families._kernels import (
 )
 
 # The parts of `d_sums`, each for every tile of keys. For each token: the sums of gates that end at it, from the tokens
-# of its block, and from earlier blocks and the chunk's start; those that begin after it, to the tokens of its block,
-# and to those of later blocks; and the one to the chunk's end.
+# of its block, and from before the block; those that begin after it, to the tokens of its block, and to after the
+# block; and where there are two blocks, that which contains all gates of the other block: from the chunk's start to the
+# token, or from the token to the chunk's end.
 ENDING_IN_BLOCK = tl.constexpr(0)
 ENDING_FROM_BEFORE = tl.constexpr(1)
 BEGINNING_IN_BLOCK = tl.constexpr(2)
-BEGINNING_TO_LATER = tl.constexpr(3)
-TO_CHUNK_END = tl.constexpr(4)
+BEGINNING_TO_AFTER = tl.constexpr(3)
+ACROSS_OTHER_BLOCK = tl.constexpr(4)
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
     dq,  # [tokens, HV / GROUP, K], that of the heads of a program
     dk,  # [tokens, HV / GROUP, K], likewise
-    d_sums,  # [chunks, 5 * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
+    d_sums,  # [chunks, (3 + BLOCKS) * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
     d_whole,  # [chunks, HV, tiles of K * BLOCKS]
     d_beta,  # [chunks, 2 * tiles of K, HV, C], through the tokens of the block, and through all else
     cu_seqlens,
@@ -157,18 +158,18 @@ def gradient_kernel(
     """The gradients of queries and keys, and what each tile of keys gives of those of sums of gates and of `beta`.
 
     A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of values that
-    share queries and keys; with several heads, the block is the chunk. `FINE`: the products with states, which are
-    float32, are of factors in two parts.
+    share queries and keys. A chunk has one block or two, and one if there are several heads. `FINE`: the products with
+    states, which are float32, are of factors in two parts.
     """
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
-    PARTS: tl.constexpr = 5 * TILES
-    tl.static_assert(GROUP == 1 or BLOCKS == 1)
+    PARTS: tl.constexpr = (3 + BLOCKS) * TILES
+    tl.static_assert(BLOCKS == 1 or (BLOCKS == 2 and GROUP == 1))
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     part, row, group = split_program(TILES * BLOCKS, tl.num_programs(0) // (HV // GROUP * TILES * BLOCKS))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     tile = (part % TILES).to(tl.int32)
-    block = (part // TILES).to(tl.int32)
+    block = (part // TILES).to(tl.int32) if BLOCKS > 1 else 0
     if lo >= hi:
         return
     first = group * GROUP  # of its heads
@@ -214,8 +215,10 @@ def gradient_kernel(
         )
         high, low = _sums(sums, rest, rh * C + t)
         through *= tl.exp2(high + low)[:, None]
-        for other in range(block if BLOCKS > 1 else 0):  # nothing is compiled for it where there is one block
-            j = other * BC + tl.arange(0, BC)
+        if block == 1:
+            across = tl.sum(through * q_, 1)
+            tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), across)
+            j = tl.arange(0, BC)
             k_j = load_tile(k, j, size, 0, d, H, K)
             pairs = _pairs(do_head, v_head, sums, rest, rh * C, scale, t, j, size, HV, V, BC, BV, DOT)
             if beta is not None:
@@ -245,26 +248,25 @@ def gradient_kernel(
         # What goes from one to the other state is decayed by all of the chunk's gates.
         tl.store(d_whole + rh * TILES * BLOCKS + part, both * tl.exp2(total + total_rest))
         through *= tl.exp2(total - high + (total_rest - low))[:, None]
-        d_to_end = tl.sum(through * k_, 1)
-        for other in range(block + 1, BLOCKS):
-            i = other * BC + tl.arange(0, BC)
+        if beta is not None:
+            beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
+        if block < BLOCKS - 1:
+            across = tl.sum(through * k_, 1)
+            if beta is not None:
+                across *= beta_
+            tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), across)
+            i = BC + tl.arange(0, BC)
             q_i = load_tile(q, i, size, 0, d, H, K)
             pairs = _pairs(v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT)
             through = split_dot(pairs, q_i, DOT, through)
-        # The share of later blocks is a difference, with an error of 1e-7 of the share of the state. A sum of its own
-        # would be exact, but takes registers, of which the kernel uses all.
         d_written = tl.sum(through * k_, 1)
-        d_after = d_written - d_to_end
         if beta is not None:
             if d_beta is not None:
                 tl.store(_at(d_beta, row, TILES + tile, 2 * TILES, hv, HV, t, C), d_written)
-            beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
+            d_written *= beta_
             through *= beta_[:, None]
-            d_to_end *= beta_
-            d_after *= beta_
         acc += through
-        tl.store(_at(d_sums, row, BEGINNING_TO_LATER * TILES + tile, PARTS, hv, HV, t, C), d_after)
-        tl.store(_at(d_sums, row, TO_CHUNK_END * TILES + tile, PARTS, hv, HV, t, C), d_to_end)
+        tl.store(_at(d_sums, row, BEGINNING_TO_AFTER * TILES + tile, PARTS, hv, HV, t, C), d_written)
     if dk is not None:
         acc = split_dot(tl.trans(joint), q_, DOT, acc)
         acc *= tl.where(scale == 0.0, 1.0, scale)
