@@ -309,10 +309,19 @@ def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.M
 each_scalar_decay = every([case for case in CASES if case.family == "scalar_decay" and case.gates])
 
 
+@pytest.fixture
+def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks as in bfloat16, of two blocks of 64 tokens where heads share no keys."""
+    monkeypatch.setattr(
+        scalar_decay, "chunk_size", lambda bfloat16, step, gates, grouped: 4 * step if gates else step
+    )
+
+
 @each_scalar_decay
 @pytest.mark.parametrize("lengths", [None, [3, 150, 0, 33]], ids=["dense", "packed"])
 @pytest.mark.parametrize("segments", [1, 3])
 @pytest.mark.parametrize("gates", ["mild", "mixed"])
+@pytest.mark.usefixtures("two_blocks")
 def test_chunks_of_several_blocks(
     case: OpCase, lengths: list[int] | None, segments: int, gates: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,9 +330,6 @@ def test_chunks_of_several_blocks(
     Mild gates let pairs of tokens of two blocks through.
     """
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
-    monkeypatch.setattr(
-        scalar_decay, "chunk_size", lambda bfloat16, step, gates, grouped: 4 * step if gates else step
-    )
     # Heads that share keys have chunks of one block.
     alone = replace(case, groups=1)
     problem = draw(alone, CPU, B=1, H=1, T=150, K=40, V=70, lengths=lengths, gates=gates)
@@ -338,16 +344,31 @@ def test_chunks_of_several_blocks(
     check(problem)
 
 
-@pytest.mark.parametrize("name", ["chunk_simple_gla-g", "chunk_simple_gla-g-beta"])
-@pytest.mark.parametrize("strong", [20, 63, 64, 100])
-def test_gradients_of_gates_before_a_strong_one(
-    name: str, strong: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What comes back from far later states ends at a strong gate, and leaves no rounding error on gates before it."""
-    monkeypatch.setattr(scalar_decay, "chunk_size", lambda bfloat16, step, gates, grouped: 4 * step)
+with_blocks = pytest.mark.parametrize("name", ["chunk_simple_gla-g", "chunk_simple_gla-g-beta"])
+
+
+@with_blocks
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+@pytest.mark.usefixtures("two_blocks")
+def test_scale_of_chunks_of_two_blocks(name: str, scale: float) -> None:
+    check(draw(replace(NAMED[name], groups=1), CPU, B=1, H=1, T=150, K=40, V=70, scale=scale))
+
+
+@with_blocks
+@pytest.mark.parametrize("strong", [20, 40, 63, 64, 100])
+@pytest.mark.parametrize("large", ["state", "same block", "later block"])
+@pytest.mark.usefixtures("two_blocks")
+def test_gradients_of_gates_before_a_strong_one(name: str, strong: int, large: str) -> None:
+    """Far larger gradients of later states or outputs end at a strong gate: they leave no error on gates before it."""
     problem = draw(replace(NAMED[name], groups=1), CPU, B=1, T=150, K=40, V=70)
     problem.tensors["g"][:, strong] = -40.0
-    problem = replace(problem, d_final_state=1e7 * problem.d_final_state)
+    end = (strong // 64 + 1) * 64  # of its block
+    if large == "state":
+        problem.d_final_state.mul_(1e7)
+    elif large == "same block":
+        problem.do[:, strong:end] *= 1e7
+    else:
+        problem.do[:, end:] *= 1e7
     truth = evaluate(problem.to(torch.float64), "both", call_reference)["dg"][:, :strong]
     wrong = evaluate(problem, "both", launched)["dg"][:, :strong] - truth
     assert wrong.norm() < 1e-5 * truth.norm()

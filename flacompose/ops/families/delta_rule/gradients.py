@@ -26,7 +26,7 @@ from flacompose.ops.families._kernels import (
 from flacompose.ops.families.scalar_decay.gates import (
     BEGINNING,
     ENDING,
-    TO_AFTER,
+    LEAVING,
     decayed_pairs,
     decayed_rows,
 )
@@ -170,7 +170,7 @@ def gradient_kernel(
             at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
             tl.store(at + ENDING * tiles * HV * C, ending)
             tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
-            tl.store(at + TO_AFTER * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
+            tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
         written += in_chunk + itself * q_
         d_beta = tl.sum(written * k_, 1)
         tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)

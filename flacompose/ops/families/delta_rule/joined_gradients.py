@@ -21,7 +21,7 @@ from flacompose.ops.families._kernels import (
 from flacompose.ops.families.scalar_decay.gates import (
     BEGINNING,
     ENDING,
-    TO_AFTER,
+    LEAVING,
     decayed_pairs,
     decayed_rows,
 )
@@ -219,7 +219,7 @@ def joined_gradient_kernel(
         if d_sums is not None:
             at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
             tl.store(at + ENDING * tiles * HV * C, tl.sum(by_q * q_, 1) + tl.sum(by_k * k_, 1))
-            tl.store(at + TO_AFTER * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
+            tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
         in_chunk = _dot_with_stored(pairs, (q_,), tl.zeros([C, BK], dtype=tl.float32), True, DOT)
         in_chunk = _dot_with_stored(of_k, (k_,), in_chunk, True, DOT)
         if d_sums is not None:

@@ -9,7 +9,7 @@ Where tokens are written with a strength ``beta_j``, ``beta_j v_j`` takes the pl
 ``beta_j`` is the product of ``k_j`` with the gradient that ``k_j`` would have if it were 1.
 
 A program has a block of the chunk. The pairs of its own tokens are computed once for queries and keys, those with
-tokens of other blocks once for each. Heads of values that share queries and keys are added up before their pairs are
+tokens of the other block once for each. Heads of values that share queries and keys are added up before their pairs are
 multiplied by these, so that this product is made once for all of them.
 """
 
@@ -29,15 +29,14 @@ from flacompose.ops.families._kernels import (
     store_tile,
 )
 
-# The parts of `d_sums`, each for every tile of keys. For each token: the sums of gates that end at it, from the tokens
-# of its block, and from before the block; those that begin after it, to the tokens of its block, and to after the
-# block; and where there are two blocks, that which contains all gates of the other block: from the chunk's start to the
-# token, or from the token to the chunk's end.
-ENDING_IN_BLOCK = tl.constexpr(0)
-ENDING_FROM_BEFORE = tl.constexpr(1)
-BEGINNING_IN_BLOCK = tl.constexpr(2)
-BEGINNING_TO_AFTER = tl.constexpr(3)
-ACROSS_OTHER_BLOCK = tl.constexpr(4)
+# The parts of `d_sums`, each for every tile of keys. Of each token: the gradient of the sums of gates that end at it, from
+# before its block; that of the sums that begin after it and end beyond its block; and that of its gate, through pairs of
+# the block. Where there are two blocks, the first two have sums that contain all gates of the other block, from the
+# chunk's start to the token, or from the token to the chunk's end: these are given once more, for those gates.
+ENDING_FROM_BEFORE = tl.constexpr(0)
+LEAVING_BLOCK = tl.constexpr(1)
+GATE_IN_BLOCK = tl.constexpr(2)
+ACROSS_OTHER_BLOCK = tl.constexpr(3)
 
 
 @triton.jit
@@ -136,7 +135,7 @@ def gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
     dq,  # [tokens, HV / GROUP, K], that of the heads of a program
     dk,  # [tokens, HV / GROUP, K], likewise
-    d_sums,  # [chunks, (3 + BLOCKS) * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
+    d_sums,  # [chunks, (2 + BLOCKS) * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
     d_whole,  # [chunks, HV, tiles of K * BLOCKS]
     d_beta,  # [chunks, 2 * tiles of K, HV, C], through the tokens of the block, and through all else
     cu_seqlens,
@@ -163,7 +162,7 @@ def gradient_kernel(
     """
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
-    PARTS: tl.constexpr = (3 + BLOCKS) * TILES
+    PARTS: tl.constexpr = (2 + BLOCKS) * TILES
     tl.static_assert(BLOCKS == 1 or (BLOCKS == 2 and GROUP == 1))
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     part, row, group = split_program(TILES * BLOCKS, tl.num_programs(0) // (HV // GROUP * TILES * BLOCKS))
@@ -199,10 +198,11 @@ def gradient_kernel(
             pairs *= beta_[None, :]
             d_pairs *= beta_[None, :]
         joint += pairs
-        # No gate decays the pair of a token with itself: it would drown the others in the gate's gradient.
-        d_pairs = tl.where(t[:, None] > t[None, :], d_pairs, 0.0)
-        tl.store(_at(d_sums, row, ENDING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 1))
-        tl.store(_at(d_sums, row, BEGINNING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 0))
+        # Each gate decays the pairs of which one token is before it, and the other is not.
+        from_gate = tl.where(t[:, None] <= t[None, :], 1.0, 0.0)
+        d_gates = dot_split(from_gate, d_pairs, DOT, tl.zeros([BC, BC], dtype=tl.float32))
+        d_gates = tl.sum(tl.where(t[:, None] > t[None, :], d_gates, 0.0), 1)
+        tl.store(_at(d_sums, row, GATE_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), d_gates)
 
     # Through the state before the chunk, which the gates from its start decay, and the blocks before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
@@ -215,7 +215,7 @@ def gradient_kernel(
         )
         high, low = _sums(sums, rest, rh * C + t)
         through *= tl.exp2(high + low)[:, None]
-        if block == 1:
+        if block == 1:  # the second of two
             across = tl.sum(through * q_, 1)
             tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), across)
             j = tl.arange(0, BC)
@@ -250,7 +250,7 @@ def gradient_kernel(
         through *= tl.exp2(total - high + (total_rest - low))[:, None]
         if beta is not None:
             beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
-        if block < BLOCKS - 1:
+        if block < BLOCKS - 1:  # the first of two
             across = tl.sum(through * k_, 1)
             if beta is not None:
                 across *= beta_
@@ -259,14 +259,14 @@ def gradient_kernel(
             q_i = load_tile(q, i, size, 0, d, H, K)
             pairs = _pairs(v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT)
             through = split_dot(pairs, q_i, DOT, through)
-        d_written = tl.sum(through * k_, 1)
+        d_leaving = tl.sum(through * k_, 1)
         if beta is not None:
             if d_beta is not None:
-                tl.store(_at(d_beta, row, TILES + tile, 2 * TILES, hv, HV, t, C), d_written)
-            d_written *= beta_
+                tl.store(_at(d_beta, row, TILES + tile, 2 * TILES, hv, HV, t, C), d_leaving)
             through *= beta_[:, None]
+            d_leaving *= beta_
         acc += through
-        tl.store(_at(d_sums, row, BEGINNING_TO_AFTER * TILES + tile, PARTS, hv, HV, t, C), d_written)
+        tl.store(_at(d_sums, row, LEAVING_BLOCK * TILES + tile, PARTS, hv, HV, t, C), d_leaving)
     if dk is not None:
         acc = split_dot(tl.trans(joint), q_, DOT, acc)
         acc *= tl.where(scale == 0.0, 1.0, scale)
