@@ -13,11 +13,11 @@ from flacompose.ops.families._kernels import bounded, find_chunk
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# The kinds of gradients in `d_sums`, in the order of their parts. Of each token: those of the sums of gates that end at
-# it; those of the sums that begin after it and end in its block; those of the sums that begin after it and end beyond
-# its block; and that of its gate. Where a chunk has two blocks, for the gates of the other block: those of the sums that
-# contain all of these gates, from the chunk's start to a token of the second block, and from a token of the first block
-# to the chunk's end.
+# The kinds of gradients in `d_sums`, in the order of their parts. Of each token: those of the sums of gates that end
+# at it; those of the sums that begin after it and end in its block; those of the sums that begin after it and end
+# beyond its block; and that of its gate. Where a chunk has two blocks, for the gates of the other block: those of the
+# sums that contain all of these gates, from the chunk's start to a token of the second block, and from a token of the
+# first block to the chunk's end.
 ENDING = tl.constexpr(0)
 BEGINNING = tl.constexpr(1)
 LEAVING = tl.constexpr(2)

@@ -29,10 +29,11 @@ from flacompose.ops.families._kernels import (
     store_tile,
 )
 
-# The parts of `d_sums`, each for every tile of keys. Of each token: the gradient of the sums of gates that end at it, from
-# before its block; that of the sums that begin after it and end beyond its block; and that of its gate, through pairs of
-# the block. Where there are two blocks, the first two have sums that contain all gates of the other block, from the
-# chunk's start to the token, or from the token to the chunk's end: these are given once more, for those gates.
+# The parts of `d_sums`, each for every tile of keys. Of each token: the gradient of the sums of gates that end at it,
+# from before its block; that of the sums that begin after it and end beyond its block; and that of its gate, through
+# pairs of the block. Where there are two blocks, the first two have sums that contain all gates of the other block,
+# from the chunk's start to the token, or from the token to the chunk's end: these are given once more, for those
+# gates.
 ENDING_FROM_BEFORE = tl.constexpr(0)
 LEAVING_BLOCK = tl.constexpr(1)
 GATE_IN_BLOCK = tl.constexpr(2)
