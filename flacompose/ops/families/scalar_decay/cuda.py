@@ -243,7 +243,7 @@ class _Launches(MatrixSequences):
         """
         H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K, self.fine)
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
-        d_sums = self.per_chunk((2 + blocks) * tiles, self.H, self.C)
+        d_sums = self.per_chunk((3 + blocks) * tiles, self.H, self.C)
         d_whole = self.per_chunk(self.H, blocks * tiles)
         d_beta = None if beta is None else self.per_chunk(2 * tiles, self.H, self.C)
         launch(
@@ -276,7 +276,7 @@ class _Launches(MatrixSequences):
             **config,
         )
         dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
-        kinds = (tiles, 0, tiles, tiles)
+        kinds = (2 * tiles, tiles, tiles)
         dg = gate_gradient(self, d_sums, kinds, d_whole, blocks, self.scale, dtype, d_beta, dbeta)
         return dg, None if dbeta is None else self.batched(dbeta)
 
@@ -297,7 +297,7 @@ def sum_gates(
 def gate_gradient(
     sequences: MatrixSequences,
     d_sums: Tensor,
-    kinds: tuple[int, int, int, int],
+    kinds: tuple[int, int, int],
     d_whole: Tensor,
     blocks: int,
     scale: float,
@@ -307,15 +307,15 @@ def gate_gradient(
 ) -> Tensor:
     """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`.
 
-    `kinds`: how many of the parts of `d_sums` are of the kinds `ENDING`, `BEGINNING`, `LEAVING` and `OF_GATE` of
-    `gates`. The others are `ACROSS`, where a chunk has two `blocks`.
+    `kinds`: how many of the parts of `d_sums` are of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates`. The
+    others are `ACROSS`, where a chunk has two `blocks`.
     """
     (H, D), C = d_whole.shape[-2:], sequences.C
-    endings, beginnings, leavings, gates = kinds
+    endings, beginnings, leavings = kinds
     dg = sequences.per_token(H, dtype=dtype)
     sizes = {"H": H, "D": D, "C": C, "BC": C // blocks, "BH": BH, "BD": block(D, 256)}
-    sizes |= {"ENDINGS": endings, "BEGINNINGS": beginnings, "LEAVINGS": leavings, "GATES": gates}
-    sizes |= {"PARTS": d_sums.shape[1], "BETAS": 0 if d_beta is None else d_beta.shape[1]}
+    sizes |= {"ENDINGS": endings, "BEGINNINGS": beginnings, "LEAVINGS": leavings, "PARTS": d_sums.shape[1]}
+    sizes |= {"BETAS": 0 if d_beta is None else d_beta.shape[1]}
     grid = (sequences.chunks * blocks, tile_count(H, BH))
     launch(
         gate_gradient_kernel,

@@ -13,16 +13,14 @@ from flacompose.ops.families._kernels import bounded, find_chunk
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# The kinds of gradients in `d_sums`, in the order of their parts. Of each token: those of the sums of gates that end
-# at it; those of the sums that begin after it and end in its block; those of the sums that begin after it and end
-# beyond its block; and that of its gate. Where a chunk has two blocks, for the gates of the other block: those of the
-# sums that contain all of these gates, from the chunk's start to a token of the second block, and from a token of the
-# first block to the chunk's end.
+# The kinds of sums of gates in `d_sums`, in the order of their parts. Of each token, for the gates of its block: the
+# sums that end at it; those that begin after it and end in its block; and those that begin after it and end beyond
+# its block. Where a chunk has two blocks, for the gates of the other block: the sums that contain all of these gates,
+# from the chunk's start to a token of the second block, and from a token of the first block to the chunk's end.
 ENDING = tl.constexpr(0)
 BEGINNING = tl.constexpr(1)
 LEAVING = tl.constexpr(2)
-OF_GATE = tl.constexpr(3)
-ACROSS = tl.constexpr(4)
+ACROSS = tl.constexpr(3)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
@@ -85,7 +83,6 @@ def gate_gradient_kernel(
     ENDINGS: tl.constexpr,
     BEGINNINGS: tl.constexpr,
     LEAVINGS: tl.constexpr,
-    GATES: tl.constexpr,
     PARTS: tl.constexpr,
     BETAS: tl.constexpr,
 ):
@@ -95,7 +92,7 @@ def gate_gradient_kernel(
     and end in it are subtracted from others: a difference of sums of which one is far larger would lose the other.
 
     Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of `BEGINNING`, the
-    next `LEAVINGS` of `LEAVING`, the next `GATES` of `OF_GATE`, and the others of `ACROSS`.
+    next `LEAVINGS` of `LEAVING`, and the others of `ACROSS`.
     """
     BLOCKS: tl.constexpr = C // BC
     row = tl.program_id(0).to(tl.int64) // BLOCKS
@@ -108,7 +105,6 @@ def gate_gradient_kernel(
     # Backwards the state is kept without `scale`, as `sweep_kernel` says.
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     unit = tl.where(scale == 0.0, 1.0, scale)
-    out = tl.zeros([BC, BH], dtype=tl.float32)
     from_here = tl.zeros([BC, BH], dtype=tl.float32)
     before = tl.zeros([BC, BH], dtype=tl.float32)
     whole = tl.zeros([BH], dtype=tl.float32)  # of the sums that contain all gates of the block
@@ -121,8 +117,6 @@ def gate_gradient_kernel(
         elif part < ENDINGS + BEGINNINGS + LEAVINGS:
             # From the token before: these sums begin after a token.
             before += tl.load(d_sums + at_sums - 1, mask=in_h & (t > block * BC)[:, None], other=0.0)
-        elif part < ENDINGS + BEGINNINGS + LEAVINGS + GATES:
-            out += tl.load(d_sums + at_sums, mask=in_h, other=0.0) * scale
         else:
             # Gates of the first block are in sums that end at outputs, those of the second in sums to the state after.
             other_t = (1 - block) * BC + tl.arange(0, BC)
@@ -134,7 +128,7 @@ def gate_gradient_kernel(
         at_whole = (row * H + h)[:, None] * D + d[None, :]
         in_whole = (h < H)[:, None] & (d < D)[None, :]
         whole += tl.sum(tl.load(d_whole + at_whole, mask=in_whole, other=0.0), 1) * unit
-    out += tl.cumsum(from_here, 0, reverse=True) * scale + tl.cumsum(before, 0) * unit + whole[None, :]
+    out = tl.cumsum(from_here, 0, reverse=True) * scale + tl.cumsum(before, 0) * unit + whole[None, :]
     mask = (token < end)[:, None] & in_h
     tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
     if dbeta is not None:

@@ -29,15 +29,15 @@ from flacompose.ops.families._kernels import (
     store_tile,
 )
 
-# The parts of `d_sums`, each for every tile of keys. Of each token: the gradient of the sums of gates that end at it,
-# from before its block; that of the sums that begin after it and end beyond its block; and that of its gate, through
-# pairs of the block. Where there are two blocks, the first two have sums that contain all gates of the other block,
-# from the chunk's start to the token, or from the token to the chunk's end: these are given once more, for those
-# gates.
-ENDING_FROM_BEFORE = tl.constexpr(0)
-LEAVING_BLOCK = tl.constexpr(1)
-GATE_IN_BLOCK = tl.constexpr(2)
-ACROSS_OTHER_BLOCK = tl.constexpr(3)
+# The parts of `d_sums`, each for every tile of keys. Of each token: the sums of gates that end at it, from the tokens
+# of its block, and from before the block; those that begin after it and end in its block; and those that begin after
+# it and end beyond the block. Where there are two blocks, some of these contain all gates of the other block, from
+# the chunk's start to the token, or from the token to the chunk's end: they are given once more, for those gates.
+ENDING_IN_BLOCK = tl.constexpr(0)
+ENDING_FROM_BEFORE = tl.constexpr(1)
+BEGINNING_IN_BLOCK = tl.constexpr(2)
+LEAVING_BLOCK = tl.constexpr(3)
+ACROSS_OTHER_BLOCK = tl.constexpr(4)
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
     dq,  # [tokens, HV / GROUP, K], that of the heads of a program
     dk,  # [tokens, HV / GROUP, K], likewise
-    d_sums,  # [chunks, (2 + BLOCKS) * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
+    d_sums,  # [chunks, (3 + BLOCKS) * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
     d_whole,  # [chunks, HV, tiles of K * BLOCKS]
     d_beta,  # [chunks, 2 * tiles of K, HV, C], through the tokens of the block, and through all else
     cu_seqlens,
@@ -163,7 +163,7 @@ def gradient_kernel(
     """
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
-    PARTS: tl.constexpr = (2 + BLOCKS) * TILES
+    PARTS: tl.constexpr = (3 + BLOCKS) * TILES
     tl.static_assert(BLOCKS == 1 or (BLOCKS == 2 and GROUP == 1))
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     part, row, group = split_program(TILES * BLOCKS, tl.num_programs(0) // (HV // GROUP * TILES * BLOCKS))
@@ -199,11 +199,10 @@ def gradient_kernel(
             pairs *= beta_[None, :]
             d_pairs *= beta_[None, :]
         joint += pairs
-        # Each gate decays the pairs of which one token is before it, and the other is not.
-        from_gate = tl.where(t[:, None] <= t[None, :], 1.0, 0.0)
-        d_gates = dot_split(from_gate, d_pairs, DOT, tl.zeros([BC, BC], dtype=tl.float32))
-        d_gates = tl.sum(tl.where(t[:, None] > t[None, :], d_gates, 0.0), 1)
-        tl.store(_at(d_sums, row, GATE_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), d_gates)
+        # No gate decays the pair of a token with itself: it would drown the others in the gate's gradient.
+        d_pairs = tl.where(t[:, None] > t[None, :], d_pairs, 0.0)
+        tl.store(_at(d_sums, row, ENDING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 1))
+        tl.store(_at(d_sums, row, BEGINNING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 0))
 
     # Through the state before the chunk, which the gates from its start decay, and the blocks before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
