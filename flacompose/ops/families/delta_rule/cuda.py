@@ -286,7 +286,7 @@ class _Launches(MatrixSequences):
         made = self.added_up(q=dq) if dS is None else self.added_up(q=dq, k=dk, beta=dbeta)
         if gates:
             assert d_sums is not None and d_whole is not None
-            made["g"] = scalar_decay.gate_gradient(self, d_sums, (tiles,) * 3, d_whole, 1, 1.0, torch.float32)
+            made["g"] = scalar_decay.gate_gradient(self, d_sums, (tiles,) * 3, d_whole, 1.0, torch.float32)
         return made
 
     def pair_gradients(self, **arguments: Any) -> dict[str, Tensor]:

@@ -277,7 +277,7 @@ class _Launches(MatrixSequences):
         )
         dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
         kinds = (2 * tiles, tiles, tiles)
-        dg = gate_gradient(self, d_sums, kinds, d_whole, blocks, self.scale, dtype, d_beta, dbeta)
+        dg = gate_gradient(self, d_sums, kinds, d_whole, self.scale, dtype, d_beta, dbeta, blocks)
         return dg, None if dbeta is None else self.batched(dbeta)
 
 
@@ -299,11 +299,11 @@ def gate_gradient(
     d_sums: Tensor,
     kinds: tuple[int, int, int],
     d_whole: Tensor,
-    blocks: int,
     scale: float,
     dtype: torch.dtype,
     d_beta: Tensor | None = None,
     dbeta: Tensor | None = None,
+    blocks: int = 1,
 ) -> Tensor:
     """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`.
 
@@ -385,8 +385,8 @@ def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[s
 def gradient_config(chip: Chip, bfloat16: bool, K: int, fine: bool) -> dict[str, int]:
     """Tokens of a block, block sizes of the key axis and of the value axis, which is contracted, warps and stages.
 
-    With three stages, both halves of 128 values are on their way at once. Small chips have room for two stages only. So
-    has a large chip where states are float32 (`fine`), if two programs are to fit on a multiprocessor.
+    With three stages, both halves of 128 values are on their way at once. Small chips have room for two stages. Where
+    states are float32 (`fine`), two stages let two programs fit on a multiprocessor of a large chip.
     """
     if not bfloat16:
         return {"BC": 64, "BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}

@@ -204,7 +204,7 @@ def gradient_kernel(
         tl.store(_at(d_sums, row, ENDING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 1))
         tl.store(_at(d_sums, row, BEGINNING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 0))
 
-    # Through the state before the chunk, which the gates from its start decay, and the blocks before this one.
+    # Through the state before the chunk, which the gates from its start decay, and the block before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
     for head in range(GROUP):
         hv = first + head
@@ -233,7 +233,7 @@ def gradient_kernel(
         acc = split_dot(joint, k_, DOT, acc)
         store_tile(dq + (lo * (HV // GROUP) + group) * K, acc * scale, t, size, 0, d, HV // GROUP, K)
 
-    # Through the state after it, to which the gates until its end decay, and the blocks after this one.
+    # Through the state after it, to which the gates until its end decay, and the block after this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
     for head in range(GROUP):
         hv = first + head
