@@ -7,6 +7,7 @@ extensions, which the scan does not use: the modules are imported without it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -89,6 +90,8 @@ def _op(name: str, *optional: str) -> Op:
 
 
 OPS = (_op("mamba2"), _op("mamba2 with D, z and dt_bias", "D", "z", "dt_bias"))
+COMPILED = dataclasses.replace(OPS[-1], name=f"{OPS[-1].name}, flacompose under torch.compile")
+"""What surrounds the scan is in kernels of mamba-ssm. flacompose leaves its fusion to the compiler."""
 
 
 def functions(module: Any) -> SimpleNamespace:
@@ -119,13 +122,18 @@ def difference(op: Op, both: cuda.Sides, shape: Shape) -> Row:
 
 
 def take(ours: Any, other: Any, shapes: Sequence[Shape] | None, notes: list[str]) -> Iterator[Row]:
-    """At each shape whether the sides agree and what they cost; then the errors of both."""
+    """At each shape whether the sides agree and what they cost; then the errors of both; then costs when compiled."""
     both = {"flacompose": functions(ours), SIDE: functions(other)}
     for op in OPS:
         for shape in shapes or op.training:
             yield difference(op, both, shape)
             yield from cuda.training(op, both, shape, notes)
         yield from cuda.accuracy(op, both, ACCURACY)
+    compiled = torch.compile(both["flacompose"].chunk_mamba2, fullgraph=True, dynamic=False)
+    both["flacompose"] = SimpleNamespace(chunk_mamba2=compiled)
+    for shape in shapes or COMPILED.training:
+        yield difference(COMPILED, both, shape)
+        yield from cuda.training(COMPILED, both, shape, notes)
 
 
 def compile_candidates(shapes: Sequence[Shape] | None, timeout_s: float, workers: int) -> str:

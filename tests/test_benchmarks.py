@@ -562,6 +562,8 @@ def mamba_files(monkeypatch, tmp_path: Path):
 def test_mamba_run(on_cpu, mamba_files, monkeypatch, tmp_path: Path):
     asked = []
     monkeypatch.setattr(warm, "side_by_side", lambda command, *limits: asked.append((command, limits)) or "")
+    compiled: list[tuple[object, dict[str, bool]]] = []
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: compiled.append((fn, options)) or fn)
     monkeypatch.setattr(mamba, "ACCURACY", MAMBA)
     monkeypatch.setattr(run, "environment", lambda *_: {"device": "none"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -587,6 +589,9 @@ def test_mamba_run(on_cpu, mamba_files, monkeypatch, tmp_path: Path):
         assert (forward.max_ratio, step.max_ratio, memory.max_ratio) == (None, 0.5, None)
         assert len(errors) == 3 + len(op.inputs)
         assert all(row.ours == row.other and row.ours < 2e-2 for row in errors)
+    differs, *costs = [row for row in saved.rows if row.op == mamba.COMPILED.name]
+    assert differs.met and not differs.note and [row.ratio for row in costs] == [1, 1, 1]
+    assert [options for _, options in compiled] == [{"fullgraph": True, "dynamic": False}]
     ((command, limits),) = asked
     assert command[-3:] == ["-m", "benchmarks.mamba", f"{MAMBA},{MAMBA}"] and limits[1] == 3
     # What a worker does, of whose kernels there are none here.
