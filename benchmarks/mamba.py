@@ -90,7 +90,7 @@ def _op(name: str, *optional: str) -> Op:
 
 
 OPS = (_op("mamba2"), _op("mamba2 with D, z and dt_bias", "D", "z", "dt_bias"))
-COMPILED = dataclasses.replace(OPS[-1], name=f"{OPS[-1].name}, flacompose under torch.compile")
+COMPILED = dataclasses.replace(OPS[-1], name=f"{OPS[-1].name}, compiled")
 """What surrounds the scan is in kernels of mamba-ssm. flacompose leaves its fusion to the compiler."""
 
 
