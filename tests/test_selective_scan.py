@@ -365,3 +365,9 @@ def test_errors(wrong: dict, kind: type[Exception], message: str, device: torch.
     with recorded() as calls, pytest.raises(kind, match=f"^{re.escape(expected)}$"):
         selective_scan_fn(**tensors)
     assert not calls
+
+
+def test_softplus_is_a_bool(device: torch.device) -> None:
+    with recorded() as calls, pytest.raises(TypeError, match="^delta_softplus must be a bool, got 'False'$"):
+        selective_scan_fn(**inputs(device), delta_softplus="False")
+    assert not calls

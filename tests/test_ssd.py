@@ -395,6 +395,7 @@ def test_errors_of_the_scan(wrong: dict, kind: type[Exception], message: str, de
 OPTION_ERRORS = [
     ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
     ({"chunk_size": 2.0}, TypeError, "chunk_size must be an int, got float"),
+    ({"dt_softplus": "False"}, TypeError, "dt_softplus must be a bool, got 'False'"),
     ({"dt_limit": (1.0, 0.5)}, ValueError, "dt_limit must be two ascending bounds of at least 0, got (1.0, 0.5)"),
     ({"dt_limit": None}, TypeError, "dt_limit must be a tuple of two bounds, got NoneType"),
     ({"dt_limit": (None, 0.5)}, TypeError, "dt_limit[0] must be a number, got NoneType"),
@@ -447,3 +448,8 @@ def test_errors_of_a_step(wrong: dict, message: str, device: torch.device) -> No
     tensors = step(device, heads=True)
     tensors.update({name: change(tensors[name]) for name, change in wrong.items()})
     refused(selective_state_update, tensors, ValueError, message)
+
+
+def test_softplus_of_a_step_is_a_bool(device: torch.device) -> None:
+    arguments = {**step(device, heads=True), "dt_softplus": "False"}
+    refused(selective_state_update, arguments, TypeError, "dt_softplus must be a bool, got 'False'")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flacompose.ops._check import _FLOATS, MAX_HEAD_SIZE, _name, finite, floating, integer, number, sequences
 from flacompose.ops._check import count as count
+from flacompose.ops._check import flags as flags
 from flacompose.ops._check import indices as indices
 from flacompose.ops._check import tensor as tensor
 from flacompose.ops._define import always_true

@@ -12,7 +12,7 @@ from flacompose.layers import _check
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -88,6 +88,14 @@ class ABCAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("chunk", hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(
+            use_short_conv=use_short_conv,
+            conv_bias=conv_bias,
+            use_rope=use_rope,
+            use_input_gate=use_input_gate,
+            use_output_gate=use_output_gate,
+            use_norm=use_norm,
+        )
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v, use_rope, wide_keys=True)
         M = K if num_slots is None else num_slots
         _check.head_size("num_slots", M)
@@ -111,7 +119,7 @@ class ABCAttention(RecurrentLayer):
         self.clamp_min = clamp_min
         self.clamp_max = clamp_max
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)

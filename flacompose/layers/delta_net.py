@@ -11,7 +11,7 @@ from flacompose.layers.feature_map import elu_plus_one
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_delta_rule, fused_recurrent_delta_rule
@@ -88,6 +88,13 @@ class DeltaNet(RecurrentLayer):
             _check.count("d_model", d_model)
             hidden_size = d_model
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(
+            use_beta=use_beta,
+            use_gate=use_gate,
+            use_short_conv=use_short_conv,
+            conv_bias=conv_bias,
+            allow_neg_eigval=allow_neg_eigval,
+        )
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
         _check.one_of("qk_activation", qk_activation, ("silu", "relu", "elu", "identity"))
         _check.one_of("qk_norm", qk_norm, ("l2", "sum"))
@@ -100,7 +107,7 @@ class DeltaNet(RecurrentLayer):
         self.qk_activation = qk_activation
         self.qk_norm = qk_norm
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)

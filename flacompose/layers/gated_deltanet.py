@@ -11,7 +11,7 @@ from flacompose.layers.decay import set_first_decays
 from flacompose.layers.heads import beside_values, in_heads, shared, value_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -85,6 +85,12 @@ class GatedDeltaNet(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(
+            use_gate=use_gate,
+            use_short_conv=use_short_conv,
+            allow_neg_eigval=allow_neg_eigval,
+            conv_bias=conv_bias,
+        )
         HV, V, parts = value_heads(num_heads, num_v_heads, head_dim, expand_v)
         H, K = num_heads, head_dim
         _check.one_of("output_gate_activation", output_gate_activation, ("swish", "silu", "sigmoid"))
@@ -94,7 +100,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.use_short_conv = use_short_conv
         self.allow_neg_eigval = allow_neg_eigval
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HV * V, bias=False, **factory)

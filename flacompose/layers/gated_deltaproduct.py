@@ -11,7 +11,7 @@ from flacompose.layers.decay import set_first_decays
 from flacompose.layers.heads import beside_values, in_heads, shared, value_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gated_delta_product, fused_recurrent_gated_delta_product
@@ -90,6 +90,13 @@ class GatedDeltaProduct(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(
+            use_output_gate=use_output_gate,
+            use_short_conv=use_short_conv,
+            conv_bias=conv_bias,
+            use_forget_gate=use_forget_gate,
+            allow_neg_eigval=allow_neg_eigval,
+        )
         HV, V, parts = value_heads(num_heads, num_v_heads, head_dim, expand_v)
         _check.count("num_householder", num_householder)
         H, K, n = num_heads, head_dim, num_householder
@@ -101,7 +108,7 @@ class GatedDeltaProduct(RecurrentLayer):
         self.allow_neg_eigval = allow_neg_eigval
         self.num_householder = n
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, n * H * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, n * HV * V, bias=False, **factory)

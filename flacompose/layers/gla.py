@@ -10,7 +10,7 @@ from flacompose.layers.activation import activation, log_sigmoid
 from flacompose.layers.heads import heads_of, in_heads, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
@@ -89,6 +89,12 @@ class GatedLinearAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(
+            use_short_conv=use_short_conv,
+            conv_bias=conv_bias,
+            use_output_gate=use_output_gate,
+            fuse_norm=fuse_norm,
+        )
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
         _check.positive("gate_logit_normalizer", gate_logit_normalizer)
         if clamp_min is not None:
@@ -106,7 +112,7 @@ class GatedLinearAttention(RecurrentLayer):
         self.gate_fn = activation("gate_fn", gate_fn)
         self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)

@@ -12,7 +12,7 @@ from flacompose.layers.feature_map import T2RFeatureMap
 from flacompose.layers.heads import heads_of, in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
@@ -91,6 +91,12 @@ class GatedSlotAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(
+            use_short_conv=use_short_conv,
+            conv_bias=conv_bias,
+            use_output_gate=use_output_gate,
+            use_norm=use_norm,
+        )
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v, wide_keys=True)
         if H * V != hidden_size:
             raise ValueError(f"expand_v must be 1, since the norm has hidden_size channels, got {expand_v}")
@@ -110,7 +116,7 @@ class GatedSlotAttention(RecurrentLayer):
         self.use_norm = use_norm
         self.scale = scale
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.feature_map: nn.Module = nn.SiLU() if feature_map == "swish" else nn.ReLU()
         if feature_map == "t2r":
             self.feature_map = T2RFeatureMap(K, **factory)

@@ -10,7 +10,7 @@ from flacompose.layers import _check
 from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.recurrent import Factory
+from flacompose.layers.recurrent import factory_of
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_hgrn, fused_recurrent_hgrn
@@ -65,6 +65,7 @@ class HGRNAttention(ForgetGateLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(use_short_conv=use_short_conv, conv_bias=conv_bias)
         _check.number("expand_ratio", expand_ratio)
         input_dim = _check.whole("hidden_size * expand_ratio", hidden_size * expand_ratio)
         if layer_idx is not None:
@@ -72,7 +73,7 @@ class HGRNAttention(ForgetGateLayer):
         self.input_dim = self.gate_channels = input_dim
         self.use_short_conv = use_short_conv
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.i_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
         self.f_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
         self.g_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)

@@ -11,7 +11,7 @@ from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
 from flacompose.layers.heads import expanded_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import Factory
+from flacompose.layers.recurrent import factory_of
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
@@ -71,6 +71,7 @@ class HGRN2Attention(ForgetGateLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(use_short_conv=use_short_conv, conv_bias=conv_bias)
         H, K, V = expanded_heads(hidden_size, num_heads, expand_ratio, agree=True)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
@@ -79,7 +80,7 @@ class HGRN2Attention(ForgetGateLayer):
         self.gate_channels = H * K
         self.use_short_conv = use_short_conv
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.f_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.i_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)

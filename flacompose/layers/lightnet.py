@@ -10,7 +10,7 @@ from flacompose.layers import _check
 from flacompose.layers.heads import expanded_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
@@ -72,6 +72,7 @@ class LightNetAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(use_short_conv=use_short_conv, conv_bias=conv_bias)
         H, K, V = expanded_heads(hidden_size, num_heads, expand_ratio)
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
         self.num_heads, self.expand_ratio = H, K
@@ -79,7 +80,7 @@ class LightNetAttention(RecurrentLayer):
         self.use_short_conv = use_short_conv
         self.gate_low_rank_dim = gate_low_rank_dim
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)

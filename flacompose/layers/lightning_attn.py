@@ -9,7 +9,7 @@ from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops.lightning_attn import check_decay, log_decay
@@ -82,7 +82,7 @@ class LightningAttention(RecurrentLayer):
         self.decay = decay
         self.act = activation("hidden_act", hidden_act)
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         dim = num_heads * head_dim
         self.norm = RMSNorm(dim, eps=norm_eps, **factory)
         self.qkv_proj = nn.Linear(hidden_size, 3 * dim, bias=False, **factory)

@@ -10,7 +10,7 @@ from flacompose.layers.feature_map import FEATURE_MAPS
 from flacompose.layers.heads import heads_of, in_heads, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops._check import MAX_HEAD_SIZE
@@ -82,6 +82,12 @@ class LinearAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx)
+        _check.flags(
+            tie_feature_map_qk=tie_feature_map_qk,
+            norm_q=norm_q,
+            norm_k=norm_k,
+            do_feature_map_norm=do_feature_map_norm,
+        )
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
         _check.one_of("feature_map", feature_map, FEATURE_MAPS)
         make_map, expansion = FEATURE_MAPS[feature_map]
@@ -99,7 +105,7 @@ class LinearAttention(RecurrentLayer):
         self.norm_k = norm_k
         self.do_feature_map_norm = do_feature_map_norm
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.feature_map_q = make_map(K, **factory)
         self.feature_map_k = self.feature_map_q if tie_feature_map_qk else make_map(K, **factory)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)

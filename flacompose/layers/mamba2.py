@@ -14,7 +14,7 @@ from flacompose.layers.activation import activation
 from flacompose.layers.heads import beside_values, in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm, rms_norm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
@@ -99,6 +99,13 @@ class Mamba2(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("chunk", hidden_size, norm_eps, layer_idx)
+        _check.flags(
+            use_conv_bias=use_conv_bias,
+            D_has_hdim=D_has_hdim,
+            rmsnorm=rmsnorm,
+            norm_before_gate=norm_before_gate,
+            use_bias=use_bias,
+        )
         _check.count("head_dim", head_dim)
         _check.head_size("state_size", state_size)
         _check.number("expand", expand)
@@ -137,7 +144,7 @@ class Mamba2(RecurrentLayer):
         self.chunk_size = chunk_size
         self.act = activation("hidden_act", hidden_act)
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         conv_dim = inner + 2 * n_groups * state_size
         self.conv1d = _Convolution(conv_dim, conv_kernel, use_conv_bias, conv_init, **factory)
         self.in_proj = nn.Linear(hidden_size, inner + conv_dim + H, bias=use_bias, **factory)

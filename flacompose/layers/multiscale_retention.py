@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.heads import heads_of, in_heads, shared
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -86,6 +87,12 @@ class MultiScaleRetention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
+        _check.flags(
+            use_short_conv=use_short_conv,
+            conv_bias=conv_bias,
+            use_output_gate=use_output_gate,
+            fuse_norm=fuse_norm,
+        )
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v, rotary=True)
         self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
@@ -95,7 +102,7 @@ class MultiScaleRetention(RecurrentLayer):
         self.gate_fn = activation("gate_fn", gate_fn)
         self.fuse_norm_and_gate = fuse_norm and use_output_gate and gate_fn == "swish"
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)

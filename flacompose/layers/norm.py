@@ -50,7 +50,11 @@ class RMSNorm(nn.RMSNorm):
     ) -> None:
         _check.count("hidden_size", hidden_size)
         _check.not_negative("eps", eps)
-        super().__init__(hidden_size, eps, bool(elementwise_affine), device, dtype)
+        affine = elementwise_affine is not None and elementwise_affine
+        _check.flags(elementwise_affine=affine)
+        if dtype is not None:
+            _check.float_dtype(dtype)
+        super().__init__(hidden_size, eps, affine, device, dtype)
         self.hidden_size = hidden_size
 
     def forward(self, x: Tensor) -> Tensor:

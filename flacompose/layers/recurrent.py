@@ -30,6 +30,12 @@ class Factory(TypedDict):
     dtype: torch.dtype | None
 
 
+def factory_of(device: torch.device | str | None, dtype: torch.dtype | None) -> Factory:
+    if dtype is not None:
+        _check.float_dtype(dtype)
+    return Factory(device=device, dtype=dtype)
+
+
 class StatefulLayer(Joinable):
     """A layer that is called with a state and returns the new one."""
 

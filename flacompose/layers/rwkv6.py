@@ -14,7 +14,7 @@ from flacompose.layers.activation import activation
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
-from flacompose.layers.recurrent import Factory, RecurrentLayer
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
 from flacompose.ops import chunk_rwkv6, fused_recurrent_rwkv6
@@ -78,6 +78,8 @@ class RWKV6Attention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx)
+        affine = elementwise_affine is not None and elementwise_affine
+        _check.flags(fuse_norm=fuse_norm, elementwise_affine=affine)
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
         _check.count("proj_low_rank_dim", proj_low_rank_dim)
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
@@ -88,7 +90,7 @@ class RWKV6Attention(RecurrentLayer):
         self.fuse_norm = fuse_norm
         self.gate_fn = activation("gate_fn", gate_fn)
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.x_proj = nn.Sequential(
             LerpLinear(hidden_size, 5 * proj_low_rank_dim, **factory),
             nn.Tanh(),
@@ -103,7 +105,7 @@ class RWKV6Attention(RecurrentLayer):
         self.v_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
         self.g_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
         self.bonus = nn.Parameter(torch.empty(H, K, **factory))
-        self.g_norm = GroupNorm(H, H * V, norm_eps, bool(elementwise_affine), **factory)
+        self.g_norm = GroupNorm(H, H * V, norm_eps, affine, **factory)
         self.o_proj = _Linear(H * V, hidden_size, bias=False, **factory)
         self.state_shapes = StateShapes(((H, K, V),), shift=(hidden_size,))
         self.reset_parameters()

@@ -40,7 +40,7 @@ class ShortConvolution(nn.Module):
 
     Raises:
         ValueError: If `hidden_size` or `kernel_size` is below 1 or `activation` none of these.
-        TypeError: If a size is no int.
+        TypeError: If a size is no int, `bias` no bool, or `dtype` not one that the ops take.
     """
 
     bias: nn.Parameter | None
@@ -57,6 +57,9 @@ class ShortConvolution(nn.Module):
         super().__init__()
         _check.count("hidden_size", hidden_size)
         _check.count("kernel_size", kernel_size)
+        _check.flags(bias=bias)
+        if dtype is not None:
+            _check.float_dtype(dtype)
         if activation not in ("silu", "swish", None):
             raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
         self.hidden_size = hidden_size

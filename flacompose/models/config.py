@@ -74,8 +74,7 @@ class RecurrentConfig:
         _check.one_of("norm", self.norm, ("rms", "layer"))
         _check.not_negative("norm_eps", self.norm_eps)
         for name in ("norm_bias", "norm_embeddings", "use_lower_bound", "tie_word_embeddings"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+            _check.flags(**{name: getattr(self, name)})
         if not isinstance(self.layer_options, Mapping):
             raise TypeError(f"layer_options must be a mapping, got {type(self.layer_options).__name__}")
         for name in _GIVEN:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flacompose.layers.activation import activation
 from flacompose.layers.joint import Joinable
 from flacompose.layers.layout import Layout
-from flacompose.layers.recurrent import Factory, StatefulLayer
+from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rwkv6 import LerpLinear
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
@@ -29,7 +29,7 @@ class SwiGLU(Joinable):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **factory)
@@ -58,7 +58,7 @@ class RWKV6FeedForward(StatefulLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(hidden_size)
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.key = LerpLinear(hidden_size, intermediate_size, **factory)
         self.value = nn.Linear(intermediate_size, hidden_size, bias=False, **factory)
         self.receptance = LerpLinear(hidden_size, hidden_size, **factory)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from flacompose.layers import RMSNorm, _check
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.layout import beside, take
-from flacompose.layers.recurrent import Factory, StatefulLayer
+from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.state import RecurrentState, RecurrentStates, kind_of
 from flacompose.models import sampling, speculative
 from flacompose.models.config import RecurrentConfig
@@ -102,7 +102,7 @@ class RecurrentLM(nn.Module):
         if not isinstance(config, RecurrentConfig):
             raise TypeError(f"config must be a RecurrentConfig, got {type(config).__name__}")
         self.config = config
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
         if config.norm_embeddings:
             self.embeddings_norm = _norm(config, **factory)

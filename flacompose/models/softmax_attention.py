@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flacompose.layers import _check
 from flacompose.layers.heads import shared
 from flacompose.layers.layout import Layout
-from flacompose.layers.recurrent import Factory, StatefulLayer
+from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
 
@@ -57,6 +57,7 @@ class SoftmaxAttention(StatefulLayer):
         _check.count("num_heads", num_heads)
         H, HKV = num_heads, num_heads if num_kv_heads is None else num_kv_heads
         _check.count("num_kv_heads", HKV)
+        _check.flags(qkv_bias=qkv_bias)
         if H % HKV != 0:
             raise ValueError(f"num_kv_heads must divide num_heads = {H}, got {HKV}")
         if hidden_size % (2 * H) != 0:
@@ -73,7 +74,7 @@ class SoftmaxAttention(StatefulLayer):
         self.window_size = window_size
         self.rope_theta = float(rope_theta)
 
-        factory = Factory(device=device, dtype=dtype)
+        factory = factory_of(device, dtype)
         self.q_proj = nn.Linear(hidden_size, H * D, bias=qkv_bias, **factory)
         self.k_proj = nn.Linear(hidden_size, HKV * D, bias=qkv_bias, **factory)
         self.v_proj = nn.Linear(hidden_size, HKV * D, bias=qkv_bias, **factory)

@@ -126,6 +126,13 @@ def count(name: str, x: Any) -> None:
         raise ValueError(f"{name} must be at least 1, got {x}")
 
 
+def flags(**values: object) -> None:
+    """Check that each is a bool. Python takes anything for one, and so the string "False" for True."""
+    for name, x in values.items():
+        if not isinstance(x, (bool, torch.SymBool)):
+            raise TypeError(f"{name} must be a bool, got {x!r}")
+
+
 def number(name: str, x: object) -> None:
     """Check that `x` is a real number, NumPy's scalars included."""
     if isinstance(x, bool) or not isinstance(x, (Real, torch.SymInt, torch.SymFloat)):

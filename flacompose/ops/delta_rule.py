@@ -62,6 +62,7 @@ def chunk_delta_rule(
         TypeError: If an argument has the wrong type or dtype.
     """
     check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
     return run(op.chunk, q, k, v, beta, None, None, scale, initial_state, output_final_state, cu_seqlens)
@@ -89,6 +90,7 @@ def fused_recurrent_delta_rule(
             Default: the final state alone.
     """
     check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)

@@ -131,6 +131,7 @@ def _product(
     N = _check.sequences(q, cu_seqlens)
     _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
     _check.scale(scale, K)
+    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
     # The first step of a token decays, the last is read; the others have no gate and no query.

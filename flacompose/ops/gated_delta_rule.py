@@ -137,6 +137,12 @@ def run_gated(
     With `of_channels`, there is a gate for each channel of a key.
     """
     HV, K = check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    _check.flags(
+        use_qk_l2norm_in_kernel=normalize,
+        use_gate_in_kernel=use_gate,
+        use_beta_sigmoid_in_kernel=sigmoid,
+        allow_neg_eigval=neg_eigval,
+    )
     of_a_gate = (HV, K) if of_channels else (HV,)
     _check.like(q, "g", g, (*q.shape[:2], *of_a_gate))
     _check.optional(q, "A_log", A_log, (HV,))

@@ -103,6 +103,7 @@ def _run(
     normalize: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
+    _check.flags(normalize=normalize)
     if not normalize:
         if isinstance(initial_state, (tuple, list)):
             got = _check.kind(initial_state)

@@ -86,6 +86,7 @@ def selective_scan_fn(
     _check.optional(u, "D", D, (channels,), of="u")
     _check.optional(u, "z", z, u.shape, of="u")
     _check.optional(u, "delta_bias", delta_bias, (channels,), of="u")
+    _check.flags(delta_softplus=delta_softplus)
     _check.optional(u, "initial_states", initial_states, (N, channels, S), of="u")
 
     around = D is not None or z is not None or delta_bias is not None or delta_softplus

@@ -83,6 +83,7 @@ def mamba_chunk_scan_combined(
     _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")
     _check.optional(x, "z", z, x.shape, of="x")
     _check.optional(x, "dt_bias", dt_bias, (H,), of="x")
+    _check.flags(dt_softplus=dt_softplus)
     check_dt_limit(dt_limit)
     _check.optional(x, "initial_states", initial_states, (N, H, P, S), of="x")
     if initial_states is not None:
@@ -167,6 +168,7 @@ def selective_state_update(
         _check.like(state, name, y, shape, of="state")
     for name, option, shape in (("D", D, channels), ("z", z, token), ("dt_bias", dt_bias, channels)):
         _check.optional(state, name, option, shape, of="state")
+    _check.flags(dt_softplus=dt_softplus)
 
     dt = time_step(dt, dt_bias, dt_softplus, state).unsqueeze(-1)
     if heads:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -226,6 +227,18 @@ def test_scale_under_the_compiler(case: OpCase, device: torch.device) -> None:
     compiled = torch.compile(scaled, fullgraph=True, dynamic=True, backend="eager")
     for scale in (0.5, -0.7):
         assert torch.equal(compiled(scale), scaled(scale))
+
+
+def flags(case: OpCase) -> list[str]:
+    """The options of the public function that say how to compute. What it returns is asked for by Python's truth."""
+    parameters = inspect.signature(case.function).parameters.values()
+    return [x.name for x in parameters if x.annotation == "bool" and x.name != "output_final_state"]
+
+
+@each(flags)
+@pytest.mark.parametrize("value", ["False", 1, None], ids=str)
+def test_flags(case: OpCase, name: str, value: object, device: torch.device) -> None:
+    refused(draw(case, device, T=5), TypeError, f"{name} must be a bool, got {value!r}", **{name: value})
 
 
 @each_op

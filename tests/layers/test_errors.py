@@ -445,6 +445,32 @@ def test_refused_batch_size(batch_size, error, message):
         build(CONFIG).init_state(batch_size)
 
 
+FLAGS = [
+    (name, flag, value)
+    for name, config in EVERY.items()
+    for flag, parameter in inspect.signature(config["layer"]).parameters.items()
+    if parameter.annotation in ("bool", "bool | None")
+    for value in ("False", 1)
+]
+
+
+@pytest.mark.parametrize(("name", "flag", "value"), FLAGS)
+def test_refused_flags(name, flag, value):
+    """Python takes the string "False" of a configuration for True; a layer does not."""
+    with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {value!r}$"):
+        build(EVERY[name] | {flag: value})
+
+
+@every_layer
+@pytest.mark.parametrize(
+    ("dtype", "got"), [(torch.complex64, "complex64"), (torch.int32, "int32"), ("float32", "str")]
+)
+def test_refused_dtypes(config, dtype, got):
+    message = f"dtype must be float32, bfloat16, float16 or float64, got {got}"
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        config["layer"](**{name: x for name, x in config.items() if name != "layer"}, dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -689,10 +715,12 @@ def test_autocast_takes_any_but_float64(device):
         ((16.0, 4), TypeError, "hidden_size must be an int, got float"),
         ((16, 0), ValueError, "kernel_size must be at least 1, got 0"),
         ((16, "4"), TypeError, "kernel_size must be an int, got str"),
+        ((16, 4, "no"), TypeError, "bias must be a bool, got 'no'"),
+        ((16, 4, False, None, None, torch.int32), TypeError, "dtype must be float32, .* got int32"),
     ],
 )
 def test_refused_convolutions(arguments, error, message):
-    """A short convolution refuses sizes that are no positive whole numbers."""
+    """A short convolution refuses sizes that are no positive whole numbers, and other types."""
     with pytest.raises(error, match=message):
         ShortConvolution(*arguments)
 

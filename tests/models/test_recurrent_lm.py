@@ -368,6 +368,11 @@ class TestSampling:
             ValueError,
             "num_kv_heads must divide num_heads",
         ),
+        (
+            {"attn": [{"layers": [1], "num_heads": 2, "qkv_bias": "no"}]},
+            TypeError,
+            "qkv_bias must be a bool, got 'no'",
+        ),
         ({"attn": [{"layers": [1], "num_heads": 2, "window_size": 0}]}, ValueError, "window_size must be"),
         (
             {"attn": [{"layers": [1], "num_heads": 2, "rope_theta": 0}]},
