@@ -562,8 +562,13 @@ def mamba_files(monkeypatch, tmp_path: Path):
 def test_mamba_run(on_cpu, mamba_files, monkeypatch, tmp_path: Path):
     asked = []
     monkeypatch.setattr(warm, "side_by_side", lambda command, *limits: asked.append((command, limits)) or "")
-    compiled: list[tuple[object, dict[str, bool]]] = []
-    monkeypatch.setattr(torch, "compile", lambda fn, **options: compiled.append((fn, options)) or fn)
+    compiled, called = [], []
+
+    def compile_nothing(fn, **options):
+        compiled.append((fn.keywords["scan"], options))
+        return lambda **inputs: called.append(1) or fn(**inputs)
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
     monkeypatch.setattr(mamba, "ACCURACY", MAMBA)
     monkeypatch.setattr(run, "environment", lambda *_: {"device": "none"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -591,7 +596,8 @@ def test_mamba_run(on_cpu, mamba_files, monkeypatch, tmp_path: Path):
         assert all(row.ours == row.other and row.ours < 2e-2 for row in errors)
     differs, *costs = [row for row in saved.rows if row.op == mamba.COMPILED.name]
     assert differs.met and not differs.note and [row.ratio for row in costs] == [1, 1, 1]
-    assert [options for _, options in compiled] == [{"fullgraph": True, "dynamic": False}]
+    options = {"fullgraph": True, "dynamic": False}
+    assert compiled == [(flacompose.ops.mamba_chunk_scan_combined, options)] and called
     ((command, limits),) = asked
     assert command[-3:] == ["-m", "benchmarks.mamba", f"{MAMBA},{MAMBA}"] and limits[1] == 3
     # What a worker does, of whose kernels there are none here.

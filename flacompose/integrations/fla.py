@@ -303,8 +303,7 @@ def from_fla(
     """
     given = _given(config)
     _check_names("state_dict", state_dict)
-    if dtype is not None:
-        _check.float_dtype(dtype)
+    _check.optional_float_dtype(dtype)
     return _loaded(_without_values(given), given, state_dict, device, dtype, copy=True)
 
 
@@ -331,8 +330,7 @@ def load_fla(
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory must be a path, got {type(directory).__name__}")
-    if dtype is not None:
-        _check.float_dtype(dtype)
+    _check.optional_float_dtype(dtype)
     folder = Path(directory)
     given = _json(folder / "config.json")
     model = _without_values(given)  # first, since it is cheap

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._check import _FLOATS, MAX_HEAD_SIZE, _name, finite, floating, integer, number, sequences
+from flacompose.ops._check import (
+    _FLOATS,
+    MAX_HEAD_SIZE,
+    _name,
+    finite,
+    floating,
+    integer,
+    number,
+    sequences,
+    shown,
+)
 from flacompose.ops._check import count as count
 from flacompose.ops._check import flags as flags
 from flacompose.ops._check import indices as indices
@@ -20,6 +30,13 @@ from flacompose.ops._define import always_true
 def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:
     if x not in tuple(choices):  # a tuple, since `x` may be something that cannot be hashed
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {x!r}{why}")
+
+
+def optional_flag(name: str, x: object) -> bool:
+    """Check that `x` is a bool or None, which stands for False; return the bool."""
+    if x is not None and not isinstance(x, bool):
+        raise TypeError(f"{name} must be a bool or None, got {shown(x)}")
+    return x is True
 
 
 def head_size(name: str, x: int) -> None:
@@ -94,6 +111,11 @@ def float_dtype(dtype: torch.dtype) -> None:
     if not is_float(dtype):
         got = _name(dtype) if isinstance(dtype, torch.dtype) else type(dtype).__name__
         raise TypeError(f"dtype must be float32, bfloat16, float16 or float64, got {got}")
+
+
+def optional_float_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None:
+        float_dtype(dtype)
 
 
 def is_one(size: int) -> bool:

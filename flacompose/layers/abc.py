@@ -41,7 +41,7 @@ class ABCAttention(RecurrentLayer):
         conv_size: Its width ``W``.
         conv_bias: Whether it has a bias.
         num_slots: Number of slots ``M`` of a head, at most 512. Default: as many as a head has keys, ``K``.
-        elementwise_affine: Whether the norm has a weight.
+        elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
         gate_low_rank_dim: Kept as an attribute and not used, as in the peer.
         gate_logit_normalizer: Kept as an attribute and not used, as in the peer.
@@ -96,6 +96,7 @@ class ABCAttention(RecurrentLayer):
             use_output_gate=use_output_gate,
             use_norm=use_norm,
         )
+        affine = _check.optional_flag("elementwise_affine", elementwise_affine)
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v, use_rope, wide_keys=True)
         M = K if num_slots is None else num_slots
         _check.head_size("num_slots", M)
@@ -132,9 +133,9 @@ class ABCAttention(RecurrentLayer):
             self.k_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
             self.v_conv1d = ShortConvolution(H * V, conv_size, conv_bias, **factory)
         if use_norm and use_output_gate:
-            self.g_norm: RMSNorm = GatedRMSNorm(V, elementwise_affine, norm_eps, **factory)
+            self.g_norm: RMSNorm = GatedRMSNorm(V, affine, norm_eps, **factory)
         elif use_norm:
-            self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
+            self.g_norm = RMSNorm(V, affine, norm_eps, device, dtype or torch.float32)
         conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((H, K, M), (H, M, V)), conv, (H, M), use_rope, log_normalizer=True)
 

@@ -44,7 +44,7 @@ class GatedLinearAttention(RecurrentLayer):
         conv_bias: Whether it has a bias.
         use_output_gate: Whether the normed output is gated.
         gate_fn: Activation of the output gate, one of those that `feature_map` takes.
-        elementwise_affine: Whether the norm has a weight.
+        elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
         gate_logit_normalizer: Divisor $\tau$ of the log-decay, above 0.
         gate_low_rank_dim: Rank of the decay's projection.

@@ -46,7 +46,7 @@ class GatedSlotAttention(RecurrentLayer):
         conv_size: Its width ``W``.
         conv_bias: Whether it has a bias.
         num_slots: Number of slots ``M`` of a head, at most 512. Default: as many as a head has keys, ``K``.
-        elementwise_affine: Whether the norm has a weight.
+        elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
         gate_logit_normalizer: Divisor $\tau$ of the log-decay, above 0.
         feature_map: Map $\phi$ of each head of queries and keys: "swish", "relu" or "t2r", a linear map and relu,

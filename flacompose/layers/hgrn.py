@@ -36,7 +36,7 @@ class HGRNAttention(ForgetGateLayer):
         use_short_conv: Whether $x W_i$ and $x W_f$ pass a `ShortConvolution`, without activation.
         conv_size: Its width ``W``.
         conv_bias: Whether it has a bias.
-        elementwise_affine: Whether the norm has a weight.
+        elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
         layer_idx: Which layer of a model it is. In layer 0 a lower bound is not used.
         device: Device of the parameters.

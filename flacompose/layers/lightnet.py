@@ -40,7 +40,7 @@ class LightNetAttention(RecurrentLayer):
         conv_size: Its width ``W``.
         conv_bias: Whether it has a bias.
         gate_low_rank_dim: Rank of the output gate's projection.
-        elementwise_affine: Whether the norm has a weight.
+        elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         device: Device of the parameters.

@@ -87,6 +87,7 @@ class LinearAttention(RecurrentLayer):
             norm_q=norm_q,
             norm_k=norm_k,
             do_feature_map_norm=do_feature_map_norm,
+            elementwise_affine=elementwise_affine,
         )
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
         _check.one_of("feature_map", feature_map, FEATURE_MAPS)

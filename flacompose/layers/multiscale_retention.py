@@ -47,7 +47,7 @@ class MultiScaleRetention(RecurrentLayer):
         conv_bias: Whether it has a bias.
         use_output_gate: Whether the normed output is gated.
         gate_fn: Activation of the output gate, one of those that `feature_map` takes.
-        elementwise_affine: Whether the norm has a weight.
+        elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
         fuse_norm: With a "swish" output gate: round once, after norm and gate, and name the norm ``g_norm_swish_gate``.
             Otherwise it is named ``g_norm``, and its output is rounded too.

@@ -30,10 +30,14 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         hidden_size: Size ``D`` of the last axis.
-        elementwise_affine: Whether there is a weight, ``[D]``, of ones at first.
+        elementwise_affine: Whether there is a weight, ``[D]``, of ones at first; None stands for False.
         eps: Added to the mean square.
         device: Device of the weight.
         dtype: Dtype of the weight.
+
+    Raises:
+        ValueError: If `hidden_size` is below 1, or `eps` below 0 or not finite.
+        TypeError: If an argument has the wrong type, or `dtype` is no float dtype.
 
     It is a `torch.nn.RMSNorm`, whose arguments stand in another order.
     """
@@ -50,10 +54,8 @@ class RMSNorm(nn.RMSNorm):
     ) -> None:
         _check.count("hidden_size", hidden_size)
         _check.not_negative("eps", eps)
-        affine = elementwise_affine is not None and elementwise_affine
-        _check.flags(elementwise_affine=affine)
-        if dtype is not None:
-            _check.float_dtype(dtype)
+        affine = _check.optional_flag("elementwise_affine", elementwise_affine)
+        _check.optional_float_dtype(dtype)
         super().__init__(hidden_size, eps, affine, device, dtype)
         self.hidden_size = hidden_size
 

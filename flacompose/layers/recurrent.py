@@ -31,8 +31,8 @@ class Factory(TypedDict):
 
 
 def factory_of(device: torch.device | str | None, dtype: torch.dtype | None) -> Factory:
-    if dtype is not None:
-        _check.float_dtype(dtype)
+    """The `Factory` of these, once `dtype` is checked."""
+    _check.optional_float_dtype(dtype)
     return Factory(device=device, dtype=dtype)
 
 

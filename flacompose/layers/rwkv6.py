@@ -48,7 +48,7 @@ class RWKV6Attention(RecurrentLayer):
         proj_low_rank_dim: Rank of the projection to each of the five $\mu$.
         gate_low_rank_dim: Rank of the decay's projection.
         fuse_norm: Kept as an attribute and not used, as in the peer.
-        elementwise_affine: Whether the norm has a weight and a bias.
+        elementwise_affine: Whether the norm has a weight and a bias; None stands for False.
         norm_eps: Added to the variance in the norm.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
         device: Device of the parameters.
@@ -78,8 +78,8 @@ class RWKV6Attention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx)
-        affine = elementwise_affine is not None and elementwise_affine
-        _check.flags(fuse_norm=fuse_norm, elementwise_affine=affine)
+        _check.flags(fuse_norm=fuse_norm)
+        affine = _check.optional_flag("elementwise_affine", elementwise_affine)
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
         _check.count("proj_low_rank_dim", proj_low_rank_dim)
         _check.count("gate_low_rank_dim", gate_low_rank_dim)

@@ -58,8 +58,7 @@ class ShortConvolution(nn.Module):
         _check.count("hidden_size", hidden_size)
         _check.count("kernel_size", kernel_size)
         _check.flags(bias=bias)
-        if dtype is not None:
-            _check.float_dtype(dtype)
+        _check.optional_float_dtype(dtype)
         if activation not in ("silu", "swish", None):
             raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
         self.hidden_size = hidden_size

@@ -44,7 +44,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
         conv_size: Its width ``W``.
         conv_bias: Whether it has a bias.
         gate_fn: Activation of the output gate, one of those that `feature_map` takes.
-        elementwise_affine: Whether the norm has a weight.
+        elementwise_affine: Whether the norm has a weight; None stands for False.
         norm_eps: Added to the mean square in the norm.
         gate_logit_normalizer: Divisor $\tau$ of the log-decay, above 0.
         fuse_norm: With a "swish" output gate: round once, after norm and gate, and name the norm ``g_norm_swish_gate``.

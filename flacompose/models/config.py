@@ -73,8 +73,12 @@ class RecurrentConfig:
         _check.one_of("feed_forward_act", self.feed_forward_act, ACTIVATIONS)
         _check.one_of("norm", self.norm, ("rms", "layer"))
         _check.not_negative("norm_eps", self.norm_eps)
-        for name in ("norm_bias", "norm_embeddings", "use_lower_bound", "tie_word_embeddings"):
-            _check.flags(**{name: getattr(self, name)})
+        _check.flags(
+            norm_bias=self.norm_bias,
+            norm_embeddings=self.norm_embeddings,
+            use_lower_bound=self.use_lower_bound,
+            tie_word_embeddings=self.tie_word_embeddings,
+        )
         if not isinstance(self.layer_options, Mapping):
             raise TypeError(f"layer_options must be a mapping, got {type(self.layer_options).__name__}")
         for name in _GIVEN:

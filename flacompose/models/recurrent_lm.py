@@ -88,7 +88,7 @@ class RecurrentLM(nn.Module):
 
     Raises:
         ValueError: From a layer, if one of its arguments is wrong.
-        TypeError: If `config` is no `RecurrentConfig`, or from a layer.
+        TypeError: If `config` is no `RecurrentConfig`, or `dtype` no float dtype, or from a layer.
     """
 
     def __init__(
@@ -192,6 +192,7 @@ class RecurrentLM(nn.Module):
         _check.indices("input_ids", input_ids)
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
+        _check.flags(last_only=last_only)
         old = self._checked(state)
         x = self.embeddings(input_ids)
         if self.config.norm_embeddings:

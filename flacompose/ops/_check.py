@@ -127,10 +127,15 @@ def count(name: str, x: Any) -> None:
 
 
 def flags(**values: object) -> None:
-    """Check that each is a bool. Python takes anything for one, and so the string "False" for True."""
+    """Check that each is Python's True or False: Python takes anything for one, and so the string "False" for True."""
     for name, x in values.items():
-        if not isinstance(x, (bool, torch.SymBool)):
-            raise TypeError(f"{name} must be a bool, got {x!r}")
+        if not isinstance(x, bool):
+            raise TypeError(f"{name} must be a bool, got {shown(x)}")
+
+
+def shown(x: object) -> str:
+    """What stands for `x` in an error: of a tensor no values, which would be read from its device."""
+    return type(x).__name__ if isinstance(x, Tensor) else repr(x)
 
 
 def number(name: str, x: object) -> None:

@@ -50,7 +50,7 @@ def owner(case: OpCase, axes: str) -> str | None:
 
 
 def each(names: Callable[[OpCase], Iterable[str]], argument: str = "name") -> pytest.MarkDecorator:
-    """Parametrize by every public op and each of these of its tensors, or of its axes."""
+    """Parametrize by every public op and each of these of its tensors, its axes or its options."""
     pairs = [(case, name) for case in PUBLIC for name in names(case)]
     ids = [f"{case.name}-{name}" for case, name in pairs]
     return pytest.mark.parametrize(("case", argument), pairs, ids=ids)
@@ -239,6 +239,12 @@ def flags(case: OpCase) -> list[str]:
 @pytest.mark.parametrize("value", ["False", 1, None], ids=str)
 def test_flags(case: OpCase, name: str, value: object, device: torch.device) -> None:
     refused(draw(case, device, T=5), TypeError, f"{name} must be a bool, got {value!r}", **{name: value})
+
+
+@each(flags)
+def test_flags_that_are_tensors(case: OpCase, name: str, device: torch.device) -> None:
+    wrong = torch.ones((), dtype=torch.bool, device=device)
+    refused(draw(case, device, T=5), TypeError, f"{name} must be a bool, got Tensor", **{name: wrong})
 
 
 @each_op

@@ -457,8 +457,27 @@ FLAGS = [
 @pytest.mark.parametrize(("name", "flag", "value"), FLAGS)
 def test_refused_flags(name, flag, value):
     """Python takes the string "False" of a configuration for True; a layer does not."""
-    with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {value!r}$"):
+    with pytest.raises(TypeError, match=f"^{flag} must be a bool( or None)?, got {value!r}$"):
         build(EVERY[name] | {flag: value})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [EVERY["abc"] | {"use_norm": False}, LINEAR | {"output_norm": "identity"}],
+    ids=["abc", "linear_attn"],
+)
+def test_refused_flags_without_a_use(config):
+    """An option that the others make useless is checked all the same."""
+    with pytest.raises(TypeError, match="^elementwise_affine must be a bool"):
+        build(config | {"elementwise_affine": "False"})
+
+
+@pytest.mark.parametrize("name", ["gla", "rwkv6", "abc", "hgrn"])
+def test_no_affine_norm(name):
+    """None stands for False."""
+    layers = [build(EVERY[name] | {"elementwise_affine": affine}) for affine in (None, False, True)]
+    none, without, affine = ({*layer.state_dict()} for layer in layers)
+    assert none == without < affine
 
 
 @every_layer
