@@ -122,7 +122,10 @@ def difference(op: Op, both: cuda.Sides, shape: Shape) -> Row:
 
 
 def take(ours: Any, other: Any, shapes: Sequence[Shape] | None, notes: list[str]) -> Iterator[Row]:
-    """At each shape whether the sides agree and what they cost, then the errors of both; last the costs compiled."""
+    """For each op, whether the sides agree and what they cost at each shape, and the errors of both.
+
+    Then the scan with all its inputs is compared and timed again, flacompose's under ``torch.compile``.
+    """
     both = {"flacompose": functions(ours), SIDE: functions(other)}
     for op in OPS:
         for shape in shapes or op.training:
@@ -132,7 +135,7 @@ def take(ours: Any, other: Any, shapes: Sequence[Shape] | None, notes: list[str]
     compiled = torch.compile(both["flacompose"].chunk_mamba2, fullgraph=True, dynamic=False)
     both["flacompose"] = SimpleNamespace(chunk_mamba2=compiled)
     for shape in shapes or COMPILED.training:
-        torch._dynamo.reset()  # it compiles a function for a few shapes alone
+        torch.compiler.reset()  # Dynamo compiles one function for a limited number of shapes
         yield difference(COMPILED, both, shape)
         yield from cuda.training(COMPILED, both, shape, notes)
 

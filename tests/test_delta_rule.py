@@ -292,6 +292,8 @@ def test_wrong_delta_products(form, device: torch.device) -> None:
         form(**x, g=None, num_householder=0)
     with pytest.raises(ValueError, match=r"g must have shape \(2, 3, 4\), got \(2, 6, 4\)"):
         form(**x | {"q": x["q"][:, :3]}, g=x["beta"], num_householder=2)
+    with pytest.raises(TypeError, match="use_qk_l2norm_in_kernel must be a bool, got 'False'"):
+        form(**x | {"q": x["q"][:, :3]}, g=None, num_householder=2, use_qk_l2norm_in_kernel="False")
 
 
 @product_forms

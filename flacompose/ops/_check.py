@@ -127,7 +127,7 @@ def count(name: str, x: Any) -> None:
 
 
 def flags(**values: object) -> None:
-    """Check that each is Python's True or False: Python takes anything for one, and so the string "False" for True."""
+    """Check that each is True or False. An ``if`` takes any value, and would take the string "False" for True."""
     for name, x in values.items():
         if not isinstance(x, bool):
             raise TypeError(f"{name} must be a bool, got {shown(x)}")

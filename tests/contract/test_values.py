@@ -63,7 +63,7 @@ def test_lengths(case: OpCase, T: int, device: torch.device) -> None:
     ("K", "V"), [(1, 3), (3, 17), (17, 1), (100, 256), (256, 100), (320, 512), (512, 300)]
 )
 def test_head_sizes(case: OpCase, K: int, V: int, device: torch.device) -> None:
-    """Two heads: of one, the gradient of a constant decay would be one number, which may be nearly 0 by chance."""
+    """With one head, the gradient of a constant decay would be a single number, which may be nearly 0 by chance."""
     problem = draw(case, device, B=1, K=K, V=V, M=max(K, V))
     assert_accurate(problem, evaluate(problem))
 

@@ -610,7 +610,12 @@ def test_first_values():
     assert torch.equal(conv.weight, expected.weight)
     assert torch.equal(conv.bias, expected.bias)
     assert torch.equal(RMSNorm(8).weight, torch.ones(8))
-    for wrong, message in (((1.5,), "hidden_size must be an int"), ((8, True, -1.0), "eps must")):
+    for wrong, message in (
+        ((1.5,), "hidden_size must be an int"),
+        ((8, "False"), "elementwise_affine must be a bool or None, got 'False'"),
+        ((8, True, -1.0), "eps must"),
+        ((8, True, 1e-5, None, torch.int32), "dtype must be float32, .* got int32"),
+    ):
         with pytest.raises((TypeError, ValueError), match=message):
             RMSNorm(*wrong)
     with pytest.raises(ValueError, match=r"x must have a last axis of size 8, got shape \(2, 1\)"):

@@ -349,7 +349,10 @@ class TestSampling:
         ({"feed_forward_act": "tanh"}, ValueError, "feed_forward_act must be one of relu, .* got 'tanh'"),
         ({"norm": "batch"}, ValueError, "norm must be one of rms, layer, got 'batch'"),
         ({"norm_eps": -1}, ValueError, "norm_eps must be at least 0, got -1"),
-        ({"tie_word_embeddings": "yes"}, TypeError, "tie_word_embeddings must be a bool, got 'yes'"),
+        *(
+            ({flag: "yes"}, TypeError, f"^{flag} must be a bool, got 'yes'$")
+            for flag in ("norm_bias", "norm_embeddings", "use_lower_bound", "tie_word_embeddings")
+        ),
         ({"use_lower_bound": True}, ValueError, "use_lower_bound must be False with GatedLinearAttention"),
         ({"attn": {"layers": [0]}}, TypeError, "attn must be a sequence of mappings, got dict"),
         ({"attn": [3]}, TypeError, r"attn\[0\] must be a mapping, got int"),
@@ -406,6 +409,12 @@ def test_errors_of_a_call() -> None:
         (lambda: RecurrentLM(SMALL), TypeError, "config must be a RecurrentConfig, got dict"),  # type: ignore[arg-type]
         (lambda: model(ids.float()), TypeError, "input_ids must be int32 or int64, got float32"),
         (lambda: model(ids.byte()), TypeError, "input_ids must be int32 or int64, got uint8"),
+        (lambda: model(ids, last_only="no"), TypeError, "last_only must be a bool, got 'no'"),
+        (
+            lambda: RecurrentLM(model.config, dtype=torch.int32),
+            TypeError,
+            "dtype must be float32, .* got int32",
+        ),
         (lambda: model(ids[0]), ValueError, r"input_ids must have shape \[B, T\], none 0, got \(5,\)"),
         (lambda: model(ids[:, :0]), ValueError, r"input_ids must have shape .* got \(2, 0\)"),
         (lambda: model(ids, state[:1]), ValueError, "state must be a tuple of 2 RecurrentState, got 1"),
