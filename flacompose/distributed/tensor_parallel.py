@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-from torch.utils import _pytree as pytree
 
+from flacompose._torch import pytree
 from flacompose.layers import Mamba2, ShortConvolution
 from flacompose.layers.joint import Joinable
 from flacompose.layers.recurrent import StatefulLayer

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from flacompose._torch import pytree
 from flacompose.layers import _check
 from flacompose.layers.layout import beside
 from flacompose.ops._dtype import state_dtype

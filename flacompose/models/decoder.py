@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from flacompose._torch import pytree
 from flacompose.layers import _check
 from flacompose.ops._check import kind
 
@@ -75,8 +75,7 @@ class Decoder:
             _check.same_device(name, x, tokens)
         self._structure, self._names = structure, list(named)
 
-        from torch._inductor import config
-
+        from flacompose._inductor import config
         from flacompose.models.states_in_place import StatesInPlace, replaceable  # which import Inductor
 
         inductor: dict[str, Any] = {

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
+
+from flacompose._inductor import CustomGraphPass, kernel_side_table, triton_kernel_wrapper_functional
 
 
 @torch.library.custom_op("flacompose::replaceable", mutates_args=())

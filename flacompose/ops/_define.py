@@ -2,9 +2,6 @@
 
 :func:`define_op` turns a schema and pure-PyTorch functions into an operator that every part of PyTorch takes as one
 node. :func:`launch` launches a Triton kernel from an implementation, in eager and while it is traced.
-
-The private names of PyTorch that ops use are all in this file: those imported or resolved at the top, the dispatch
-keys, and `statically_known_true`.
 """
 
 from __future__ import annotations
@@ -25,38 +22,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import (
-    DispatchKey,
-    DispatchKeySet,
-    _any_requires_grad,
-    _are_functorch_transforms_active,
-    _AutoDispatchBelowAutograd,
-    _ExcludeDispatchKeyGuard,
-)
-from torch._functorch.autograd_function import custom_function_call
-from torch._library.triton import triton_ops_to_kernels
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch._VF import _unpack_dual
-from torch.autograd import forward_ad
-from torch.autograd.forward_ad import _set_fwd_grad_enabled
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
 from torch.utils.flop_counter import register_flop_formula
 
+from flacompose._torch import (
+    AUTOCAST_KEYS,
+    AutoDispatchBelowAutograd,
+    ExcludeDispatchKeyGuard,
+    FakeTensor,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    OpOverload,
+    any_requires_grad,
+    are_functorch_transforms_active,
+    custom_function_call,
+    forward_mode_is_on,
+    set_fwd_grad_enabled,
+    triton_ops_to_kernels,
+    unpack_dual,
+    unset_fake_temporarily,
+)
 from flacompose.ops._chip import chip_of, is_here, runs_kernels, warn_of_eager
-
-# Read at call time; touched here so that a release of PyTorch without them fails at import.
-_ = forward_ad._current_level
 
 # A collected Library takes its registrations with it.
 LIBRARY = torch.library.Library("flacompose", "FRAGMENT")
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
-AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 
 # Their dispatch keys, and what the warning calls them that PyTorch computes there.
@@ -377,7 +367,7 @@ def _differentiate(
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(*args: Any) -> Any:
-            with _AutoDispatchBelowAutograd():
+            with AutoDispatchBelowAutograd():
                 return op(*args)
 
         @staticmethod
@@ -386,7 +376,7 @@ def _differentiate(
             ctx.save_for_backward(*saved)
             # A compiled graph enters its levels of forward mode unseen.
             traced = isinstance(inputs[0], FunctionalTensor)
-            if traced or forward_ad._current_level >= 0 or _are_functorch_transforms_active():
+            if traced or forward_mode_is_on() or are_functorch_transforms_active():
                 ctx.save_for_forward(*saved)
             ctx.constants = [None if i in tensors else x for i, x in enumerate(inputs)]
             ctx.set_materialize_grads(False)
@@ -405,7 +395,7 @@ def _differentiate(
                 positions, found = gradients, _without_gradient(backward_op, [*args, *grads, mask])
             else:
                 positions = [i for i in tensors if args[i] is not None and args[i].is_floating_point()]
-                with _ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+                with ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
                     outputs, pullback = vjp(at(args, positions), *(args[i] for i in positions))
                     found = pullback(
                         tuple(torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads))
@@ -417,10 +407,10 @@ def _differentiate(
         def jvp(ctx: Any, *tangents: Any) -> Any:
             args = _with_values(ctx.constants, tensors, ctx.saved_tensors)
             # Forward mode is off here, and the saved tensors are dual: a tangent of an outer jvp would be lost.
-            args = [_unpack_dual(x, level=0)[0] if isinstance(x, Tensor) else x for x in args]
+            args = [unpack_dual(x, level=0)[0] if isinstance(x, Tensor) else x for x in args]
             positions = [i for i in tensors if tangents[i] is not None]
             primals = [args[i] for i in positions]
-            with _set_fwd_grad_enabled(True):
+            with set_fwd_grad_enabled(True):
                 cotangents = tuple(torch.zeros_like(o) for o in fake(*args))
                 # The pullback is linear in the cotangents; its transpose is the pushforward.
                 _, push = vjp(lambda *w: vjp(at(args, positions), *primals)[1](w), *cotangents)
@@ -441,9 +431,9 @@ def _differentiate(
             if "torch.distributed.tensor" in sys.modules:
                 _register_sharding(op, shardings)
             return apply(*args)
-        if (is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
+        if (is_grad_enabled() and any_requires_grad(*args)) or forward_mode_is_on():
             return apply(*args)
-        with _AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             return op(*args)
 
     def cast_for(device: str, args: Any) -> list[Any]:
@@ -457,12 +447,12 @@ def _differentiate(
     def functorch_kernel(*args: Any) -> Any:
         device = args[0].device
         if autocast_on(device):
-            with _ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+            with ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
                 return custom_function_call(Function, *cast_for(device.type, args))
         return custom_function_call(Function, *args)
 
     def autocast_kernel(device: str, *args: Any) -> Any:
-        with _ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
+        with ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
             return op(*cast_for(device, args))
 
     LIBRARY.impl(op._opname, autograd_kernel, "Autograd")
@@ -473,10 +463,10 @@ def _differentiate(
 
 def _without_gradient(op: OpOverload, args: Sequence[Any]) -> Any:
     """`op`, past its Autograd kernel where that would only pass the call on."""
-    forward_mode = forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+    forward_mode = forward_mode_is_on() or are_functorch_transforms_active()
     if torch.is_grad_enabled() or type(args[0]) is not Tensor or forward_mode:
         return op(*args)
-    with _AutoDispatchBelowAutograd():
+    with AutoDispatchBelowAutograd():
         return op(*args)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from flacompose._torch import pytree
 from flacompose.ops._check import MAX_HEAD_SIZE
 
 Op = Callable[..., tuple[Tensor, Any]]  # what it computes, and the state after the last token

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from triton.runtime import driver
 
-from flacompose.ops._define import TorchDispatchMode, launching, launching_by, tree_leaves
+from flacompose._torch import TorchDispatchMode, pytree
+from flacompose.ops._define import launching, launching_by
 
 MAX_KINDS = 256  # of arguments, for each implementation; the oldest goes first
 ALIGNMENT = 16  # bytes; Triton compiles other kernels for pointers that are not multiples of it
@@ -104,7 +105,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        new = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x not in self.names]
+        new = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x not in self.names]
         if not new and not func._schema.is_mutable:  # a conversion that had nothing to convert
             return result
         if func in _ALLOCATIONS:
@@ -137,7 +138,7 @@ class _Recorder(TorchDispatchMode):
     def expression(self, value: Any) -> str:
         if isinstance(value, Tensor):
             return self.names[value]
-        if any(isinstance(x, Tensor) for x in tree_leaves(value)):
+        if any(isinstance(x, Tensor) for x in pytree.tree_leaves(value)):
             return f"[{', '.join(self.expression(x) for x in value)}]"
         name = f"c{len(self.constants)}"
         self.constants[name] = value

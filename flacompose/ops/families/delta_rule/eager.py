@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import tree_map
+from flacompose._torch import pytree
 from flacompose.ops._dtype import state_dtype, upcast
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families._chunks import Chunks, Sweep, gradients
@@ -136,7 +136,7 @@ def _segment_gradients(
         total = rule.gate.total * (S * dS).sum(-1).unsqueeze(-2)
         if rule.gate.total.shape[-1] != rule.k.shape[-1]:
             reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
-        exponents = tree_map(torch.add, of_q.exponents, of_k.exponents)
+        exponents = pytree.tree_map(torch.add, of_q.exponents, of_k.exponents)
         d_gates = rule.gate.gradient(exponents, reads, writes, total)
     if want_q:
         dq = rule.of_group(dq_read + of_q.a) * rule.scale

@@ -1,0 +1,57 @@
+"""The private names of PyTorch that this package uses; those that are slow to import are in ``_inductor.py``.
+
+PyTorch may move or remove a private name in any release. The import of this package then fails here, with an error that
+names the releases it is tested with. No other file imports a private name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+TESTED = "2.11 to 2.14"
+
+
+@contextmanager
+def private_names() -> Iterator[None]:
+    """Within it, private names are imported, and one that is gone is reported beside the releases that have it."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"flacompose is tested with PyTorch {TESTED}, and PyTorch {torch.__version__} lacks a private name that it "
+            f"uses ({error}); please install a tested release of PyTorch, or a newer flacompose"
+        ) from error
+
+
+with private_names():
+    from torch import _C, _VF
+    from torch._C import DispatchKey, DispatchKeySet
+    from torch._functorch.autograd_function import custom_function_call as custom_function_call
+    from torch._library.triton import triton_ops_to_kernels as triton_ops_to_kernels
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+    from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+    from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
+    from torch.autograd import forward_ad
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+    any_requires_grad = _C._any_requires_grad
+    are_functorch_transforms_active = _C._are_functorch_transforms_active
+    set_fwd_grad_enabled = forward_ad._set_fwd_grad_enabled
+    unpack_dual = _VF._unpack_dual
+    AutoDispatchBelowAutograd = _C._AutoDispatchBelowAutograd
+    ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard
+    # Read when they are needed, and touched here so that a release without them fails now.
+    _ = forward_ad._current_level, pytree._register_namedtuple
+
+AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+
+def forward_mode_is_on() -> bool:
+    """Whether a level of forward-mode differentiation has been entered."""
+    return forward_ad._current_level >= 0
