@@ -11,6 +11,7 @@ CORES := $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); [ $$n -g
 PYTEST_WORKERS ?= $(CORES)
 VENV := .venv
 BIN := $(VENV)/bin
+NEWEST := .newest
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
 
@@ -31,10 +32,14 @@ pytest: $(VENV)/dev.stamp ## The test suite, then the Triton kernels under the i
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 tests/interpreter
 
-NEWEST := 5.23.0
-newest: $(VENV)/dev.stamp ## The tests of transformers' models with its newest release that is known
-	$(BIN)/python -m pip install --quiet --progress-bar off --no-deps --upgrade --target $(VENV)/newest transformers==$(NEWEST)
-	PYTHONPATH=$(VENV)/newest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 tests/integrations $(ARGS)
+newest: export OMP_NUM_THREADS := 1
+newest: export TORCHINDUCTOR_COMPILE_THREADS := 1
+newest: $(VENV)/python.stamp ## The test suite with the newest PyTorch, Triton and transformers, in an environment of its own
+	test -d $(NEWEST) || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --progress-bar off --upgrade --upgrade-strategy eager -e '.[demo,docs,test]'
+	$(NEWEST)/bin/python -m pip list | grep -E '^(torch|triton|transformers) '
+	$(NEWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 $(ARGS)
+	TRITON_INTERPRET=1 $(NEWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal --timeout 600 tests/interpreter
 
 fit: export OMP_NUM_THREADS := 1
 fit: $(VENV)/dev.stamp ## Compile every launch for every GPU from Ampere on and see that it fits: hours of processor time
@@ -61,7 +66,7 @@ dev: $(VENV)/dev.stamp ## Set up for contributing, pre-commit hooks included
 	$(BIN)/pre-commit install
 
 clean: ## Remove the environment and everything built
-	rm -rf $(VENV) build dist site runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist site runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # .venv/<extra>.stamp: the environment holds flacompose[<extra>] as pinned.

@@ -65,60 +65,53 @@ def packed(case: OpCase, device: torch.device, n: int, length: int = 70, **optio
     return draw(case, device, lengths=lengths, tail=length % 3, seed=length, **options)
 
 
+def check_node(module: GraphModule, problem: Problem) -> None:
+    """Inputs that are given are arguments of the node, others leave nothing, and nothing is copied before or after."""
+    case = problem.case
+    assert op_nodes(module) == nodes(case)
+    if case.around is not None and (
+        case.nodes == 1 or ("initial_state" not in problem.tensors and problem.cu_seqlens is None)
+    ):
+        assert around(module) == list(case.around)
+    if case.nodes != 1:
+        return
+    made_of: dict[str, set[str]] = {}
+    for name in [*problem.tensors, *([] if problem.cu_seqlens is None else ["cu_seqlens"])]:
+        # A graph has the names of its inputs in small letters.
+        made_of.setdefault(case.operands.get(name, name), set()).add(name.lower())
+    node, arguments = op_arguments(module)
+    assert {name: x for name, x in arguments.items() if isinstance(x, set) and x} == made_of
+    if case.scaled:
+        assert arguments["scale"] == problem.first.shape[-1] ** -0.5
+    o, state = node.meta["val"]
+    assert (o.dtype, o.shape[2:]) == (problem.do.dtype, problem.do.shape[2:])
+    assert (state.dtype, state.shape[1:]) == (problem.d_final_state.dtype, problem.d_final_state.shape[1:])
+
+
 @each_op
 def test_one_node_at_every_length(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=37)
     program = exported(problem, T=T, B=B, N=B)
-    assert op_nodes(program.graph_module) == nodes(case)
     decomposed = program.run_decompositions()
-    assert op_nodes(decomposed.graph_module) == nodes(case)
+    assert op_nodes(program.graph_module) == nodes(case)
+    check_node(decomposed.graph_module, problem)
+    longer = exported(draw(case, device, T=2048), T=T, B=B, N=B)
+    assert len(longer.graph.nodes) == len(program.graph.nodes)
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
-    loaded = torch.export.load(file)
-    forms = [form.module() for form in (program, decomposed, loaded)]
-    for length in LENGTHS:
-        for batch in (1, 2):
-            problem = draw(case, device, B=batch, T=length, H=2, seed=length)
-            expected = results(call(problem))
-            for form in forms:
-                assert_equal(results(form(problem.tensors, None)), expected)
+    forms = [form.module() for form in (program, decomposed, torch.export.load(file))]
+    for length, batch in zip(LENGTHS, [1, 2, 1, 3, 1, 2, 1], strict=True):
+        problem = draw(case, device, B=batch, T=length, seed=length)
+        expected = results(call(problem))
+        for form in forms:
+            assert_equal(results(form(problem.tensors, None)), expected)
 
 
 @each_op
-def test_the_graph_does_not_grow(case: OpCase, device: torch.device) -> None:
-    sizes = set()
-    for length in (2, 2048):
-        program = exported(draw(case, device, T=length))
-        assert op_nodes(program.graph_module) == nodes(case)
-        sizes.add(len(program.run_decompositions().graph.nodes))
-    assert len(sizes) == 1
-
-
-@each_op
-@pytest.mark.parametrize("given", ["nothing", "a state", "packed sequences"])
-def test_what_the_node_is_made_of(case: OpCase, given: str, device: torch.device) -> None:
-    """Inputs that are given become its arguments, others leave nothing in the graph, and nothing is copied around."""
-    if given == "packed sequences":
-        problem = draw(case, device, lengths=[20, 0, 17], state=False)
-    else:
-        problem = draw(case, device, T=37, state=given == "a state")
-    module = exported(problem, T=T).run_decompositions().graph_module
-    assert op_nodes(module) == nodes(case)
-    if case.around is not None and (given == "nothing" or case.nodes == 1):
-        assert around(module) == list(case.around)
-    if case.nodes == 1:
-        made_of: dict[str, set[str]] = {}
-        for name in [*problem.tensors, *(["cu_seqlens"] if given == "packed sequences" else [])]:
-            # A graph has the names of its inputs in small letters.
-            made_of.setdefault(case.operands.get(name, name), set()).add(name.lower())
-        node, arguments = op_arguments(module)
-        assert {name: x for name, x in arguments.items() if isinstance(x, set) and x} == made_of
-        if case.scaled:
-            assert arguments["scale"] == problem.first.shape[-1] ** -0.5
-        o, state = node.meta["val"]
-        assert (o.dtype, o.shape[2:]) == (problem.do.dtype, problem.do.shape[2:])
-        assert (state.dtype, state.shape) == (problem.d_final_state.dtype, problem.d_final_state.shape)
+def test_an_absent_state_leaves_nothing(case: OpCase, device: torch.device) -> None:
+    problem = draw(case, device, T=37, state=False)
+    check_node(exported(problem, T=T).run_decompositions().graph_module, problem)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there compilation replaces the op by its kernels")
@@ -148,11 +141,9 @@ def test_graphs_of_training(case: OpCase) -> None:
 @pytest.mark.parametrize("any_number", [False, True], ids=["one", "any number"])
 def test_packed(case: OpCase, any_number: bool, device: torch.device) -> None:
     """One sequence, or as many as there are, at every length."""
-    if any_number:
-        program = exported(packed(case, device, 7), {0: N + 1}, T=T, N=N)
-    else:
-        program = exported(packed(case, device, 1), T=T)
-    assert op_nodes(program.run_decompositions().graph_module) == nodes(case)
+    traced = packed(case, device, 7 if any_number else 1)
+    program = exported(traced, {0: N + 1}, T=T, N=N) if any_number else exported(traced, T=T)
+    check_node(program.run_decompositions().graph_module, traced)
     module = program.module()
     for i, length in enumerate(LENGTHS):
         problem = packed(case, device, (1, 5, 20)[i % 3] if any_number else 1, length)

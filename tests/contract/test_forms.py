@@ -35,6 +35,8 @@ def test_both_forms_are_one_function(
 ) -> None:
     one, other = (evaluate(draw(form, device, T=130, lengths=lengths, gates=gates)) for form in forms(case))
     for name, x in one.items():
+        if device.type == "cpu" and case.nodes == 1:  # there they are one function also by their code
+            assert torch.equal(x, other[name]), name
         bound = 2 * FIXED[torch.float32][name not in VALUES] if case.gates else 1e-5
         assert error(x, other[name]) <= bound, name
 

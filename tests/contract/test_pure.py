@@ -15,7 +15,7 @@ from torch import Tensor
 from flacompose.ops import fused_recurrent_gsa
 
 from .accuracy import assert_accurate, assert_close, assert_equal
-from .cases import OpCase, each_op
+from .cases import OpCase, each_op, every
 from .graphs import recorded
 from .problems import Problem, call, draw, evaluate, permuted, side_by_side, tokens_last
 
@@ -74,7 +74,7 @@ def storages(tensors: list[Tensor]) -> list[int]:
     return [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
 
 
-@each_op
+@every()
 @pytest.mark.parametrize("T", [1, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .accuracy import assert_close as assert_results_close
 from .accuracy import assert_equal
-from .cases import CASES, OpCase, each_gated_op, each_op
+from .cases import DISTINCT, OpCase, each_gated_op, each_op
 from .graphs import recorded
 from .problems import Problem, call, call_reference, draw, evaluate, permuted
 
@@ -105,7 +105,7 @@ def test_transforms_of_transforms(case: OpCase, device: torch.device) -> None:
     ("case", "lengths", "mapped"),
     [
         pytest.param(case, lengths, mapped, id=f"{case.name}-{'packed' if lengths else 'dense'}-{mapped}")
-        for case in CASES
+        for case in DISTINCT
         for lengths in (None, [2, 0, 1])
         for mapped in ("all", case.first, "initial_state", *(() if lengths else [*case.axes][1:-1]))
     ],

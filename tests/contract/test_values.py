@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from .accuracy import assert_accurate, assert_close, error
-from .cases import OpCase, each_gated_op, each_op, each_scaled_op, one_op_a_form
+from .cases import OpCase, each_gated_op, each_op, each_scaled_op, one_op_a_form_of_kernels
 from .problems import GATES, Problem, call, call_reference, draw, evaluate
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -64,7 +66,9 @@ def test_lengths(case: OpCase, T: int, device: torch.device) -> None:
 )
 def test_head_sizes(case: OpCase, K: int, V: int, device: torch.device) -> None:
     """With one head, the gradient of a constant decay would be a single number, which may be nearly 0 by chance."""
-    problem = draw(case, device, B=1, K=K, V=V, M=max(K, V))
+    # Kernels have tiles of large heads and of chunks; PyTorch has none of the former, and one chunk does.
+    T = 70 if device.type == "cuda" or max(K, V) < 100 else 9
+    problem = draw(case, device, B=1, T=T, K=K, V=V, M=max(K, V))
     assert_accurate(problem, evaluate(problem))
 
 
@@ -84,8 +88,9 @@ def test_the_state_is_not_returned_unless_asked_for(case: OpCase, device: torch.
 
 
 @each_gated_op
-@pytest.mark.parametrize("gates", [*GATES, "mixed", "rare", "resets"])
-@pytest.mark.parametrize("T", [70, 3])
+@pytest.mark.parametrize(
+    ("gates", "T"), [*product([*GATES, "mixed", "rare", "resets"], [70]), ("mixed", 3), ("resets", 3)]
+)
 def test_gates(case: OpCase, gates: str | float, T: int, device: torch.device) -> None:
     problem = draw(case, device, T=T, gates=gates)
     assert_accurate(problem, evaluate(problem))
@@ -145,7 +150,7 @@ def call_in_parts(problem: Problem, *, points: list[int], **tensors: Tensor) -> 
 
 
 @each_op
-@pytest.mark.parametrize("points", [[1], [63], [64], [65], [129], [1, 2, 40, 128]], ids=str)
+@pytest.mark.parametrize("points", [[63], [65], [64, 129], [1, 2, 40, 128]], ids=str)
 def test_state_carried_across_splits(case: OpCase, points: list[int], device: torch.device) -> None:
     problem = draw(case, device, T=130, gates="rare")
 
@@ -165,7 +170,7 @@ def test_token_by_token(case: OpCase, device: torch.device) -> None:
     assert_accurate(problem, evaluate(problem, function=parts))
 
 
-@one_op_a_form
+@one_op_a_form_of_kernels
 def test_long_sequence(case: OpCase, device: torch.device) -> None:
     """Right at every token and in every gradient by the op in float64, and that, on its last rows, by the reference."""
     T, rows = 43884, 64
