@@ -86,9 +86,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 class _Launching(local):
-    """How this thread launches kernels; None is Triton's own way."""
+    """What launches kernels for this thread, called with the kernel, its grid and its arguments; None is Triton."""
 
-    how: Callable[..., None] | None = None
+    launcher: Callable[..., None] | None = None
 
 
 launching = _Launching()
@@ -99,15 +99,15 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
     ``wrap_triton`` costs about fifteen times a plain launch, so eager calls do without it.
     """
-    if launching.how is None:
+    if launching.launcher is None:
         kernel[grid](*args, **kwargs)
     else:
-        launching.how(kernel, grid, *args, **kwargs)
+        launching.launcher(kernel, grid, *args, **kwargs)
 
 
 def launches_into_graph() -> bool:
     """Whether the kernels that this thread launches become parts of a graph."""
-    return launching.how is _record
+    return launching.launcher is _record
 
 
 def _record(kernel: Any, grid: Any, *args: Any, maxnreg: int | None = None, **kwargs: Any) -> None:
@@ -116,13 +116,13 @@ def _record(kernel: Any, grid: Any, *args: Any, maxnreg: int | None = None, **kw
 
 
 @contextmanager
-def launching_by(how: Callable[..., None]) -> Iterator[None]:
-    """Within it, `how` is called with what this thread launches."""
-    previous, launching.how = launching.how, how
+def launching_by(launcher: Callable[..., None]) -> Iterator[None]:
+    """Within it, each call of `launch` in this thread calls `launcher` instead of Triton."""
+    previous, launching.launcher = launching.launcher, launcher
     try:
         yield
     finally:
-        launching.how = previous
+        launching.launcher = previous
 
 
 def define_op(

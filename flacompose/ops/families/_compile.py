@@ -46,7 +46,7 @@ class compile_ahead:
         self.ready: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
-        if args[0].is_cuda and launching.how is None:
+        if args[0].is_cuda and launching.launcher is None:
             kind = self.kind(args[0].device, args)
             if kind not in self.ready:
                 with _lock:

@@ -47,7 +47,7 @@ class Replay:
         self.lock = Lock()
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
-        if launching.how is not None:
+        if launching.launcher is not None:
             return self.implementation(*args)
         kind = (
             args[0].get_device(),
