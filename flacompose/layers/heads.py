@@ -94,7 +94,7 @@ def value_heads(
         raise ValueError(f"num_v_heads must be a multiple of num_heads = {num_heads}, got {HV}")
     _check.head_size("head_dim", head_dim)
     _check.number("expand_v", expand_v)
-    V = _check.whole("head_dim * expand_v", head_dim * expand_v)
+    V = _check.positive_int("head_dim * expand_v", head_dim * expand_v)
     parts = -(-V // MAX_HEAD_SIZE)
     if V % parts != 0:
         raise ValueError(
@@ -133,4 +133,4 @@ def _head_size(argument: str, hidden_size: int, ratio: float, num_heads: int) ->
     """``hidden_size * ratio / num_heads``, which must be an int."""
     _check.number(argument, ratio)
     name = f"hidden_size * {argument}"
-    return _check.whole(name, hidden_size * ratio, "num_heads", num_heads) // num_heads
+    return _check.positive_int(name, hidden_size * ratio, "num_heads", num_heads) // num_heads

@@ -109,7 +109,7 @@ class Mamba2(RecurrentLayer):
         _check.count("head_dim", head_dim)
         _check.head_size("state_size", state_size)
         _check.number("expand", expand)
-        inner = _check.whole("expand * hidden_size", expand * hidden_size, "head_dim", head_dim)
+        inner = _check.positive_int("expand * hidden_size", expand * hidden_size, "head_dim", head_dim)
         H = inner // head_dim
         if num_heads is not None:
             _check.integer("num_heads", num_heads)

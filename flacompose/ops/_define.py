@@ -183,10 +183,10 @@ def define_op(
         if find_spec("triton") is not None and torch.version.hip is None:
             _implement_cuda(op, eager, triton, one_launch)
         else:
-            of = "a GPU of AMD" if torch.version.hip is not None else "a GPU where Triton is not installed"
-            LIBRARY.impl(name, _with_warning(eager, of), "CUDA")
-        for key, of in DEVICES_WITHOUT_KERNELS.items():
-            LIBRARY.impl(name, _with_warning(eager, of), key)
+            gpu = "a GPU of AMD" if torch.version.hip is not None else "a GPU where Triton is not installed"
+            LIBRARY.impl(name, _with_warning(eager, gpu), "CUDA")
+        for key, device in DEVICES_WITHOUT_KERNELS.items():
+            LIBRARY.impl(name, _with_warning(eager, device), key)
     _differentiate(op, eager, fake, backward, _vmap_rule(op, heads), autocast, _shardings(op, heads, batch))
     if flops is not None:
         register_flop_formula(packet)(flops)

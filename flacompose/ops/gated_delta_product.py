@@ -125,7 +125,7 @@ def _product(
     _check.like(q, "k", k, (B, T * n, H, K))
     _check.same_dtype(q, "k", k)
     _check.head_size("q", q)
-    HV, _, V = _check.qkv(k, k, v, of="k", grouped=True)
+    HV, _, V = _check.qkv(k, k, v, q_name="k", grouped=True)
     _check.like(q, "beta", beta, (B, T * n, HV))
     _check.optional(q, "g", g, (B, T, HV))
     N = _check.sequences(q, cu_seqlens)
