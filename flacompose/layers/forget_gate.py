@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flacompose.layers import _check
 from flacompose.layers.activation import log_sigmoid
-from flacompose.layers.layout import beside
+from flacompose.layers.layout import distributed_like
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.state import RecurrentState, RecurrentStates
 from flacompose.ops._dtype import upcast
@@ -45,7 +45,7 @@ class ForgetGateLayer(RecurrentLayer):
         """Check `lower_bound`, return what this layer uses of it."""
         if lower_bound is not None:
             _check.like(x, "lower_bound", lower_bound, (self.gate_channels,))
-        return None if lower_bound is None or self.layer_idx == 0 else beside(x, lower_bound)
+        return None if lower_bound is None or self.layer_idx == 0 else distributed_like(x, lower_bound)
 
 
 def forget_gate(

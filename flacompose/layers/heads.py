@@ -108,14 +108,14 @@ def in_heads(x: Tensor, heads: int) -> Tensor:
     return unflatten(x, -1, (heads, -1))
 
 
-def shared(x: Tensor, groups: int) -> Tensor:
+def repeat_heads(x: Tensor, groups: int) -> Tensor:
     """``[B, T, H, ...]`` as ``[B, T, H * groups, ...]``, each head repeated for `groups` neighbouring heads."""
     if groups == 1:
         return x
     return flatten(x.unsqueeze(3).expand(-1, -1, -1, groups, *[-1] * (x.ndim - 3)), 2, 3)
 
 
-def beside_values(x: Tensor, like: Any, heads: int) -> Tensor:
+def sharded_like_values(x: Tensor, like: Any, heads: int) -> Tensor:
     """``x [B, T, H, K]``, queries or keys, for an op that takes `heads` heads of values.
 
     Ranks may share out the heads of values, as those of ``like [B, T, ...]``, and be unable to share out ``H``. Each
@@ -124,7 +124,7 @@ def beside_values(x: Tensor, like: Any, heads: int) -> Tensor:
     ranks = shards(like, 2)
     if ranks == 1 or x.shape[2] == 1 or x.shape[2] % ranks == 0:  # one head is read by all
         return x
-    repeated: Any = shared(x, heads // x.shape[2])
+    repeated: Any = repeat_heads(x, heads // x.shape[2])
     placements = [p if p.is_shard(2) else own for p, own in zip(like.placements, repeated.placements)]
     return repeated.redistribute(placements=placements)
 

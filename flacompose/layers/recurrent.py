@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flacompose.layers import _check
 from flacompose.layers.joint import Joinable
-from flacompose.layers.layout import Layout, beside, layout
+from flacompose.layers.layout import Layout, distributed_like, layout
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._varlen import sequence_count
@@ -145,7 +145,7 @@ class StatefulLayer(Joinable):
         else:
             self.state_shapes.check(state, sequence_count(hidden_states, cu_seqlens), hidden_states)
             if hasattr(hidden_states, "device_mesh"):
-                state = state.map(lambda t: beside(hidden_states, t))
+                state = state.map(lambda t: distributed_like(hidden_states, t))
         y, state = self._compute(tokens.enter(hidden_states), state, tokens, *others)
         return tokens.leave(y), state if num_states is None else RecurrentStates(*state)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from flacompose.layers import _check
-from flacompose.layers.layout import beside
+from flacompose.layers.layout import distributed_like
 from flacompose.ops._dtype import state_dtype
 
 
@@ -72,7 +72,7 @@ class RecurrentState(NamedTuple):
         _check.same_device("indices", indices, pytree.tree_leaves(self)[0])
         if indices.ndim != 1:
             raise ValueError(f"indices must have shape [M], got {tuple(indices.shape)}")
-        return self.map(lambda t: t.index_select(0, beside(t, indices.long())))
+        return self.map(lambda t: t.index_select(0, distributed_like(t, indices.long())))
 
     def to(
         self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
@@ -181,7 +181,7 @@ class RecurrentStates(NamedTuple):
 
 def _chosen(index: Tensor, states: Tensor) -> Tensor:
     """``y[b] = states[b, index[b]]``."""
-    place = beside(states, index).reshape(-1, *[1] * (states.ndim - 1))
+    place = distributed_like(states, index).reshape(-1, *[1] * (states.ndim - 1))
     return states.gather(1, place.expand(-1, 1, *states.shape[2:])).squeeze(1)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.heads import shared
+from flacompose.layers.heads import repeat_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
@@ -109,7 +109,7 @@ class SoftmaxAttention(StatefulLayer):
         In the `first` call, the places are those of the tokens themselves.
         """
         groups = self.num_heads // self.num_kv_heads
-        q, k, v = (y.transpose(1, 2) for y in (q, shared(k, groups), shared(v, groups)))
+        q, k, v = (y.transpose(1, 2) for y in (q, repeat_heads(k, groups), repeat_heads(v, groups)))
         if first and self.window_size is None:
             # Pads come after the tokens of their row, so that no token sees one.
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -536,11 +536,11 @@ def _shardings(
         choices: list[Mapping[str, int | None]] = [{}]
         primals = [(x, primal_of(name, heads)) for name, x in zip(arguments, args) if name in present]
         split = [(x, primal, heads[primal]) for x, primal in primals if primal in heads]
-        # What all heads share is whole on every rank, and its gradient a sum over ranks.
-        shared = {primal for x, primal, dim in split if dim is not None and x.shape[dim] == 1}
-        own = [(x, dim) for x, primal, dim in split if primal not in shared]
+        # A tensor with a single head, which all others read, is replicated, and its gradient is a sum over ranks.
+        single_head = {primal for x, primal, dim in split if dim is not None and x.shape[dim] == 1}
+        own = [(x, dim) for x, primal, dim in split if primal not in single_head]
         if own and _same_shards(own):
-            choices.append({**heads, **dict.fromkeys(shared)})
+            choices.append({**heads, **dict.fromkeys(single_head)})
         if all(primal_of(name, batch) in batch for name in present):
             choices.append(batch)
         return [
@@ -555,14 +555,14 @@ def _shardings(
 
 
 def _same_shards(split: Sequence[tuple[Any, int | None]]) -> bool:
-    """Whether the shards of every tensor along its dimension go together: of groups, those that are even."""
+    """Whether each rank gets matching shards of all tensors: heads that come in groups have to be cut evenly."""
     sizes = {spec.shape[dim] for spec, dim in split}
     if len(sizes) == 1:
         return True
     mesh = split[0][0].mesh.shape
-    counts = [prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)]
+    shard_counts = [prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)]
     # PyTorch never cuts a dimension into more shards than it has elements.
-    return all(size % count == 0 for count in counts if count <= min(sizes) for size in sizes)
+    return all(size % count == 0 for count in shard_counts if count <= min(sizes) for size in sizes)
 
 
 @cache

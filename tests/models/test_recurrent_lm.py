@@ -76,9 +76,9 @@ def test_pads_change_nothing(name: str, device: torch.device) -> None:
     )
     after, _ = model(ids[:, :2], state)
     logits = torch.cat([first, second], dim=1)
-    for row, counts in enumerate(mask.bool()):
-        alone, state = model(ids[row : row + 1, counts])
-        close(logits[row, counts], alone[0])
+    for row, is_token in enumerate(mask.bool()):
+        alone, state = model(ids[row : row + 1, is_token])
+        close(logits[row, is_token], alone[0])
         close(last[row], alone[0, -1])
         close(after[row], model(ids[row : row + 1, :2], state)[0][0])
 
