@@ -244,7 +244,7 @@ class _Launches(MatrixSequences):
         H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K, self.fine)
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
         d_sums = self.per_chunk((3 + blocks) * tiles, self.H, self.C)
-        d_whole = self.per_chunk(self.H, blocks * tiles)
+        d_total = self.per_chunk(self.H, blocks * tiles)
         d_beta = None if beta is None else self.per_chunk(2 * tiles, self.H, self.C)
         launch(
             gradient_kernel,
@@ -261,7 +261,7 @@ class _Launches(MatrixSequences):
             dq,
             dk,
             d_sums,
-            d_whole,
+            d_total,
             d_beta,
             **self.positions,
             scale=self.scale,
@@ -277,7 +277,7 @@ class _Launches(MatrixSequences):
         )
         dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
         kinds = (2 * tiles, tiles, tiles)
-        dg = gate_gradient(self, d_sums, kinds, d_whole, self.scale, dtype, d_beta, dbeta, blocks)
+        dg = gate_gradient(self, d_sums, kinds, d_total, self.scale, dtype, d_beta, dbeta, blocks)
         return dg, None if dbeta is None else self.batched(dbeta)
 
 
@@ -298,7 +298,7 @@ def gate_gradient(
     sequences: MatrixSequences,
     d_sums: Tensor,
     kinds: tuple[int, int, int],
-    d_whole: Tensor,
+    d_total: Tensor,
     scale: float,
     dtype: torch.dtype,
     d_beta: Tensor | None = None,
@@ -310,7 +310,7 @@ def gate_gradient(
     `kinds`: how many of the parts of `d_sums` are of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates`. The
     others are `ACROSS`, where a chunk has two `blocks`.
     """
-    (H, D), C = d_whole.shape[-2:], sequences.C
+    (H, D), C = d_total.shape[-2:], sequences.C
     endings, beginnings, leavings = kinds
     dg = sequences.per_token(H, dtype=dtype)
     sizes = {"H": H, "D": D, "C": C, "BC": C // blocks, "BH": BH, "BD": block(D, 256)}
@@ -321,7 +321,7 @@ def gate_gradient(
         gate_gradient_kernel,
         grid,
         d_sums,
-        d_whole,
+        d_total,
         dg,
         d_beta,
         dbeta,

@@ -66,7 +66,7 @@ def gate_kernel(
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def gate_gradient_kernel(
     d_sums,  # [chunks, PARTS, H, C], the gradients of sums of gates, of which each kind is added up
-    d_whole,  # [chunks, H, D]: of the sum over the chunk, to be added up
+    d_total,  # [chunks, H, D]: of the sum over the chunk, to be added up
     dg,  # [tokens, H]
     d_beta,  # [chunks, BETAS, H, C]: of how strongly tokens are written, to be added up
     dbeta,  # [tokens, H]
@@ -107,7 +107,7 @@ def gate_gradient_kernel(
     unit = tl.where(scale == 0.0, 1.0, scale)
     from_here = tl.zeros([BC, BH], dtype=tl.float32)
     before = tl.zeros([BC, BH], dtype=tl.float32)
-    whole = tl.zeros([BH], dtype=tl.float32)  # of the sums that contain all gates of the block
+    d_total_ = tl.zeros([BH], dtype=tl.float32)  # of the sums that contain all gates of the block
     for part in tl.static_range(PARTS):
         at_sums = ((row * PARTS + part) * H + h)[None, :] * C + t[:, None]
         if part < ENDINGS:
@@ -122,13 +122,13 @@ def gate_gradient_kernel(
             other_t = (1 - block) * BC + tl.arange(0, BC)
             at_other = ((row * PARTS + part) * H + h)[None, :] * C + other_t[:, None]
             across = tl.sum(tl.load(d_sums + at_other, mask=in_h, other=0.0), 0)
-            whole += across * tl.where(block == 0, scale, unit)
+            d_total_ += across * tl.where(block == 0, scale, unit)
     for tile in tl.static_range((D + BD - 1) // BD):
         d = tile * BD + tl.arange(0, BD)
-        at_whole = (row * H + h)[:, None] * D + d[None, :]
-        in_whole = (h < H)[:, None] & (d < D)[None, :]
-        whole += tl.sum(tl.load(d_whole + at_whole, mask=in_whole, other=0.0), 1) * unit
-    out = tl.cumsum(from_here, 0, reverse=True) * scale + tl.cumsum(before, 0) * unit + whole[None, :]
+        at_total = (row * H + h)[:, None] * D + d[None, :]
+        in_total = (h < H)[:, None] & (d < D)[None, :]
+        d_total_ += tl.sum(tl.load(d_total + at_total, mask=in_total, other=0.0), 1) * unit
+    out = tl.cumsum(from_here, 0, reverse=True) * scale + tl.cumsum(before, 0) * unit + d_total_[None, :]
     mask = (token < end)[:, None] & in_h
     tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
     if dbeta is not None:

@@ -137,7 +137,7 @@ def gradient_kernel(
     dq,  # [tokens, HV / GROUP, K], that of the heads of a program
     dk,  # [tokens, HV / GROUP, K], likewise
     d_sums,  # [chunks, (3 + BLOCKS) * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
-    d_whole,  # [chunks, HV, tiles of K * BLOCKS]
+    d_total,  # [chunks, HV, tiles of K * BLOCKS]
     d_beta,  # [chunks, 2 * tiles of K, HV, C], through the tokens of the block, and through all else
     cu_seqlens,
     T,
@@ -246,7 +246,7 @@ def gradient_kernel(
         high, low = _sums(sums, rest, rh * C + t)
         total, total_rest = _sums(sums, rest, rh * C + C - 1)
         # What goes from one to the other state is decayed by all of the chunk's gates.
-        tl.store(d_whole + rh * TILES * BLOCKS + part, both * tl.exp2(total + total_rest))
+        tl.store(d_total + rh * TILES * BLOCKS + part, both * tl.exp2(total + total_rest))
         through *= tl.exp2(total - high + (total_rest - low))[:, None]
         if beta is not None:
             beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
