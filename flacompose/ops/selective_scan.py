@@ -89,9 +89,9 @@ def selective_scan_fn(
     _check.flags(delta_softplus=delta_softplus)
     _check.optional(u, "initial_states", initial_states, (N, channels, S), q_name="u")
 
-    around = D is not None or z is not None or delta_bias is not None or delta_softplus
+    more_than_scan = D is not None or z is not None or delta_bias is not None or delta_softplus
     tokens = None
-    if around and cu_seqlens is not None:
+    if more_than_scan and cu_seqlens is not None:
         # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of D and delta_bias.
         tokens = inside(cu_seqlens, T)[:, None]
         u, delta = u.where(tokens, 0), delta.where(tokens, 0)

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from .accuracy import assert_close, assert_equal
 from .cases import OpCase, each_op, one_op_a_form_of_kernels
-from .graphs import around, op_arguments, op_nodes
+from .graphs import op_arguments, op_nodes, other_ops
 from .problems import Problem, Results, call, draw
 
 ROOT = Path(__file__).parents[2]
@@ -98,15 +98,15 @@ def test_the_graph_does_not_grow(case: OpCase, device: torch.device) -> None:
 @each_op
 @pytest.mark.parametrize("given", ["nothing", "a state", "packed sequences"])
 def test_what_the_node_is_made_of(case: OpCase, given: str, device: torch.device) -> None:
-    """Inputs that are given become its arguments, others leave nothing in the graph, and nothing is copied around."""
+    """Inputs that are given become its arguments, others leave nothing in the graph, and nothing is copied."""
     if given == "packed sequences":
         problem = draw(case, device, lengths=[20, 0, 17], state=False)
     else:
         problem = draw(case, device, T=37, state=given == "a state")
     module = exported(problem, T=T).run_decompositions().graph_module
     assert op_nodes(module) == nodes(case)
-    if case.around is not None and (given == "nothing" or case.nodes == 1):
-        assert around(module) == list(case.around)
+    if case.other_ops is not None and (given == "nothing" or case.nodes == 1):
+        assert other_ops(module) == list(case.other_ops)
     if case.nodes == 1:
         made_of: dict[str, set[str]] = {}
         for name in [*problem.tensors, *(["cu_seqlens"] if given == "packed sequences" else [])]:
@@ -138,10 +138,10 @@ def test_graphs_of_training(case: OpCase) -> None:
     forward, backward = graphs
     assert op_nodes(forward) == nodes(case)
     assert op_nodes(backward) == [f"flacompose::{case.backward}"] * case.nodes
-    if case.around == ():
+    if case.other_ops == ():
         saved = forward.graph.output_node().args[0][2:]
         assert {x for x in saved if x.op == "placeholder"} == {*forward.graph.find_nodes(op="placeholder")}
-        assert around(forward) == around(backward) == []
+        assert other_ops(forward) == other_ops(backward) == []
 
 
 @each_op
