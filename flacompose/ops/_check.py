@@ -58,7 +58,7 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False, q_name: str = "q
 
 
 def same_dtype(q: Tensor, name: str, x: Tensor, q_name: str = "q") -> None:
-    """Check that `x` has the dtype of `q`, or that autocast makes them one further on, as all but float64."""
+    """Check that `x` has the dtype of `q`, or that autocast will cast both to one dtype, as it does all but float64."""
     if x.dtype == q.dtype or (autocast_on(q.device) and torch.float64 not in (q.dtype, x.dtype)):
         return
     raise TypeError(f"{name} must have the dtype of {q_name}, {_name(q.dtype)}, got {_name(x.dtype)}")
@@ -114,7 +114,7 @@ def indices(name: str, x: Tensor) -> None:
 
 
 def integer(name: str, x: Any, otherwise: str = "") -> None:
-    """Check that `x` is an int; `otherwise` is what else may stand there, in the words of the error."""
+    """Check that `x` is an int. `otherwise` follows "must be an int" in the error: what else may be given."""
     if isinstance(x, bool) or not isinstance(x, (Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int{otherwise}, got {type(x).__name__}")
 
@@ -134,7 +134,7 @@ def flags(**values: object) -> None:
 
 
 def shown(x: object) -> str:
-    """What stands for `x` in an error: of a tensor no values, which would be read from its device."""
+    """How errors show `x`: a tensor without its values, which would have to be read from its device."""
     return type(x).__name__ if isinstance(x, Tensor) else repr(x)
 
 
@@ -147,7 +147,7 @@ def number(name: str, x: object) -> None:
 def finite(name: str, x: float) -> None:
     """Check that `x` is a finite real number."""
     number(name, x)
-    # Of a symbol this holds without a guard, where math.isfinite would break the graph.
+    # On a symbolic number these comparisons need no guard, and math.isfinite would break the graph.
     too_large = isinstance(x, int) and abs(x) > sys.float_info.max
     if too_large or not -math.inf < x < math.inf:  # so that NaN fails
         raise ValueError(f"{name} must be finite, got {x}")

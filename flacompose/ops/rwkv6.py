@@ -83,7 +83,7 @@ def fused_recurrent_rwkv6(
 
 
 def _checked_gates(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> dict[str, Tensor]:
-    """Check what comes with every token and the bonus, return `w` and `u` as the op names them."""
+    """Check the inputs that every token has and the bonus, and return `w` and `u` by the op's names for them."""
     H, K, _ = _check.qkv(r, k, v, q_name="r")
     _check.like(r, "w", w, r.shape, q_name="r")
     _check.like(r, "u", u, (H, K), q_name="r")

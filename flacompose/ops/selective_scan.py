@@ -33,7 +33,7 @@ def selective_scan_fn(
     y_t = (h_t C_t + D \odot u_t) \odot \operatorname{silu}(z_t)$$
 
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (<https://arxiv.org/abs/2312.00752>). Each
-    channel has a state of ``S`` numbers and a time step of its own. The state of all tokens is never in memory.
+    channel has a state of ``S`` numbers and a time step of its own. All tokens' states are never in memory at once.
 
     Args:
         u: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
@@ -108,6 +108,7 @@ def selective_scan_fn(
         out = upcast(out) * F.silu(upcast(z, u))
     out = out.to(y.dtype)
     if tokens is not None:
-        # It is 0 in the others already, but if `D` or what arrives there is not finite, 0 times that would be NaN.
+        # Tokens in no sequence are 0 already. But if `D`, or a gradient that arrives there, is not finite, 0 times it
+        # would be NaN.
         out = out.where(tokens, 0)
     return (out, states) if return_last_state else out

@@ -103,7 +103,7 @@ def mamba_chunk_scan_combined(
     if z is not None:
         y = y * F.silu(upcast(z, x))
     y = y.to(x.dtype)
-    if tokens is not None:  # a gradient that arrives on the others is dropped
+    if tokens is not None:  # drops the gradients that arrive at tokens in no sequence
         y = y.where(tokens[:, None, None], 0)
     return (y, states.mT.contiguous()) if return_final_states else y
 

@@ -1,12 +1,12 @@
 """Triton kernels for the delta rule with a gate per channel: the pairs of each chunk, and the gradients.
 
-`channel_pair_kernel` does for the sweeps of `kernels` what `pair_kernel` does without such gates. The other two kernels
-make the gradients of queries, keys, beta and gates.
+With such gates, `channel_pair_kernel` takes the place of `pair_kernel` before the sweeps of `kernels`. The other two
+kernels make the gradients of queries, keys, beta and gates.
 
 Each token reads the state twice: by its key, before it writes and with the gradient ``-dv``, and by its query, with the
 gradient ``do``. It writes ``u = beta r`` by its key. `S` is the state before a chunk, ``dS`` the gradient of the state
 after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for each channel. `pair_gradient_kernel`
-makes the gradients of the products of queries and keys, which all channels share, but for beta:
+makes the gradients of the products of queries and keys, without the factor beta. They are the same for all channels:
 
     of_q[t, s] = scale * do_t . r_s  for s <= t        of_k[t, s] = -dv_t . r_s  for s < t
 
@@ -17,10 +17,10 @@ makes the gradients of the products of queries and keys, which all channels shar
     written_s = exp(D[end, s]) dS r_s + sum over t of exp(D[t, s]) (of_q[t, s] q_t + of_k[t, s] k_t)
     dk_s      = dk_read_s + beta_s written_s        dbeta_s = written_s . k_s
 
-The gradient of a gate is the sum of all of these, each with its query or key, whose exponents contain it. As in vector
-decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates are mild, and
-where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and never divided
-by.
+The gradient of a gate is the sum of all of these terms whose exponents contain it, each multiplied by its query or key.
+As in vector decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates
+are mild, and where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and
+never a divisor.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from flacompose.ops.families.vector_decay.kernels import (
 
 @triton.jit
 def _mild_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
-    """The gates of channels `d`, their sums from a chunk's middle, and for each token what must be bounded in them."""
-    # In float32 too: rounding a number and widening it again takes slow instructions.
+    """The gates of channels `d`, their sums from a chunk's middle, and for each token the size that must be bounded."""
+    # Kept in float32 as well: rounding a number and widening it again takes slow instructions.
     g = bounded(load_tile(gk, i, size, 0, d, HV, K)).to(tl.float32)
     middle, _ = middle_sums(g.to(gk.dtype.element_ty), i[:, None], i[None, :], False, DOT)
     return g, middle, tl.maximum(tl.max(tl.abs(middle), 1), tl.max(size_of_gate(g, DOT), 1))
@@ -152,7 +152,8 @@ def channel_pair_kernel(
     s = i[:, None]
     t = i[None, :]
     size = tl.minimum(hi - lo, C).to(tl.int32)
-    # Rows write, columns read. Both have the same sums of gates, as a read comes after the token's gate.
+    # Rows are tokens that write, columns tokens that read. Their sums of gates are the same, as a token reads after its
+    # gate.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     writers: tl.tuple = ()
@@ -234,7 +235,7 @@ def pair_gradient_kernel(
 ):
     """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s`` for ``s < t``, and the former for ``s = t``.
 
-    They are rounded as products in TF32 need them.
+    For products in TF32 they are rounded here.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     row, h, _ = split_program(tl.num_programs(0) // HV, HV)
@@ -304,7 +305,7 @@ def channel_kernel(
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], as `diagonal`, from `pair_gradient_kernel`
+    pairs,  # [chunks, HV, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
     diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it

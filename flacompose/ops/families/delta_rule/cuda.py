@@ -125,7 +125,7 @@ class _Launches(MatrixSequences):
         self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
-        # It takes two more sweeps to find the states that segments begin at, so two or three segments gain nothing.
+        # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
         self.SEGMENTS, self.split = self.segments(self.chunks_of_row, 4 * self.HV, least=4)
         self.transitions: Tensor | None = None
         if gk is not None:
@@ -151,7 +151,7 @@ class _Launches(MatrixSequences):
             launch(pair_kernel, (self.chunks * self.HV,), **arguments, **pair_config(bfloat16))
 
     def channel_pairs(self, arguments: dict[str, Any]) -> None:
-        """Fill what the sweeps take, with gates of channels."""
+        """Fill what the sweeps take, where gates are of channels."""
         del arguments["C"]
         self.reads = {name: self.scratch(self.HV, self.K) for name in ("q", "k")}
         self.gates["total"] = self.per_chunk(self.HV, self.K)
@@ -364,7 +364,7 @@ class _Launches(MatrixSequences):
         return dq, dk, self.per_token(tiles, self.HV, dtype=torch.float32)
 
     def added_up(self, **made: Tensor) -> dict[str, Tensor]:
-        """The gradients of queries, keys and `beta`, from those of heads of values, and of tiles of the key axis."""
+        """The gradients of queries, keys and `beta`: sums over the heads of values, and over tiles of the key axis."""
         H = self.q.shape[2]
         for name, x in made.items():
             x = self.batched(x)
@@ -385,7 +385,7 @@ class _Launches(MatrixSequences):
 
 
 def chunk_size(bfloat16: bool, of_channels: bool) -> int:
-    """Tokens of a chunk. Gates of channels are worked on in chunks of vector decay."""
+    """Tokens of a chunk. Where gates are of channels, chunks are those of vector decay."""
     return vector_decay.CHUNK if of_channels else 64 if bfloat16 else 32
 
 
@@ -415,7 +415,7 @@ def channel_pair_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
 def wide_warps(chip: Chip, K: int) -> int:
     """Warps of a program that holds a state of more than 128 keys.
 
-    It finds no room in tensor memory. Triton does without that where a program has 16 warps.
+    Such a state does not fit in tensor memory, which Triton does not use where a program has 16 warps.
     """
     return 16 if chip.has_tensor_memory and K > 128 else 8
 

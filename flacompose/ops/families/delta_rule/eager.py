@@ -201,7 +201,7 @@ class _Rule:
         return x * self.gate.write
 
     def of_group(self, x: Tensor) -> Tensor:
-        """The gradient of what the `n` heads of values share."""
+        """The gradient of queries or keys that `n` heads of values share: the sum over these heads."""
         return x.sum(2, True) if x.shape[2] > 1 else x
 
     def errors(self, S: Tensor, u: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ def decayed_pair_gradient_kernel(
 ):
     """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s``, decayed by the gates between the tokens.
 
-    They are the gradients of the products of queries and keys with the keys that write, but for beta. In bfloat16 they
-    are stored in two parts, one after the other.
+    They are the gradients of the products of queries and keys with the keys that write, without the factor beta. In
+    bfloat16 they are stored in two parts, one after the other.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     row, h, _ = split_program(tl.num_programs(0) // HV, HV)
@@ -135,7 +135,7 @@ def gradient_from_pairs_kernel(
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, PARTS, C, C], as `diagonal`, from `decayed_pair_gradient_kernel`
+    pairs,  # [chunks, HV, 2, PARTS, C, C], from `decayed_pair_gradient_kernel`, as `diagonal` is
     diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it

@@ -13,10 +13,11 @@ from flacompose.ops.families._kernels import bounded, find_chunk
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# The kinds of sums of gates in `d_sums`, in the order of their parts. Of each token, for the gates of its block: the
-# sums that end at it; those that begin after it and end in its block; and those that begin after it and end beyond
-# its block. Where a chunk has two blocks, for the gates of the other block: the sums that contain all of these gates,
-# from the chunk's start to a token of the second block, and from a token of the first block to the chunk's end.
+# `d_sums` holds gradients of sums of gates, one for each token in each of its parts, which are of four kinds in this
+# order. For the gates of the token's block: the sums that end at the token (ENDING), those that begin after it and end
+# in its block (BEGINNING), and those that begin after it and end beyond its block (LEAVING). Where a chunk has two
+# blocks, also for the gates of the other block (ACROSS): the sums that contain all of these, which go from the chunk's
+# start to a token of the second block, or from a token of the first block to the chunk's end.
 ENDING = tl.constexpr(0)
 BEGINNING = tl.constexpr(1)
 LEAVING = tl.constexpr(2)
@@ -36,10 +37,10 @@ def gate_kernel(
     C: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """The running sums of gates within each chunk, of base-2 logarithms.
+    """The running sums of gates within each chunk, as base-2 logarithms.
 
     With `rest`, in two parts: multiples of 2^-9, which add and subtract exactly, and the small rest. A difference of
-    sums is then as good as the sum of the gates between, however strong those before were.
+    sums is then as accurate as the sum of the gates between, however strong those before were.
     """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
@@ -115,7 +116,7 @@ def gate_gradient_kernel(
         elif part < ENDINGS + BEGINNINGS:
             from_here -= tl.load(d_sums + at_sums, mask=in_h, other=0.0)
         elif part < ENDINGS + BEGINNINGS + LEAVINGS:
-            # From the token before: these sums begin after a token.
+            # What the token before has stored: these sums begin after a token.
             before += tl.load(d_sums + at_sums - 1, mask=in_h & (t > block * BC)[:, None], other=0.0)
         else:
             # Gates of the first block are in sums that end at outputs, those of the second in sums to the state after.
