@@ -42,7 +42,7 @@ class ForgetGateLayer(RecurrentLayer):
         return self._call(hidden_states, state, attention_mask, cu_seqlens, num_states, lower_bound)
 
     def _bound(self, x: Tensor, lower_bound: Tensor | None) -> Tensor | None:
-        """Check `lower_bound`, return what this layer uses of it."""
+        """Check `lower_bound`, and return it, or None if this layer does not use it."""
         if lower_bound is not None:
             _check.like(x, "lower_bound", lower_bound, (self.gate_channels,))
         return None if lower_bound is None or self.layer_idx == 0 else distributed_like(x, lower_bound)

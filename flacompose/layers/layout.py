@@ -18,7 +18,7 @@ from flacompose.ops._varlen import inside
 
 
 class Layout(NamedTuple):
-    """The sequences of ``T`` tokens a row, after `enter`."""
+    """Where the tokens of the sequences are in a batch of ``T`` places a row, after `enter`."""
 
     is_token: Tensor | None = None  # [B, T], False at pads and past cu_seqlens[-1]; None if all are tokens
     lengths: Tensor | None = None  # [B], the number of tokens of each padded row

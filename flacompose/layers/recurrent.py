@@ -1,4 +1,4 @@
-"""What all layers share: a state that goes in and comes out, and how its tokens lie."""
+"""What all layers have in common: a state that goes in and comes out, and a layout of their tokens."""
 
 from __future__ import annotations
 
@@ -174,9 +174,9 @@ class RecurrentLayer(StatefulLayer):
         self.layer_idx: Any = layer_idx  # layers that use it say what it may be
 
     def _op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:
-        """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent one.
+        """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent form.
 
-        Only that one has several states.
+        Only the recurrent form can return several states.
         """
         if tokens.num_states is not None:
             return partial(recurrent, initial_state=initial_state, output_states=tokens.num_states)

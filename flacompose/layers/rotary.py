@@ -32,7 +32,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, Tensor]:
     """The position of each token of ``x [B, T, D]``, ``[B, T]``, and that of the next of each sequence, ``[N]``, int64.
 
-    Of a call for several states, it is the positions of the next after each, ``[N, n]``.
+    In a call for several states, the latter are those of the next token after each of them, ``[N, n]``.
     ``start [N]`` holds those of the first tokens, or is None for zeros. Those of pads have no meaning.
     """
     T, cu_seqlens = x.shape[1], tokens.cu_seqlens

@@ -24,7 +24,7 @@ class ShortConvolution(nn.Module):
     written as ``W`` shifted multiply-adds, which compile to one kernel (and a small one for the new state) together
     with what is around it. `torch.nn.functional.conv1d` is a kernel that nothing fuses with, and does not compile for
     training with a dynamic ``T`` at batch 1. Nothing fuses with the op `flacompose.ops.causal_conv1d` either, which
-    knows no `lengths`; without the compiler it is one kernel on a GPU, where this is several.
+    knows no `lengths`; without the compiler the op is one kernel on a GPU, and this layer is several.
 
     Args:
         hidden_size: Number of channels ``D``.

@@ -188,7 +188,7 @@ class RecurrentLM(nn.Module):
         last_only: bool,
         num_states: int | None,
     ) -> tuple[Tensor, NewStates]:
-        """`forward`, in whose errors a layer does not say which entry of the model's state it was given."""
+        """`forward`, but for its errors: a layer does not know which entry of the model's state it was given."""
         _check.indices("input_ids", input_ids)
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
