@@ -269,10 +269,11 @@ def rows(figures: Sequence[Figure], small: bool = False) -> list[Row]:
     found = []
 
     def add(
-        case: str, quantity: str, unit: str, ours: float, other: float | None = None, beside: str = ""
+        case: str, quantity: str, unit: str, ours: float, other: float | None = None, baseline: str = ""
     ) -> None:
-        limit = None if beside else LIMITS.get((case, quantity))
-        found.append(Row(f"{MODEL} model", case, quantity, unit, ours, other, max_value=limit, beside=beside))
+        limit = None if baseline else LIMITS.get((case, quantity))
+        row = Row(f"{MODEL} model", case, quantity, unit, ours, other, max_value=limit, beside=baseline)
+        found.append(row)
 
     for f in figures:
         name, mode = f.quantity.rsplit(", ", 1)

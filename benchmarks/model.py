@@ -285,22 +285,22 @@ def rows(figures: Sequence[Figure]) -> list[Row]:
     found = []
     for f in figures:
 
-        def of(model: str, f: Figure = f) -> float | None:
+        def ours_of(model: str, f: Figure = f) -> float | None:
             return values.get((model, "flacompose", f.case, f.quantity))
 
         ours: float | None
         other: float | None
         if f.model == SOFTMAX:
-            name, beside, ours, other = SOFTMAX, SOFTMAX, None, f.value
+            name, baseline, ours, other = SOFTMAX, SOFTMAX, None, f.value
         elif f.model == PEER:
-            name, beside, ours, other = "gla", "fla", of("gla"), f.value
+            name, baseline, ours, other = "gla", "fla", ours_of("gla"), f.value
         elif f.side == BEFORE:
-            name, beside, ours, other = f.model, BEFORE, of(f.model), f.value
+            name, baseline, ours, other = f.model, BEFORE, ours_of(f.model), f.value
         else:
-            name, beside, ours, other = f.model, SOFTMAX, f.value, of(SOFTMAX)
-        limit = LIMITS.get(f.quantity) if beside == SOFTMAX != name else None
+            name, baseline, ours, other = f.model, SOFTMAX, f.value, ours_of(SOFTMAX)
+        limit = LIMITS.get(f.quantity) if baseline == SOFTMAX != name else None
         found.append(
-            Row(f"{name} model", f.case, f.quantity, f.unit, ours, other, max_ratio=limit, beside=beside)
+            Row(f"{name} model", f.case, f.quantity, f.unit, ours, other, max_ratio=limit, beside=baseline)
         )
     return found
 

@@ -150,9 +150,9 @@ def train(model: Any, size: Size, side: str, backend: str, calls: int) -> None:
         logits = model(tokens, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def step(of: Callable[[], Tensor]) -> None:
+    def step(loss: Callable[[], Tensor]) -> None:
         model.zero_grad(set_to_none=True)
-        of().backward()
+        loss().backward()
 
     give(case, "loss", "", loss().item())  # the sides have the same weights and tokens
     give(case, "training step, eager", "ms", measure.wall_us(lambda: step(loss), calls=calls, rounds=3) / 1e3)
@@ -251,15 +251,15 @@ def rows(figures: Sequence[Figure]) -> list[Row]:
     """Every figure of this library beside that of each other side, and those that only one of them has."""
     values = {(f.model, f.side, f.case, f.quantity): f.value for f in figures}
     found = []
-    for beside in SIDES[1:]:
+    for baseline in SIDES[1:]:
         for f in {(f.model, f.case, f.quantity): f for f in figures}.values():
-            ours, other = (values.get((f.model, side, f.case, f.quantity)) for side in (SIDES[0], beside))
-            if other is None and beside != PEER:
+            ours, other = (values.get((f.model, side, f.case, f.quantity)) for side in (SIDES[0], baseline))
+            if other is None and baseline != PEER:
                 continue
             limit = TOKEN_LIMIT if (f.case, f.quantity) == ("B1 T1", TOKEN) else LIMITS.get(f.quantity)
-            limit = limit if beside == PEER else None
+            limit = limit if baseline == PEER else None
             name = f"{f.model} model"
-            found.append(Row(name, f.case, f.quantity, f.unit, ours, other, max_ratio=limit, beside=beside))
+            found.append(Row(name, f.case, f.quantity, f.unit, ours, other, max_ratio=limit, beside=baseline))
     return found
 
 

@@ -99,10 +99,11 @@ class OpCase:
     not_cast: Axes = ()  # inputs of tokens that autocast leaves as they are
     operands: Mapping[str, str] = field(default_factory=dict)  # names that the registered op has for inputs
     nodes: int = 1  # calls of the registered op
-    # The other operations between inputs and results in a graph, with and without a state. None: many.
-    around: Axes | None = ()
-    # A reference with a gradient that is one of two large terms, which in the true gradient cancel.
-    term: Callable[..., tuple[Tensor, State]] | None = None
+    # PyTorch's operations that a graph of the call has besides the registered op, with and without a state. None: many.
+    other_ops: Axes | None = ()
+    # A reference in which a gradient is only the first of two large terms that cancel in the true gradient. Errors of
+    # that gradient are measured against it.
+    uncancelled: Callable[..., tuple[Tensor, State]] | None = None
     inductor: bool = False  # it stands for its family in tests that take a C++ compilation each
 
     @property
@@ -139,11 +140,11 @@ class OpCase:
         return o, None if state is None else self.join(state)
 
     def joint_reference(
-        self, initial_state: Tensor | None = None, *, term: bool = False, **inputs
+        self, initial_state: Tensor | None = None, *, uncancelled: bool = False, **inputs
     ) -> tuple[Tensor, Tensor]:
         """The reference, its state as one tensor."""
         given = None if initial_state is None else self.split(initial_state, inputs)
-        reference = self.term if term else self.reference
+        reference = self.uncancelled if uncancelled else self.reference
         assert reference is not None
         o, state = reference(**inputs, initial_state=given)
         return o, self.join(state)
@@ -228,7 +229,7 @@ def without_overwriting(
     What a key replaces is subtracted from what was there, in chunks and token by token.
     """
 
-    def term(
+    def uncancelled(
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None = None, **options
     ) -> tuple[Tensor, Tensor]:
         if initial_state is None:
@@ -241,7 +242,7 @@ def without_overwriting(
         o, S = (x + y - y.detach() for x, y in zip(results, kept))
         return o, S
 
-    return term
+    return uncancelled
 
 
 def unit_vectors(x: Tensor) -> Tensor:
@@ -471,7 +472,7 @@ selective = partial(
     any_dtype=("delta", "A"),
     not_cast=("delta",),
     operands={"u": "x", "delta": "dt"},
-    around=("unsqueeze", "unsqueeze"),
+    other_ops=("unsqueeze", "unsqueeze"),
 )
 slots = partial(
     vector,
@@ -480,7 +481,7 @@ slots = partial(
     states=SLOTS,
     any_dtype=("s",),
     nodes=2,
-    around=("view", "view", "cat"),
+    other_ops=("view", "view", "cat"),
 )
 rwkv6 = partial(vector, inputs=RKVU, any_dtype=("u",), operands={"r": "q", "w": "gk"})
 bonus = partial(vector, inputs={**QKV, "u": ("H", "K")}, any_dtype=("u",))
@@ -490,10 +491,10 @@ delta = partial(
     any_dtype=("beta",),
     not_cast=("beta",),
     flops=6,
-    term=without_overwriting(delta_rule),
+    uncancelled=without_overwriting(delta_rule),
     draws={"k": unit_vectors, "beta": up_to_two},
 )
-kda = partial(delta, operands={"g": "gk"}, term=without_overwriting(kda_reference))
+kda = partial(delta, operands={"g": "gk"}, uncancelled=without_overwriting(kda_reference))
 product = partial(
     delta,
     inputs={
@@ -504,9 +505,9 @@ product = partial(
     },
     output_axes=VG,
     # A strong gate is computed with those of the steps that do not decay, whose gradients are far larger.
-    term=without_overwriting(partial(delta_product_reference, every_step=True)),
+    uncancelled=without_overwriting(partial(delta_product_reference, every_step=True)),
     flops=12,
-    around=None,
+    other_ops=None,
 )
 
 chunk, token = "chunk", "recurrent"
@@ -547,9 +548,9 @@ CASES = [
     scalar("chunk_linear_attn-normalize", chunk, *normalized, linear_attn_normalized_reference,
            # Values share a z where they share a head of keys; here each has its own.
            states={"initial_state[0]": ("N", "HV", "K", "V"), "initial_state[1]": ("N", "H", "K")},
-           draws=dict.fromkeys(("q", "k", "initial_state[0]"), F.softplus), nodes=2, around=None,
+           draws=dict.fromkeys(("q", "k", "initial_state[0]"), F.softplus), nodes=2, other_ops=None,
            # Outputs are means, so what q does to the numerator the denominator undoes, but for differences of values.
-           term=partial(linear_attn_normalized_reference, constant_weight=True)),
+           uncancelled=partial(linear_attn_normalized_reference, constant_weight=True)),
     channels("chunk_hgrn", chunk, chunk_hgrn, fused_recurrent_hgrn, scan, {"g": X}, inductor=True),
     channels("fused_recurrent_hgrn", token, fused_recurrent_hgrn, chunk_hgrn, scan, {"g": X}, inductor=True),
     convolution("causal_conv1d-silu", "forward", partial(causal_conv1d, activation="silu"), None,
@@ -571,13 +572,13 @@ CASES = [
             by_steps(chunk_gated_delta_product), delta_product_reference, {"g": G}),
     slots("chunk_gsa", chunk, chunk_gsa, fused_recurrent_gsa, slots_reference, {"g": S}),
     slots("fused_recurrent_gsa-grouped", token, fused_recurrent_gsa, chunk_gsa, slots_reference, {"g": S},
-          groups=3, around=None),
+          groups=3, other_ops=None),
     slots("chunk_abc", chunk, chunk_abc, fused_recurrent_gsa, slots_reference, {"s": S},
           inputs=QKV_OF_SLOTS, states={**SLOTS, "initial_state[2]": ("N", "H", "M")},
-          empty={"initial_state[2]": -torch.inf}, around=None,
+          empty={"initial_state[2]": -torch.inf}, other_ops=None,
           flops=3,  # 4 for each element but those of z
           # Slots that hold the same are read as one, however they are weighed.
-          term=partial(slots_reference, constant_weight=True)),
+          uncancelled=partial(slots_reference, constant_weight=True)),
 ]
 # Three that are not under the whole contract. No public function asks for gates on both axes alone, nor for a softmax;
 # Mamba-2's scan is more than its op.
@@ -589,5 +590,5 @@ SOFTMAX = [
 ]
 SSD = scalar("mamba_chunk_scan_combined", chunk, ssd, None, ssd_reference, scaled=False, output="x", groups=2,
              inputs={"x": VG, "dt": G, "A": ("HV",), "B": K, "C": Q, "D": ("HV",), "z": VG, "dt_bias": ("HV",)},
-             states={"initial_states": ("N", "HV", "V", "K")}, draws={"A": lambda x: -x.exp()}, around=None)
+             states={"initial_states": ("N", "HV", "V", "K")}, draws={"A": lambda x: -x.exp()}, other_ops=None)
 # fmt: on

@@ -36,33 +36,33 @@ def collect(runs: Sequence[Results]) -> Figures:
     return figures
 
 
-def find(figures: Figures, op: str, beside: str, quantity: str, case: str | None = None) -> Row | None:
+def find(figures: Figures, op: str, baseline: str, quantity: str, case: str | None = None) -> Row | None:
     """The first figure of an op beside another, at any case or at one."""
     for (*key, at, name), (row, _) in figures.items():
-        if key == [op, beside] and name == quantity and case in (None, at):
+        if key == [op, baseline] and name == quantity and case in (None, at):
             return row
     return None
 
 
-def ops(figures: Figures, beside: str, quantity: str) -> dict[str, tuple[Row, Results]]:
+def ops(figures: Figures, baseline: str, quantity: str) -> dict[str, tuple[Row, Results]]:
     """For each op that has this quantity for both sides, the first such figure and the run that it comes from."""
     found: dict[str, tuple[Row, Results]] = {}
     apart = {(op.name, op.label(shape)) for op in OPS.values() if op.has_heads for shape in LARGER_HEADS}
     for (op, other, case, name), (row, run) in figures.items():
-        if (other, name) == (beside, quantity) and row.ratio is not None and (op, case) not in apart:
+        if (other, name) == (baseline, quantity) and row.ratio is not None and (op, case) not in apart:
             found.setdefault(op, (row, run))
     # In the order of the benchmark, not in that of the runs.
     return {op: found[op] for op in sorted(found, key=[*OPS, *found].index)}
 
 
 def _cells(
-    name: str, beside: str, step: Row, memory: Row | None, first: Row | None, token: Row | None
+    name: str, baseline: str, step: Row, memory: Row | None, first: Row | None, token: Row | None
 ) -> str:
     def pair(row: Row | None) -> list[str]:
         return ["", ""] if row is None else [number(row.ours), number(row.other)]
 
     ratio = number(None if memory is None else memory.ratio)
-    return " | ".join([name, beside, *pair(step), number(step.ratio), ratio, *pair(first), *pair(token)])
+    return " | ".join([name, baseline, *pair(step), number(step.ratio), ratio, *pair(first), *pair(token)])
 
 
 def table(figures: Figures) -> str:

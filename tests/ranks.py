@@ -32,11 +32,11 @@ def check_sharded(
     run: Callable[..., Sequence[Tensor]],
     inputs: Sequence[Tensor],
     placements: Sequence[Any],
-    whole: Callable[..., Sequence[Tensor]] | None = None,
+    unsharded: Callable[..., Sequence[Tensor]] | None = None,
 ) -> list[Any]:
-    """Of distributed inputs `run` gives what `whole` (or it) gives of plain ones, and the gradients; where outputs lie.
+    """Check that `run` gives of distributed inputs what `unsharded`, or `run`, gives of plain ones, gradients included.
 
-    The same inputs on every rank.
+    The inputs are the same on every rank. Returns where the outputs are placed.
     """
     from torch.distributed.tensor import distribute_tensor
 
@@ -44,7 +44,7 @@ def check_sharded(
     shards = [
         distribute_tensor(x, mesh, [p]).requires_grad_() for x, p in zip(inputs, placements, strict=True)
     ]
-    outputs, expected = run(*shards), (whole or run)(*leaves)
+    outputs, expected = run(*shards), (unsharded or run)(*leaves)
     for tensors in (outputs, expected):
         sum(y.sin().sum() for y in tensors).backward()
     gradients = [(x.grad, leaf.grad) for x, leaf in zip(shards, leaves, strict=True)]

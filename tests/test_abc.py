@@ -299,7 +299,7 @@ def logsumexp_by_shard(mesh: DeviceMesh, compiled: bool) -> None:
         _logsumexp.LEVELS = 4  # in this process, which ends with the test
         run = torch.compile(running_logsumexp, fullgraph=True, backend="aot_eager")
         for layout in layouts:
-            check_sharded(mesh, run, [s, z], layout, whole=running_logsumexp)
+            check_sharded(mesh, run, [s, z], layout, unsharded=running_logsumexp)
         return
     for layout in (*layouts, (Shard(1), Shard(0)), (Shard(3), Replicate()), (Replicate(), Shard(1))):
         check_sharded(mesh, running_logsumexp, [s, z], layout)
@@ -308,7 +308,7 @@ def logsumexp_by_shard(mesh: DeviceMesh, compiled: bool) -> None:
     for layout in layouts:
         packed = partial(running_logsumexp, cu_seqlens=everywhere)
         check_sharded(
-            mesh, packed, [s[:1], z], layout, whole=partial(running_logsumexp, cu_seqlens=cu_seqlens)
+            mesh, packed, [s[:1], z], layout, unsharded=partial(running_logsumexp, cu_seqlens=cu_seqlens)
         )
 
 

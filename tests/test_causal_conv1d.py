@@ -106,10 +106,10 @@ def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.silu(F.conv1d(F.pad(x, (W - 1, 0)), weight[:, None], bias, groups=len(weight)))
 
 
-@pytest.mark.parametrize("of", ["channels first", "a part of a projection"])
-def test_inputs_as_models_have_them(of: str, device: torch.device) -> None:
+@pytest.mark.parametrize("source", ["channels first", "a part of a projection"])
+def test_inputs_as_models_have_them(source: str, device: torch.device) -> None:
     """Strided in any way: with results and gradients, to the bit, of what is contiguous."""
-    if of == "channels first":
+    if source == "channels first":
         x = torch.randn(2, 16, 150, device=device).mT
     else:
         x = torch.randn(2, 150, 40, device=device)[..., 8:24]

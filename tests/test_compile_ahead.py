@@ -70,14 +70,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
             pools.append(self)
 
     def note(fn: Any, is_manual_warmup: bool, **_: Any) -> None:
-        kernels.append((fn.name, is_manual_warmup and _compile.launching.how is not None))
+        kernels.append((fn.name, is_manual_warmup and _compile.launching.launcher is not None))
 
     def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         """Does of a launch what needs no GPU."""
-        if _compile.launching.how is None:
+        if _compile.launching.launcher is None:
             kernel.warmup(*args, grid=grid, **kwargs)
         else:
-            _compile.launching.how(kernel, grid, *args, **kwargs)
+            _compile.launching.launcher(kernel, grid, *args, **kwargs)
 
     for kernel in KERNELS:
         kernel.device_caches.clear()
@@ -222,7 +222,7 @@ def test_all_are_loaded_before_one_is_launched(compiled: Compiled, monkeypatch: 
     launch = vector_decay.launch
 
     def noted_launch(*args: Any, **kwargs: Any) -> None:
-        if _compile.launching.how is None:
+        if _compile.launching.launcher is None:
             events.append("launch")
         launch(*args, **kwargs)
 

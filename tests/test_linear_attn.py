@@ -66,16 +66,16 @@ def test_heads_of_values_share_a_z(form, device: torch.device) -> None:
 
 
 @each_form
-@pytest.mark.parametrize("how", ["float16", "bfloat16", "autocast"])
-def test_a_mean_is_one_rounding_off(form, how: str, device: torch.device) -> None:
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "autocast"])
+def test_a_mean_is_one_rounding_off(form, precision: str, device: torch.device) -> None:
     """Of values that are all 1 it is 1, also where the sums are past what float16 holds."""
     T = 9000
     q, k = (torch.ones(1, T, 1, 16, device=device) for _ in range(2))
     v = torch.ones(1, T, 1, 4, device=device)
-    dtype = torch.float16 if how == "float16" else torch.bfloat16
-    if how != "autocast":
+    dtype = torch.float16 if precision == "float16" else torch.bfloat16
+    if precision != "autocast":
         q, k, v = (x.to(dtype) for x in (q, k, v))
-    with torch.autocast(device.type, dtype, enabled=how == "autocast"):
+    with torch.autocast(device.type, dtype, enabled=precision == "autocast"):
         o, (_, z) = form(q, k, v, normalize=True, output_final_state=True)
     assert torch.equal(o, torch.ones_like(v, dtype=dtype))
     assert torch.equal(z, torch.full_like(z, T)) and z.dtype == torch.float32

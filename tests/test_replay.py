@@ -186,10 +186,10 @@ def test_no_more_kinds_are_kept_than_a_number(kernel: Kernel, monkeypatch: pytes
 def test_nothing_is_recorded_while_another_launches(kernel: Kernel) -> None:
     replay, calls = make(kernel)
 
-    def how(kernel: Kernel, grid: Any, *args: Any, **kwargs: Any) -> None:
+    def launcher(kernel: Kernel, grid: Any, *args: Any, **kwargs: Any) -> None:
         kernel[grid](*args, **kwargs)
 
-    with launching_by(how):
+    with launching_by(launcher):
         for _ in range(4):
             replay(torch.randn(6, 4), None, 2.0, [True, True])
     assert len(calls) == 4 and not replay.recorded

@@ -100,11 +100,11 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
     if not layers:
         raise ValueError(f"module must contain a layer of flacompose, got {type(module).__name__}")
     first = next(iter(plan))
-    return plan | {first: _Checked(plan[first], layers), "": _Whole(own)}
+    return plan | {first: _Checked(plan[first], layers), "": _Root(own)}
 
 
 def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
-    """Of what is in a layer, a feed-forward network or a model: its path there, and its style."""
+    """The path and the style of each submodule of a layer, a feed-forward network or a model that needs a style."""
     if isinstance(part, RecurrentLM):
         yield "embeddings", ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
         if hasattr(part, "lm_head"):
@@ -169,7 +169,7 @@ class _Sharded(ParallelStyle):
         return module
 
 
-class _Whole(_Sharded):
+class _Root(_Sharded):
     """The module that a plan is of: what no other entry shards is the same on every rank, and so are its outputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -188,18 +188,18 @@ def _enter(mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any) -> Any:
             f"a {type(module).__name__} that tensor_parallel_plan has sharded must be called outside of "
             "torch.inference_mode(), got a call in it: use torch.no_grad()"
         )
-    whole = [Replicate()] * mesh.ndim
+    replicated = [Replicate()] * mesh.ndim
 
     def entered(x: Any) -> Any:
         plain = isinstance(x, Tensor) and not isinstance(x, DTensor)
-        return DTensor.from_local(x, mesh, whole, run_check=False) if plain else x
+        return DTensor.from_local(x, mesh, replicated, run_check=False) if plain else x
 
     return pytree.tree_map(entered, (args, kwargs))
 
 
 def _leave(mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
     """Outputs as plain tensors; the states beside them stay DTensors, of which every rank has its heads."""
-    whole = [Replicate()] * mesh.ndim
+    replicated = [Replicate()] * mesh.ndim
     y, *state = output if isinstance(output, tuple) else (output,)
-    y = y.redistribute(mesh, whole).to_local() if isinstance(y, DTensor) else y
+    y = y.redistribute(mesh, replicated).to_local() if isinstance(y, DTensor) else y
     return (y, *state) if isinstance(output, tuple) else y

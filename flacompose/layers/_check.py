@@ -46,11 +46,11 @@ def head_size(name: str, x: int) -> None:
         raise ValueError(f"{name} must be from 1 to {MAX_HEAD_SIZE}, got {x}")
 
 
-def whole(name: str, x: float, of: str = "", n: int = 1) -> int:
-    """Check that `x` is, apart from rounding, a positive int and a multiple of `n`, called `of`; return that int."""
+def positive_int(name: str, x: float, divisor_name: str = "", divisor: int = 1) -> int:
+    """Check that `x` is, apart from rounding, a positive int that `divisor` divides; return that int."""
     size = round(x) if math.isfinite(x) else 0
-    if size < 1 or size % n != 0 or not math.isclose(x, size):
-        expected = f"multiple of {of} = {n}" if of else "int"
+    if size < 1 or size % divisor != 0 or not math.isclose(x, size):
+        expected = f"multiple of {divisor_name} = {divisor}" if divisor_name else "int"
         raise ValueError(f"{name} must be a positive {expected}, got {x}")
     return size
 

@@ -12,8 +12,8 @@ from flacompose.layers import _check
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
-    """``log(sigmoid(x))``, as a function of which DTensor knows the gradient, unlike that of `F.logsigmoid`."""
-    # Above the threshold softplus is the identity, which from there on is exact in float64 too.
+    """``log(sigmoid(x))``, made of a function whose gradient DTensor has, unlike that of `F.logsigmoid`."""
+    # Above its threshold `softplus` returns its argument, which from 40 on is exact even in float64.
     return -F.softplus(-x, threshold=40)
 
 

@@ -80,7 +80,7 @@ class _IdentityAtFirst(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
-# How each map is made for a head size, and how many times that size its output has.
+# Each map by its name: what makes it for a head size, and the size of its output as a multiple of that.
 FEATURE_MAPS: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "hedgehog": (HedgehogFeatureMap, 2),
     "t2r": (T2RFeatureMap, 1),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flacompose.layers import _check
 from flacompose.layers.activation import log_sigmoid
-from flacompose.layers.layout import beside
+from flacompose.layers.layout import distributed_like
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.state import RecurrentState, RecurrentStates
 from flacompose.ops._dtype import upcast
@@ -42,10 +42,10 @@ class ForgetGateLayer(RecurrentLayer):
         return self._call(hidden_states, state, attention_mask, cu_seqlens, num_states, lower_bound)
 
     def _bound(self, x: Tensor, lower_bound: Tensor | None) -> Tensor | None:
-        """Check `lower_bound`, return what this layer uses of it."""
+        """Check `lower_bound`, and return it, or None if this layer does not use it."""
         if lower_bound is not None:
             _check.like(x, "lower_bound", lower_bound, (self.gate_channels,))
-        return None if lower_bound is None or self.layer_idx == 0 else beside(x, lower_bound)
+        return None if lower_bound is None or self.layer_idx == 0 else distributed_like(x, lower_bound)
 
 
 def forget_gate(

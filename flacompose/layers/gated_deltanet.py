@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.decay import set_first_decays
-from flacompose.layers.heads import beside_values, in_heads, shared, value_heads
+from flacompose.layers.heads import in_heads, repeat_heads, sharded_like_values, value_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -137,14 +137,14 @@ class GatedDeltaNet(RecurrentLayer):
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         heads = self.num_v_heads * self.value_parts
-        q, k = (beside_values(in_heads(y, self.num_heads), v, heads) for y in (q, k))
+        q, k = (sharded_like_values(in_heads(y, self.num_heads), v, heads) for y in (q, k))
         v = v.unflatten(-1, (heads, -1))
         g = log_decay(upcast(self.a_proj(joint)), self.A_log, self.dt_bias)  # [B, T, HV]
         beta = upcast(self.b_proj(joint)).sigmoid()  # [B, T, HV]
         if self.allow_neg_eigval:
             beta = 2 * beta
         # A token whose decay and beta are 0 leaves the state as it is.
-        g, beta = (shared(tokens.masked(y), self.value_parts) for y in (g, beta))
+        g, beta = (repeat_heads(tokens.masked(y), self.value_parts) for y in (g, beta))
 
         gated_delta_rule = self._op(
             chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, x, past.recurrent, tokens

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.decay import set_first_decays
-from flacompose.layers.heads import beside_values, in_heads, shared, value_heads
+from flacompose.layers.heads import in_heads, repeat_heads, sharded_like_values, value_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -152,13 +152,13 @@ class GatedDeltaProduct(RecurrentLayer):
         beta, g = tokens.masked(beta), None
         if self.use_forget_gate:
             g = log_decay(upcast(self.a_proj(joint)), self.A_log, self.dt_bias)  # [B, T, HV]
-            g = shared(tokens.masked(g), self.value_parts)
+            g = repeat_heads(tokens.masked(g), self.value_parts)
         # The n steps of a token beside each other: [B, T * n, heads, ...].
         heads = HV * self.value_parts
         q, k = in_heads(q, H), unflatten(k, -1, (n, H, -1)).flatten(1, 2)
-        q, k = (beside_values(y, v, heads) for y in (q, k))
+        q, k = (sharded_like_values(y, v, heads) for y in (q, k))
         v = unflatten(v, -1, (n, heads, -1)).flatten(1, 2)
-        beta = shared(unflatten(beta, -1, (n, HV)).flatten(1, 2), self.value_parts)
+        beta = repeat_heads(unflatten(beta, -1, (n, HV)).flatten(1, 2), self.value_parts)
 
         gated_delta_product = self._op(
             chunk_gated_delta_product, fused_recurrent_gated_delta_product, x, past.recurrent, tokens

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation, log_sigmoid
-from flacompose.layers.heads import heads_of, in_heads, shared
+from flacompose.layers.heads import heads_of, in_heads, repeat_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -147,7 +147,7 @@ class GatedLinearAttention(RecurrentLayer):
         k, v, gk = (in_heads(y, self.num_kv_heads) for y in (k, v, gk))
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        k, v, gk = (shared(y, self.num_kv_groups) for y in (tokens.masked(k), v, tokens.masked(gk)))
+        k, v, gk = (repeat_heads(y, self.num_kv_groups) for y in (tokens.masked(k), v, tokens.masked(gk)))
 
         gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(q, k, v, gk)

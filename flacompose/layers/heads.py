@@ -44,14 +44,14 @@ def expanded_heads(
 ) -> tuple[int, int, int]:
     """Check these arguments of a layer, return the number of heads and their sizes K, `expand_ratio`, and V.
 
-    Either argument follows from the other. With `agree` they must still do so where both are given.
+    Either argument follows from the other. With `agree`, both must agree where both are given.
     """
     if num_heads is None and expand_ratio is None:
         raise ValueError("num_heads or expand_ratio must be given, got None for both")
     hint = "give expand_ratio, the number of keys of a head"
     if num_heads is not None:
         _check.count("num_heads", num_heads)
-        # A user who gives num_heads alone still has the default of expand_ratio, and reads of an argument never given.
+        # To a user who gives num_heads alone, the error is about the default of an argument that was never given.
         hint = f"expand_ratio=None means hidden_size // num_heads = {hidden_size // num_heads}"
     hint = f" (128 is the default; {hint})"
     H = num_heads
@@ -84,8 +84,8 @@ def value_heads(
 ) -> tuple[int, int, int]:
     """Check these arguments of a layer of the delta rule, return the heads of values HV, their size V and their parts.
 
-    Ops take heads of at most 512 values. The delta rule treats each value of a head alone, so that a larger head is as
-    many heads of the same keys, its equal parts, as that needs.
+    Ops take heads of at most 512 values. The delta rule treats each value of a head by itself, so a larger head is
+    computed as several heads with the same keys, which are its equal parts.
     """
     _check.count("num_heads", num_heads)
     HV = num_heads if num_v_heads is None else num_v_heads
@@ -94,7 +94,7 @@ def value_heads(
         raise ValueError(f"num_v_heads must be a multiple of num_heads = {num_heads}, got {HV}")
     _check.head_size("head_dim", head_dim)
     _check.number("expand_v", expand_v)
-    V = _check.whole("head_dim * expand_v", head_dim * expand_v)
+    V = _check.positive_int("head_dim * expand_v", head_dim * expand_v)
     parts = -(-V // MAX_HEAD_SIZE)
     if V % parts != 0:
         raise ValueError(
@@ -104,27 +104,27 @@ def value_heads(
 
 
 def in_heads(x: Tensor, heads: int) -> Tensor:
-    """``[..., heads * D]`` as ``[..., heads, D]``, of heads that others share, and ranks may be unable to share out."""
+    """``[..., heads * D]`` as ``[..., heads, D]``, where the number of ranks need not divide that of these heads."""
     return unflatten(x, -1, (heads, -1))
 
 
-def shared(x: Tensor, groups: int) -> Tensor:
+def repeat_heads(x: Tensor, groups: int) -> Tensor:
     """``[B, T, H, ...]`` as ``[B, T, H * groups, ...]``, each head repeated for `groups` neighbouring heads."""
     if groups == 1:
         return x
     return flatten(x.unsqueeze(3).expand(-1, -1, -1, groups, *[-1] * (x.ndim - 3)), 2, 3)
 
 
-def beside_values(x: Tensor, like: Any, heads: int) -> Tensor:
+def sharded_like_values(x: Tensor, like: Any, heads: int) -> Tensor:
     """``x [B, T, H, K]``, queries or keys, for an op that takes `heads` heads of values.
 
-    Ranks may share out the heads of values, as those of ``like [B, T, ...]``, and be unable to share out ``H``. Each
-    then gets the heads of `x` that its own heads of values read, repeated for each of these.
+    The number of ranks may divide the heads of values, which are sharded as those of ``like [B, T, ...]``, and not the
+    ``H`` heads of `x`. Each rank then gets a head of `x` for each of its own heads of values, with which it goes.
     """
     ranks = shards(like, 2)
-    if ranks == 1 or x.shape[2] == 1 or x.shape[2] % ranks == 0:  # one head is read by all
+    if ranks == 1 or x.shape[2] == 1 or x.shape[2] % ranks == 0:  # a single head goes with all
         return x
-    repeated: Any = shared(x, heads // x.shape[2])
+    repeated: Any = repeat_heads(x, heads // x.shape[2])
     placements = [p if p.is_shard(2) else own for p, own in zip(like.placements, repeated.placements)]
     return repeated.redistribute(placements=placements)
 
@@ -133,4 +133,4 @@ def _head_size(argument: str, hidden_size: int, ratio: float, num_heads: int) ->
     """``hidden_size * ratio / num_heads``, which must be an int."""
     _check.number(argument, ratio)
     name = f"hidden_size * {argument}"
-    return _check.whole(name, hidden_size * ratio, "num_heads", num_heads) // num_heads
+    return _check.positive_int(name, hidden_size * ratio, "num_heads", num_heads) // num_heads

@@ -67,7 +67,7 @@ class HGRNAttention(ForgetGateLayer):
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         _check.flags(use_short_conv=use_short_conv, conv_bias=conv_bias)
         _check.number("expand_ratio", expand_ratio)
-        input_dim = _check.whole("hidden_size * expand_ratio", hidden_size * expand_ratio)
+        input_dim = _check.positive_int("hidden_size * expand_ratio", hidden_size * expand_ratio)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
         self.input_dim = self.gate_channels = input_dim

@@ -1,4 +1,4 @@
-"""One product in place of several: the projections of a module that read the same input."""
+"""One matrix product instead of several, for the projections of a module that read the same input."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MULTIPLE = 8
 
 
 class Joinable(nn.Module):
-    """A module in which several linear maps read the same input, which `join_projections` makes one."""
+    """A module in which several linear maps read the same input, and `join_projections` makes one of them."""
 
-    # The paths of these maps, as far as a module has them: of a child, or of the first module of a `nn.Sequential`.
+    # The paths of these maps, some of which a module may lack: of a child, or of the first part of a `nn.Sequential`.
     # Small ones come last, so that the outputs of large ones begin at a multiple of 16 bytes too.
     joinable: ClassVar[tuple[str, ...]] = ()
-    # Once they are joined: the numbers of their outputs, in the same order, and of the zeros that fill the rest.
+    # Once they are joined: how many outputs each map has, in the same order, and how many zeros fill the rest.
     joint_sizes: tuple[int, ...] = ()
     joint_proj: nn.Module
 
@@ -103,7 +103,7 @@ def _paths(layer: Joinable) -> list[str]:
 
 
 def _places(module: nn.Module) -> Counter[int]:
-    """In how many places within `module` each module is, by its ``id``, and each parameter, by `_memory`."""
+    """How often each module, by its ``id``, and each parameter, by its `_memory`, occurs in `module`."""
     places: Counter[int] = Counter()
     for m in module.modules():
         places.update(id(child) for child in m._modules.values())
@@ -112,7 +112,7 @@ def _places(module: nn.Module) -> Counter[int]:
 
 
 def _memory(p: Tensor) -> int:
-    """Which memory `p` is in, also on the meta device: parameters may share it and be two objects."""
+    """A number for the memory of `p`, even on the meta device: two parameters may share it."""
     return p.untyped_storage()._cdata
 
 

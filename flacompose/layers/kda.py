@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.decay import set_first_decays
-from flacompose.layers.heads import beside_values, in_heads, shared, value_heads
+from flacompose.layers.heads import in_heads, repeat_heads, sharded_like_values, value_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -149,7 +149,7 @@ class KimiDeltaAttention(RecurrentLayer):
         else:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
         heads = self.num_v_heads * self.value_parts
-        q, k = (beside_values(in_heads(y, self.num_heads), v, heads) for y in (q, k))
+        q, k = (sharded_like_values(in_heads(y, self.num_heads), v, heads) for y in (q, k))
         v = v.unflatten(-1, (heads, -1))
         a, bias = (y.unflatten(-1, (self.num_v_heads, -1)) for y in (self.f_proj(joint), self.dt_bias))
         g = log_decay(upcast(a), self.A_log, bias, self.lower_bound)  # [B, T, HV, K]
@@ -157,7 +157,7 @@ class KimiDeltaAttention(RecurrentLayer):
         if self.allow_neg_eigval:
             beta = 2 * beta
         # A token whose decay and beta are 0 leaves the state as it is.
-        g, beta = (shared(tokens.masked(y), self.value_parts) for y in (g, beta))
+        g, beta = (repeat_heads(tokens.masked(y), self.value_parts) for y in (g, beta))
 
         kda = self._op(chunk_kda, fused_recurrent_kda, x, past.recurrent, tokens)
         o, recurrent = kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)

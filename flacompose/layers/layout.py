@@ -18,37 +18,37 @@ from flacompose.ops._varlen import inside
 
 
 class Layout(NamedTuple):
-    """The sequences of ``T`` tokens a row, after `enter`."""
+    """Where the tokens of the sequences are in a batch of ``T`` places a row, after `enter`."""
 
-    counts: Tensor | None = None  # [B, T], False for pads and past cu_seqlens[-1]; None if every token counts
+    is_token: Tensor | None = None  # [B, T], False at pads and past cu_seqlens[-1]; None if all are tokens
     lengths: Tensor | None = None  # [B], the number of tokens of each padded row
     order: Tensor | None = None  # [B, T], the place in the input of each left-aligned token
-    rank: Tensor | None = None  # [B, T], the inverse of `order`
+    inverse_order: Tensor | None = None  # [B, T], the inverse permutation of `order`
     cu_seqlens: Tensor | None = None  # [N + 1], the bounds of packed sequences
     num_states: int | None = (
         None  # how many states are wanted, of the last tokens; None for the final one alone
     )
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x [B, T, D]`` with padded rows left-aligned, and with zeros where no token counts, whatever is there."""
+        """``x [B, T, D]`` with padded rows left-aligned. What is in places without a token is replaced by zeros."""
         if self.order is not None:
             x = take(x, self.order)
         return self.masked(x)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The inverse of `enter`: every token where it came from, and zeros where no token counts."""
+        """The inverse of `enter`: every token where it came from, and zeros where there is no token."""
         x = self.masked(x)
-        return x if self.rank is None else take(x, self.rank)
+        return x if self.inverse_order is None else take(x, self.inverse_order)
 
     def masked(self, x: Tensor, value: float = 0) -> Tensor:
-        """``x [B, T, ...]`` with zeros, or `value`, where no token counts.
+        """``x [B, T, ...]`` with zeros, or `value`, where there is no token.
 
         A token whose key and whose gates (natural logarithms) are 0 leaves a state as it is, and so does one whose
         logits are -inf.
         """
-        if self.counts is None:
+        if self.is_token is None:
             return x
-        return torch.where(self.counts.reshape(*self.counts.shape, *[1] * (x.ndim - 2)), x, value)
+        return torch.where(self.is_token.reshape(*self.is_token.shape, *[1] * (x.ndim - 2)), x, value)
 
 
 def layout(
@@ -93,8 +93,8 @@ def layout(
     return Layout()
 
 
-def beside(x: Tensor, other: Tensor) -> Tensor:
-    """`other`, the same on every rank, as a DTensor if `x` is one."""
+def distributed_like(x: Tensor, other: Tensor) -> Tensor:
+    """`other`, as a DTensor if `x` is one: a plain tensor, the same on every rank, becomes a replicated DTensor."""
     return other if hasattr(other, "device_mesh") else replicated(other, x)
 
 
@@ -108,14 +108,14 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
             f"got {tuple(attention_mask.shape)}"
         )
     _check.same_device("attention_mask", attention_mask, hidden_states)
-    attention_mask = beside(hidden_states, attention_mask)
-    counts = attention_mask[:, attention_mask.shape[1] - T :] != 0
-    ordinal = counts.long().cumsum(1)  # how many tokens there are up to and with this one
+    attention_mask = distributed_like(hidden_states, attention_mask)
+    is_token = attention_mask[:, attention_mask.shape[1] - T :] != 0
+    ordinal = is_token.long().cumsum(1)  # how many tokens there are up to and with this one
     lengths = ordinal[:, -1]
-    place = beside(ordinal, torch.arange(T, device=ordinal.device)).expand_as(ordinal)
-    rank = torch.where(counts, ordinal - 1, lengths[:, None] + place - ordinal)
-    order = rank.scatter(1, rank, place)
-    return Layout(place < lengths[:, None], lengths, order, rank)
+    place = distributed_like(ordinal, torch.arange(T, device=ordinal.device)).expand_as(ordinal)
+    inverse_order = torch.where(is_token, ordinal - 1, lengths[:, None] + place - ordinal)
+    order = inverse_order.scatter(1, inverse_order, place)
+    return Layout(place < lengths[:, None], lengths, order, inverse_order)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:

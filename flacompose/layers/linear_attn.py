@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.feature_map import FEATURE_MAPS
-from flacompose.layers.heads import heads_of, in_heads, shared
+from flacompose.layers.heads import heads_of, in_heads, repeat_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -130,7 +130,7 @@ class LinearAttention(RecurrentLayer):
         if self.norm_k:
             k = _over_its_sum(k)
         # Masked after the map, since most maps of 0 are not 0.
-        k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
+        k, v = repeat_heads(tokens.masked(k), self.num_kv_groups), repeat_heads(v, self.num_kv_groups)
 
         initial_state = past.recurrent
         if initial_state is not None and self.do_feature_map_norm:

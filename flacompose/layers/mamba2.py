@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.heads import beside_values, in_heads
+from flacompose.layers.heads import in_heads, sharded_like_values
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm, rms_norm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -109,7 +109,7 @@ class Mamba2(RecurrentLayer):
         _check.count("head_dim", head_dim)
         _check.head_size("state_size", state_size)
         _check.number("expand", expand)
-        inner = _check.whole("expand * hidden_size", expand * hidden_size, "head_dim", head_dim)
+        inner = _check.positive_int("expand * hidden_size", expand * hidden_size, "head_dim", head_dim)
         H = inner // head_dim
         if num_heads is not None:
             _check.integer("num_heads", num_heads)
@@ -174,7 +174,7 @@ class Mamba2(RecurrentLayer):
         dt = time_step(dt, self.dt_bias, softplus=True, x=x, limit=self.dt_limit)  # [B, T, H]
         dt = tokens.masked(dt)  # a time step of 0 neither decays nor writes
 
-        B, C = beside_values(B, dt, H), beside_values(C, dt, H)
+        B, C = sharded_like_values(B, dt, H), sharded_like_values(C, dt, H)
         # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
         g = -dt * upcast(self.A_log).exp()
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)

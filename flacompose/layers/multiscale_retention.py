@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.heads import heads_of, in_heads, shared
+from flacompose.layers.heads import heads_of, in_heads, repeat_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -132,7 +132,7 @@ class MultiScaleRetention(RecurrentLayer):
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         position, next_position = positions(x, past.position, tokens)
         q, k = rotary(q, k, position)
-        k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
+        k, v = repeat_heads(tokens.masked(k), self.num_kv_groups), repeat_heads(v, self.num_kv_groups)
 
         decay = log_decay(self.num_heads, q)
         # Retention would decay at pads too.

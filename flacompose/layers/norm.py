@@ -13,9 +13,9 @@ from flacompose.ops._dtype import upcast
 def rms_norm(x: Tensor, eps: float) -> Tensor:
     """``x`` divided by the root of the mean square over its last axis, in the dtype of `x`.
 
-    A weight is multiplied afterwards: given one of another dtype than the input, PyTorch's function warns.
+    It takes no weight, since PyTorch's function warns if the weight has another dtype than the input.
     """
-    # On the CPU, PyTorch's function adds in place, which a sharded mean does not support.
+    # On a CPU, PyTorch's function adds in place, which DTensor does not support for a sharded mean.
     if hasattr(x, "device_mesh"):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return F.rms_norm(x, x.shape[-1:], None, eps)
@@ -100,7 +100,7 @@ class GatedRMSNorm(RMSNorm):
 
 
 class GroupNorm(nn.GroupNorm):
-    """A layer norm of each of the equal groups of channels, given apart: ``[..., groups, channels / groups]``.
+    """A layer norm of each group of channels. The groups have an axis: ``[..., groups, channels / groups]``.
 
     In float32 (float64 for float64), rounded to the dtype of its input.
     """

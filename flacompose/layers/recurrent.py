@@ -1,4 +1,4 @@
-"""What all layers share: a state that goes in and comes out, and how its tokens lie."""
+"""What all layers have in common: a state that goes in and comes out, and a layout of their tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flacompose.layers import _check
 from flacompose.layers.joint import Joinable
-from flacompose.layers.layout import Layout, beside, layout
+from flacompose.layers.layout import Layout, distributed_like, layout
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.ops._define import autocast_dtype
 from flacompose.ops._varlen import sequence_count
@@ -145,7 +145,7 @@ class StatefulLayer(Joinable):
         else:
             self.state_shapes.check(state, sequence_count(hidden_states, cu_seqlens), hidden_states)
             if hasattr(hidden_states, "device_mesh"):
-                state = state.map(lambda t: beside(hidden_states, t))
+                state = state.map(lambda t: distributed_like(hidden_states, t))
         y, state = self._compute(tokens.enter(hidden_states), state, tokens, *others)
         return tokens.leave(y), state if num_states is None else RecurrentStates(*state)
 
@@ -174,9 +174,9 @@ class RecurrentLayer(StatefulLayer):
         self.layer_idx: Any = layer_idx  # layers that use it say what it may be
 
     def _op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:
-        """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent one.
+        """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent form.
 
-        Only that one has several states.
+        Only the recurrent form can return several states.
         """
         if tokens.num_states is not None:
             return partial(recurrent, initial_state=initial_state, output_states=tokens.num_states)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.layers.layout import Layout, beside
+from flacompose.layers.layout import Layout, distributed_like
 from flacompose.ops import _states
 from flacompose.ops._dtype import state_dtype, upcast
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
@@ -18,7 +18,8 @@ def rotary(q: Tensor, k: Tensor, position: Tensor, base: float = 10000.0) -> tup
     """
     K, dtype = q.shape[3], state_dtype(q.dtype)
     frequency = base ** (-torch.arange(0, K, 2, device=q.device, dtype=dtype) / K)
-    angle = beside(q, position)[:, :, None, None].to(dtype) * beside(q, frequency)  # [B, T, 1, K / 2]
+    position, frequency = distributed_like(q, position), distributed_like(q, frequency)
+    angle = position[:, :, None, None].to(dtype) * frequency  # [B, T, 1, K / 2]
     cos, sin = angle.cos(), angle.sin()
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
@@ -31,13 +32,13 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, Tensor]:
     """The position of each token of ``x [B, T, D]``, ``[B, T]``, and that of the next of each sequence, ``[N]``, int64.
 
-    Of a call for several states, it is the positions of the next after each, ``[N, n]``.
+    In a call for several states, the latter are those of the next token after each of them, ``[N, n]``.
     ``start [N]`` holds those of the first tokens, or is None for zeros. Those of pads have no meaning.
     """
     T, cu_seqlens = x.shape[1], tokens.cu_seqlens
     N = sequence_count(x, cu_seqlens)
     start = torch.zeros(N, dtype=torch.int64, device=x.device) if start is None else start.long()
-    start, t = beside(x, start), beside(x, torch.arange(T, device=x.device))
+    start, t = distributed_like(x, start), distributed_like(x, torch.arange(T, device=x.device))
     if tokens.num_states is not None:
         position = start[:, None] + t
         return position, _states.last(position, tokens.num_states) + 1

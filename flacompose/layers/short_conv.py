@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.layout import Layout, beside, take
+from flacompose.layers.layout import Layout, distributed_like, take
 from flacompose.ops import _states
 from flacompose.ops._dtype import upcast
 from flacompose.ops._varlen import bounds, sequence_of
@@ -24,7 +24,7 @@ class ShortConvolution(nn.Module):
     written as ``W`` shifted multiply-adds, which compile to one kernel (and a small one for the new state) together
     with what is around it. `torch.nn.functional.conv1d` is a kernel that nothing fuses with, and does not compile for
     training with a dynamic ``T`` at batch 1. Nothing fuses with the op `flacompose.ops.causal_conv1d` either, which
-    knows no `lengths`; without the compiler it is one kernel on a GPU, where this is several.
+    knows no `lengths`; without the compiler the op is one kernel on a GPU, and this layer is several.
 
     Args:
         hidden_size: Number of channels ``D``.
@@ -140,7 +140,7 @@ class ShortConvolution(nn.Module):
             last = history[:, T:]
         else:
             # Clamped, so that no access leaves the tokens, whatever `lengths` holds.
-            column = beside(lengths, torch.arange(W, device=x.device))
+            column = distributed_like(lengths, torch.arange(W, device=x.device))
             last = take(history, lengths.long().clamp(0, T)[:, None] + column)
         return self._sums(upcast(history), T), _as_state(last)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation, log_sigmoid
-from flacompose.layers.heads import heads_of, in_heads, shared
+from flacompose.layers.heads import heads_of, in_heads, repeat_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -124,7 +124,7 @@ class SimpleGatedLinearAttention(RecurrentLayer):
         k, v = in_heads(k, self.num_kv_heads), in_heads(v, self.num_kv_heads)
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
-        k, v = shared(tokens.masked(k), self.num_kv_groups), shared(v, self.num_kv_groups)
+        k, v = repeat_heads(tokens.masked(k), self.num_kv_groups), repeat_heads(v, self.num_kv_groups)
 
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, tokens.masked(g))

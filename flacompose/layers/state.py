@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flacompose._torch import pytree
 from flacompose.layers import _check
-from flacompose.layers.layout import beside
+from flacompose.layers.layout import distributed_like
 from flacompose.ops._dtype import state_dtype
 
 
@@ -72,7 +72,7 @@ class RecurrentState(NamedTuple):
         _check.same_device("indices", indices, pytree.tree_leaves(self)[0])
         if indices.ndim != 1:
             raise ValueError(f"indices must have shape [M], got {tuple(indices.shape)}")
-        return self.map(lambda t: t.index_select(0, beside(t, indices.long())))
+        return self.map(lambda t: t.index_select(0, distributed_like(t, indices.long())))
 
     def to(
         self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
@@ -127,7 +127,7 @@ class RecurrentState(NamedTuple):
 class RecurrentStates(NamedTuple):
     """The states of one layer after each of the last ``n`` tokens of ``N`` sequences, of which `at` gives one.
 
-    A call returns it that was given ``num_states=n``. Layers take no such thing: a call goes on from one state.
+    A call with ``num_states=n`` returns it. Layers do not take it: a call goes on from one state.
 
     Attributes:
         recurrent: As that of a [RecurrentState][flacompose.layers.RecurrentState], with an axis of ``n`` states after
@@ -181,7 +181,7 @@ class RecurrentStates(NamedTuple):
 
 def _chosen(index: Tensor, states: Tensor) -> Tensor:
     """``y[b] = states[b, index[b]]``."""
-    place = beside(states, index).reshape(-1, *[1] * (states.ndim - 1))
+    place = distributed_like(states, index).reshape(-1, *[1] * (states.ndim - 1))
     return states.gather(1, place.expand(-1, 1, *states.shape[2:])).squeeze(1)
 
 
@@ -199,9 +199,9 @@ def kind_of(x: Any) -> str:
 
 
 class StateShapes(NamedTuple):
-    """The shapes of a layer's state, each without its first dimension, ``N``; None of a part that is absent."""
+    """The shapes of a layer's state, each without its first dimension, ``N``; None for a part that is absent."""
 
-    recurrent: tuple[tuple[int, ...], ...]  # of one, the state is a tensor; of more or none, a tuple of them
+    recurrent: tuple[tuple[int, ...], ...]  # the state is a tensor if there is one, else a tuple
     conv: tuple[tuple[int, int], ...] = ()
     normalizer: tuple[int, int] | None = None
     position: bool = False  # whether there are positions, one number each
@@ -228,7 +228,7 @@ class StateShapes(NamedTuple):
         )
 
     def absent(self) -> RecurrentState:
-        """The state that a call without one has: None in the place of every part and of every convolution."""
+        """The state of a call that is given none: None for every part and for every convolution."""
         conv: Any = (None,) * len(self.conv)
         return RecurrentState(None, conv, None, None, None, ())
 
@@ -255,7 +255,7 @@ class StateShapes(NamedTuple):
                 raise ValueError(f"{called}.{name} must be () in this layer, got {type(value).__name__}")
 
     def _cached(self, state: RecurrentState) -> tuple[tuple[int, ...], ...]:
-        """The shapes of `state.cache`, whose number of places is any, the same for keys and values."""
+        """The shapes of `state.cache`: keys and values have the same number of places, which may be any."""
         if self.cache is None:
             return ()
         keys = state.cache[0] if isinstance(state.cache, (tuple, list)) and state.cache else None

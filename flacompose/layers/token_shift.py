@@ -1,4 +1,4 @@
-"""The token shift of RWKV: every token beside the one before it."""
+"""The token shift of RWKV: for every token, the one before it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from flacompose.layers import RMSNorm, _check
 from flacompose.layers.forget_gate import ForgetGateLayer
-from flacompose.layers.layout import beside, take
+from flacompose.layers.layout import distributed_like, take
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.state import RecurrentState, RecurrentStates, kind_of
 from flacompose.models import sampling, speculative
@@ -188,7 +188,7 @@ class RecurrentLM(nn.Module):
         last_only: bool,
         num_states: int | None,
     ) -> tuple[Tensor, NewStates]:
-        """`forward`, in whose errors a layer does not say which entry of the model's state it was given."""
+        """`forward`, but for its errors: a layer does not know which entry of the model's state it was given."""
         _check.indices("input_ids", input_ids)
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
@@ -367,6 +367,6 @@ def _last(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -
         return x[0, (bounds(cu_seqlens, T)[1:] - 1).clamp(min=0)]
     if attention_mask is None:
         return x[:, -1]
-    counts = beside(x, attention_mask)[:, attention_mask.shape[1] - T :] != 0
-    index = (counts * beside(x, torch.arange(T, device=x.device))).amax(1, keepdim=True)  # [B, 1]
+    is_token = distributed_like(x, attention_mask)[:, attention_mask.shape[1] - T :] != 0
+    index = (is_token * distributed_like(x, torch.arange(T, device=x.device))).amax(1, keepdim=True)  # [B, 1]
     return take(x, index).squeeze(1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.heads import shared
+from flacompose.layers.heads import repeat_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
@@ -95,8 +95,8 @@ class SoftmaxAttention(StatefulLayer):
         q, k = rotary(q, k, position, self.rope_theta)
         first = past.position is None
         if first:
-            # In memory of its own: the state must not hold the whole of a joint product, nor be a view. The caches of
-            # later calls are none, and a call compiled for a view would be compiled again for them.
+            # In memory of its own: the state must not hold the whole of a joint product, nor be a view. Later caches
+            # are no views, and a call that was compiled for a view would be compiled again for them.
             v = v.clone(memory_format=torch.contiguous_format)
         else:
             k, v = (_appended(old, new, past.position) for old, new in zip(past.cache, (k, v), strict=True))
@@ -104,12 +104,12 @@ class SoftmaxAttention(StatefulLayer):
         return self.o_proj(o.flatten(2)), RecurrentState((), position=next_position, cache=(k, v))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, first: bool) -> Tensor:
-        """``q [B, T, H, D]`` of tokens at `position`, in which place of ``k [B, L, HKV, D]`` their keys are.
+        """Attention of ``q [B, T, H, D]``, tokens whose own keys are at `position` along ``L`` of ``k [B, L, HKV, D]``.
 
-        In the `first` call, the places are those of the tokens themselves.
+        In the `first` call, the keys are those of these tokens alone.
         """
         groups = self.num_heads // self.num_kv_heads
-        q, k, v = (y.transpose(1, 2) for y in (q, shared(k, groups), shared(v, groups)))
+        q, k, v = (y.transpose(1, 2) for y in (q, repeat_heads(k, groups), repeat_heads(v, groups)))
         if first and self.window_size is None:
             # Pads come after the tokens of their row, so that no token sees one.
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)

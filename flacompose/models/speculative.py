@@ -72,7 +72,7 @@ def _complete(tokens: Tensor, count: Tensor, wanted: int, ends: Sequence[int]) -
 
 
 def _until_the_end(tokens: Tensor, ends: Sequence[int]) -> Tensor:
-    """Each row up to its end, then filled; no more of them than the longest row needs."""
+    """Each row up to its end, then filled with the first of `ends`, and as long as the longest row needs."""
     if not ends:
         return tokens.clone()
     end = _is_end(tokens, ends).long()

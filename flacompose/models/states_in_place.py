@@ -61,7 +61,7 @@ class StatesInPlace(CustomGraphPass):
         output.args = (tuple(results),)
 
     def _read_by(self, new: Any, states: set[Node]) -> Node | None:
-        """Of `states`, that which the kernel reads whose result is `new`, if it can be written there; else None."""
+        """The one of `states` that the kernel with the result `new` reads, if `new` may overwrite it; else None."""
         if not isinstance(new, Node) or new.target is not operator.getitem:
             return None
         launch, name = cast(Any, new.args)

@@ -37,38 +37,38 @@ def axes(name: str, x: Tensor, names: str) -> None:
         raise ValueError(f"{name} must have shape [{names}], got {tuple(x.shape)}")
 
 
-def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False, of: str = "q") -> tuple[int, int, int]:
+def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False, q_name: str = "q") -> tuple[int, int, int]:
     """Check ``q, k [B, T, H, K]`` and ``v [B, T, HV, V]``, return ``HV, K, V``; ``HV = H`` unless `grouped`.
 
-    In errors, `q` is called `of`, its name in the function that the user has called.
+    `q_name` is what the function that the user has called names `q`; errors use it.
     """
-    axes(of, q, "B, T, H, K")
+    axes(q_name, q, "B, T, H, K")
     B, T, H, K = q.shape
-    like(q, "k", k, q.shape, of)
+    like(q, "k", k, q.shape, q_name)
     axes("v", v, "B, T, HV, V" if grouped else "B, T, H, V")
     HV, V = v.shape[2] if grouped else H, v.shape[3]
-    like(q, "v", v, (B, T, HV, V), of)
+    like(q, "v", v, (B, T, HV, V), q_name)
     if grouped and H != 0 and HV % H != 0:
-        raise ValueError(f"v must have a multiple of the {H} heads of {of}, got {HV}")
-    same_dtype(q, "k", k, of)
-    same_dtype(q, "v", v, of)
-    head_size(of, q)
+        raise ValueError(f"v must have a multiple of the {H} heads of {q_name}, got {HV}")
+    same_dtype(q, "k", k, q_name)
+    same_dtype(q, "v", v, q_name)
+    head_size(q_name, q)
     head_size("v", v)
     return HV, K, V
 
 
-def same_dtype(q: Tensor, name: str, x: Tensor, of: str = "q") -> None:
-    """Check that `x` has the dtype of `q`, or that autocast makes them one further on, as all but float64."""
+def same_dtype(q: Tensor, name: str, x: Tensor, q_name: str = "q") -> None:
+    """Check that `x` has the dtype of `q`, or that autocast will cast both to one dtype, as it does all but float64."""
     if x.dtype == q.dtype or (autocast_on(q.device) and torch.float64 not in (q.dtype, x.dtype)):
         return
-    raise TypeError(f"{name} must have the dtype of {of}, {_name(q.dtype)}, got {_name(x.dtype)}")
+    raise TypeError(f"{name} must have the dtype of {q_name}, {_name(q.dtype)}, got {_name(x.dtype)}")
 
 
-def head_size(name: str, x: Tensor, of: str = "head") -> None:
-    """Check that ``x [..., D]`` has a size that the ops take, which errors call that of a head, or of a state."""
+def head_size(name: str, x: Tensor, size_of: str = "head") -> None:
+    """Check that ``D`` of ``x [..., D]`` is a size that the ops take; errors call it the size of a `size_of`."""
     not_empty(name, x)
     if x.shape[-1] > MAX_HEAD_SIZE:
-        raise ValueError(f"{name} must have a {of} size of at most {MAX_HEAD_SIZE}, got {x.shape[-1]}")
+        raise ValueError(f"{name} must have a {size_of} size of at most {MAX_HEAD_SIZE}, got {x.shape[-1]}")
 
 
 def not_empty(name: str, x: Tensor) -> None:
@@ -76,23 +76,23 @@ def not_empty(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
 
 
-def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], of: str = "q") -> None:
-    """Check that `x` is a float tensor of this shape on the device of `q`, which errors call `of`."""
+def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], q_name: str = "q") -> None:
+    """Check that `x` is a float tensor of this shape on the device of `q`, which errors call `q_name`."""
     floating(name, x)
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
     if x.device != q.device:
-        raise ValueError(f"{name} must be on the device of {of}, {q.device}, got {x.device}")
+        raise ValueError(f"{name} must be on the device of {q_name}, {q.device}, got {x.device}")
 
 
-def optional(q: Tensor, name: str, x: Tensor | None, shape: tuple[int, ...], of: str = "q") -> None:
+def optional(q: Tensor, name: str, x: Tensor | None, shape: tuple[int, ...], q_name: str = "q") -> None:
     """`like`, unless `x` is absent."""
     if x is not None:
-        like(q, name, x, shape, of)
+        like(q, name, x, shape, q_name)
 
 
-def sequences(q: Tensor, cu_seqlens: Tensor | None, of: str = "q") -> int:
-    """Check `cu_seqlens` for `q`, which errors call `of`, return the number of sequences ``N``."""
+def sequences(q: Tensor, cu_seqlens: Tensor | None, q_name: str = "q") -> int:
+    """Check `cu_seqlens` for `q`, which errors call `q_name`, return the number of sequences ``N``."""
     B = q.shape[0]
     if cu_seqlens is None:
         return B
@@ -100,9 +100,9 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None, of: str = "q") -> int:
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens must be on the device of {of}, {q.device}, got {cu_seqlens.device}")
+        raise ValueError(f"cu_seqlens must be on the device of {q_name}, {q.device}, got {cu_seqlens.device}")
     if B != 1:
-        raise ValueError(f"{of} must have batch size 1 when cu_seqlens is given, got {B}")
+        raise ValueError(f"{q_name} must have batch size 1 when cu_seqlens is given, got {B}")
     return cu_seqlens.shape[0] - 1
 
 
@@ -114,7 +114,7 @@ def indices(name: str, x: Tensor) -> None:
 
 
 def integer(name: str, x: Any, otherwise: str = "") -> None:
-    """Check that `x` is an int; `otherwise` is what else may stand there, in the words of the error."""
+    """Check that `x` is an int. `otherwise` follows "must be an int" in the error: what else may be given."""
     if isinstance(x, bool) or not isinstance(x, (Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an int{otherwise}, got {type(x).__name__}")
 
@@ -134,7 +134,7 @@ def flags(**values: object) -> None:
 
 
 def shown(x: object) -> str:
-    """What stands for `x` in an error: of a tensor no values, which would be read from its device."""
+    """How errors show `x`: a tensor without its values, which would have to be read from its device."""
     return type(x).__name__ if isinstance(x, Tensor) else repr(x)
 
 
@@ -147,7 +147,7 @@ def number(name: str, x: object) -> None:
 def finite(name: str, x: float) -> None:
     """Check that `x` is a finite real number."""
     number(name, x)
-    # Of a symbol this holds without a guard, where math.isfinite would break the graph.
+    # On a symbolic number these comparisons need no guard, and math.isfinite would break the graph.
     too_large = isinstance(x, int) and abs(x) > sys.float_info.max
     if too_large or not -math.inf < x < math.inf:  # so that NaN fails
         raise ValueError(f"{name} must be finite, got {x}")

@@ -22,11 +22,11 @@ class Chip(NamedTuple):
 
     @property
     def has_tensor_memory(self) -> bool:
-        """Whether matrix products are made in a memory of their own, with their factors in shared memory."""
+        """Whether matrix products are accumulated in tensor memory, with their factors in shared memory."""
         return self.capability // 10 in (10, 11)
 
 
-# One for each amount of shared memory: what fits there fits on all chips of the capabilities that are named with it.
+# One chip for each amount of shared memory. What fits on it fits on all chips of the capabilities named beside it.
 AMPERE = Chip(163 * 1024, 80)  # A100
 ADA = Chip(99 * 1024, 89)  # RTX 4090, and with 86 and 120 the RTX 3090 and the RTX 5090
 HOPPER = Chip(227 * 1024, 90)  # H100 and H200
@@ -34,10 +34,10 @@ BLACKWELL = Chip(227 * 1024, 100)  # B200
 
 
 def chip_of(device: torch.device) -> Chip:
-    """That of `device`, of which no tensor's value is read.
+    """The chip of `device`, found without reading any tensor.
 
-    Other devices stand for the current GPU: kernels are chosen for it on meta tensors, while they are compiled ahead of
-    their launches. In a trace for a GPU that is not here, it is an H100.
+    A device that is no GPU stands for the current one: kernels that are compiled ahead of their launches are chosen on
+    meta tensors. A GPU that this machine does not have, as in a trace for another machine, is taken for an H100.
     """
     if not is_here(device):
         return HOPPER
@@ -46,7 +46,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def is_here(device: torch.device) -> bool:
-    """Whether there is this GPU, or one that another device stands for."""
+    """Whether this machine has the GPU `device` or, for a device that is no GPU, any."""
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 

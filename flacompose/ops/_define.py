@@ -49,10 +49,10 @@ LIBRARY = torch.library.Library("flacompose", "FRAGMENT")
 AUTOCAST_DEVICES = ("cpu", "cuda")
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 
-# Their dispatch keys, and what the warning calls them that PyTorch computes there.
+# Other devices, on which PyTorch computes the operators: their dispatch keys, and what a warning calls them.
 DEVICES_WITHOUT_KERNELS = {"XPU": "an XPU", "MPS": "MPS"}
 
-outside_fake_mode = unset_fake_temporarily  # where new tensors are real ones, also while a graph is traced
+outside_fake_mode = unset_fake_temporarily  # a context in which new tensors are real, even in a trace
 vjp: Callable[..., Any] = torch.func.vjp
 
 
@@ -66,7 +66,7 @@ def always_true(condition: bool | torch.SymBool) -> bool:
 
 
 def autocast_on(device: torch.device) -> bool:
-    """Whether autocast is on; only devices that have it may be asked."""
+    """Whether autocast is on for `device`. PyTorch raises an error when it is asked about a device without autocast."""
     return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
 
 
@@ -76,9 +76,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 class _Launching(local):
-    """How this thread launches kernels; None is Triton's own way."""
+    """What launches kernels for this thread, called with the kernel, its grid and its arguments; None is Triton."""
 
-    how: Callable[..., None] | None = None
+    launcher: Callable[..., None] | None = None
 
 
 launching = _Launching()
@@ -89,15 +89,15 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
     ``wrap_triton`` costs about fifteen times a plain launch, so eager calls do without it.
     """
-    if launching.how is None:
+    if launching.launcher is None:
         kernel[grid](*args, **kwargs)
     else:
-        launching.how(kernel, grid, *args, **kwargs)
+        launching.launcher(kernel, grid, *args, **kwargs)
 
 
 def launches_into_graph() -> bool:
     """Whether the kernels that this thread launches become parts of a graph."""
-    return launching.how is _record
+    return launching.launcher is _record
 
 
 def _record(kernel: Any, grid: Any, *args: Any, maxnreg: int | None = None, **kwargs: Any) -> None:
@@ -106,13 +106,13 @@ def _record(kernel: Any, grid: Any, *args: Any, maxnreg: int | None = None, **kw
 
 
 @contextmanager
-def launching_by(how: Callable[..., None]) -> Iterator[None]:
-    """Within it, `how` is called with what this thread launches."""
-    previous, launching.how = launching.how, how
+def launching_by(launcher: Callable[..., None]) -> Iterator[None]:
+    """Within it, each call of `launch` in this thread calls `launcher` instead of Triton."""
+    previous, launching.launcher = launching.launcher, launcher
     try:
         yield
     finally:
-        launching.how = previous
+        launching.launcher = previous
 
 
 def define_op(
@@ -137,22 +137,24 @@ def define_op(
         eager: the implementation in PyTorch, on every device: functional (no in-place operation), differentiable to
             any order. Second derivatives and forward-mode derivatives are derivatives of it.
         fake: shapes, dtypes, devices and strides of the outputs.
-        triton: gives the implementation on CUDA, float64 excepted, where Triton is installed; it is called at the first
-            use, and may import Triton. The implementation launches its kernels through :func:`launch`. GPUs on which
-            no kernels run, of NVIDIA before Ampere and of others, compute `eager`, and a warning says so once.
-        one_launch: whether the implementation launches one kernel at most for these arguments. Inductor then gets that
-            kernel, and what is PyTorch beside it, in place of the operator.
+        triton: returns the implementation for CUDA, which computes every dtype but float64. It is called at the first
+            use where Triton is installed, and may import Triton. The implementation launches its kernels through
+            :func:`launch`. GPUs that the kernels do not run on, which are NVIDIA's before Ampere and all others,
+            compute `eager`, and a warning says so once.
+        one_launch: tells whether the implementation launches at most one kernel for these arguments. Inductor then gets
+            that kernel, and the operations of PyTorch before and after it, instead of the operator.
         backward: the operator of the gradient. It takes the arguments of this one, then the gradient of each output
             (``Tensor?``), and last ``bool[] output_mask``, which says for each of its own returns whether it is
             wanted. It returns the gradient of argument ``x`` as ``dx`` or ``d_x``, of shape ``(0,)`` where that is
             not wanted or ``x`` is absent. Without it, the gradient is that of ``eager``.
         axes: the names of the axes of each tensor argument and result, as ``B T H K``; a gradient has those of its
-            tensor. Along ``H``, ``HV`` or ``D`` the operator is independent: ``vmap`` is laid along it, and
-            ``DTensor`` may be sharded along it. ``B`` or ``N`` is the batch, along which ``DTensor`` may be sharded
-            as well. All rows share a tensor without a batch axis, whose gradient is a sum over them. Tensors that
-            join rows (``cu_seqlens``) are left out: when one is given, the batch is not sharded.
-        autocast: the arguments, never absent, that autocast casts, each with the name of a ``bool`` argument which,
-            where it is true, exempts it, or None. The others are computed with as they come.
+            tensor. Places along ``H``, ``HV`` or ``D`` do not depend on each other: ``vmap`` folds its dimension into
+            that axis, and ``DTensor`` may be sharded along it. ``B`` or ``N`` is the batch, along which ``DTensor``
+            may be sharded as well. A tensor without a batch axis is the same for all rows, and its gradient is a sum
+            over them. Tensors that join rows (``cu_seqlens``) are left out: when one is given, the batch is not
+            sharded.
+        autocast: the arguments that autocast casts, none of which may be absent. Each has the name of a ``bool``
+            argument that exempts it where it is true, or None. All other arguments keep their dtype.
         flops: formula for ``FlopCounterMode``, from the arguments with shapes for tensors, and ``out_shape``.
 
     Returns:
@@ -173,10 +175,10 @@ def define_op(
         if find_spec("triton") is not None and torch.version.hip is None:
             _implement_cuda(op, eager, triton, one_launch)
         else:
-            of = "a GPU of AMD" if torch.version.hip is not None else "a GPU where Triton is not installed"
-            LIBRARY.impl(name, _with_warning(eager, of), "CUDA")
-        for key, of in DEVICES_WITHOUT_KERNELS.items():
-            LIBRARY.impl(name, _with_warning(eager, of), key)
+            gpu = "a GPU of AMD" if torch.version.hip is not None else "a GPU where Triton is not installed"
+            LIBRARY.impl(name, _with_warning(eager, gpu), "CUDA")
+        for key, device in DEVICES_WITHOUT_KERNELS.items():
+            LIBRARY.impl(name, _with_warning(eager, device), key)
     _differentiate(op, eager, fake, backward, _vmap_rule(op, heads), autocast, _shardings(op, heads, batch))
     if flops is not None:
         register_flop_formula(packet)(flops)
@@ -225,8 +227,9 @@ def primal_of(name: str, names: Any) -> str:
 
 
 def _inductor_compiles(ahead_of_time: bool) -> bool:
-    """Whether Inductor is compiling the graph that is traced, or with `ahead_of_time`, AOTInductor."""
-    virtualized = sys.modules.get("torch._inductor.virtualized")  # slow to import, and imported if it is
+    """Whether the graph that is being traced will be compiled by Inductor or, with `ahead_of_time`, by AOTInductor."""
+    # Importing this is slow, and where Inductor compiles, it has been imported.
+    virtualized = sys.modules.get("torch._inductor.virtualized")
     if virtualized is None:
         return False
     if ahead_of_time:
@@ -262,9 +265,9 @@ def _implement_cuda(
             raise
 
     def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
-        # The operator stays one node to the end, which compiles fastest. Only AOTInductor, whose packages run without
-        # Python, gets its kernels in the graph, and Inductor what is one kernel, which it launches faster than it calls
-        # an operator. `eager` has no trace at a symbolic length: it loops over chunks.
+        # The operator stays one node until code is generated, which compiles fastest. The graph gets its kernels in two
+        # cases: for AOTInductor, whose packages run without Python, and for Inductor where there is one kernel, which
+        # it launches faster than it calls an operator. `eager` has no trace at a symbolic length: it loops over chunks.
         x = args[0]
         launches = _inductor_compiles(ahead_of_time=True) or (
             one_launch is not None and one_launch(*args) and _inductor_compiles(ahead_of_time=False)
@@ -312,17 +315,18 @@ def _with_warning(eager: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 class _Sources:
-    """In the place of the kernel of an operator: all code of the operators.
+    """What stands for the Triton kernel of an operator, so that its "source" is a hash of all code of the operators.
 
-    The compiler's cache on disk knows a graph by the names of its operators, and by the source of those kernels that
-    PyTorch has noted of them. It keeps what `functionalize` has made of an operator, which other code makes otherwise.
+    PyTorch's cache of compiled graphs, on disk, knows a graph by the names of its operators, and by the source of the
+    Triton kernels that were noted for these. What it holds contains what `functionalize` has made of an operator, which
+    this code decides. So a graph has to be compiled again when the code has changed.
     """
 
     __name__ = "flacompose"
 
     @staticmethod
     def fn() -> None:
-        """PyTorch also reads the source of what a kernel calls, which is nothing."""
+        """PyTorch also reads the source of the functions that a kernel calls. This one calls none."""
 
     @cached_property
     def src(self) -> str:
@@ -345,10 +349,11 @@ def _differentiate(
     autocast: Mapping[str, str | None],
     shardings: Callable[..., Any],
 ) -> None:
-    """Kernels at the Autograd, functorch and autocast keys.
+    """Register what the operator does at the Autograd, functorch and autocast dispatch keys.
 
-    Both of the first two run one ``autograd.Function``. Every transform of ``torch.func`` unwinds it by the rules that
-    PyTorch has for such functions; ``register_autograd`` has no entry there, and raises or gives zero tangents.
+    The first two run one ``autograd.Function``, to which every transform of ``torch.func`` applies the rules that
+    PyTorch has for such functions. An operator of ``register_autograd`` has nothing at the functorch key: transforms of
+    it raise errors, or give zero tangents.
     """
     arguments = _names(op._schema.arguments)
     tensors = _tensors(op)
@@ -374,7 +379,7 @@ def _differentiate(
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             saved = pick(inputs)
             ctx.save_for_backward(*saved)
-            # A compiled graph enters its levels of forward mode unseen.
+            # The levels of forward mode that a compiled graph enters are not seen while it is traced.
             traced = isinstance(inputs[0], FunctionalTensor)
             if traced or forward_mode_is_on() or are_functorch_transforms_active():
                 ctx.save_for_forward(*saved)
@@ -388,8 +393,8 @@ def _differentiate(
             if all(g is None for g in grads):
                 return tuple(nothing)
             if backward_op is not None:
-                # Of DTensors, all gradients are computed: PyTorch notes the placements of a call's results, and uses
-                # them for a later call with another mask, since it does not tell calls apart by a list of bools.
+                # For DTensors all gradients are computed: PyTorch caches the placements of a call's results, and would
+                # use them for a later call with another mask, since a list of bools is no part of the cache's key.
                 distributed = hasattr(args[0], "device_mesh")
                 mask = [args[i] is not None and (distributed or ctx.needs_input_grad[i]) for i in gradients]
                 positions, found = gradients, _without_gradient(backward_op, [*args, *grads, mask])
@@ -421,7 +426,7 @@ def _differentiate(
             return vmap_rule(info.batch_size, in_dims, args)
 
     Function.__name__ = Function.__qualname__ = op._opname
-    # Function.apply binds a signature at each call, for functorch; outside it, the C++ apply below does.
+    # Function.apply binds the signature at each call, which only functorch needs. Elsewhere the C++ apply is enough.
     apply = super(torch.autograd.Function, Function).apply
     is_grad_enabled = torch.is_grad_enabled
 
@@ -462,7 +467,7 @@ def _differentiate(
 
 
 def _without_gradient(op: OpOverload, args: Sequence[Any]) -> Any:
-    """`op`, past its Autograd kernel where that would only pass the call on."""
+    """Call `op`, without its Autograd kernel where that would only pass the call on."""
     forward_mode = forward_mode_is_on() or are_functorch_transforms_active()
     if torch.is_grad_enabled() or type(args[0]) is not Tensor or forward_mode:
         return op(*args)
@@ -471,14 +476,14 @@ def _without_gradient(op: OpOverload, args: Sequence[Any]) -> Any:
 
 
 def _vmap_rule(op: OpOverload, heads: Mapping[str, int | None]) -> Callable[..., Any]:
-    """The mapped dimension, folded into the heads: ``[..., H, ...]`` becomes ``[..., M*H, ...]``."""
+    """The rule that folds the dimension of ``vmap`` into the heads: ``[..., H, ...]`` becomes ``[..., M*H, ...]``."""
     arguments, returns = _names(op._schema.arguments), _names(op._schema.returns)
 
     def rule(size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
         folded = list(args)
         for i, (name, x, in_dim) in enumerate(zip(arguments, args, in_dims)):
             dim = heads.get(primal_of(name, heads))
-            if dim is None and isinstance(in_dim, int):  # a list of bools has a list
+            if dim is None and isinstance(in_dim, int):  # for a list of bools, in_dim is a list
                 raise ValueError(
                     f"{name} must not be mapped by vmap over flacompose::{op._opname}, got a batch of it"
                 )
@@ -526,11 +531,11 @@ def _shardings(
         choices: list[Mapping[str, int | None]] = [{}]
         primals = [(x, primal_of(name, heads)) for name, x in zip(arguments, args) if name in present]
         split = [(x, primal, heads[primal]) for x, primal in primals if primal in heads]
-        # What all heads share is whole on every rank, and its gradient a sum over ranks.
-        shared = {primal for x, primal, dim in split if dim is not None and x.shape[dim] == 1}
-        own = [(x, dim) for x, primal, dim in split if primal not in shared]
+        # A tensor with a single head, which all others read, is replicated, and its gradient is a sum over ranks.
+        single_head = {primal for x, primal, dim in split if dim is not None and x.shape[dim] == 1}
+        own = [(x, dim) for x, primal, dim in split if primal not in single_head]
         if own and _same_shards(own):
-            choices.append({**heads, **dict.fromkeys(shared)})
+            choices.append({**heads, **dict.fromkeys(single_head)})
         if all(primal_of(name, batch) in batch for name in present):
             choices.append(batch)
         return [
@@ -545,14 +550,14 @@ def _shardings(
 
 
 def _same_shards(split: Sequence[tuple[Any, int | None]]) -> bool:
-    """Whether the shards of every tensor along its dimension go together: of groups, those that are even."""
+    """Whether each rank gets matching shards of all tensors: heads that come in groups have to be cut evenly."""
     sizes = {spec.shape[dim] for spec, dim in split}
     if len(sizes) == 1:
         return True
     mesh = split[0][0].mesh.shape
-    counts = [prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)]
+    shard_counts = [prod(axes) for n in range(1, len(mesh) + 1) for axes in combinations(mesh, n)]
     # PyTorch never cuts a dimension into more shards than it has elements.
-    return all(size % count == 0 for count in counts if count <= min(sizes) for size in sizes)
+    return all(size % count == 0 for count in shard_counts if count <= min(sizes) for size in sizes)
 
 
 @cache

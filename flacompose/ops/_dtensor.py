@@ -1,4 +1,4 @@
-"""What PyTorch does with distributed tensors only when helped."""
+"""Operations on distributed tensors (DTensors) that PyTorch does wrongly, or not at all, without help."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def shards(x: Any, dim: int) -> int:
 
 
 def unflatten(x: Any, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    """``x.unflatten(dim, sizes)``, where ranks may have cut a DTensor elsewhere than between these parts.
+    """``x.unflatten(dim, sizes)``, also where the shards of a DTensor do not begin and end between the new parts.
 
-    It is then gathered along this axis: unless the number of ranks divides the first of `sizes` that is above 1.
+    Such a DTensor is gathered along this axis first. Its shards fit the parts where the number of ranks divides the
+    first of `sizes` that is above 1.
     """
     ranks = shards(x, dim)
     if ranks > 1 and next((size for size in sizes if size > 1), 1) % ranks != 0:
@@ -41,9 +42,10 @@ def unflatten(x: Any, dim: int, sizes: tuple[int, ...]) -> Tensor:
 
 
 def flatten(x: Tensor, start: int, end: int) -> Tensor:
-    """``x.flatten(start, end)``. The gradient of a DTensor comes back sharded as the result is.
+    """``x.flatten(start, end)``, where the gradient of a DTensor gets the shards of the result before it goes back.
 
-    It may have other shards, of which PyTorch could make no parts of the outer axis. A single part can have any shards.
+    The gradient may arrive with other shards, which PyTorch could not unflatten along the outer axis. Where the size of
+    that axis is 1, any shards will do.
     """
     y = x.flatten(start, end)
     return _with_own_gradient(y) if hasattr(x, "device_mesh") and x.shape[start] > 1 else y
@@ -68,7 +70,7 @@ def unbind(x: Tensor) -> Sequence[Tensor]:
 
 
 def _gathered(x: Any, dim: int) -> Any:
-    """A DTensor of which every rank has the whole of an axis."""
+    """The DTensor with an axis that is not sharded: every rank has all of it."""
     from torch.distributed.tensor import Replicate
 
     cut = dim % x.ndim
@@ -83,12 +85,11 @@ def _with_own_gradient(x: Any) -> Any:
 def by_shard(
     function: Callable[..., Sequence[Tensor]], s: Any, z: Any, cu_seqlens: Any, output_states: int | None
 ) -> list[Tensor]:
-    """``function(s, z, cu_seqlens, output_states)``, each rank its own rows and heads, of which nothing depends on
-    others.
+    """``function(s, z, cu_seqlens, output_states)``, computed by each rank for its own rows and heads.
 
-    For operations that DTensor lacks. ``s [B, T, H, ...]``, and ``z [N, H, ...]`` and ``cu_seqlens`` unless they are
-    absent, are DTensors. The results are two like `s` and one like `z`, or with `output_states` one like `s`, of so
-    many tokens.
+    It is for functions with operations that DTensor lacks, in which rows and heads do not depend on each other.
+    ``s [B, T, H, ...]`` is a DTensor, and so are ``z [N, H, ...]`` and ``cu_seqlens`` unless they are absent. The first
+    two results are like `s`, the third like `z` or, with `output_states`, like `s` with so many tokens.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -105,8 +106,9 @@ def by_shard(
     of_z = [Replicate() if d is None else Shard(max(d - 1, 0)) for d in dims]
     N = s.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
-    def whole(x: Tensor, placements: Sequence[Any], *shape: int) -> Tensor:
-        stride = torch.empty(shape, device="meta").stride()  # given, as ranks may have unlike parts
+    def distributed(x: Tensor, placements: Sequence[Any], *shape: int) -> Tensor:
+        # Given, since ranks may have parts of unlike sizes.
+        stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             x.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
@@ -119,4 +121,4 @@ def by_shard(
     )
     of_last = (of_z, N, *s.shape[2:]) if output_states is None else (of_s, N, output_states, *s.shape[2:])
     layouts = (of_s, *s.shape), (of_s, *s.shape), of_last
-    return [whole(x, *layout) for x, layout in zip(results, layouts)]
+    return [distributed(x, *layout) for x, layout in zip(results, layouts)]

@@ -15,7 +15,7 @@ from flacompose.ops._states import last
 from flacompose.ops._varlen import bounds, inside, sequence_count, sequence_of
 
 LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
-LEVELS = 20  # of the scan, where it is traced: of up to 2 ** 20 tokens, and another graph for more
+LEVELS = 20  # of the scan in a trace: one graph serves up to 2 ** 20 tokens, more tokens need another one
 
 
 class Normalized(NamedTuple):
@@ -31,9 +31,10 @@ def running_logsumexp(
 ) -> Normalized:
     """Sum ``exp(s)``, ``s [B, T, ...]``, over the tokens so far, from ``z [N, ...]`` on, -inf unless given.
 
-    Plain PyTorch, and traced of as many calls for every ``T`` but 1. The derivatives of `torch.logcumsumexp` are NaN at
-    -inf, and those of second order where a gradient is 0. In float64: after many tokens a gate is a small difference of
-    two large numbers. `output_states` is how many of the last tokens of each row `z` is given after.
+    It is plain PyTorch, and a trace of it has the same operations for every ``T`` above 1. `torch.logcumsumexp` is not
+    used: its derivatives are NaN at -inf, and its second derivatives are NaN where a gradient is 0. Sums are float64,
+    since after many tokens a gate is a small difference of two large numbers. With `output_states`, `z` is given after
+    each of so many last tokens of a row.
     """
     if hasattr(s, "device_mesh"):
         return Normalized(*by_shard(running_logsumexp, s, z, cu_seqlens, output_states))
@@ -65,7 +66,8 @@ def running_logsumexp(
     else:
         z = torch.where((cu.diff() > 0)[:, None], total[0, (cu[1:] - 1).clamp(min=0)], z)
     gates, weights = (y.to(dtype).unflatten(-1, shape) for y in (gates, weights))
-    # Unflattened first, so that it is no view: a call compiled for one is compiled again for a state that is none.
+    # Unflattened before the other operations, so that `z` is no view: a call that was compiled for a state that is one
+    # would be compiled again for a state that is none.
     return Normalized(gates, weights, _or_minus_inf(z.unflatten(-1, shape)).to(dtype))
 
 
@@ -74,18 +76,19 @@ def _or_minus_inf(x: Tensor) -> Tensor:
 
 
 def _lowest(x: Tensor) -> Tensor:
-    """Where it stands for -inf, which a NaN does not."""
+    """Where `x` stands for -inf; a NaN does not."""
     return x <= LOWEST / 2
 
 
 def _inclusive(x: Tensor, sequence: Tensor) -> Tensor:
     """``log(sum of exp(x_i))`` over the tokens ``i <= t`` of the sequence of ``t``; ``x [B, T, D]``, ``sequence [T]``.
 
-    Sums of 1, 2, 4, ... tokens meet those before them: the scan of Hillis and Steele.
+    This is the scan of Hillis and Steele: at each level, the sum of the last 1, 2, 4, ... tokens is joined with that of
+    as many tokens before them.
     """
     T = x.shape[1]
     t = torch.arange(T, device=x.device)
-    # Traced, every length takes those of a long one, but for the single token of decoding.
+    # A trace has the levels of a long sequence at every length, but for the single token of decoding.
     traced = torch.jit.is_tracing() or (torch.compiler.is_compiling() and not always_true(T == 1))
     levels = LEVELS if traced else 0
     while 1 << levels < T:

@@ -46,13 +46,13 @@ def windows(history: Tensor, W: int, n: int) -> Tensor:
 def last(x: Tensor, n: int) -> Tensor:
     """The last ``n`` tokens of ``x [B, T, ...]``, ``[B, n, ...]``, in memory of their own.
 
-    Not a slice, of which a compiler would ask whether it is all of `x`.
+    It is not a slice: a compiler would add a guard on whether the slice is all of `x`.
     """
     return torch.stack([x[:, i - n] for i in range(n)], 1)
 
 
 def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states") -> None:
-    """Check the argument `name`, the number of states wanted of ``x [B, T, ...]``, which may not be checked itself."""
+    """Check the argument `name`, the number of states wanted of ``x [B, T, ...]``, which need not be checked yet."""
     _check.integer(name, n)
     if not 1 <= n <= MAX_STATES:
         raise ValueError(f"{name} must be from 1 to {MAX_STATES}, got {n}")
@@ -60,6 +60,6 @@ def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states"
         raise ValueError(
             f"{name} must not be given with cu_seqlens, whose sequences would have to be rows of a batch, got {n}"
         )
-    # What is no batch of tokens is reported by the checks that follow.
+    # If `x` is no batch of tokens, the checks that follow report it.
     if isinstance(x, Tensor) and x.dim() > 1 and n > x.shape[1]:
         raise ValueError(f"{name} must be at most the number of tokens T = {x.shape[1]}, got {n}")

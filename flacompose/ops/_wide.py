@@ -11,11 +11,11 @@ from torch import Tensor
 from flacompose._torch import pytree
 from flacompose.ops._check import MAX_HEAD_SIZE
 
-Op = Callable[..., tuple[Tensor, Any]]  # what it computes, and the state after the last token
+Op = Callable[..., tuple[Tensor, Any]]  # returns the output and the state after the last token
 
 
 def fits(*tensors: Tensor) -> bool:
-    """Whether the ops take heads of these, ``[..., D]``, at once."""
+    """Whether the ops take heads as large as those of these tensors, ``[..., D]``, in one call."""
     return all(x.shape[-1] <= MAX_HEAD_SIZE for x in tensors)
 
 
@@ -61,7 +61,7 @@ def by_keys(
 
 
 def _parts(size: int) -> list[slice]:
-    """An axis of this size, cut into what the ops take."""
+    """Slices that cover an axis of this size, each as large as the ops take at most."""
     return [slice(start, start + MAX_HEAD_SIZE) for start in range(0, size, MAX_HEAD_SIZE)]
 
 

@@ -57,13 +57,13 @@ def causal_conv1d(
     _check.not_empty("x", x)
     _check.axes("weight", weight, "D, W")
     D, W = x.shape[2], weight.shape[1]
-    _check.like(x, "weight", weight, (D, W), of="x")
+    _check.like(x, "weight", weight, (D, W), q_name="x")
     _check.not_empty("weight", weight)
-    _check.optional(x, "bias", bias, (D,), of="x")
+    _check.optional(x, "bias", bias, (D,), q_name="x")
     if activation not in ("silu", "swish", None):
         raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
-    N = _check.sequences(x, cu_seqlens, of="x")
-    _check.optional(x, "initial_state", initial_state, (N, D, W), of="x")
+    N = _check.sequences(x, cu_seqlens, q_name="x")
+    _check.optional(x, "initial_state", initial_state, (N, D, W), q_name="x")
     if output_states is not None:
         _states.check(output_states, x, cu_seqlens)
     y, final_state = op.forward(x, weight, bias, initial_state, cu_seqlens, activation is not None)

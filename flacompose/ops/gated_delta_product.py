@@ -42,7 +42,7 @@ def chunk_gated_delta_product(
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
-        k: Keys, ``[B, T * n, H, K]``, the ``n`` of a token beside each other, in the dtype of `q`; mostly of norm 1.
+        k: Keys, ``[B, T * n, H, K]``, the ``n`` of a token next to each other, in the dtype of `q`; mostly of norm 1.
         v: Values, ``[B, T * n, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head
             ``h`` of them goes with head ``h // (HV / H)`` of queries and keys.
         g: Decay per token, ``[B, T, HV]``, as natural logarithms from 0 to -inf; any float dtype. None: no decay.
@@ -125,7 +125,7 @@ def _product(
     _check.like(q, "k", k, (B, T * n, H, K))
     _check.same_dtype(q, "k", k)
     _check.head_size("q", q)
-    HV, _, V = _check.qkv(k, k, v, of="k", grouped=True)
+    HV, _, V = _check.qkv(k, k, v, q_name="k", grouped=True)
     _check.like(q, "beta", beta, (B, T * n, HV))
     _check.optional(q, "g", g, (B, T, HV))
     N = _check.sequences(q, cu_seqlens)
@@ -137,8 +137,8 @@ def _product(
     # The first step of a token decays, the last is read; the others have no gate and no query.
     q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)
     if g is not None:
-        # A gate that leaves nothing has no gradient. Computed beside the gradients of steps that do not decay, it would
-        # get their rounding errors.
+        # A gate whose exponential is 0 has a gradient of 0. It would be computed together with the far larger gradients
+        # of the steps that do not decay, and get their rounding errors.
         g = torch.where(upcast(g).exp() == 0, g.detach(), g)
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     o, final_state = run(

@@ -101,12 +101,12 @@ def run(
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-    of: str = "q",
+    q_name: str = "q",
 ) -> tuple[Tensor, Tensor | None]:
     """Check what is left after `q`, `k`, `v` and the gates, and call one form of the family's op."""
     H, K = q.shape[2:]
-    N = _check.sequences(q, cu_seqlens, of)
-    _check.optional(q, "initial_state", initial_state, (N, H, K, v.shape[3]), of)
+    N = _check.sequences(q, cu_seqlens, q_name)
+    _check.optional(q, "initial_state", initial_state, (N, H, K, v.shape[3]), q_name)
     scale = _check.scale(scale, K)
     o, final_state = form(q, k, v, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     return o, final_state if output_final_state else None

@@ -114,7 +114,7 @@ def run(
     output_states: int | None = None,
     by_tokens: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Check the arguments and call one form of vector decay's op twice, or `by_tokens`, that of one token once."""
+    """Check the arguments, and call a form of vector decay's op twice; `by_tokens`, slot attention's for one token."""
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
     groups = _check_tokens(q, k, v, s, g)
     B, T, H, K = k.shape
@@ -139,7 +139,7 @@ def run(
             s = s.to(state_dtype(q.dtype))
         if g is None:
             g, s, z = running_logsumexp(s, z, cu_seqlens, output_states)
-        # A length that a graph leaves open is none of one token, so that nothing is asked about it.
+        # A symbolic length counts as several tokens, so that a graph gets no guard on it.
         if by_tokens and cu_seqlens is None and always_true(T == 1) and fits(k, v):
             o, Hk, Hv = slot_attention.token(unflatten(q, 2, (H, groups)), k, v, s, g, Hk, Hv, scale)
             o = flatten(o, 2, 3)
@@ -164,7 +164,7 @@ def run(
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> int:
-    """Check what comes with every token, return how many heads of queries share one of keys."""
+    """Check the inputs that every token has, and return how many heads of queries share one of keys."""
     for name, x, axes in (("q", q, "HQ, K"), ("k", k, "H, K"), ("v", v, "H, V"), ("s", s, "H, M")):
         _check.axes(name, x, f"B, T, {axes}")
     B, T, HQ, K = q.shape

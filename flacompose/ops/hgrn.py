@@ -75,9 +75,9 @@ def _run(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     _check.axes("x", x, "B, T, D")
-    _check.like(x, "g", g, x.shape, of="x")
+    _check.like(x, "g", g, x.shape, q_name="x")
     _check.not_empty("x", x)
-    N = _check.sequences(x, cu_seqlens, of="x")
-    _check.optional(x, "initial_state", initial_state, (N, x.shape[2]), of="x")
+    N = _check.sequences(x, cu_seqlens, q_name="x")
+    _check.optional(x, "initial_state", initial_state, (N, x.shape[2]), q_name="x")
     o, final_state = form(x, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
     return o, final_state if output_final_state else None

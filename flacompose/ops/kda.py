@@ -41,7 +41,7 @@ def chunk_kda(
         v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
             goes with head ``h // (HV / H)`` of queries and keys.
         g: Decay of the key axis, ``[B, T, HV, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
-            With `use_gate_in_kernel`, what it is made of.
+            With `use_gate_in_kernel`, the numbers that it is computed from.
         beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1 or to 2; any float dtype. With
             `use_beta_sigmoid_in_kernel`, its logits.
         scale: Factor of the output. Default: ``K ** -0.5``.

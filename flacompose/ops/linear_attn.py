@@ -128,7 +128,7 @@ def _run(
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     dtype = v.dtype
-    # Numerator and denominator may be large, and their gradients cancel: both are rounded after the division alone.
+    # Numerator and denominator may be large, and their gradients cancel, so nothing is rounded before the division.
     q, k, v = upcast(q), upcast(k), upcast(v)
     with nullcontext() if not autocast_on(q.device) else torch.autocast(q.device.type, enabled=False):
         o, S = run(form, q, k, v, None, None, scale, S, True, cu_seqlens)

@@ -53,7 +53,7 @@ def chunk_rwkv6(
         TypeError: If an argument has the wrong type or dtype.
     """
     gates = _checked_gates(r, k, v, w, u)
-    return run(op.chunk, r, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, of="r")
+    return run(op.chunk, r, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, q_name="r")
 
 
 def fused_recurrent_rwkv6(
@@ -79,12 +79,12 @@ def fused_recurrent_rwkv6(
     """
     gates = _checked_gates(r, k, v, w, u)
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
-    return run(form, r, k, v, gates, scale, initial_state, wanted, cu_seqlens, of="r")
+    return run(form, r, k, v, gates, scale, initial_state, wanted, cu_seqlens, q_name="r")
 
 
 def _checked_gates(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> dict[str, Tensor]:
-    """Check what comes with every token and the bonus, return `w` and `u` as the op names them."""
-    H, K, _ = _check.qkv(r, k, v, of="r")
-    _check.like(r, "w", w, r.shape, of="r")
-    _check.like(r, "u", u, (H, K), of="r")
+    """Check the inputs that every token has and the bonus, and return `w` and `u` by the op's names for them."""
+    H, K, _ = _check.qkv(r, k, v, q_name="r")
+    _check.like(r, "w", w, r.shape, q_name="r")
+    _check.like(r, "u", u, (H, K), q_name="r")
     return {"gk": w, "u": u}

@@ -33,7 +33,7 @@ def selective_scan_fn(
     y_t = (h_t C_t + D \odot u_t) \odot \operatorname{silu}(z_t)$$
 
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (<https://arxiv.org/abs/2312.00752>). Each
-    channel has a state of ``S`` numbers and a time step of its own. The state of all tokens is never in memory.
+    channel has a state of ``S`` numbers and a time step of its own. All tokens' states are never in memory at once.
 
     Args:
         u: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
@@ -63,35 +63,35 @@ def selective_scan_fn(
     _check.axes("u", u, "B, T, D")
     _check.not_empty("u", u)
     batch, T, channels = u.shape
-    _check.like(u, "delta", delta, u.shape, of="u")
+    _check.like(u, "delta", delta, u.shape, q_name="u")
     _check.axes("A", A, "D, S")
     S = A.shape[1]
-    _check.like(u, "A", A, (channels, S), of="u")
-    _check.head_size("A", A, of="state")
+    _check.like(u, "A", A, (channels, S), q_name="u")
+    _check.head_size("A", A, size_of="state")
     _check.floating("B", B)
     grouped = B.dim() == 4
     if B.shape != (batch, T, *(B.shape[2:3] if grouped else ()), S):
         raise ValueError(
             f"B must have shape {(batch, T, S)} or, in groups, ({batch}, {T}, G, {S}), got {tuple(B.shape)}"
         )
-    _check.like(u, "B", B, B.shape, of="u")
+    _check.like(u, "B", B, B.shape, q_name="u")
     if grouped and (B.shape[2] == 0 or channels % B.shape[2] != 0):
         raise ValueError(
             f"B must have a number of groups that divides the {channels} channels of u, got {B.shape[2]}"
         )
-    _check.like(u, "C", C, B.shape, of="u")
-    _check.same_dtype(u, "B", B, of="u")
-    _check.same_dtype(u, "C", C, of="u")
-    N = _check.sequences(u, cu_seqlens, of="u")
-    _check.optional(u, "D", D, (channels,), of="u")
-    _check.optional(u, "z", z, u.shape, of="u")
-    _check.optional(u, "delta_bias", delta_bias, (channels,), of="u")
+    _check.like(u, "C", C, B.shape, q_name="u")
+    _check.same_dtype(u, "B", B, q_name="u")
+    _check.same_dtype(u, "C", C, q_name="u")
+    N = _check.sequences(u, cu_seqlens, q_name="u")
+    _check.optional(u, "D", D, (channels,), q_name="u")
+    _check.optional(u, "z", z, u.shape, q_name="u")
+    _check.optional(u, "delta_bias", delta_bias, (channels,), q_name="u")
     _check.flags(delta_softplus=delta_softplus)
-    _check.optional(u, "initial_states", initial_states, (N, channels, S), of="u")
+    _check.optional(u, "initial_states", initial_states, (N, channels, S), q_name="u")
 
-    around = D is not None or z is not None or delta_bias is not None or delta_softplus
+    more_than_scan = D is not None or z is not None or delta_bias is not None or delta_softplus
     tokens = None
-    if around and cu_seqlens is not None:
+    if more_than_scan and cu_seqlens is not None:
         # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of D and delta_bias.
         tokens = inside(cu_seqlens, T)[:, None]
         u, delta = u.where(tokens, 0), delta.where(tokens, 0)
@@ -108,6 +108,7 @@ def selective_scan_fn(
         out = upcast(out) * F.silu(upcast(z, u))
     out = out.to(y.dtype)
     if tokens is not None:
-        # It is 0 in the others already, but if `D` or what arrives there is not finite, 0 times that would be NaN.
+        # Tokens in no sequence are 0 already. But if `D`, or a gradient that arrives there, is not finite, 0 times it
+        # would be NaN.
         out = out.where(tokens, 0)
     return (out, states) if return_last_state else out

@@ -66,26 +66,26 @@ def mamba_chunk_scan_combined(
     """
     _check.axes("x", x, "B, T, H, P")
     batch, T, H, P = x.shape
-    _check.like(x, "dt", dt, (batch, T, H), of="x")
-    _check.like(x, "A", A, (H,), of="x")
+    _check.like(x, "dt", dt, (batch, T, H), q_name="x")
+    _check.like(x, "A", A, (H,), q_name="x")
     _check.axes("B", B, "B, T, G, S")
     G, S = B.shape[2:]
-    _check.like(x, "B", B, (batch, T, G, S), of="x")
-    _check.like(x, "C", C, B.shape, of="x")
+    _check.like(x, "B", B, (batch, T, G, S), q_name="x")
+    _check.like(x, "C", C, B.shape, q_name="x")
     if G == 0 or H % G != 0:
         raise ValueError(f"B must have a number of groups that divides the {H} heads of x, got {G}")
-    _check.same_dtype(x, "B", B, of="x")
-    _check.same_dtype(x, "C", C, of="x")
+    _check.same_dtype(x, "B", B, q_name="x")
+    _check.same_dtype(x, "C", C, q_name="x")
     _check.head_size("x", x)
-    _check.head_size("B", B, of="state")
-    N = _check.sequences(x, cu_seqlens, of="x")
+    _check.head_size("B", B, size_of="state")
+    N = _check.sequences(x, cu_seqlens, q_name="x")
     _check.count("chunk_size", chunk_size)
-    _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), of="x")
-    _check.optional(x, "z", z, x.shape, of="x")
-    _check.optional(x, "dt_bias", dt_bias, (H,), of="x")
+    _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), q_name="x")
+    _check.optional(x, "z", z, x.shape, q_name="x")
+    _check.optional(x, "dt_bias", dt_bias, (H,), q_name="x")
     _check.flags(dt_softplus=dt_softplus)
     check_dt_limit(dt_limit)
-    _check.optional(x, "initial_states", initial_states, (N, H, P, S), of="x")
+    _check.optional(x, "initial_states", initial_states, (N, H, P, S), q_name="x")
     if initial_states is not None:
         initial_states = initial_states.mT
 
@@ -103,7 +103,7 @@ def mamba_chunk_scan_combined(
     if z is not None:
         y = y * F.silu(upcast(z, x))
     y = y.to(x.dtype)
-    if tokens is not None:  # a gradient that arrives on the others is dropped
+    if tokens is not None:  # drops the gradients that arrive at tokens in no sequence
         y = y.where(tokens[:, None, None], 0)
     return (y, states.mT.contiguous()) if return_final_states else y
 
@@ -165,9 +165,9 @@ def selective_state_update(
     for name, y, shape in (
         ("x", x, token), ("dt", dt, token), ("A", A, (*channels, S)), ("B", B, group), ("C", C, group)
     ):  # fmt: skip
-        _check.like(state, name, y, shape, of="state")
+        _check.like(state, name, y, shape, q_name="state")
     for name, option, shape in (("D", D, channels), ("z", z, token), ("dt_bias", dt_bias, channels)):
-        _check.optional(state, name, option, shape, of="state")
+        _check.optional(state, name, option, shape, q_name="state")
     _check.flags(dt_softplus=dt_softplus)
 
     dt = time_step(dt, dt_bias, dt_softplus, state).unsqueeze(-1)

@@ -55,16 +55,16 @@ def assert_accurate(problem: Problem, actual: Results, loss: str = "both") -> No
     yardstick = None
     if problem.dtype not in FIXED:
         yardstick = evaluate(problem.to(torch.float32), loss, call_reference)
-    term = truth
-    if problem.case.term is not None:
-        term = evaluate(problem.to(torch.float64), loss, partial(call_reference, term=True))
+    uncancelled = truth
+    if problem.case.uncancelled is not None:
+        uncancelled = evaluate(problem.to(torch.float64), loss, partial(call_reference, uncancelled=True))
     unforgotten: Results = {}
     assert actual.keys() <= truth.keys()
     for name, x in actual.items():
         exact = truth[name]
         assert x.shape == exact.shape, f"{name} has shape {tuple(x.shape)}, not {tuple(exact.shape)}"
         assert is_finite(x, exact), f"{name} is not finite"
-        norm = max(size(exact), size(term[name]))
+        norm = max(size(exact), size(uncancelled[name]))
         if norm < 1e-30:
             unforgotten = unforgotten or evaluate(
                 problem.with_gates(0.0).to(torch.float64), loss, call_reference
@@ -79,8 +79,8 @@ def assert_accurate(problem: Problem, actual: Results, loss: str = "both") -> No
             bound = FIXED[problem.dtype][gradient]
         else:
             off = distance(yardstick[name].to(problem.dtype), exact)
-            if term is not truth:
-                off = max(off, distance(term[name].to(problem.dtype), term[name]))
+            if uncancelled is not truth:
+                off = max(off, distance(uncancelled[name].to(problem.dtype), uncancelled[name]))
             bound = SLACK[gradient] * off / norm
         wrong = distance(x, exact) / norm
         assert wrong <= bound, f"{name} is off by {wrong:.2e}, allowed {bound:.2e}"

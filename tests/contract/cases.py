@@ -32,7 +32,7 @@ SELECTIVE_GROUPS = replace(
     name="selective_scan_fn-groups",
     reference=lambda u, delta, A, B, C, initial_state=None: selective_scan(u, delta, A, B, C, initial_state),
     inputs={**SELECTIVE.inputs, **dict.fromkeys("BC", ("B", "T", "H", "S"))},
-    around=(),
+    other_ops=(),
 )
 
 

@@ -39,7 +39,7 @@ def op_nodes(module: GraphModule) -> list[str]:
     return [node.target.name() for node in calls(module.graph) if node.target.namespace == "flacompose"]
 
 
-def around(module: GraphModule) -> list[str]:
+def other_ops(module: GraphModule) -> list[str]:
     """PyTorch's ops between inputs and results in a captured graph; what is made of constants and sizes is not."""
     from_inputs, names = set(module.graph.find_nodes(op="placeholder")), []
     for node in module.graph.nodes:

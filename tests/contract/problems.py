@@ -176,7 +176,9 @@ def call_named(case: OpCase, form: Callable | None = None, **arguments: object) 
     return (form or case.function)(**arguments)
 
 
-def call_reference(problem: Problem, *, term: bool = False, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def call_reference(
+    problem: Problem, *, uncancelled: bool = False, **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
     """The specification: token by token, packed sequences one after the other, zeros after the last."""
     tensors = {**problem.tensors, **tensors}
     first = tensors[problem.case.first]
@@ -184,7 +186,7 @@ def call_reference(problem: Problem, *, term: bool = False, **tensors: Tensor) -
     if problem.case.scaled:
         scale["scale"] = first.shape[-1] ** -0.5 if problem.scale is None else problem.scale
     initial = tensors.pop("initial_state", None)
-    reference = partial(problem.case.joint_reference, term=term, **scale)
+    reference = partial(problem.case.joint_reference, uncancelled=uncancelled, **scale)
     if problem.cu_seqlens is None:
         return reference(**tensors, initial_state=initial)
     cu = problem.cu_seqlens.tolist()

@@ -54,10 +54,10 @@ def test_a_tiny_truth_keeps_its_relative_error() -> None:
 
 def test_a_difference_of_two_terms_is_measured_on_one() -> None:
     """Means of values do not depend on queries of one channel: their gradient is 0, of two terms that are not."""
-    case = next(case for case in CASES if case.term is not None)
+    case = next(case for case in CASES if case.uncancelled is not None)
     problem = draw(case, CPU, T=3, K=1)
     exact = evaluate(problem.to(torch.float64), function=call_reference)
-    one_term = partial(call_reference, term=True)
+    one_term = partial(call_reference, uncancelled=True)
     norm = evaluate(problem.to(torch.float64), function=one_term)["dq"].norm()
     assert exact["dq"].norm() < 1e-8 * norm
     exact["dq"][0, 0, 0, 0] += 0.9e-4 * norm

@@ -44,11 +44,11 @@ def check(
             if form is None:
                 continue
             torch._dynamo.reset()  # of the graphs of other ops
-            whole, sharded = partial(run, form, bounds), partial(run, form, everywhere)
+            unsharded, sharded = partial(run, form, bounds), partial(run, form, everywhere)
             if compiled:
                 sharded = torch.compile(sharded, fullgraph=True, backend="aot_eager")
             placements = [placement(axes_of[x]) for x in tensors]
-            outputs = check_sharded(mesh, sharded, list(tensors.values()), placements, whole)
+            outputs = check_sharded(mesh, sharded, list(tensors.values()), placements, unsharded)
             assert outputs == [placement(axes) for axes in (output, *case.states.values())], (name, form)
 
 

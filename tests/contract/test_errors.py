@@ -101,10 +101,10 @@ def test_every_axis(case: OpCase, name: str, device: torch.device) -> None:
 @every([case for case in PUBLIC if any({"HV", "HQ"} & {*axes} for axes in case.inputs.values())])
 def test_heads_in_groups(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
-    name, of = ("v", "q") if "HV" in case.inputs["v"] else ("q", "k")
+    name, keys = ("v", "q") if "HV" in case.inputs["v"] else ("q", "k")
     for heads in (1, 3):
         wrong = problem.tensors[name][:, :, :1].repeat_interleave(heads, 2)
-        message = f"{name} must have a multiple of the 2 heads of {of}, got {heads}"
+        message = f"{name} must have a multiple of the 2 heads of {keys}, got {heads}"
         refused(problem, ValueError, message, **{name: wrong})
 
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from .accuracy import assert_close, assert_equal
 from .cases import OpCase, each_op, one_op_a_form_of_kernels
-from .graphs import around, op_arguments, op_nodes
+from .graphs import op_arguments, op_nodes, other_ops
 from .problems import Problem, Results, call, draw
 
 ROOT = Path(__file__).parents[2]
@@ -69,10 +69,10 @@ def check_node(module: GraphModule, problem: Problem) -> None:
     """Inputs that are given are arguments of the node, others leave nothing, and nothing is copied before or after."""
     case = problem.case
     assert op_nodes(module) == nodes(case)
-    if case.around is not None and (
+    if case.other_ops is not None and (
         case.nodes == 1 or ("initial_state" not in problem.tensors and problem.cu_seqlens is None)
     ):
-        assert around(module) == list(case.around)
+        assert other_ops(module) == list(case.other_ops)
     if case.nodes != 1:
         return
     made_of: dict[str, set[str]] = {}
@@ -131,10 +131,10 @@ def test_graphs_of_training(case: OpCase) -> None:
     forward, backward = graphs
     assert op_nodes(forward) == nodes(case)
     assert op_nodes(backward) == [f"flacompose::{case.backward}"] * case.nodes
-    if case.around == ():
+    if case.other_ops == ():
         saved = forward.graph.output_node().args[0][2:]
         assert {x for x in saved if x.op == "placeholder"} == {*forward.graph.find_nodes(op="placeholder")}
-        assert around(forward) == around(backward) == []
+        assert other_ops(forward) == other_ops(backward) == []
 
 
 @each_op

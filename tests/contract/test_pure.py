@@ -51,7 +51,7 @@ def test_layouts(case: OpCase, layout, lengths: list[int] | None, device: torch.
     assert not other.first.is_contiguous()
     # PyTorch sums the gradient of a divisor, and products of a part of a state, in the order of the layout, and where
     # tokens are last in memory also what is summed over them.
-    if layout is tokens_last or case.around is None or "cat" in case.around:
+    if layout is tokens_last or case.other_ops is None or "cat" in case.other_ops:
         assert_close(evaluate(other), evaluate(problem), 1e-6)
     else:
         assert_equal(evaluate(other), evaluate(problem))

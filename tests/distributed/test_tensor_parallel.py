@@ -120,8 +120,8 @@ def assert_same(results: list[Tensor], expected: list[Tensor], name: str) -> Non
 
     for i, (a, b) in enumerate(zip(results, expected, strict=True)):
         assert isinstance(a, DTensor) == (i > 3), (name, i)  # the outputs are plain tensors
-        whole = a.full_tensor() if isinstance(a, DTensor) else a
-        torch.testing.assert_close(whole, b, msg=lambda text, name=name, i=i: f"{name}, {i}: {text}")
+        full = a.full_tensor() if isinstance(a, DTensor) else a
+        torch.testing.assert_close(full, b, msg=lambda text, name=name, i=i: f"{name}, {i}: {text}")
 
 
 def parallel_layers(mesh: DeviceMesh, configs: dict[str, dict[str, Any]]) -> None:
@@ -160,8 +160,8 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         layer = build(config)
         parallelize_module(layer, mesh, tensor_parallel_plan(layer))
         for path, p in layer.named_parameters():
-            whole = p.placements == (Replicate(),)
-            assert not whole or path.rpartition(".")[0] in WHOLE, (name, path)
+            replicated = p.placements == (Replicate(),)
+            assert not replicated or path.rpartition(".")[0] in WHOLE, (name, path)
         if name.startswith("gsa"):  # CommDebugMode loses count of a module that is called twice
             del layer.feature_map
             layer.feature_map = nn.functional.silu
@@ -172,8 +172,8 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         assert counts == {op: n for op, n in expected.items() if n}, (name, counts)
         recurrent = state.recurrent if isinstance(state.recurrent, tuple) else (state.recurrent,)
         # The state of gated slot attention has the heads of keys.
-        whole = name in ("gsa, one head of keys", "gsa, 3 heads of keys")
-        placement = Replicate() if whole else Shard(1)
+        replicated = name in ("gsa, one head of keys", "gsa, 3 heads of keys")
+        placement = Replicate() if replicated else Shard(1)
         assert all(t.placements == (placement,) for t in recurrent), name
     # The gradients of k, v and the decays, and of q and k, are summed over ranks, not gathered from them.
     for name, sums in ("gla, one head of keys", 3), ("kda, one head of keys", 2):

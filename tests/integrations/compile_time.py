@@ -23,11 +23,11 @@ LENGTHS = (70, 165, 384)
 
 
 @torch.no_grad()
-def main(name: str, how: str) -> None:
+def main(name: str, mode: str) -> None:
     torch.manual_seed(0)
     model = Logits(captured(name, tiny(name)))
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    with enable() if how == "enabled" else nullcontext():
+    with enable() if mode == "enabled" else nullcontext():
         for length in LENGTHS:
             ids = prompt(model.model, length)
             start = time.perf_counter()

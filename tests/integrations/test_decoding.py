@@ -42,13 +42,13 @@ class Step(nn.Module):
         self.model, self.cache = model, cache
         takes = inspect.signature(model.forward).parameters
         self.argument = "past_key_values" if "past_key_values" in takes else "cache_params"
-        self.counts = "position_ids" in takes
+        self.takes_position = "position_ids" in takes
 
     def forward(self, ids: Tensor, position: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         places = places_of(self.cache)
         for (holder, key), state in zip(places, states, strict=True):
             holder[key] = state.clone()  # which the model writes to
-        options = {self.argument: self.cache, **({"position_ids": position} if self.counts else {})}
+        options = {self.argument: self.cache, **({"position_ids": position} if self.takes_position else {})}
         logits = self.model(ids, use_cache=True, **options).logits
         return logits, [holder[key] for holder, key in places]
 

@@ -414,11 +414,11 @@ def test_states_in_parts(
 
 @every([NAMED[name] for name in ("chunk_delta_rule", "chunk_gated_delta_rule")])
 @pytest.mark.parametrize("loss", ["both", "o", "state"])
-def test_joined_gradients(case: OpCase, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_from_stored_pairs(case: OpCase, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in bfloat16 with more than 128 keys: the gradients of pairs are stored for several tiles of keys."""
-    monkeypatch.setattr(delta_rule, "joins_gradients", lambda *_: True)
+    monkeypatch.setattr(delta_rule, "stores_pairs", lambda *_: True)
     config = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(delta_rule, "joined_gradient_config", lambda *_: config)
+    monkeypatch.setattr(delta_rule, "gradient_from_pairs_config", lambda *_: config)
     check(draw(case, CPU, B=1, H=1, T=70, K=20, V=37, gates="mixed"), loss)
 
 
@@ -555,8 +555,8 @@ def test_one_gradient(
         assert all(found[j].shape == (0,) for j in everything if i != j)
 
 
-def test_one_joined_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gradient_from_stored_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a gradient of queries needs is given to the kernels, if it is the only one."""
-    monkeypatch.setattr(delta_rule, "joins_gradients", lambda *_: True)
+    monkeypatch.setattr(delta_rule, "stores_pairs", lambda *_: True)
     shapes = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34, 2), None, (1, 2, 5, 6)]
     test_one_gradient("delta_rule", shapes, (0.7,))

@@ -221,10 +221,10 @@ def test_gradients(name: str) -> None:
         if m.bias is not None:
             start = sum(one.joint_sizes[: list(expected).index(path)])
             assert_close(one.joint_proj.bias.grad[start : start + len(m.bias)], m.bias.grad, 1e-10)
-    shared = dict(layer.named_parameters())
+    separate = dict(layer.named_parameters())
     for path, p in one.named_parameters():
         if not path.startswith("joint_proj"):
-            assert_close(p.grad, shared[path].grad, 1e-10)
+            assert_close(p.grad, separate[path].grad, 1e-10)
 
 
 @pytest.mark.parametrize(

@@ -294,10 +294,10 @@ def test_gradients_of_layouts(config, layout, device):
         mask = torch.stack([(t >= 3) & (t < T - 3), t == 60, t % 3 > 0])
         places = [(b, mask[b]) for b in range(3)]
         given = {"attention_mask": mask}
-    counts = torch.zeros(x.shape[:2], dtype=torch.bool, device=device)
+    is_token = torch.zeros(x.shape[:2], dtype=torch.bool, device=device)
     for place in places:
-        counts[place] = True
-    x[~counts] = torch.inf
+        is_token[place] = True
+    x[~is_token] = torch.inf
     x.requires_grad_()
     state = random_state(layer, len(places))
     leaves = [x, *(t.requires_grad_() for t in floats(state)), *layer.parameters()]
@@ -311,8 +311,8 @@ def test_gradients_of_layouts(config, layout, device):
         one, start = x[place][None], row(state, n)
         alone = alone + (loss(*layer(one, start)) if one.shape[1] else loss(one, start))
     dx_alone, *rest_alone = torch.autograd.grad(alone, leaves)
-    assert not dx[~counts].any()
-    for a, b in zip([dx[counts], *rest], [dx_alone[counts], *rest_alone], strict=True):
+    assert not dx[~is_token].any()
+    for a, b in zip([dx[is_token], *rest], [dx_alone[is_token], *rest_alone], strict=True):
         assert_close(a, b, 1e-10)
 
 

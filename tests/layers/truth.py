@@ -145,7 +145,7 @@ def gated_linear_attention(
     if config.get("clamp_min") is not None:
         g = g.clamp(min=config["clamp_min"])
     q, k = activated(config, q), activated(config, k)
-    o, S = recurrence(q, k, v, in_heads(config, g, shared=True).exp(), state)
+    o, S = recurrence(q, k, v, in_heads(config, g, repeat=True).exp(), state)
     return gated_output(config, p, x, o), RecurrentState(S, conv)
 
 
@@ -458,15 +458,15 @@ def projected(
                 out.append(ACTIVATIONS["silu"](y))
             h = torch.stack(out)
             conv.append(window)
-        outputs.append(in_heads(config, h, shared=name != "q"))
+        outputs.append(in_heads(config, h, repeat=name != "q"))
     q, k, v = outputs
     return q, k, v, tuple(conv)
 
 
-def in_heads(config: dict[str, Any], h: Tensor, shared: bool) -> Tensor:
+def in_heads(config: dict[str, Any], h: Tensor, repeat: bool) -> Tensor:
     """``[T, H, D]`` of ``h [T, heads * D]``, neighbours sharing a head of keys and values."""
     heads = config["num_heads"]
-    groups = heads // (config.get("num_kv_heads") or heads) if shared else 1
+    groups = heads // (config.get("num_kv_heads") or heads) if repeat else 1
     return torch.stack([h.chunk(heads // groups, 1)[i // groups] for i in range(heads)], 1)
 
 

@@ -76,9 +76,9 @@ def test_pads_change_nothing(name: str, device: torch.device) -> None:
     )
     after, _ = model(ids[:, :2], state)
     logits = torch.cat([first, second], dim=1)
-    for row, counts in enumerate(mask.bool()):
-        alone, state = model(ids[row : row + 1, counts])
-        close(logits[row, counts], alone[0])
+    for row, is_token in enumerate(mask.bool()):
+        alone, state = model(ids[row : row + 1, is_token])
+        close(logits[row, is_token], alone[0])
         close(last[row], alone[0, -1])
         close(after[row], model(ids[row : row + 1, :2], state)[0][0])
 
@@ -324,17 +324,17 @@ class TestSampling:
     def test_ends(self) -> None:
         """A row that has ended is filled up; when all have, there are no more tokens."""
         model, ids = loaded("gla"), tokens(2, 5, VOCAB)
-        free = model.generate(ids, 12)
-        end = int(free[0, 2])
-        ended = [row.tolist().index(end) if end in row else 12 for row in free]
+        endless = model.generate(ids, 12)
+        end = int(endless[0, 2])
+        ended = [row.tolist().index(end) if end in row else 12 for row in endless]
         assert ended[0] <= 2 and ended[0] != ended[1]
         actual = model.generate(ids, 12, eos_token_id=end)
         assert actual.shape[1] == min(12, max(ended) + 1)
-        for row, stop, whole in zip(actual, ended, free, strict=True):
+        for row, stop, whole in zip(actual, ended, endless, strict=True):
             assert torch.equal(row[: stop + 1], whole[: stop + 1][: len(row)])
             assert (row[stop:] == end).all()
-        both = model.generate(ids, 12, eos_token_id=[end, int(free[1, 0])])
-        assert torch.equal(both[1], torch.tensor([free[1, 0], *[end] * (both.shape[1] - 1)]))
+        both = model.generate(ids, 12, eos_token_id=[end, int(endless[1, 0])])
+        assert torch.equal(both[1], torch.tensor([endless[1, 0], *[end] * (both.shape[1] - 1)]))
 
 
 @pytest.mark.parametrize(

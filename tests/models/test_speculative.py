@@ -104,9 +104,9 @@ def test_calls(name: str, device: torch.device) -> None:
 def test_ends(name: str, device: torch.device) -> None:
     """A row that has ended is filled up; when all have, there are no more tokens."""
     model, ids = loaded(name).to(device).double(), tokens(3, 5, VOCAB).to(device)
-    free = model.generate(ids, 12)
+    endless = model.generate(ids, 12)
     lengths = set()
-    for end in [[int(t)] for t in free.unique()] + [free.unique().tolist(), free[:, 3].tolist()]:
+    for end in [[int(t)] for t in endless.unique()] + [endless.unique().tolist(), endless[:, 3].tolist()]:
         expected = model.generate(ids, 12, eos_token_id=end)
         lengths.add(expected.shape[1])
         for assistant in (model, erring(model)):

@@ -32,14 +32,14 @@ class Chunks:
         self.table: ChunkTable | None = None
         if cu_seqlens is not None:
             self.table = chunk_table(cu_seqlens, self.T, self.size, self.one_each)
-            # Token T stands for all that do not exist.
+            # Where a chunk has no token, T stands for it.
             self.token = torch.where(self.table.exists, self.table.token, self.T)  # [R, C]
         self.at = range(-(-self.T // self.size) if self.table is None else len(self.token))
 
     def segments(self, elements: int) -> list[Chunks]:
-        """These chunks in segments, as long as is fast where the largest tensor has `elements` for each chunk.
+        """These chunks in segments, short enough for a cache, where the largest tensor has `elements` for each chunk.
 
-        Made one after the other, the tensors of segments lie in the same memory, which stays in the cache.
+        Segments are computed one after the other, so their tensors use the same memory, which stays in the cache.
         """
         length, segments = max(1, SEGMENT // max(1, elements)), []
         for begin in self.at[::length]:
@@ -52,7 +52,7 @@ class Chunks:
         first, last = self.at.start, self.at.stop
         if self.table is not None:
             token, exists = self.token[first:last], self.table.exists[first:last, :, None]
-            # Contiguous, so that bits do not depend on the strides that indexing would hand on to products.
+            # Contiguous first: indexing would pass the strides of `x` on to products, whose bits depend on them.
             x = x.contiguous().transpose(1, 2)[:, :, token.clamp(max=self.T - 1)]
             return torch.where(exists, x, 0).to(self.dtype)
         x = x[:, first * self.size : last * self.size].to(self.dtype).transpose(1, 2).contiguous()
@@ -68,7 +68,7 @@ class Chunks:
         tokens = [x.flatten(2, 3).transpose(1, 2) for x in segments]
         tokens[-1] = tokens[-1][:, : self.T - sum(x.shape[1] for x in tokens[:-1])]
         x = torch.cat(tokens, 1)
-        # To `contiguous`, any stride is one of a contiguous axis of size 1, as that of a single token may be.
+        # `contiguous` keeps any stride of an axis of size 1, as that of a single token, and `clone` does not.
         return x.clone(memory_format=torch.contiguous_format) if self.one_each else x.contiguous()
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Sweep:
             self.after = [self.S] * len(sequence)
 
     def over(self, at: range, step: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """``S <- step(i, S)`` over the chunks `at`, of which `i` counts from 0, so many as there are.
+        """``S <- step(i, S)`` for each of the chunks `at`, which `i` counts from 0.
 
         Returns the state before every chunk, ``[B, H, R, K, V]``. With `reverse`, the gradient of the state after
         every chunk.
@@ -139,8 +139,8 @@ class Sweep:
         for i in reversed(range(len(at))) if self.reverse else range(len(at)):
             number = at[i]
             if self.table is not None:
-                mine = self.table.sequence[number : number + 1]
-                self.S = torch.where(self.begins[number], self.start[mine], self.S)
+                sequence = self.table.sequence[number : number + 1]
+                self.S = torch.where(self.begins[number], self.start[sequence], self.S)
             before[i] = self.S
             self.S = step(i, self.S)
             if self.table is not None:
@@ -160,9 +160,9 @@ class Sweep:
 def gradients(
     inputs: Sequence[Any], output_mask: Sequence[bool], *made: Callable[[], Tensor]
 ) -> tuple[Tensor, ...]:
-    """What a backward returns. Each of `made` gives the gradient of the input in its place, whose dtype it then gets.
+    """The gradients that a backward returns. ``made[i]`` computes that of ``inputs[i]``, which then gets its dtype.
 
-    Where the input is absent, or `output_mask` does not want its gradient, it is a tensor without elements.
+    If the input is absent, or `output_mask` does not want its gradient, it is a tensor without elements.
     """
     return tuple(
         make().to(x.dtype) if wanted and x is not None else inputs[0].new_empty(0)

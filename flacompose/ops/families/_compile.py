@@ -28,8 +28,8 @@ class compile_ahead:
     """Have all kernels that `implementation` launches compiled together, in threads, at its first call of a kind.
 
     Triton would compile each at its launch, one after the other. To learn which they are, the implementation runs on
-    meta tensors and launches none. A kind is a device, dtypes, head sizes and what is absent; a length or an alignment
-    may still need another kernel.
+    meta tensors and launches none. Calls are of one kind if their devices, dtypes, head sizes and absent arguments are
+    the same; another length or alignment may still need another kernel.
 
     Where an argument requires a gradient, compilation of what `backward` launches for the gradient of `o` alone starts
     too, and is waited for when that is called, or when the process ends. While a graph with the op is traced, `begin`
@@ -46,7 +46,7 @@ class compile_ahead:
         self.ready: set[Any] = set()
 
     def __call__(self, *args: Any) -> Any:
-        if args[0].is_cuda and launching.how is None:
+        if args[0].is_cuda and launching.launcher is None:
             kind = self.kind(args[0].device, args)
             if kind not in self.ready:
                 with _lock:
@@ -81,7 +81,7 @@ class compile_ahead:
     def begin(self, args: tuple[Any, ...]) -> None:
         """Start to compile what a call with fake tensors like `args` will launch, while a graph of it is compiled.
 
-        Not with symbolic sizes or numbers: the graphs that have them come after one without.
+        It does nothing where sizes or numbers are symbolic: graphs that have these come after one without.
         """
         sizes = [n for x in args if isinstance(x, Tensor) for n in (*x.shape, *x.stride())]
         if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in (*args, *sizes)):

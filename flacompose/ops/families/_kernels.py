@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# exp of it is 0 in float32, so a sum that includes a gate at this bound weighs nothing, as -inf would.
+# Its exponential is 0 in float32. So a sum of gates that includes it gives a weight of 0, as one with -inf does.
 LOWEST_GATE = tl.constexpr(-128.0)
 
 
@@ -42,7 +42,7 @@ def find_sequence(n, T, cu_seqlens, C: tl.constexpr):
 
 @triton.jit
 def find_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
-    """The first token of the chunk in `row` and the end of its sequence; no end after its start if it has no tokens."""
+    """The first token of the chunk in `row`, and the end of its sequence: not after it if the chunk is empty."""
     if cu_seqlens is not None:
         # The last sequence that begins at this row or before is between `n` and `after`.
         n = tl.zeros([], tl.int64)
@@ -127,7 +127,7 @@ def dot_split(a, b, DOT: tl.constexpr, acc=None):
 
 @triton.jit
 def fine_dot(a, b, DOT: tl.constexpr, acc=None):
-    """``acc + a @ b`` for float32 factors, each in two parts: under strong gates few pairs count, no error cancels."""
+    """``acc + a @ b`` for float32 factors in two parts: where few pairs count, errors do not average out."""
     return dot_of_parts(a, in_parts(b, DOT), DOT, acc)
 
 
@@ -155,7 +155,7 @@ def dot_of_parts(a, b, DOT: tl.constexpr, acc=None):
 
 @triton.jit
 def decayed(h, g):
-    """``exp(g) * h``. ``exp(g)`` near 1 is rounded, at every token the same way where gates are constant."""
+    """``exp(g) * h``, without an ``exp(g)`` near 1, whose rounding adds up over tokens where gates are constant."""
     g = g.to(tl.float32)
     expm1 = g * (1 + g * (1 / 2 + g * (1 / 6 + g * (1 / 24 + g * (1 / 120)))))
     return tl.where(g > -0.1, h + h * expm1, h * tl.exp(g))
@@ -163,9 +163,9 @@ def decayed(h, g):
 
 @triton.jit
 def state_number(left, count, stride):
-    """The place, among `count` states, of that after a token with `left` tokens after it, or -1 if it is none of them.
+    """Which of `count` stored states is the one after a token that `left` tokens follow: from 0, or -1 if it is none.
 
-    The last is the state after the last token, and each other that `stride` tokens before the next.
+    The last is the state after the last token, and each of the others is the one `stride` tokens before the next.
     """
     number = count - 1 - left // stride
     return tl.where(left % stride == 0, tl.maximum(number, -1), -1)
@@ -197,7 +197,7 @@ def recurrent_kernel(
     q_token,
     k_token,
     v_token,
-    count,  # of the states that are stored, as `state_number` says; None for the final one
+    count,  # how many states are stored, those that `state_number` says; None for the final one alone
     stride,
     BK: tl.constexpr,
     BV: tl.constexpr,

@@ -55,7 +55,7 @@ def by_token(x: Tensor) -> tuple[Tensor, int]:
 
 
 def operand_by_token(x: Tensor) -> tuple[Tensor, int]:
-    """`operand`, as `by_token` gives it."""
+    """`x` as kernels take it, not copied if `by_token` need not."""
     return by_token(x.to(operand_dtype(x)))
 
 

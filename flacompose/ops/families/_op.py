@@ -1,4 +1,4 @@
-"""The registered ops of a family: its forms, which are of the same function, with one backward."""
+"""The registered ops of a family: its forms, which compute the same function, and their one backward."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def define_forms(
     They take the fields of `inputs`, as `with_names` says. A family with a form "recurrent" also gets
     ``<family>_steps`` and ``<family>_steps_backward``, and its function comes last. It is the recurrent form of
     sequences in rows, and returns ``(o, states [N, count, ...])``, the states after the last token and after those that
-    lie `stride` tokens apart before it. Both numbers come after the fields of `inputs`. `stride` is that of recurrences
-    in which several tokens of the op stand for one.
+    lie `stride` tokens apart before it. Both numbers come after the fields of `inputs`. `stride` is above 1 for
+    recurrences in which several tokens of the op stand for one token.
 
     Args:
         family: the name of the family, and of its folder.
@@ -160,7 +160,7 @@ def _has_one_token(x: Tensor, *_: Any) -> bool:
 
 
 def matrix_state_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """Those of one write and one read of the state a token, from the shapes of the arguments."""
+    """The FLOPs of one write and one read of the state for each token, from the shapes of the arguments."""
     B, T, HV, V = v
     return 4 * B * T * HV * q[-1] * V
 

@@ -23,7 +23,7 @@ from flacompose.ops._define import launching, launching_by
 MAX_KINDS = 256  # of arguments, for each implementation; the oldest goes first
 ALIGNMENT = 16  # bytes; Triton compiles other kernels for pointers that are not multiples of it
 
-# What allocates and writes nothing. One call stands for all of them when they are repeated.
+# Operations that allocate memory and write nothing to it. Where a call is repeated, `empty_strided` stands for them.
 _ALLOCATIONS = (
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -38,7 +38,7 @@ Implementation = Callable[..., tuple[Tensor, ...]]
 class Replay:
     """An implementation, called in full for the first two calls of a kind; the second is recorded.
 
-    Not for the first, since many lengths are seen only once, and recording takes milliseconds.
+    The first is not, since many lengths are seen only once, and recording takes milliseconds.
     """
 
     def __init__(self, implementation: Any) -> None:
@@ -48,7 +48,7 @@ class Replay:
         self.lock = Lock()
 
     def __call__(self, *args: Any) -> tuple[Tensor, ...]:
-        if launching.how is not None:
+        if launching.launcher is not None:
             return self.implementation(*args)
         kind = (
             args[0].get_device(),

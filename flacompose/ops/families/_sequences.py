@@ -34,14 +34,16 @@ class Sequences:
         else:
             self.cu_seqlens, self.N = bounds(cu_seqlens, self.T), cu_seqlens.shape[0] - 1
             self.chunks = self.chunks_of_row + self.N
-        # With these, kernels find sequences and chunks; a family adds what else all of its launches are given.
+        # From `positions`, kernels find sequences and chunks. `arguments` are those of all launches of a family, which
+        # adds its own.
         self.positions: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "T": self.T, "N": self.N}
         self.arguments = dict(self.positions)
 
     def per_token(self, *shape: int, dtype: torch.dtype, every: bool = False) -> Tensor:
         """Memory for an output of each token, which is ``[B, T, *shape]`` after `batched`.
 
-        It is zeros where kernels do not visit every token, as some may be in no packed sequence; with `every` they do.
+        It is filled with zeros if there are packed sequences, since kernels do not visit the tokens outside of them.
+        With `every` they do.
         """
         new = torch.empty if every or self.cu_seqlens is None else torch.zeros
         return new(*self.tokens, *shape, dtype=dtype, device=self.device)
@@ -92,8 +94,8 @@ class MatrixSequences(Sequences):
 def segment_count(units: int, programs: int, least: int = 1) -> int:
     """Parts in which to sweep a sequence of `units` (chunks, mostly), `programs` to a part: enough for a large chip.
 
-    Fewer than `least` parts would not be faster than one, so it is 1 or a multiple of `least`. By the shape of one row,
-    so that its bits do not depend on the batch size.
+    Fewer than `least` parts would not be faster than one, so it is 1 or a multiple of `least`. It depends
+    on the shape of one row alone, so that the bits of a row do not depend on the batch size.
     """
-    # Not `max` and `min`, which would ask a symbolic length and so bound it.
+    # Not `max` and `min`, which would add a guard on a symbolic length.
     return torch.sym_max(1, torch.sym_min(units // (64 * least), 512 // (programs * least)) * least)

@@ -1,7 +1,7 @@
 """The states after some of the last tokens, and their gradient, from a family's forms in PyTorch.
 
 The tokens are cut behind each token whose state is wanted. The parts are computed one after the other, each from the
-state of the one before, so all is the arithmetic of shorter calls, differentiable to any order as they are.
+state of the one before. So the results are those of shorter calls, and are differentiable to any order as these are.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Steps:
             if d_states is not None:
                 d_state = d_states[:, i] if d_state is None else d_states[:, i] + d_state
             part, d_part = self._part(window, start), None if do is None else do[:, window]
-            # Between parts a state always has a gradient.
+            # The gradient of a state between two parts is always needed.
             mask = [*output_mask[:-1], output_mask[-1] or i > 0]
             *gradients, d_state = self.eager.backward(part, d_part, d_state, mask)
             made.append(tuple(gradients))
         assert d_state is not None
-        return *map(self._whole, self.inputs._fields, output_mask, zip(*reversed(made))), d_state
+        return *map(self._combined, self.inputs._fields, output_mask, zip(*reversed(made))), d_state
 
     def _part(self, window: slice, state: Tensor | None) -> Any:
         tokens = {
@@ -73,8 +73,8 @@ class Steps:
         }
         return self.inputs._replace(**tokens, initial_state=state)
 
-    def _whole(self, name: str, wanted: bool, parts: tuple[Tensor, ...]) -> Tensor:
-        """The gradient of an input, from those that its parts have: what all tokens share has one from each part."""
+    def _combined(self, name: str, wanted: bool, parts: tuple[Tensor, ...]) -> Tensor:
+        """The gradient of an input from those of all parts: joined along the tokens, or added up if it has none."""
         if not wanted or getattr(self.inputs, name) is None:
             return parts[0]
         return torch.cat(parts, 1) if name in self.of_tokens else torch.stack(parts).sum(0)

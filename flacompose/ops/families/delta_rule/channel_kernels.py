@@ -1,12 +1,12 @@
 """Triton kernels for the delta rule with a gate per channel: the pairs of each chunk, and the gradients.
 
-`channel_pair_kernel` does for the sweeps of `kernels` what `pair_kernel` does without such gates. The other two kernels
-make the gradients of queries, keys, beta and gates.
+With such gates, `channel_pair_kernel` takes the place of `pair_kernel` before the sweeps of `kernels`. The other two
+kernels make the gradients of queries, keys, beta and gates.
 
 Each token reads the state twice: by its key, before it writes and with the gradient ``-dv``, and by its query, with the
 gradient ``do``. It writes ``u = beta r`` by its key. `S` is the state before a chunk, ``dS`` the gradient of the state
 after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for each channel. `pair_gradient_kernel`
-makes the gradients of the products of queries and keys, which all channels share, but for beta:
+makes the gradients of the products of queries and keys, without the factor beta. They are the same for all channels:
 
     of_q[t, s] = scale * do_t . r_s  for s <= t        of_k[t, s] = -dv_t . r_s  for s < t
 
@@ -17,10 +17,10 @@ makes the gradients of the products of queries and keys, which all channels shar
     written_s = exp(D[end, s]) dS r_s + sum over t of exp(D[t, s]) (of_q[t, s] q_t + of_k[t, s] k_t)
     dk_s      = dk_read_s + beta_s written_s        dbeta_s = written_s . k_s
 
-The gradient of a gate is the sum of all of these, each with its query or key, whose exponents contain it. As in vector
-decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates are mild, and
-where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and never divided
-by.
+The gradient of a gate is the sum of all of these terms whose exponents contain it, each multiplied by its query or key.
+As in vector decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates
+are mild, and where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and
+never a divisor.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from flacompose.ops.families.vector_decay.kernels import (
 
 @triton.jit
 def _mild_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
-    """The gates of channels `d`, their sums from a chunk's middle, and for each token what must be bounded in them."""
-    # In float32 too: rounding a number and widening it again takes slow instructions.
+    """The gates of channels `d`, their sums from a chunk's middle, and for each token the size that must be bounded."""
+    # Kept in float32 as well: rounding a number and widening it again takes slow instructions.
     g = bounded(load_tile(gk, i, size, 0, d, HV, K)).to(tl.float32)
     middle, _ = middle_sums(g.to(gk.dtype.element_ty), i[:, None], i[None, :], False, DOT)
     return g, middle, tl.maximum(tl.max(tl.abs(middle), 1), tl.max(size_of_gate(g, DOT), 1))
@@ -152,7 +152,8 @@ def channel_pair_kernel(
     s = i[:, None]
     t = i[None, :]
     size = tl.minimum(hi - lo, C).to(tl.int32)
-    # Rows write, columns read. Both have the same sums of gates, as a read comes after the token's gate.
+    # Rows are tokens that write, columns tokens that read. Their sums of gates are the same, as a token reads after its
+    # gate.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     writers: tl.tuple = ()
@@ -222,7 +223,7 @@ def pair_gradient_kernel(
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
     pairs,  # [chunks, HV, 2, C, C]: `of_q` and `of_k`, without their diagonals
-    itself,  # [chunks, HV, C]: the diagonal of `of_q`
+    diagonal,  # [chunks, HV, C]: the diagonal of `of_q`
     cu_seqlens,
     T,
     N,
@@ -234,7 +235,7 @@ def pair_gradient_kernel(
 ):
     """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s`` for ``s < t``, and the former for ``s = t``.
 
-    They are rounded as products in TF32 need them.
+    For products in TF32 they are rounded here.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     row, h, _ = split_program(tl.num_programs(0) // HV, HV)
@@ -256,7 +257,7 @@ def pair_gradient_kernel(
         of_k += dot(load_tile(dv + first, i, size, 0, d, HV, V), r_, DOT)
     of_q *= scale
     rh = row * HV + h
-    tl.store(itself + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
+    tl.store(diagonal + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
     pairs += rh * 2 * C * C + t * C + s
     tl.store(pairs, tf32_rounded(tl.where(s < t, of_q, 0.0), DOT))
     tl.store(pairs + C * C, tf32_rounded(tl.where(s < t, -of_k, 0.0), DOT))
@@ -274,8 +275,8 @@ def _of_state(x, S, size, HV, V: tl.constexpr, d, K: tl.constexpr, BV: tl.conste
 
 
 @triton.jit
-def _by_levels(x, k_beta, g, pairs, by, written, d_gates, GATES: tl.constexpr, DOT: tl.constexpr):
-    """`by`, `written` and the gradient of gates, with the pairs of readers `x`: at each level of blocks one product.
+def _by_levels(x, k_beta, g, pairs, d_reader, written, d_gates, GATES: tl.constexpr, DOT: tl.constexpr):
+    """Adds the pairs of readers `x`, one product for each level of blocks, to `d_reader`, `written` and `d_gates`.
 
     In it, readers are the rows of odd blocks, and writers those of even ones.
     """
@@ -288,11 +289,11 @@ def _by_levels(x, k_beta, g, pairs, by, written, d_gates, GATES: tl.constexpr, D
         # The pairs where a reader is the row, and their transpose where a writer is.
         between = tl.load(pairs + tl.where(odd, t * C + s, s * C + t), mask=siblings(t, s, level), other=0.0)
         out = weight * rounded_dot(between, tf32_rounded(role * weight, DOT), DOT)
-        by += tl.where(odd, out, 0.0)
+        d_reader += tl.where(odd, out, 0.0)
         written += tl.where(odd, 0.0, out)
         if GATES:
             d_gates += select(in_local_sum(s, t, level, False), role * out, DOT)
-    return by, written, d_gates
+    return d_reader, written, d_gates
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
@@ -304,8 +305,8 @@ def channel_kernel(
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], as `itself`, from `pair_gradient_kernel`
-    itself,  # [chunks, HV, C]
+    pairs,  # [chunks, HV, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
+    diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
     dq,  # [tokens, HV, K]
@@ -366,78 +367,78 @@ def channel_kernel(
         if not is_mild:
             return
     pairs += rh * 2 * C * C
-    itself += rh * C
+    diagonal += rh * C
     states += rh * K * V
     d_states += rh * K * V
     beta_t = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)[:, None]
 
     written = _of_state(r, d_states, size, HV, V, d, K, BV, DOT)
-    whole = tl.zeros([BK], dtype=tl.float32)
+    d_total = tl.zeros([BK], dtype=tl.float32)
     if dgk is not None:
         # Not in the loop of the product: Triton 3.6 overwrites what a product still reads where it is read twice.
         for v0 in range(0, V, BV):
             d2 = v0 + tl.arange(0, BV)
             S = load_state(states, d, d2, K, V).to(tl.float32)
-            whole += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
-    whole *= tl.exp(tl.sum(g.to(tl.float32), 0))
+            d_total += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
+    d_total *= tl.exp(tl.sum(g.to(tl.float32), 0))
 
-    by = tl.zeros([C, BK], dtype=tl.float32)
+    d_reader = tl.zeros([C, BK], dtype=tl.float32)
     if MILD:
         late = t >= C // 2
         to_middle = tl.exp(middle)
         writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)
         from_start = tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
         written *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
-        # The rows are the gradients of the sums of gates from the middle to the tokens. The last of the early tokens
-        # has no gate in its sum, so its row is free for what all early gates get; all late gates are in the last sum.
-        free = t == C // 2 - 1
-        d_gates = tl.where(free, whole[None, :], 0.0)
-        d_gates += tl.where(t == C - 1, (whole + tl.sum(writer * written, 0))[None, :], 0.0)
+        # A row of `d_gates` is the gradient of the sum of gates from the middle to its token. The last early token has
+        # no gate in that sum, so its row holds what all early gates get; the last sum contains all late gates.
+        early_row = t == C // 2 - 1
+        d_gates = tl.where(early_row, d_total[None, :], 0.0)
+        d_gates += tl.where(t == C - 1, (d_total + tl.sum(writer * written, 0))[None, :], 0.0)
     else:
         from_start = tl.exp(select(s <= t, g, DOT))
         written *= tl.exp(select(s > t, g, DOT))
-        d_gates = tl.zeros([C, BK], dtype=tl.float32) + whole[None, :]
+        d_gates = tl.zeros([C, BK], dtype=tl.float32) + d_total[None, :]
         if dgk is not None:
             d_gates += select(t > s, load_tile(k, *at_q) * beta_t * written, DOT)
     for reader in range(2):
         of_q = reader == 0
         x = load_tile(q if of_q else k, *at_q)
-        by = _of_state(do if of_q else dv, states, size, HV, V, d, K, BV, DOT)
-        by *= (scale if of_q else -1.0) * from_start
+        d_reader = _of_state(do if of_q else dv, states, size, HV, V, d, K, BV, DOT)
+        d_reader *= (scale if of_q else -1.0) * from_start
         of_pairs = pairs + reader * C * C
         if MILD:
             # A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a product of
             # the same rounded factors, so that it cancels.
             x = tf32_rounded(x * to_middle, DOT)
             if dgk is not None:
-                d_gates += tl.where(free, tl.sum(x * by, 0)[None, :], 0.0)
-            by += rounded_dot(tl.load(of_pairs + t * C + s), writer, DOT)
+                d_gates += tl.where(early_row, tl.sum(x * d_reader, 0)[None, :], 0.0)
+            d_reader += rounded_dot(tl.load(of_pairs + t * C + s), writer, DOT)
             written += rounded_dot(tl.load(of_pairs + s * C + t), x, DOT)
             if dgk is not None:
-                d_gates += tl.where(free, 0.0, x * by)
-            by *= to_middle
+                d_gates += tl.where(early_row, 0.0, x * d_reader)
+            d_reader *= to_middle
         else:
             if dgk is not None:
-                d_gates += select(t <= s, x * by, DOT)
+                d_gates += select(t <= s, x * d_reader, DOT)
             k_beta = load_tile(k, *at_q) * beta_t
-            by, written, d_gates = _by_levels(
-                x, k_beta, g, of_pairs, by, written, d_gates, dgk is not None, DOT
+            d_reader, written, d_gates = _by_levels(
+                x, k_beta, g, of_pairs, d_reader, written, d_gates, dgk is not None, DOT
             )
         if of_q:
             # No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others
             # in the gate's gradient.
             k_beta = load_tile(k, *at_q) * beta_t
-            store_tile(dq + first * K, by + tl.load(itself + i)[:, None] * k_beta, *at_g)
+            store_tile(dq + first * K, d_reader + tl.load(diagonal + i)[:, None] * k_beta, *at_g)
     if MILD:
         if dgk is not None:
             writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)
-            d_gates -= tl.where(free, 0.0, writer * written)
+            d_gates -= tl.where(early_row, 0.0, writer * written)
             sums = tl.where((s == C // 2 - 1) & (t < C // 2), 1.0, from_middle(s, t))
             d_gates = select(sums, d_gates, DOT)
         written *= tl.exp(-middle)
     if dgk is not None:
         store_tile(dgk + first * K, d_gates, *at_g)
-    written += tl.load(itself + i)[:, None] * load_tile(q, *at_q)
+    written += tl.load(diagonal + i)[:, None] * load_tile(q, *at_q)
     d_beta = tl.sum(written * load_tile(k, *at_q), 1)
     tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
-    store_tile(dk + first * K, by + written * beta_t, *at_g)
+    store_tile(dk + first * K, d_reader + written * beta_t, *at_g)

@@ -28,12 +28,15 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
 )
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.inputs import Inputs
-from flacompose.ops.families.delta_rule.joined_gradients import decayed_pair_kernel, joined_gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import (
     join_kernel,
     pair_kernel,
     reverse_kernel,
     sweep_kernel,
+)
+from flacompose.ops.families.delta_rule.stored_pairs import (
+    decayed_pair_gradient_kernel,
+    gradient_from_pairs_kernel,
 )
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.vector_decay import cuda as vector_decay
@@ -66,7 +69,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         r = rule.scratch(rule.HV, rule.V)
         S = rule.per_chunk_state()
         rule.sweep(r=r, states=S)
-        rule.Y = None  # its memory is free for what follows
+        rule.Y = None  # gives its memory back for what follows
     if inputs.initial_state is not None and wants["initial_state"]:
         d_initial_state = rule.state(inputs.initial_state.dtype)
     if by_writes or (of_channels and by_reads):
@@ -76,7 +79,7 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
         dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
         made["v"] = rule.batched(dv)
         rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
-    rule.free()
+    rule.free_sweep_memory()
     if by_reads and of_channels:
         made |= rule.channel_gradients(do, r, dv, S, dS, gates=wants["g"] or wants["gk"])
     elif by_reads:
@@ -122,7 +125,7 @@ class _Launches(MatrixSequences):
         self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
-        # It takes two more sweeps to find the states that segments begin at, so two or three segments gain nothing.
+        # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
         self.SEGMENTS, self.split = self.segments(self.chunks_of_row, 4 * self.HV, least=4)
         self.transitions: Tensor | None = None
         if gk is not None:
@@ -148,7 +151,7 @@ class _Launches(MatrixSequences):
             launch(pair_kernel, (self.chunks * self.HV,), **arguments, **pair_config(bfloat16))
 
     def channel_pairs(self, arguments: dict[str, Any]) -> None:
-        """Fill what the sweeps take, with gates of channels."""
+        """Fill what the sweeps take, where gates are of channels."""
         del arguments["C"]
         self.reads = {name: self.scratch(self.HV, self.K) for name in ("q", "k")}
         self.gates["total"] = self.per_chunk(self.HV, self.K)
@@ -172,7 +175,7 @@ class _Launches(MatrixSequences):
         """Memory for a factor of products, of each token in a sequence."""
         return torch.empty(*self.tokens, *shape, dtype=self.dtype, device=self.device)
 
-    def free(self) -> None:
+    def free_sweep_memory(self) -> None:
         """Give back the memory that only sweeps need."""
         self.pairs.clear()
         self.Y = self.transitions = None
@@ -256,16 +259,16 @@ class _Launches(MatrixSequences):
         arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS")}
         arguments |= {"V": self.V, "sums": self.gates["sums"], "rest": self.gates["rest"], "r": r, "do": do}
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
-        if joins_gradients(self.bfloat16, self.K):
-            kernel, config = joined_gradient_kernel, joined_gradient_config(self.bfloat16)
+        if stores_pairs(self.bfloat16, self.K):
+            kernel, config = gradient_from_pairs_kernel, gradient_from_pairs_config(self.bfloat16)
             arguments |= self.pair_gradients(dv=None if dS is None else dv, **arguments)
         tiles = tile_count(self.K, config["BK"])
         dq, dk, dbeta = self.of_tiles(tiles)
         # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
         gated = self.gates["sums"] is not None
         d_sums = self.per_chunk(3 * tiles, HV, self.C) if gated else None
-        d_whole = self.per_chunk(HV, self.K) if gated else None
-        of_writes = {"dk": dk, "dbeta": dbeta, "d_sums": d_sums, "d_whole": d_whole}
+        d_total = self.per_chunk(HV, self.K) if gated else None
+        of_writes = {"dk": dk, "dbeta": dbeta, "d_sums": d_sums, "d_total": d_total}
         if dS is None:
             of_writes = dict.fromkeys(of_writes)
         launch(
@@ -285,20 +288,20 @@ class _Launches(MatrixSequences):
         )
         made = self.added_up(q=dq) if dS is None else self.added_up(q=dq, k=dk, beta=dbeta)
         if gates:
-            assert d_sums is not None and d_whole is not None
-            made["g"] = scalar_decay.gate_gradient(self, d_sums, (tiles,) * 3, d_whole, 1.0, torch.float32)
+            assert d_sums is not None and d_total is not None
+            made["g"] = scalar_decay.gate_gradient(self, d_sums, (tiles,) * 3, d_total, 1.0, torch.float32)
         return made
 
     def pair_gradients(self, **arguments: Any) -> dict[str, Tensor]:
-        """The gradients of the products of queries and keys with keys, as `joined_gradient_kernel` takes them."""
+        """The gradients of the products of queries and keys with keys, as `gradient_from_pairs_kernel` takes them."""
         HV = self.HV
         products = {
             "pairs": self.per_chunk(HV, 2, 2 if self.bfloat16 else 1, self.C, self.C, dtype=self.dtype),
-            "itself": self.per_chunk(HV, self.C),
+            "diagonal": self.per_chunk(HV, self.C),
         }
         del arguments["K"]
         config = pair_gradient_config(self.bfloat16)
-        launch(decayed_pair_kernel, (self.chunks * HV,), **products, **arguments, **config)
+        launch(decayed_pair_gradient_kernel, (self.chunks * HV,), **products, **arguments, **config)
         return products
 
     def channel_gradients(
@@ -317,7 +320,7 @@ class _Launches(MatrixSequences):
             name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS", "K", "C")
         }
         arguments["V"] = self.V
-        products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "itself": self.per_chunk(HV, self.C)}
+        products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "diagonal": self.per_chunk(HV, self.C)}
         config = pair_gradient_config(self.bfloat16)
         vectors = {"r": r, "do": do, "dv": dv}
         launch(pair_gradient_kernel, (self.chunks * HV,), **vectors, **products, **arguments, **config)
@@ -361,7 +364,7 @@ class _Launches(MatrixSequences):
         return dq, dk, self.per_token(tiles, self.HV, dtype=torch.float32)
 
     def added_up(self, **made: Tensor) -> dict[str, Tensor]:
-        """The gradients of queries, keys and `beta`, from those of heads of values, and of tiles of the key axis."""
+        """The gradients of queries, keys and `beta`: sums over the heads of values, and over tiles of the key axis."""
         H = self.q.shape[2]
         for name, x in made.items():
             x = self.batched(x)
@@ -382,7 +385,7 @@ class _Launches(MatrixSequences):
 
 
 def chunk_size(bfloat16: bool, of_channels: bool) -> int:
-    """Tokens of a chunk. Gates of channels are worked on in chunks of vector decay."""
+    """Tokens of a chunk. Where gates are of channels, chunks are those of vector decay."""
     return vector_decay.CHUNK if of_channels else 64 if bfloat16 else 32
 
 
@@ -412,7 +415,7 @@ def channel_pair_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
 def wide_warps(chip: Chip, K: int) -> int:
     """Warps of a program that holds a state of more than 128 keys.
 
-    It finds no room in tensor memory. Triton does without that where a program has 16 warps.
+    Such a state does not fit in tensor memory, which Triton does not use where a program has 16 warps.
     """
     return 16 if chip.has_tensor_memory and K > 128 else 8
 
@@ -454,12 +457,12 @@ def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
     return {"BK": 64, "BV": max(block(V, 128), 64), "num_warps": 4, "num_stages": 1}
 
 
-def joins_gradients(bfloat16: bool, K: int) -> bool:
-    """Whether the gradients of pairs are stored for all tiles of the key axis, which else compute them each."""
+def stores_pairs(bfloat16: bool, K: int) -> bool:
+    """Whether the gradients of pairs are stored once for all tiles of the key axis, or computed again by each tile."""
     return K > (128 if bfloat16 else 32)
 
 
-def joined_gradient_config(bfloat16: bool) -> dict[str, int]:
+def gradient_from_pairs_config(bfloat16: bool) -> dict[str, int]:
     """As `gradient_config`, where gradients of pairs are stored."""
     B = 64 if bfloat16 else 32
     return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2}

@@ -201,7 +201,7 @@ class _Rule:
         return x * self.gate.write
 
     def of_group(self, x: Tensor) -> Tensor:
-        """The gradient of what the `n` heads of values share."""
+        """The gradient of queries or keys that `n` heads of values share: the sum over these heads."""
         return x.sum(2, True) if x.shape[2] > 1 else x
 
     def errors(self, S: Tensor, u: Tensor) -> Tensor:
@@ -299,8 +299,8 @@ def _pair_gradient(a: Tensor, b: Tensor, P: Tensor, dP: Tensor, gate: Gate | Dec
     if isinstance(gate, Decay):
         exponents, dP = dP * P, dP * gate.pair
         return _PairGradient(dP @ b, dP.mT @ a, exponents)
-    itself = dP.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    da, db, levels = itself * b, itself * a, []
+    diagonal = dP.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    da, db, levels = diagonal * b, diagonal * a, []
     for level, (read, write) in enumerate(gate.levels):
         a_1, b_0 = halves(_blocks(a, level))[1] * read, halves(_blocks(b, level))[0] * write
         size = 1 << level

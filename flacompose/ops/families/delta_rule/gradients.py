@@ -70,7 +70,7 @@ def gradient_kernel(
     dk,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
-    d_whole,  # [chunks, HV, K]
+    d_total,  # [chunks, HV, K]
     cu_seqlens,
     T,
     N,
@@ -86,7 +86,7 @@ def gradient_kernel(
 ):
     """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
 
-    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_whole`. Registers are scarce, so that
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_total`. Registers are scarce, so that
     queries and keys read one after the other, and inputs and weights are loaded again rather than kept.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
@@ -115,63 +115,63 @@ def gradient_kernel(
             rest += rh * C
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
 
-    pairs, transposed, by_q = _reads(do + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
+    pairs, transposed, dq_read = _reads(do + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
     # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
-    itself = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
+    diagonal = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
     pairs = tl.where(s < t, pairs * (scale * beta_i)[None, :], 0.0)
     transposed = tl.where(t < s, transposed * scale, 0.0)
-    by_q *= scale
+    dq_read *= scale
     if sums is not None:
         weights = decayed_pairs(sums, rest, C)
         pairs *= weights
         transposed *= weights
-        by_q *= from_start[:, None]
+        dq_read *= from_start[:, None]
     q_ = load_tile(q, i, size, 0, d, H, K)
     k_ = load_tile(k, i, size, 0, d, H, K)
-    by_q = split_dot(pairs, k_, DOT, by_q)
-    store_tile(dq + first * K, by_q + itself * beta_t * k_, i, size, 0, d, HV, K)
+    dq_read = split_dot(pairs, k_, DOT, dq_read)
+    store_tile(dq + first * K, dq_read + diagonal * beta_t * k_, i, size, 0, d, HV, K)
 
     if dk is not None:
         in_chunk = split_dot(transposed, q_, DOT)
-        ending = tl.sum(by_q * q_, 1)
+        ending = tl.sum(dq_read * q_, 1)
 
         # Keys read with the gradient -dv.
-        pairs, transposed, by_k = _reads(dv + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
+        pairs, transposed, dk_read = _reads(dv + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
         pairs = tl.where(s < t, pairs * -beta_i[None, :], 0.0)
         transposed = tl.where(t < s, -transposed, 0.0)
-        by_k = -by_k
+        dk_read = -dk_read
         if sums is not None:
             weights = decayed_pairs(sums, rest, C)
             pairs *= weights
             transposed *= weights
-            by_k *= from_start[:, None]
+            dk_read *= from_start[:, None]
         k_ = load_tile(k, i, size, 0, d, H, K)
-        by_k = split_dot(pairs, k_, DOT, by_k)
+        dk_read = split_dot(pairs, k_, DOT, dk_read)
         in_chunk = split_dot(transposed, k_, DOT, in_chunk)
-        ending += tl.sum(by_k * k_, 1)
+        ending += tl.sum(dk_read * k_, 1)
 
         # What keys write also reaches the chunk's end.
         written = tl.zeros([C, BK], dtype=tl.float32)
-        whole = tl.zeros([BK, BK], dtype=tl.float32)
+        d_total_ = tl.zeros([BK, BK], dtype=tl.float32)
         for v0 in range(0, V, BV):
             d2 = v0 + tl.arange(0, BV)
             dS = load_state(d_states + rh * K * V, d, d2, K, V)
             written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
-            if d_whole is not None:  # the sums of S dS are the diagonal of a product
-                whole += dot(tl.trans(load_state(states, d, d2, K, V)), dS, DOT)
+            if d_total is not None:  # the sums of S dS are the diagonal of a product
+                d_total_ += dot(tl.trans(load_state(states, d, d2, K, V)), dS, DOT)
         if sums is not None:
             written *= to_end[:, None]
         q_ = load_tile(q, i, size, 0, d, H, K)
         k_ = load_tile(k, i, size, 0, d, H, K)
         if d_sums is not None:
             j = tl.arange(0, BK)
-            whole = tl.sum(tl.where(j[:, None] == j[None, :], whole, 0.0), 1)
-            tl.store(d_whole + rh * K + d, whole * of_chunk, mask=d < K)
+            d_total_ = tl.sum(tl.where(j[:, None] == j[None, :], d_total_, 0.0), 1)
+            tl.store(d_total + rh * K + d, d_total_ * of_chunk, mask=d < K)
             at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
             tl.store(at + ENDING * tiles * HV * C, ending)
             tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
             tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
-        written += in_chunk + itself * q_
+        written += in_chunk + diagonal * q_
         d_beta = tl.sum(written * k_, 1)
         tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
-        store_tile(dk + first * K, by_k + written * beta_t, i, size, 0, d, HV, K)
+        store_tile(dk + first * K, dk_read + written * beta_t, i, size, 0, d, HV, K)

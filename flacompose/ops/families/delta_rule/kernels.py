@@ -16,8 +16,8 @@ chunk. `sweep_kernel` goes from chunk to chunk, the state in registers:
 
     dv = P^T do + W dS        dS <- total dS + scale * q_read^T do - k_read^T dv
 
-Both hold the state transposed, `[V, K]`, and all that they compute: the result of each product is then the left factor
-of the next, and stays in registers.
+Both hold the state, and all that they compute, transposed (`[V, K]`): the result of each product is then the left
+factor of the next, and stays in registers.
 
 A long row is cut into segments, which are swept at the same time. One sweep before that begins every segment at zero,
 and another one at the identity matrix, which shows what the segment does to any state. From the two, `join_kernel`
@@ -134,7 +134,7 @@ def pair_kernel(
     t = i[None, :]
     size = tl.minimum(hi - lo, C).to(tl.int32)
     beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
-    # Rows write, columns read.
+    # Rows are tokens that write, columns tokens that read.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for d0 in range(0, K, BK):
@@ -176,7 +176,7 @@ def _store_transposed(x, value, token, end, h, d, H, D):
 
 @triton.jit
 def _of_part(part: tl.constexpr, dv, K, V, BK: tl.constexpr):
-    """Of a part of the key axis: its channels ``[BK]``, and where ``[dv, channels]`` lies in a state ``[K, V]``."""
+    """Of a part of the key axis, the channels ``[BK]``, and offsets and mask of ``[dv, channels]`` in ``[K, V]``."""
     dk = part * BK + tl.arange(0, BK)
     return dk, dv[:, None] + dk[None, :] * V, (dv < V)[:, None] & (dk < K)[None, :]
 
@@ -237,8 +237,8 @@ def _read_parts(
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
-    q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following
-    k,  # [tokens, HK, K]
+    q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
+    k,  # [tokens, HK, K]; likewise `k_read`
     v,  # [tokens, HV, V], zeros if there is none; from token to token it is v_token elements
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
@@ -344,8 +344,8 @@ def sweep_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def reverse_kernel(
-    q,  # [tokens, HK, K]: `q_read` and HV heads with gates of channels, as the following
-    k,  # [tokens, HK, K]
+    q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
+    k,  # [tokens, HK, K]; likewise `k_read`
     do,  # [tokens, HV, V]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]

@@ -116,7 +116,7 @@ class _Launches(MatrixSequences):
         self.parts = head_parts(self.H // q.shape[2])
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
         self.SEGMENTS, self.split = self.segments((self.T + self.step - 1) // self.step, programs)
-        # Gates that are those of every token, or running sums, in two parts for float32 products.
+        # Either gates that are the same for every token, or running sums of gates, in two parts for float32 products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:
             sums, rest = sum_gates(self, operand(g), gamma)
@@ -133,7 +133,7 @@ class _Launches(MatrixSequences):
         return tile_count(axes["D1"], config["BD1"]), tile_count(axes["D2"], config["BD2"])
 
     def output_of_keys(self, q: Tensor) -> Tensor:
-        """Memory for the gradient of queries or keys, one for each head of values, or if gates have one, of a group."""
+        """Memory for the gradient of queries or keys, of each head of values or, if gates get gradients, of several."""
         if not self.gradient_of_gates:
             return self.per_token(self.H, self.K, dtype=q.dtype if q.shape[2] == self.H else torch.float32)
         return self.per_token(
@@ -155,7 +155,7 @@ class _Launches(MatrixSequences):
     def segment_ends(
         self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False
     ) -> dict[str, Any]:
-        """The state at each segment's end, begun at zero, and its summed gates; nothing if there is but one."""
+        """The state at each segment's end, begun at zero, and its summed gates; nothing if there is one segment."""
         if not self.split:
             return {}
         ends: dict[str, Any] = {"segment_state": self.per_segment(self.SEGMENTS, self.H, self.K, self.V)}
@@ -207,20 +207,20 @@ class _Launches(MatrixSequences):
         tiles, columns = self.tiles(transpose)
         programs, out = columns * self.SEGMENTS * self.N * self.H, tensors.get("out")
         if tiles == 1 or out is None:
-            launch(sweep_kernel, (tiles * programs,), sofar=None, first_tile=None, TILES=tiles, **arguments)
+            launch(sweep_kernel, (tiles * programs,), partial=None, first_tile=None, TILES=tiles, **arguments)
         elif columns > 4:
             # With so many programs, tiles follow one another, and each adds to what the one before gave.
-            sofar = None
+            partial = None
             for tile in range(tiles):
                 last = tile == tiles - 1
                 shape = out.shape[-2:]
                 arguments["out"] = out if last else self.per_token(*shape, dtype=torch.float32, every=True)
-                launch(sweep_kernel, (programs,), sofar=sofar, first_tile=tile, TILES=1, **arguments)
-                sofar = arguments["out"]
+                launch(sweep_kernel, (programs,), partial=partial, first_tile=tile, TILES=1, **arguments)
+                partial = arguments["out"]
         else:
             shares = self.per_token(tiles, *out.shape[-2:], dtype=torch.float32)
             arguments["out"] = shares
-            launch(sweep_kernel, (tiles * programs,), sofar=None, first_tile=None, TILES=tiles, **arguments)
+            launch(sweep_kernel, (tiles * programs,), partial=None, first_tile=None, TILES=tiles, **arguments)
             first, second = shares.unbind(-3)
             torch.add(first, second, out=out)  # PyTorch's sum over two takes twice as long
 
@@ -244,7 +244,7 @@ class _Launches(MatrixSequences):
         H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K, self.fine)
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
         d_sums = self.per_chunk((3 + blocks) * tiles, self.H, self.C)
-        d_whole = self.per_chunk(self.H, blocks * tiles)
+        d_total = self.per_chunk(self.H, blocks * tiles)
         d_beta = None if beta is None else self.per_chunk(2 * tiles, self.H, self.C)
         launch(
             gradient_kernel,
@@ -261,7 +261,7 @@ class _Launches(MatrixSequences):
             dq,
             dk,
             d_sums,
-            d_whole,
+            d_total,
             d_beta,
             **self.positions,
             scale=self.scale,
@@ -277,7 +277,7 @@ class _Launches(MatrixSequences):
         )
         dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
         kinds = (2 * tiles, tiles, tiles)
-        dg = gate_gradient(self, d_sums, kinds, d_whole, self.scale, dtype, d_beta, dbeta, blocks)
+        dg = gate_gradient(self, d_sums, kinds, d_total, self.scale, dtype, d_beta, dbeta, blocks)
         return dg, None if dbeta is None else self.batched(dbeta)
 
 
@@ -298,7 +298,7 @@ def gate_gradient(
     sequences: MatrixSequences,
     d_sums: Tensor,
     kinds: tuple[int, int, int],
-    d_whole: Tensor,
+    d_total: Tensor,
     scale: float,
     dtype: torch.dtype,
     d_beta: Tensor | None = None,
@@ -310,7 +310,7 @@ def gate_gradient(
     `kinds`: how many of the parts of `d_sums` are of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates`. The
     others are `ACROSS`, where a chunk has two `blocks`.
     """
-    (H, D), C = d_whole.shape[-2:], sequences.C
+    (H, D), C = d_total.shape[-2:], sequences.C
     endings, beginnings, leavings = kinds
     dg = sequences.per_token(H, dtype=dtype)
     sizes = {"H": H, "D": D, "C": C, "BC": C // blocks, "BH": BH, "BD": block(D, 256)}
@@ -321,7 +321,7 @@ def gate_gradient(
         gate_gradient_kernel,
         grid,
         d_sums,
-        d_whole,
+        d_total,
         dg,
         d_beta,
         dbeta,
@@ -333,14 +333,14 @@ def gate_gradient(
 
 
 def head_parts(group: int) -> int:
-    """In how many parts the heads of values that share queries and keys are added up, at most 8 to a program."""
+    """Into how many parts the heads of values that share queries and keys are divided, so that each has at most 8."""
     return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 8)
 
 
 def step_size(bfloat16: bool, D: int, gated: bool) -> int:
-    """Tokens from which a sweep goes to the next ones, `D` being the larger head size.
+    """How many tokens a sweep takes in one step; `D` is the larger head size.
 
-    64 where there is room: gates take registers, as larger states do, and what waits in a pipeline takes 160 KiB.
+    It takes 64 where there is room: gates and larger states take registers, and what waits in a pipeline takes 160 KiB.
     """
     return 32 if not bfloat16 or gated or D > 128 else 64
 
@@ -360,7 +360,7 @@ def chunk_size(bfloat16: bool, step: int, gate_gradient: bool, grouped: bool) ->
 def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:
     """Block sizes of the contracted axis, of the other, and of the parts of the former; warps, pipeline stages.
 
-    In bfloat16, tiles of the contracted axis are as alike as parts of 64 allow, so that least of them is padding.
+    In bfloat16, tiles of the contracted axis have one size, a multiple of 64, so that little of them is padding.
     """
     if not bfloat16:
         BD1 = block(D1, 256)

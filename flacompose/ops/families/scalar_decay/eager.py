@@ -89,8 +89,8 @@ def backward(
     if want_q or want_k or gates_wanted:
         dA = (do_ @ v_.mT).tril() * decay.pair
     if gates_wanted:
-        whole = (S * dS).sum((-2, -1), keepdim=True) * decay.total
-        dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), whole)
+        d_total = (S * dS).sum((-2, -1), keepdim=True) * decay.total
+        dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), d_total)
         dg = chunks.join(dg.flatten(1, 2)).squeeze(-1)
     if want_v or want_beta:
         d_written = (A * decay.pair).mT @ do_ + (k_ * decay.write) @ dS

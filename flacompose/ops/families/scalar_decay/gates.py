@@ -13,10 +13,11 @@ from flacompose.ops.families._kernels import bounded, find_chunk
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# The kinds of sums of gates in `d_sums`, in the order of their parts. Of each token, for the gates of its block: the
-# sums that end at it; those that begin after it and end in its block; and those that begin after it and end beyond
-# its block. Where a chunk has two blocks, for the gates of the other block: the sums that contain all of these gates,
-# from the chunk's start to a token of the second block, and from a token of the first block to the chunk's end.
+# `d_sums` holds gradients of sums of gates, one for each token in each of its parts, which are of four kinds in this
+# order. For the gates of the token's block: the sums that end at the token (ENDING), those that begin after it and end
+# in its block (BEGINNING), and those that begin after it and end beyond its block (LEAVING). Where a chunk has two
+# blocks, also for the gates of the other block (ACROSS): the sums that contain all of these, which go from the chunk's
+# start to a token of the second block, or from a token of the first block to the chunk's end.
 ENDING = tl.constexpr(0)
 BEGINNING = tl.constexpr(1)
 LEAVING = tl.constexpr(2)
@@ -36,10 +37,10 @@ def gate_kernel(
     C: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """The running sums of gates within each chunk, of base-2 logarithms.
+    """The running sums of gates within each chunk, as base-2 logarithms.
 
     With `rest`, in two parts: multiples of 2^-9, which add and subtract exactly, and the small rest. A difference of
-    sums is then as good as the sum of the gates between, however strong those before were.
+    sums is then as accurate as the sum of the gates between, however strong those before were.
     """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
@@ -66,7 +67,7 @@ def gate_kernel(
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def gate_gradient_kernel(
     d_sums,  # [chunks, PARTS, H, C], the gradients of sums of gates, of which each kind is added up
-    d_whole,  # [chunks, H, D]: of the sum over the chunk, to be added up
+    d_total,  # [chunks, H, D]: of the sum over the chunk, to be added up
     dg,  # [tokens, H]
     d_beta,  # [chunks, BETAS, H, C]: of how strongly tokens are written, to be added up
     dbeta,  # [tokens, H]
@@ -107,7 +108,7 @@ def gate_gradient_kernel(
     unit = tl.where(scale == 0.0, 1.0, scale)
     from_here = tl.zeros([BC, BH], dtype=tl.float32)
     before = tl.zeros([BC, BH], dtype=tl.float32)
-    whole = tl.zeros([BH], dtype=tl.float32)  # of the sums that contain all gates of the block
+    d_total_ = tl.zeros([BH], dtype=tl.float32)  # of the sums that contain all gates of the block
     for part in tl.static_range(PARTS):
         at_sums = ((row * PARTS + part) * H + h)[None, :] * C + t[:, None]
         if part < ENDINGS:
@@ -115,20 +116,20 @@ def gate_gradient_kernel(
         elif part < ENDINGS + BEGINNINGS:
             from_here -= tl.load(d_sums + at_sums, mask=in_h, other=0.0)
         elif part < ENDINGS + BEGINNINGS + LEAVINGS:
-            # From the token before: these sums begin after a token.
+            # What the token before has stored: these sums begin after a token.
             before += tl.load(d_sums + at_sums - 1, mask=in_h & (t > block * BC)[:, None], other=0.0)
         else:
             # Gates of the first block are in sums that end at outputs, those of the second in sums to the state after.
             other_t = (1 - block) * BC + tl.arange(0, BC)
             at_other = ((row * PARTS + part) * H + h)[None, :] * C + other_t[:, None]
             across = tl.sum(tl.load(d_sums + at_other, mask=in_h, other=0.0), 0)
-            whole += across * tl.where(block == 0, scale, unit)
+            d_total_ += across * tl.where(block == 0, scale, unit)
     for tile in tl.static_range((D + BD - 1) // BD):
         d = tile * BD + tl.arange(0, BD)
-        at_whole = (row * H + h)[:, None] * D + d[None, :]
-        in_whole = (h < H)[:, None] & (d < D)[None, :]
-        whole += tl.sum(tl.load(d_whole + at_whole, mask=in_whole, other=0.0), 1) * unit
-    out = tl.cumsum(from_here, 0, reverse=True) * scale + tl.cumsum(before, 0) * unit + whole[None, :]
+        at_total = (row * H + h)[:, None] * D + d[None, :]
+        in_total = (h < H)[:, None] & (d < D)[None, :]
+        d_total_ += tl.sum(tl.load(d_total + at_total, mask=in_total, other=0.0), 1) * unit
+    out = tl.cumsum(from_here, 0, reverse=True) * scale + tl.cumsum(before, 0) * unit + d_total_[None, :]
     mask = (token < end)[:, None] & in_h
     tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
     if dbeta is not None:

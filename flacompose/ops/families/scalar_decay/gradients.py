@@ -29,10 +29,11 @@ from flacompose.ops.families._kernels import (
     store_tile,
 )
 
-# The parts of `d_sums`, each for every tile of keys. Of each token: the sums of gates that end at it, from the tokens
-# of its block, and from before the block; those that begin after it and end in its block; and those that begin after
-# it and end beyond the block. Where there are two blocks, some of these contain all gates of the other block, from
-# the chunk's start to the token, or from the token to the chunk's end: they are given once more, for those gates.
+# The parts of `d_sums`, each of which is there for every tile of keys. They hold, for each token, the gradients of the
+# sums of gates that end at it and begin in its block, or before its block; of those that begin after it and end in its
+# block; and of those that begin after it and end beyond its block. Where there are two blocks, the last part holds, for
+# the gates of the other block, the gradients of the sums that contain all of these: from the chunk's start to a token
+# of the second block, and from a token of the first block to the chunk's end.
 ENDING_IN_BLOCK = tl.constexpr(0)
 ENDING_FROM_BEFORE = tl.constexpr(1)
 BEGINNING_IN_BLOCK = tl.constexpr(2)
@@ -103,9 +104,9 @@ def _through_state(
     FINE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """``state x_t`` at keys `d`, and the share of a block in the sum of the products of numbers of the two states.
+    """``state x_t`` at keys `d`, and what a block adds to the sum of the elementwise product of the two states.
 
-    Both at once, so that `state` is read once. Without `other` the sum is 0.
+    Both are made at once, so that `state` is read once. Without `other` the sum is 0.
     """
     out = tl.zeros([BC, BK], dtype=tl.float32)
     both = tl.zeros([], dtype=tl.float32)
@@ -137,7 +138,7 @@ def gradient_kernel(
     dq,  # [tokens, HV / GROUP, K], that of the heads of a program
     dk,  # [tokens, HV / GROUP, K], likewise
     d_sums,  # [chunks, (3 + BLOCKS) * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
-    d_whole,  # [chunks, HV, tiles of K * BLOCKS]
+    d_total,  # [chunks, HV, tiles of K * BLOCKS]
     d_beta,  # [chunks, 2 * tiles of K, HV, C], through the tokens of the block, and through all else
     cu_seqlens,
     T,
@@ -155,11 +156,11 @@ def gradient_kernel(
     FINE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The gradients of queries and keys, and what each tile of keys gives of those of sums of gates and of `beta`.
+    """The gradients of queries and keys, and each tile's part of the gradients of sums of gates and of `beta`.
 
     A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of values that
-    share queries and keys. A chunk has one block or two, and one if there are several heads. `FINE`: the products with
-    states, which are float32, are of factors in two parts.
+    share queries and keys. A chunk has one block or two, and one if there are several heads. With `FINE` states are
+    float32, and are multiplied in two parts.
     """
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
@@ -246,7 +247,7 @@ def gradient_kernel(
         high, low = _sums(sums, rest, rh * C + t)
         total, total_rest = _sums(sums, rest, rh * C + C - 1)
         # What goes from one to the other state is decayed by all of the chunk's gates.
-        tl.store(d_whole + rh * TILES * BLOCKS + part, both * tl.exp2(total + total_rest))
+        tl.store(d_total + rh * TILES * BLOCKS + part, both * tl.exp2(total + total_rest))
         through *= tl.exp2(total - high + (total_rest - low))[:, None]
         if beta is not None:
             beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)

@@ -29,7 +29,7 @@ from flacompose.ops.families.scalar_decay.gates import LOG2_E
 
 @triton.jit
 def _part(first, d2, D1, D2, stride1, stride2, BP: tl.constexpr):
-    """Of `BP` rows of a state from `first` on: their numbers, where ``[d2, rows]`` is, and what of it is inside."""
+    """Of `BP` rows of a state from `first` on, the numbers, and offsets and mask of ``[d2, rows]``."""
     d1 = first + tl.arange(0, BP)
     return d1, d2[:, None] * stride2 + d1[None, :] * stride1, (d2 < D2)[:, None] & (d1 < D1)[None, :]
 
@@ -77,13 +77,13 @@ def sweep_kernel(
     b,  # [tokens, HA, D1]
     x,  # [tokens, HX, D2]
     beta,  # [tokens, H], how strongly a token is written
-    gamma,  # [H], gates that are those of every token
-    sums,  # [chunks, H, CS], of other gates, as `gate_kernel` gives them
+    gamma,  # [H], a gate that is the same for every token
+    sums,  # [chunks, H, CS], running sums of other gates, as `gate_kernel` gives them
     rest,  # [chunks, H, CS]
     initial,  # [N, H, D1, D2], with the strides of states
     segment_state,  # [SEGMENTS, N, H, D1, D2], with these too: each segment's end, begun at 0 (the first at `initial`)
     segment_gate,  # [SEGMENTS, N, H]: its summed gates
-    sofar,  # [tokens, H, D2], to be added to `out`: what tiles of `D1` before the first give
+    partial,  # [tokens, H, D2], to be added to `out`: the sum over the tiles of `D1` before the first
     out,  # [tokens, TILES, H, D2], the sums over each tile
     states,  # [chunks, H, D1, D2]: the state before each chunk of `CS` tokens, or with `REVERSE` after it
     final,  # [N, H, D1, D2], with the strides of states
@@ -114,14 +114,14 @@ def sweep_kernel(
 ):
     """``S <- e^g S + beta_t b_t x_t^T``, ``out_t = scale * S^T a_t``, from chunk to chunk.
 
-    `REVERSE`, backwards in time, where `beta` weighs what is read: ``S <- e^g S + b_t x_t^T``, ``out_t = beta_t scale *
-    S^T a_t``.
+    With `REVERSE` it goes backwards in time, and `beta` weighs what is read: ``S <- e^g S + b_t x_t^T``, ``out_t =
+    beta_t scale * S^T a_t``.
 
     One program sweeps one segment of one sequence, and of its state a tile. With `ENDS` it begins at zero, and stores
     the state at the segment's end. Otherwise it begins at the true state, computed from those ends, and stores what is
     given of `out`, of `states` and of `final`. It goes in chunks of `C` tokens, of which one or more are one of `CS`.
-    `FINE` where gradients of gates are summed over tokens, and cancel: what is written to the state is then multiplied
-    in two parts.
+    With `FINE`, what is written to the state is multiplied in two parts, which keeps more digits: the gradient of
+    `gamma` is a sum over all tokens, most of which cancels.
 
     The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of `BP` rows
     each, so that the registers hold one of these at a time in the dtype of products.
@@ -147,7 +147,7 @@ def sweep_kernel(
     chunks = tl.cdiv(hi - lo, C)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
 
-    # Backwards, `scale` is in what is written. The state is kept without it, and nothing is written if it is 0.
+    # Backwards, what is written has the factor `scale`. The state is kept without it; if it is 0, nothing is written.
     unit = scale
     if REVERSE:
         unit = tl.where(scale == 0.0, 1.0, scale)
@@ -209,8 +209,8 @@ def sweep_kernel(
             between = (high[None, :] - high_rows) + (low[None, :] - low_rows)
             between = tl.exp2(-between if REVERSE else between)
         if GATED:
-            near = tl.exp2(to_end if REVERSE else to_start)
-            far = tl.exp2(to_start if REVERSE else to_end)
+            read_decay = tl.exp2(to_end if REVERSE else to_start)
+            write_decay = tl.exp2(to_start if REVERSE else to_end)
             gates += total
         first = within == 0
         if REVERSE:
@@ -239,7 +239,7 @@ def sweep_kernel(
                 pairs += dot(b_, a_, DOT)
         if out is not None:
             if GATED:
-                other_chunks *= near[None, :]
+                other_chunks *= read_decay[None, :]
                 pairs *= between
             earlier = t[:, None] >= t[None, :] if REVERSE else t[:, None] <= t[None, :]
             pairs = tl.where(earlier, pairs, 0.0)
@@ -251,12 +251,12 @@ def sweep_kernel(
             at_out = ((start * TILES + tile1) * H + h) * D2 + t[None, :] * (TILES * H * D2) + d2[:, None]
             in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
             out_ *= unit
-            if sofar is not None:
-                out_ += tl.load(sofar + at_out, mask=in_out, other=0.0)
+            if partial is not None:
+                out_ += tl.load(partial + at_out, mask=in_out, other=0.0)
             tl.store(out + at_out, out_.to(out.dtype.element_ty), mask=in_out)
         weighted = x_
         if GATED:
-            weighted = weighted * far[None, :]
+            weighted = weighted * write_decay[None, :]
         if beta is not None and not REVERSE:
             weighted = weighted * beta_[None, :]
         before_, S = S, ()

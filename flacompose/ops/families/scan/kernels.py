@@ -22,7 +22,7 @@ UNIT = tl.constexpr(16)  # segments have a multiple of so many tokens, whatever 
 
 @triton.jit
 def _join(decay, state, a, e, next_decay, next_state, next_a, next_e):
-    """Steps ``h <- a * h + e``, then others: the decay and the state before the last step, and that step."""
+    """Joins two runs of steps ``h <- a * h + e``, each given by decay and state before its last step, and that step."""
     return decay * a * next_decay, (state * a + e) * next_decay + next_state, next_a, next_e
 
 
@@ -49,7 +49,7 @@ def scan_kernel(
     T,
     N,
     SEGMENTS,
-    count,  # where C is 1, of the states that are stored, as `state_number` says; None for the final one
+    count,  # where C is 1, how many states are stored, those that `state_number` says; None for the final one alone
     stride,
     D: tl.constexpr,
     C: tl.constexpr,

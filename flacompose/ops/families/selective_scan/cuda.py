@@ -151,7 +151,7 @@ class _Launches(Sequences):
         return dA[:SEGMENTS].sum((0, 1)) if split else dA.sum(0)
 
     def _ends(self, SEGMENTS: int, x: Tensor, reverse: bool) -> dict[str, Tensor | None]:
-        """What each segment of a sweep leaves, begun at 0, and its time steps: of x forwards, of dy backwards."""
+        """The state at each segment's end, begun at 0, and its summed time steps: from x, or backwards from dy."""
         ends: dict[str, Tensor | None] = {
             "segment_state": self.per_segment(SEGMENTS, self.D, self.S),
             "segment_dt": self.per_segment(SEGMENTS, self.D),

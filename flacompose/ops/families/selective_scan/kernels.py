@@ -25,7 +25,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _place(tile, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
-    """Of a program: its tile of the states, its group, its tile in the group, and the channels and states in it.
+    """A program's tile of the states, its group, its tile in the group, and its channels and states with their masks.
 
     A group has P channels, in tiles of its own.
     """
@@ -48,8 +48,8 @@ def _of_channels(x, j, left, d, in_d, D):
 def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.constexpr):
     """Numbers `s` of ``BC [tokens, G, 2, S]``, of the token `j` and one group.
 
-    Where there is no such token, those of the last of the `left` tokens: the time step is 0 there, and a load without a
-    mask takes fewer instructions.
+    Where there is no such token, it loads those of the last of the `left` tokens: the time step is 0 there, and a load
+    without a mask takes fewer instructions.
     """
     at = BC + tl.minimum(j, left - 1) * (2 * G * S) + s
     if S % BS == 0:
@@ -61,7 +61,7 @@ def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.co
 
 @triton.jit
 def _decay(A, dt):
-    """``exp(dt A)`` for each channel and state. The factor of a power of two costs a product for each channel alone."""
+    """``exp(dt A)`` for each channel and state. `LOG2_E` is multiplied once for each channel, not for each state."""
     return tl.exp2(A * (dt * LOG2_E))
 
 

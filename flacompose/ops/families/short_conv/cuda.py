@@ -17,8 +17,8 @@ from flacompose.ops.families.short_conv.kernels import backward_kernel, forward_
 
 # The kernels have a register for each column, and take long to compile with many; PyTorch computes what is wider.
 MAX_WIDTH = 8
-# Of each walk: its steps in a chunk, how many of them are loaded together, and how many columns a thread holds, of all
-# of its channels, which are those of 16 bytes or, where the convolution is wide, fewer.
+# For each walk: its steps in a chunk, how many steps are loaded together, and how many columns of the weight a thread
+# holds for all of its channels together. A thread has 16 bytes of channels or, where the convolution is wide, fewer.
 FORWARD, TOKEN, BACKWARD = (64, 4, 32), (1, 1, 32), (128, 4, 16)
 
 

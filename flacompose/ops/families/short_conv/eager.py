@@ -43,7 +43,7 @@ def backward(
     if silu:
         a = _preactivation(history, weight, bias)
         s = a.sigmoid()
-        # What lies between packed sequences may be no number, and is not theirs.
+        # Between packed sequences there may be NaN, which belongs to none of them.
         da = rows.only_tokens(da * s * (1 + a * (1 - s)))
 
     def d_weight() -> Tensor:
@@ -134,7 +134,7 @@ class _Packed:
         self.N, self.T, self.W = N, T, W
         cu = bounds(cu_seqlens, T)
         n, w = torch.arange(N, device=device), torch.arange(W, device=device)
-        # Of a sequence with its state. It has W places from `end` on.
+        # A sequence, behind the W places of its state, takes the places from `begin` to `end + W`.
         begin, end = cu[:-1] + n * W, cu[1:] + n * W
         self.first_at, self.last_at = (at[:, None] + w for at in (begin, end))
 

@@ -83,7 +83,7 @@ def _window(x, initial, token, begin, end, stride, d, in_d, W: tl.constexpr):
 
 @triton.jit
 def _inputs(x, token, end, stride, d, in_d, U: tl.constexpr):
-    """Those of `U` tokens, zeros from `end` on: loaded together, so that one wait is for all."""
+    """The inputs of `U` tokens, zeros from `end` on. They are loaded together, so that the program waits once."""
     inputs = ()
     for u in tl.static_range(U):
         at = x + (token + u) * stride + d
@@ -120,14 +120,14 @@ def _d_sum(dy, window, weight, bias, W: tl.constexpr, SILU: tl.constexpr):
 
 @triton.jit
 def _store_zeros(y, start, stop, d, in_d, D: tl.constexpr, BD: tl.constexpr):
-    """In the tokens of a chunk that are in no sequence."""
+    """Stores zeros for the tokens of a chunk that are in no sequence."""
     for t in tl.range(start, stop):
         tl.store(y + t * D + d, tl.zeros([BD], y.dtype.element_ty), mask=in_d)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
 def forward_kernel(
-    x,  # [B, T, D], of these strides and 1
+    x,  # [B, T, D], with the strides `x_row`, `x_token` and 1
     weight,  # [D, W]
     bias,  # [D]
     initial,  # [N, D, W]
@@ -185,11 +185,11 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def backward_kernel(
-    x,  # [B, T, D], of these strides and 1
+    x,  # [B, T, D], with the strides `x_row`, `x_token` and 1
     weight,  # [D, W]
     bias,  # [D]
     initial,  # [N, D, W]
-    dy,  # [B, T, D], of these strides and 1
+    dy,  # [B, T, D], with the strides `dy_row`, `dy_token` and 1
     d_final,  # [N, D, W]
     dx,  # [B, T, D]
     d_weight,  # [chunks, W, D]: the sum over the tokens of each chunk

@@ -224,7 +224,7 @@ class _Launches(MatrixSequences):
         if not (writes or reads or du is not None):
             return
         g1, g2 = (self.gv, self.gk) if transpose else (self.gk, self.gv)
-        if g2 is None:  # beside a bonus
+        if g2 is None:  # there is a bonus, and no gate
             g2 = torch.zeros_like(x)
         axes = self.axes(transpose)
         config = gated_config(self.bfloat16, axes["D1"], axes["D2"])

@@ -40,8 +40,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
     o = _read(_read(q_, gate_k) @ S, gate_v)
-    itself = _dot(q_, _times(k_, _bonus(u, k_)))
-    o = chunks.join(o + _pair(q_, k_, itself, v_, None, gate_k, gate_v).read)
+    diagonal = _dot(q_, _times(k_, _bonus(u, k_)))
+    o = chunks.join(o + _pair(q_, k_, diagonal, v_, None, gate_k, gate_v).read)
     return o if full_precision else o.to(v.dtype), final_state
 
 
@@ -76,7 +76,7 @@ def backward(
         q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
     gate_k, gate_v = (None if g is None else Gate(chunks.split(g), u is not None) for g in (gk, gv))
-    bonus, itself = _bonus(u, k_), _dot(do_, v_)
+    bonus, diagonal = _bonus(u, k_), _dot(do_, v_)
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it. From this
     # chunk, by exchange of roles: dq, dk and dgk along the key axis, dv and dgv along the value axis.
@@ -87,7 +87,7 @@ def backward(
     if want_k or want_gk or along_v or want_state:
         dS, d_initial_state = _sweep(chunks, q_, do_, gate_k, gate_v, d_final_state, reverse=True)
     if along_k:
-        pairs_k = _pair(do_, v_, _times(itself, bonus), k_, q_, gate_v, gate_k)
+        pairs_k = _pair(do_, v_, _times(diagonal, bonus), k_, q_, gate_v, gate_k)
     if along_v:
         pairs_v = _pair(q_, k_, _dot(q_, _times(k_, bonus)), v_, do_, gate_k, gate_v)
     if want_q or want_gk:
@@ -123,7 +123,7 @@ def backward(
         lambda: chunks.join(dv + pairs_v.write),
         of_gk,
         of_gv,
-        lambda: (itself * q_ * k_).sum((0, 2, 3)),
+        lambda: (diagonal * q_ * k_).sum((0, 2, 3)),
         lambda: d_initial_state,
     )
 
@@ -222,7 +222,7 @@ class _Pairs(NamedTuple):
 def _pair(
     a: Tensor,
     b: Tensor,
-    itself: Tensor,
+    diagonal: Tensor,
     x: Tensor,
     y: Tensor | None,
     inner: Gate | None,
@@ -230,14 +230,14 @@ def _pair(
 ) -> _Pairs:
     """All pairs of one chunk: ``P[t, s] = a_t . b_s``, decayed by `inner`, joins x_s to y_t, decayed by `outer`.
 
-    ``P[t, t]`` is `itself`, which may differ from one element of x and y to the next.
+    ``P[t, t]`` is `diagonal`, which may differ from one element of x and y to the next.
     """
-    a, b, itself, x = (z.unsqueeze(-2) for z in (a, b, itself, x))  # [..., C / b, b, D] with b = 1
-    read, write = itself * x, a.new_empty(1, 1, 0)
+    a, b, diagonal, x = (z.unsqueeze(-2) for z in (a, b, diagonal, x))  # [..., C / b, b, D] with b = 1
+    read, write = diagonal * x, a.new_empty(1, 1, 0)
     exponents: list[tuple[Tensor, Tensor]] = []
     if y is not None:
         y = y.unsqueeze(-2)
-        write = itself * y
+        write = diagonal * y
     level = 0
     while a.shape[-3] > 1:
         (_, a_1), (b_0, _), (x_0, x_1) = map(halves, (a, b, x))

@@ -477,7 +477,7 @@ def _other_chunks(
     s = tl.arange(0, C)[None, :]
     before = tl.zeros([C, BD2], dtype=tl.float32)
     after = tl.zeros([C, BD2], dtype=tl.float32)
-    whole = tl.zeros([BD2], dtype=tl.float32)
+    d_total = tl.zeros([BD2], dtype=tl.float32)
     pairs = tl.zeros([C, C], dtype=tl.float32)
     for d in range(0, D1, BD1):
         d1 = d + tl.arange(0, BD1)
@@ -504,8 +504,8 @@ def _other_chunks(
             kept = S_.to(tl.float32) * dS_.to(tl.float32)
             if g1 is not None:
                 kept *= tl.exp(tl.sum(gate.to(tl.float32), 0))[:, None]
-            whole += tl.sum(kept, 0)
-    return before, after, whole, pairs
+            d_total += tl.sum(kept, 0)
+    return before, after, d_total, pairs
 
 
 @triton.jit
@@ -514,7 +514,7 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
 
     The gates are mild: one product, referred to the chunk's middle, holds all pairs. Fills `dg2`.
     """
-    before, after, whole, pairs = sums
+    before, after, d_total, pairs = sums
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
     late = t >= C // 2
@@ -527,9 +527,9 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
         reader = tf32_rounded(load_tile(y, *tile) * tl.exp(read_sum), DOT)
         after *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
     if dg2 is not None:
-        whole *= tl.exp(tl.sum(g.to(tl.float32), 0))
-        late_sum = whole + tl.sum(writer * after, 0)
-        early_sum = whole + tl.sum(reader * before, 0)
+        d_total *= tl.exp(tl.sum(g.to(tl.float32), 0))
+        late_sum = d_total + tl.sum(writer * after, 0)
+        early_sum = d_total + tl.sum(reader * before, 0)
     if S is not None:
         if P is not None:
             pairs = tl.load(P + t * C + s)
@@ -562,7 +562,7 @@ def _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE: tl.const
 @triton.jit
 def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr, DOT: tl.constexpr):
     """As `_mild_chunk`, for any gates: at each level of blocks one product holds the pairs of sibling blocks."""
-    before, after, whole, _ = sums
+    before, after, d_total, _ = sums
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
     g = load_gates(g2, *tile)
@@ -574,7 +574,7 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
         after *= tl.exp(select(s > t, g, DOT))
     if dg2 is not None:
         dg = select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + select(t > s, x_ * after, DOT)
-        dg += (whole * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
+        dg += (d_total * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
     for level in range(LEVELS):
         odd = ((t >> level) & 1) == 1
         weight = tl.exp(select(in_local_sum(t, s, level, READ_BEFORE), g, DOT))
@@ -673,13 +673,13 @@ def gated_kernel(
 
     tile = token, hi, h, d2, H, D2
     state = (row * H + h) * D1 * D2, stride1, stride2
-    before, after, whole, pairs = _other_chunks(P, a, b, g1, S, dS, tile, D1, state, BD1, READ_BEFORE, DOT)
+    before, after, d_total, pairs = _other_chunks(P, a, b, g1, S, dS, tile, D1, state, BD1, READ_BEFORE, DOT)
     before *= scale
     if P is None:
         pairs = tl.where(s <= t, pairs * scale, 0.0)
     else:
         P += (row * H + h) * C * C
-    sums = before, after, whole, pairs
+    sums = before, after, d_total, pairs
     if S is not None or dS is not None:
         if MILD:
             before, after = _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE, DOT)

@@ -1,7 +1,8 @@
-"""Triton kernels for the gradients that `gradients` makes, where a chunk has many tiles of the key axis.
+"""Triton kernels for the same gradients as the kernel of `gradients`, where the key axis has many tiles.
 
-There, every tile computes the gradients of pairs anew, which do not depend on it. Here, one kernel stores them for all
-tiles, and another makes the gradients of queries, keys, `beta` and gates of heads from them.
+The kernel of `gradients` computes the gradients of a chunk's pairs of tokens again for every tile of the key axis,
+although they do not depend on the tile. Here one kernel stores them, and another makes the gradients of queries, keys,
+`beta` and gates of heads from what is stored.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from flacompose.ops.families.scalar_decay.gates import (
 
 
 @triton.jit(do_not_specialize=["T", "N", "HV", "scale"])
-def decayed_pair_kernel(
+def decayed_pair_gradient_kernel(
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V], where keys get gradients
     pairs,  # [chunks, HV, 2, PARTS, C, C]: `of_q` and `of_k`, without their diagonals
-    itself,  # [chunks, HV, C]: the diagonal of `of_q`
+    diagonal,  # [chunks, HV, C]: the diagonal of `of_q`
     cu_seqlens,
     T,
     N,
@@ -48,8 +49,8 @@ def decayed_pair_kernel(
 ):
     """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s``, decayed by the gates between the tokens.
 
-    They are the gradients of the products of queries and keys with the keys that write, but for beta. In bfloat16 they
-    are stored in two parts, one after the other.
+    They are the gradients of the products of queries and keys with the keys that write, without the factor beta. In
+    bfloat16 they are stored in two parts, one after the other.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     row, h, _ = split_program(tl.num_programs(0) // HV, HV)
@@ -73,7 +74,7 @@ def decayed_pair_kernel(
             of_k += dot(load_tile(dv + first, i, size, 0, d, HV, V), r_, DOT)
     of_q *= scale
     # No gate decays the pair of a token with itself.
-    tl.store(itself + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
+    tl.store(diagonal + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
     of_q = tl.where(s < t, of_q, 0.0)
     of_k = tl.where(s < t, -of_k, 0.0)
     if sums is not None:
@@ -125,7 +126,7 @@ def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
-def joined_gradient_kernel(
+def gradient_from_pairs_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     beta,  # [tokens, HV]
@@ -134,15 +135,15 @@ def joined_gradient_kernel(
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, PARTS, C, C], as `itself`, from `decayed_pair_kernel`
-    itself,  # [chunks, HV, C]
+    pairs,  # [chunks, HV, 2, PARTS, C, C], from `decayed_pair_gradient_kernel`, as `diagonal` is
+    diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
     dq,  # [tokens, HV, K]
     dk,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
-    d_whole,  # [chunks, HV, K]
+    d_total,  # [chunks, HV, K]
     cu_seqlens,
     T,
     N,
@@ -158,7 +159,7 @@ def joined_gradient_kernel(
 ):
     """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
 
-    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_whole`.
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_total`.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tiles: tl.constexpr = (K + BK - 1) // BK
@@ -180,52 +181,52 @@ def joined_gradient_kernel(
     pairs += rh * 2 * size_in_parts(C, DOT)
     if sums is not None:
         from_start, to_end, of_chunk = decayed_rows(sums + rh * C, None if rest is None else rest + rh * C, C)
-    by_q = tl.zeros([C, BK], dtype=tl.float32)
-    by_k = tl.zeros([C, BK], dtype=tl.float32)
+    dq_read = tl.zeros([C, BK], dtype=tl.float32)
+    dk_read = tl.zeros([C, BK], dtype=tl.float32)
     written = tl.zeros([C, BK], dtype=tl.float32)
-    whole = tl.zeros([BK, BK], dtype=tl.float32)
+    d_total_ = tl.zeros([BK, BK], dtype=tl.float32)
     if dk is not None:
         dv += first * V
         d_states += rh * K * V
     for v0 in range(0, V, BV):
         d2 = v0 + tl.arange(0, BV)
         S = load_state(states, d, d2, K, V)
-        by_q += dot(load_tile(do, i, size, 0, d2, HV, V), S, DOT)
+        dq_read += dot(load_tile(do, i, size, 0, d2, HV, V), S, DOT)
         if dk is not None:
-            by_k += dot(load_tile(dv, i, size, 0, d2, HV, V), S, DOT)
+            dk_read += dot(load_tile(dv, i, size, 0, d2, HV, V), S, DOT)
             dS = load_state(d_states, d, d2, K, V)
             written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
-            if d_whole is not None:  # the sums of S dS are the diagonal of a product
-                whole += dot(tl.trans(S), dS, DOT)
-    if d_whole is not None:
+            if d_total is not None:  # the sums of S dS are the diagonal of a product
+                d_total_ += dot(tl.trans(S), dS, DOT)
+    if d_total is not None:
         j = tl.arange(0, BK)
-        whole = tl.sum(tl.where(j[:, None] == j[None, :], whole, 0.0), 1)
-        tl.store(d_whole + rh * K + d, whole * of_chunk, mask=d < K)
-    by_q *= scale
+        d_total_ = tl.sum(tl.where(j[:, None] == j[None, :], d_total_, 0.0), 1)
+        tl.store(d_total + rh * K + d, d_total_ * of_chunk, mask=d < K)
+    dq_read *= scale
     if sums is not None:
-        by_q *= from_start[:, None]
-        by_k *= from_start[:, None]
+        dq_read *= from_start[:, None]
+        dk_read *= from_start[:, None]
         written *= to_end[:, None]
     beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
-    itself_t = tl.load(itself + rh * C + i)[:, None]
+    diagonal_t = tl.load(diagonal + rh * C + i)[:, None]
     k_ = load_tile(k, i, size, 0, d, H, K)
     writer = in_parts(k_ * beta_i[:, None], DOT)
-    by_q = _dot_with_stored(pairs, writer, by_q, False, DOT)
-    store_tile(dq + first * K, by_q + itself_t * beta_i[:, None] * k_, i, size, 0, d, HV, K)
+    dq_read = _dot_with_stored(pairs, writer, dq_read, False, DOT)
+    store_tile(dq + first * K, dq_read + diagonal_t * beta_i[:, None] * k_, i, size, 0, d, HV, K)
     if dk is not None:
         of_k = pairs + size_in_parts(C, DOT)
-        by_k = _dot_with_stored(of_k, writer, -by_k, False, DOT)
+        dk_read = _dot_with_stored(of_k, writer, -dk_read, False, DOT)
         q_ = load_tile(q, i, size, 0, d, H, K)
         if d_sums is not None:
             at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
-            tl.store(at + ENDING * tiles * HV * C, tl.sum(by_q * q_, 1) + tl.sum(by_k * k_, 1))
+            tl.store(at + ENDING * tiles * HV * C, tl.sum(dq_read * q_, 1) + tl.sum(dk_read * k_, 1))
             tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
         in_chunk = _dot_with_stored(pairs, (q_,), tl.zeros([C, BK], dtype=tl.float32), True, DOT)
         in_chunk = _dot_with_stored(of_k, (k_,), in_chunk, True, DOT)
         if d_sums is not None:
             tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
         # The pair of a token with itself joins last: it would drown the others in the gate's gradient.
-        written += in_chunk + itself_t * q_
+        written += in_chunk + diagonal_t * q_
         d_beta = tl.sum(written * k_, 1)
         tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
-        store_tile(dk + first * K, by_k + written * beta_i[:, None], i, size, 0, d, HV, K)
+        store_tile(dk + first * K, dk_read + written * beta_i[:, None], i, size, 0, d, HV, K)
