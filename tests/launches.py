@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +38,7 @@ TYPES = {
 # By compute capability. What a program may have there is in the CUDA programming guide.
 CHIPS = {80: AMPERE, 86: ADA, 89: ADA, 90: HOPPER, 100: BLACKWELL, 120: ADA}
 TENSOR_MEMORY = 512  # columns that a program may have, where there are any
+Size = int | torch.SymInt
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 # Of keys and values, those at which a configuration changes, and some that are no powers of two.
@@ -146,20 +146,38 @@ def tables_of(chip: Chip) -> Iterator[None]:
         _sequences.chip_of = chip_of
 
 
-def recorded(calls: Iterable[tuple[str, Callable[[], Any]]]) -> dict[Launch, str]:
-    """What is launched by `calls`, each of which comes after a description, with that of the first that launches it."""
+class Call(NamedTuple):
+    """A call of what an operator launches: a function of its family, the operator's name, and the arguments."""
+
+    at: str
+    function: Any
+    op: str
+    args: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        """Launch its kernels, and compile none ahead of that."""
+        return getattr(self.function, "implementation", self.function)(*self.args)
+
+    def traced(self) -> Any:
+        """What a graph is told of the results."""
+        return getattr(torch.ops.flacompose, self.op)(*self.args)
+
+
+def recorded(calls: Iterable[Call]) -> dict[Launch, str]:
+    """What is launched by `calls`, each with the description of the first call that launches it."""
     found: dict[Launch, str] = {}
-    for description, call in calls:
+    with torch.device("meta"):
+        for call in calls:
 
-        def record(kernel: Any, grid: Any, *args: Any, _at: str = description, **kwargs: Any) -> None:
-            found.setdefault(Launch.of(kernel, *args, **kwargs), _at)
+            def record(kernel: Any, grid: Any, *args: Any, _at: str = call.at, **kwargs: Any) -> None:
+                found.setdefault(Launch.of(kernel, *args, **kwargs), _at)
 
-        with launching_by(record):
-            call()
+            with launching_by(record):
+                call()
     return found
 
 
-new = partial(torch.empty, device="meta")
+new = torch.empty  # on the device of the context, "meta" but for tensors of symbolic sizes
 
 
 def _masks(names: str, *wanted: str) -> Iterator[list[bool]]:
@@ -169,48 +187,55 @@ def _masks(names: str, *wanted: str) -> Iterator[list[bool]]:
 
 
 def _calls(
-    family: Any, args: tuple[Any, ...], do: Tensor, masks: Iterable[list[bool]], state: Tensor
-) -> Iterator[Callable[[], Any]]:
+    at: str, family: Any, args: tuple[Any, ...], do: Tensor, masks: Iterable[list[bool]], state: Tensor
+) -> Iterator[Call]:
     """All forms of a family, and its backward for each of `masks`."""
-    forward = family.forward if hasattr(family, "forward") else family.chunk
-    yield partial(forward.implementation, *args)
-    if hasattr(family, "recurrent"):
-        yield partial(family.recurrent, *args)
-        yield partial(family.steps, *args, 3, 1)
+    name = family.__name__.split(".")[-2]
+    for form, more in (("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1))):
+        if hasattr(family, form):
+            yield Call(at, getattr(family, form), f"{name}_{form}", (*args, *more))
     for mask in masks:
-        yield partial(family.backward.implementation, *args, do, state, mask)
+        yield Call(at, family.backward, f"{name}_backward", (*args, do, state, mask))
 
 
-def matrix_calls(
-    dtype: torch.dtype, K: int, V: int, T: int, packed: bool = False
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The families whose state is a matrix, with every gate that they take."""
-    B, H, N = 1, 2, 2
-    at = f"{str(dtype).removeprefix('torch.')} K={K} V={V} T={T}{' packed' if packed else ''}"
-    cu_seqlens = new(N + 1, dtype=torch.int64) if packed else None
+def _described(dtype: torch.dtype, T: Size, bounds: Size | None, *sizes: str) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return " ".join([name, *sizes, f"T={T}", *([] if bounds is None else ["packed"])])
+
+
+def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | None = None) -> Iterator[Call]:
+    """The families whose state is a matrix, with every gate that they take.
+
+    Of packed sequences there are as many `bounds` as ``cu_seqlens`` has numbers.
+    """
+    B, H = 1, 2
+    N = B if bounds is None else bounds - 1
+    at = _described(dtype, T, bounds, f"K={K}", f"V={V}")
+    cu_seqlens = None if bounds is None else new(bounds, dtype=torch.int64)
     q, k, gk = (new(B, T, H, K, dtype=dtype) for _ in range(3))
-    state = new(N if packed else B, H, K, V)
+    state = new(N, H, K, V)
 
     # Of groups, some results are float32 instead, and the gradients of gates of heads are made for several at once.
     for groups in (1, 2) if K == V and K in (64, 256) else (1,):
         HV = H * groups
         v, g, beta = new(B, T, HV, V, dtype=dtype), new(B, T, HV), new(B, T, HV)
-        states = new(N if packed else B, HV, K, V)
+        states = new(N, HV, K, V)
         for gates in ("", "g_gamma", "g", "g g_gamma", "g beta", "beta"):
             present = g if "g" in gates.split() else None, new(HV) if "g_gamma" in gates else None
             args = q, k, v, *present, beta if "beta" in gates else None, states, cu_seqlens, 1.0
             masks = _masks("q k v g g_gamma beta initial_state", "q", "k", "v", "q k v", "g")
-            for call in _calls(scalar_decay, args, v, masks, states):
-                yield f"scalar_decay {gates} groups={groups} {at}", call
+            yield from _calls(
+                f"scalar_decay {gates} groups={groups} {at}", scalar_decay, args, v, masks, states
+            )
         for gates in ("", "g", "gk"):
             g_, gk_ = (g if gates == "g" else None), (new(B, T, HV, K) if gates == "gk" else None)
             args = q, k, v, beta, g_, gk_, states, cu_seqlens, 1.0
             masks = _masks("q k v beta g gk initial_state", "q", "k", "v", "q k v")
-            for call in _calls(delta_rule, args, v, masks, states):
-                yield f"delta_rule {gates} groups={groups} {at}", call
+            yield from _calls(f"delta_rule {gates} groups={groups} {at}", delta_rule, args, v, masks, states)
 
     v = new(B, T, H, V, dtype=dtype)
     u = new(H, K)
+    gate_dtypes = (dtype, torch.float64 if dtype == torch.float32 else torch.float32)
     gated = (
         ("", {}),
         ("gk", {}),
@@ -220,57 +245,61 @@ def matrix_calls(
         ("gk", {"softmax": True}),
         ("gv", {"full_precision": True}),
     )
-    for (gates, options), gate_dtype in product(gated, dict.fromkeys((dtype, torch.float32))):
+    for (gates, options), gate_dtype in product(gated, gate_dtypes):
         given = {"gk": gk.to(gate_dtype), "gv": new(B, T, H, V, dtype=gate_dtype), "u": u}
         present = (x if name in gates.split() else None for name, x in given.items())
         args = q, k, v, *present, state, cu_seqlens, 1.0
         args += options.get("softmax", False), options.get("full_precision", False)
         masks = _masks("q k v gk gv u initial_state", "q", "k", "v", "q k v")
-        for call in _calls(vector_decay, args, v, masks, state):
-            yield f"vector_decay {gates} {' '.join(options)} {at} {gate_dtype} gates", call
+        described = f"vector_decay {gates} {' '.join(options)} {at} {gate_dtype} gates"
+        yield from _calls(described, vector_decay, args, v, masks, state)
 
     # One token has one kernel, whatever the others have. The slots are as many as the values.
-    for G in (1, 2):
+    for G in (1, 2) if bounds is None else ():
         one = [new(1, 1, H, *size, dtype=dtype) for size in ((G, K), (K,), (V,), (V,))]
         states = state, new(1, H, V, V)
-        for gate_dtype, given in product(dict.fromkeys((dtype, torch.float32)), (states, (None, None))):
-            token = partial(slot_attention.token, *one, new(1, 1, H, V, dtype=gate_dtype), *given, 1.0)
+        for gate_dtype, given in product(gate_dtypes, (states, (None, None))):
+            args = *one, new(1, 1, H, V, dtype=gate_dtype), *given, 1.0
             from_states = "" if given[0] is None else "from states "
-            yield f"slot_attention {from_states}groups={G} {at} {gate_dtype} gates", token
+            described = f"slot_attention {from_states}groups={G} {at} {gate_dtype} gates"
+            yield Call(described, slot_attention.token, "slot_attention_token", args)
+            masks = _masks("q k v s g initial_k initial_v", *(x for x in ("q", "s", "g") if K == V == 64))
+            do, d_states = new(1, 1, H, G, V, dtype=dtype), (None, None)
+            for mask in masks if given[0] is not None else ():
+                given_back = *args, do, *d_states, mask
+                yield Call(described, slot_attention.backward, "slot_attention_token_backward", given_back)
 
 
-def other_calls(dtype: torch.dtype, T: int, packed: bool = False) -> Iterator[tuple[str, Callable[[], Any]]]:
+def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iterator[Call]:
     """The families whose state is no matrix."""
-    N = 2
-    at = f"{str(dtype).removeprefix('torch.')} T={T}{' packed' if packed else ''}"
-    cu_seqlens = new(N + 1, dtype=torch.int64) if packed else None
-    rows = N if packed else 1
+    at = _described(dtype, T, bounds)
+    cu_seqlens = None if bounds is None else new(bounds, dtype=torch.int64)
+    rows = 1 if bounds is None else bounds - 1
     for D in (40, 2048):
         x, g = new(2, 1, T, D, dtype=dtype)
         args = x, g, new(rows, D), cu_seqlens
-        for call in _calls(scan, args, x, _masks("x g initial_state", "x"), new(rows, D)):
-            yield f"scan D={D} {at}", call
+        yield from _calls(f"scan D={D} {at}", scan, args, x, _masks("x g initial_state", "x"), new(rows, D))
         for W in (2, 4, 8):
             state = new(rows, D, W)
             args = x, new(D, W), new(D), state, cu_seqlens, True
-            for call in _calls(short_conv, args, x, _masks("x weight bias initial_state"), state):
-                yield f"short_conv D={D} W={W} {at}", call
+            masks = _masks("x weight bias initial_state")
+            yield from _calls(f"short_conv D={D} W={W} {at}", short_conv, args, x, masks, state)
         for S in (1, 16, 200):
             B, state = new(1, T, 1, S, dtype=dtype), new(rows, D, S)
             args = x, g, new(D, S), B, B, state, cu_seqlens
-            for call in _calls(selective_scan, args, x, _masks("x dt A B C initial_state", "x"), state):
-                yield f"selective_scan D={D} S={S} {at}", call
+            masks = _masks("x dt A B C initial_state", "x")
+            yield from _calls(f"selective_scan D={D} S={S} {at}", selective_scan, args, x, masks, state)
 
 
 def every_call(
     dtypes: Iterable[torch.dtype] = DTYPES, sizes: Iterable[tuple[int, int]] = SIZES
-) -> Iterator[tuple[str, Callable[[], Any]]]:
+) -> Iterator[Call]:
     for dtype, T in product(dtypes, LENGTHS):
         for K, V in sizes:
             yield from matrix_calls(dtype, K, V, T)
         yield from other_calls(dtype, T)
     for dtype in dtypes:
         # Packing adds a few scalars to each kernel, the same at every size, and a token nothing to those above.
-        yield from matrix_calls(dtype, 64, 64, LENGTHS[0], packed=True)
-        yield from other_calls(dtype, LENGTHS[0], packed=True)
+        yield from matrix_calls(dtype, 64, 64, LENGTHS[0], bounds=3)
+        yield from other_calls(dtype, LENGTHS[0], bounds=3)
         yield from other_calls(dtype, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from itertools import product
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from launches import CHIPS, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
+from launches import CHIPS, Call, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
 
 from flacompose.ops._chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
 from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
@@ -55,7 +55,7 @@ def launch_of(
         return launch.name == kernel and constants.items() <= given.items()
 
     with tables_of(chip):
-        found = recorded((at, call) for at, call in matrix_calls(dtype, K, V, 130) if at.startswith(start))
+        found = recorded(call for call in matrix_calls(dtype, K, V, 130) if call.at.startswith(start))
     return next(launch for launch in found if has(launch))
 
 
@@ -170,18 +170,21 @@ def test_kernels_ahead_are_those_of_the_device(gpus: list[Properties], first: in
         gpus.reverse()
     q = torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta")
     args = q, q, q, q, q, None, None, None, 1.0, False, False
-    calls = [("", lambda: vector_decay.chunk.implementation(*args))]
+    calls = [Call("", vector_decay.chunk, "vector_decay_chunk", args)]
     stages = [
         dict(launch.options)["num_stages"] for launch in recorded(calls) if launch.name == "state_kernel"
     ]
     assert stages == [2 if first else 3]
 
 
-def test_every_kernel_is_recorded() -> None:
+@pytest.fixture(scope="module")
+def launches() -> dict[Launch, str]:
+    return recorded(every_call([BFLOAT16], [(64, 64), (256, 64)]))
+
+
+def test_every_kernel_is_recorded(launches: dict[Launch, str]) -> None:
     """What `make fit` compiles has every kernel of every family in it."""
-    names = {
-        f"{launch.module}.{launch.name}" for launch in recorded(every_call([BFLOAT16], [(64, 64), (256, 64)]))
-    }
+    names = {f"{launch.module}.{launch.name}" for launch in launches}
     modules = {module for module in sys.modules if module.startswith("flacompose.ops.families.")}
     kernels = {
         f"{x.fn.__module__}.{name}"
@@ -192,15 +195,37 @@ def test_every_kernel_is_recorded() -> None:
     assert len(kernels) >= 19 and names == kernels
 
 
-def test_every_recorded_launch_can_be_made() -> None:
-    """What `make fit` compiles leaves out no argument that its kernel needs. Types and sizes are left to it."""
-    kinds = {
-        (launch.name, frozenset(i for i, value in launch.constants if value is None)): (launch, at)
-        for launch, at in recorded(every_call([BFLOAT16], [(64, 64)])).items()
-    }
-    assert len(kinds) > 300
-    for launch, at in kinds.values():
+def absent(launch: Launch) -> frozenset[int]:
+    """The places of the arguments that a launch leaves out."""
+    return frozenset(i for i, value in launch.constants if value is None)
+
+
+def parse(launches: Iterable[tuple[Launch, str]]) -> None:
+    for launch, at in launches:
         try:
             launch.parse(90)
         except triton.CompilationError as error:
             pytest.fail(f"{at}: {launch}: {error}")
+
+
+def test_every_recorded_launch_can_be_made(launches: dict[Launch, str]) -> None:
+    """What `make fit` compiles leaves out no argument that its kernel needs. Sizes are left to it."""
+    kinds = {(launch.name, absent(launch)): (launch, at) for launch, at in launches.items()}
+    parse(kinds.values())
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, torch.float16], ids=str)
+def test_every_kernel_takes_every_dtype(dtype: torch.dtype) -> None:
+    """Of each kernel, the launch with the most arguments, and of gates of float64 beside float32."""
+    found: dict[tuple[str, bool], tuple[Launch, str]] = {}
+    for launch, at in recorded(every_call([dtype], [(64, 64)])).items():
+        key = launch.name, "*fp64" in dict(launch.signature).values()
+        if key not in found or len(absent(launch)) < len(absent(found[key][0])):
+            found[key] = launch, at
+    parse(found.values())
+
+
+def test_every_kernel_compiles(launches: dict[Launch, str]) -> None:
+    """Also those of which none is among the largest."""
+    smaller = {launch.name: launch for launch in launches if launch.name not in {x[1] for x, _ in LARGEST}}
+    assert all(launch.excess(90) is None for launch in smaller.values())

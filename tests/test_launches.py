@@ -1,0 +1,343 @@
+"""What the families launch, where there is no GPU: on tensors without values, recorded instead of run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton")
+
+from launches import matrix_calls, other_calls
+
+from flacompose.ops import (
+    chunk_delta_rule,
+    chunk_gsa,
+    fused_recurrent_delta_rule,
+    fused_recurrent_gsa,
+)
+from flacompose.ops._define import launching_by
+from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.delta_rule.gradients import gradient_kernel
+from flacompose.ops.families.delta_rule.kernels import (
+    pair_kernel,
+    reverse_kernel,
+    sweep_kernel,
+)
+from flacompose.ops.families.scalar_decay import cuda as scalar_decay
+from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
+from flacompose.ops.families.scan import cuda as scan
+from flacompose.ops.families.selective_scan import cuda as selective_scan
+from flacompose.ops.families.slot_attention import cuda as slot_attention
+from flacompose.ops.families.slot_attention.kernels import token_kernel
+from flacompose.ops.families.vector_decay import cuda as vector_decay
+from flacompose.ops.families.vector_decay.kernels import (
+    gated_kernel,
+    plain_kernel,
+    score_kernel,
+)
+
+Launches = list[tuple[Any, dict[str, Any]]]
+
+
+def launched(call: Callable[[], Any]) -> tuple[Launches, Any]:
+    """The kernels that `call` launches, with their arguments by name, and what it returns; none of them runs."""
+    launches: Launches = []
+
+    def record(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        launches.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs))
+
+    with launching_by(record):
+        return launches, call()
+
+
+def described(results: Any) -> list[tuple[Any, ...]]:
+    return [(x.shape, x.dtype, x.stride()) for x in results]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    ("dtype", "K", "V"),
+    [(torch.bfloat16, 64, 64), (torch.float16, 64, 64), (torch.float32, 64, 16), (torch.bfloat16, 300, 512)],
+    ids=str,
+)
+def test_results_are_as_a_trace_has_them(dtype: torch.dtype, K: int, V: int, packed: bool) -> None:
+    """A compiled model reads what the trace says, whatever the kernels compute in, and what is not wanted is empty.
+
+    Of heads of more than 256, tiles add up in float32.
+    """
+    bounds = 3 if packed else None
+    with torch.device("meta"):
+        for call in (*matrix_calls(dtype, K, V, 130, bounds), *other_calls(dtype, 130, bounds)):
+            _, results = launched(call)
+            assert described(results) == described(call.traced()), f"{call.at} {call.op}"
+
+
+class Symbols:
+    """Sizes that every question about them would leave a guard on."""
+
+    def __init__(self) -> None:
+        self.env = ShapeEnv()
+
+    def __call__(self, name: str, hint: int) -> torch.SymInt:
+        source = ConstantSource(name)
+        created = self.env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        return self.env.create_symintnode(created, hint=hint, source=source)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "N"),
+    [(torch.bfloat16, None), (torch.float32, 1), (torch.bfloat16, 5)],
+    ids=["rows", "one", "five"],
+)
+def test_launches_at_every_length(dtype: torch.dtype, N: int | None) -> None:
+    """Traced at a symbolic length and number of sequences, the launches ask nothing about them."""
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        T, bounds = symbol("T", 65), None if N is None else symbol("N", N + 1)
+        for call in (*matrix_calls(dtype, 16, 16, T, bounds), *other_calls(dtype, T, bounds)):
+            launched(call)
+            assert [guard.expr for guard in symbol.env.guards] == [], f"{call.at} {call.op}"
+
+
+def one_token_of_slots(
+    dtype: torch.dtype, B: Any, H: int, G: int, K: int, M: int, V: int, gate_dtype: torch.dtype, state: bool
+) -> tuple[Any, ...]:
+    """The arguments of the op of one token of slot attention."""
+    q, k, v = (torch.zeros(B, 1, H, *D, dtype=dtype) for D in ((G, K), (K,), (V,)))
+    s, g = (torch.zeros(B, 1, H, M, dtype=x) for x in (dtype, gate_dtype))
+    states = (torch.zeros(B, H, K, M), torch.zeros(B, H, M, V)) if state else (None, None)
+    return q, k, v, s, g, *states, 1.0
+
+
+@pytest.mark.parametrize("G", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_one_token_of_slots_is_one_launch(dtype: torch.dtype, G: int) -> None:
+    """And nothing is copied for it."""
+    args = one_token_of_slots(dtype, 2, 3, G, 128, 64, 200, torch.float32, True)
+    ((kernel, arguments),), _ = launched(lambda: slot_attention.token(*args))
+    assert kernel is token_kernel
+    assert [arguments[name] for name in kernel.arg_names[:7]] == [Is(x) for x in args[:7]]
+
+
+class Is:
+    """Equal to the very same object."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return self.x is other
+
+
+def test_slot_attention_launches_for_every_batch() -> None:
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        B = symbol("B", 5)
+        args = one_token_of_slots(torch.float32, B, 2, 3, 16, 12, 20, torch.float32, True)
+        _, (o, final_k, final_v) = launched(lambda: slot_attention.token(*args))
+    assert o.shape[0] == final_k.shape[0] == final_v.shape[0] == B
+    assert [guard.expr for guard in symbol.env.guards] == []
+
+
+@pytest.mark.parametrize("gates", [("gk",), ("gv",), ("gk", "gv")], ids="-".join)
+def test_what_is_mild_is_found_once(gates: tuple[str, ...]) -> None:
+    """The backward of one gate is told by the plain kernel; beside another gate there is none to tell."""
+    q, k, v, g, do = torch.zeros(5, 1, 5, 2, 16)
+    gk, gv = (g if name in gates else None for name in ("gk", "gv"))
+    args = q, k, v, gk, gv, None, None, None, 1.0, False, False, do, None, [True] * 7
+    launches, _ = launched(lambda: vector_decay.backward(*args))
+    alone = len(gates) == 1
+    found = [arguments["mild"] for kernel, arguments in launches if kernel is plain_kernel]
+    told = [arguments for kernel, arguments in launches if kernel is gated_kernel]
+    assert {arguments["KNOWN"] for arguments in told} == {alone}
+    assert {any(x is arguments["mild"] for x in found) for arguments in told} == {alone}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ("q", {sweep_kernel, gradient_kernel}),
+        ("k", {sweep_kernel, reverse_kernel, gradient_kernel}),
+        ("v", {reverse_kernel}),
+        ("g", {sweep_kernel, reverse_kernel, gradient_kernel, gate_gradient_kernel}),
+        ("initial_state", {reverse_kernel}),
+    ],
+)
+def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> None:
+    q, k, v, do = torch.zeros(4, 1, 5, 2, 16)
+    beta, g = torch.zeros(2, 1, 5, 2)
+    mask = [name == wanted for name in ("q", "k", "v", "beta", "g", "gk", "initial_state")]
+    args = q, k, v, beta, g, None, torch.zeros(1, 2, 16, 16), None, 1.0, do, None, mask
+    launches, _ = launched(lambda: delta_rule.backward(*args))
+    assert {kernel for kernel, _ in launches} == expected | {gate_kernel, pair_kernel}
+
+
+@pytest.mark.parametrize("S", [3, 40])
+@pytest.mark.parametrize("wanted", range(6))
+def test_states_are_swept_where_a_gradient_needs_them(wanted: int, S: int) -> None:
+    """In the selective scan, those of dt, A and C do."""
+    x, A, B = torch.zeros(1, 5, 6), torch.zeros(6, S), torch.zeros(1, 5, 2, S)
+    args = x, x, A, B, B, torch.zeros(1, 6, S), None, x, None, [i == wanted for i in range(6)]
+    launches, _ = launched(lambda: selective_scan.backward(*args))
+    assert len(launches) == 1 + (wanted in (1, 2, 4))
+
+
+@pytest.mark.parametrize(("B", "rows", "copied"), [(2, 5, False), (2, 6, True), (1, 6, False)])
+def test_values_beside_others_are_not_copied(B: int, rows: int, copied: bool) -> None:
+    """Those of a projection with more in it, unless there is also more between rows."""
+    q, k = torch.zeros(2, B, 5, 2, 16)
+    v = torch.zeros(B, rows, 96)[:, :5, 32:64].unflatten(2, (2, 16))
+    args = q, k, v, torch.zeros(B, 5, 2), None, None, None, None, 1.0
+    launches, _ = launched(lambda: delta_rule.chunk(*args))
+    (found,) = (arguments for kernel, arguments in launches if kernel is sweep_kernel)
+    assert (found["v"].data_ptr() != v.data_ptr()) == copied
+    assert found["v_token"] == (32 if copied else 96)
+
+
+FAMILIES = {"delta": delta_rule, "scalar": scalar_decay, "vector": vector_decay}
+
+
+def launch_recurrent(family: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
+    """The recurrent form of a family, and the form that stores states."""
+    gates = {"delta": (v[..., 0], None, None), "scalar": (None,) * 3, "vector": (None,) * 3}[family]
+    args = q, k, v, *gates, None, cu_seqlens, 1.0, *((False, False) if family == "vector" else ())
+    FAMILIES[family].recurrent(*args)
+    FAMILIES[family].steps(*args, 1, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("B", "T", "rows", "copied"),
+    [
+        (2, 5, 5, False),
+        (2, 5, 6, True),
+        (1, 5, 6, False),
+        (2, 1, 1, False),
+        (2, 1, 6, False),
+        (1, 1, 6, False),
+    ],
+)
+def test_one_token_after_the_other_is_not_copied(
+    B: int, T: int, rows: int, copied: bool, dtype: torch.dtype, family: str
+) -> None:
+    """Of a projection to all of them, unless there is also more between rows of several tokens. `v` has more heads."""
+    wide = torch.zeros(B, rows, 160, dtype=dtype)[:, :T]
+    q, k, v = (x.unflatten(2, (-1, 16)) for x in wide.split([32, 32, 96], 2))
+    launches, _ = launched(lambda: launch_recurrent(family, q, k, v))
+    assert len(launches) == 2
+    for _, arguments in launches:
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            taken = arguments[name]
+            assert (taken is not x) == (taken.data_ptr() != x.data_ptr()) == copied
+            distance = x[0, 0].numel() if copied else 160 * (rows if T == 1 and B > 1 else 1)
+            assert arguments[f"{name}_token"] == distance or B == T == 1
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_strides_of_one_are_of_no_account(T: int) -> None:
+    """Those of axes with one head, of one number."""
+    q, k, v = (torch.zeros(1000).as_strided((2, T, 1, 1), (3 * T, 3, 7, 9), i) for i in range(3))
+    launches, _ = launched(lambda: launch_recurrent("vector", q, k, v))
+    for _, arguments in launches:
+        assert [arguments[name] for name in "qkv"] == [Is(x) for x in (q, k, v)]
+        assert [arguments[f"{name}_token"] for name in "qkv"] == [3 * T if T == 1 else 3] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("N", [None, 5], ids=["rows", "packed"])
+@pytest.mark.parametrize("one", ["", "row", "token"])
+def test_tokens_beside_others_at_every_length(family: str, N: int | None, one: str) -> None:
+    """Of a projection whose width is open, too, nothing is copied and nothing asked."""
+    symbol = Symbols()
+    with FakeTensorMode(shape_env=symbol.env):
+        B = 1 if one == "row" or N is not None else symbol("B", 3)
+        T, beside = 1 if one == "token" else symbol("T", 65), symbol("beside", 40)
+        wide = torch.empty(B, T, beside + 160)
+        q, k, v = (wide[..., i : i + n].unflatten(2, (n // 16, 16)) for i, n in ((0, 32), (32, 32), (64, 96)))
+        cu_seqlens = None if N is None else torch.empty(symbol("N", N + 1), dtype=torch.int64)
+        known = len(symbol.env.guards)
+        launches, _ = launched(lambda: launch_recurrent(family, q, k, v, cu_seqlens))
+    assert len(launches) == 2
+    for _, arguments in launches:
+        assert [arguments[name] for name in "qkv"] == [Is(x) for x in (q, k, v)]
+        if not (one == "token" and N is not None):  # of one token there is no next
+            assert statically_known_true(arguments["q_token"] == beside + 160)
+    assert symbol.env.guards[known:] == []
+
+
+def test_no_scores_of_mild_chunks() -> None:
+    """The forward of one gate on the value axis makes those of the others alone."""
+    q, k, v, gv = torch.zeros(4, 1, 5, 2, 16)
+    args = q, k, v, None, gv, None, None, None, 1.0, False, False
+    launches, _ = launched(lambda: vector_decay.chunk(*args))
+    mild, scored, strong = (
+        arguments for kernel, arguments in launches if kernel in (gated_kernel, score_kernel)
+    )
+    assert mild["P"] is None and scored["P"] is strong["P"]
+    assert scored["mild"] is mild["mild"] is strong["mild"] is not None
+
+
+@pytest.mark.parametrize(
+    "family", [scalar_decay, vector_decay, delta_rule, scan], ids=["scalar", "vector", "delta", "scan"]
+)
+@pytest.mark.parametrize("sequences", [1, 600])
+def test_many_sequences_are_not_cut(family: Any, sequences: int) -> None:
+    """A long packed row is cut into segments if it is few sequences: else their states would outgrow it."""
+    T = 200 * 64
+    q, k, v = torch.empty(3, 1, T, 2, 16, device="meta")
+    cu_seqlens = torch.empty(sequences + 1, dtype=torch.int64, device="meta")
+    gates = {delta_rule: (v[..., 0], None, None)}.get(family, (None,) * 3)
+    options = (False, False) if family is vector_decay else ()
+    args = q, k, v, *gates, None, cu_seqlens, 1.0, *options
+    if family is scan:
+        args = q[:, :, 0], k[:, :, 0], None, cu_seqlens
+    launches, _ = launched(lambda: family.chunk(*args))
+    ends = "ends" if family is delta_rule else "segment_state"
+    cut = any(arguments.get(ends) is not None for _, arguments in launches)
+    assert cut == (sequences == 1)
+
+
+KERNEL = ["triton_kernel_wrapper_functional"]
+QKV = [(16,)] * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes", "T", "expected"),
+    [
+        (fused_recurrent_delta_rule, [*QKV, ()], 1, KERNEL),
+        (fused_recurrent_delta_rule, [*QKV, ()], 2, ["flacompose.delta_rule_recurrent.default"]),
+        (chunk_delta_rule, [*QKV, ()], 1, ["flacompose.delta_rule_chunk.default"]),
+        (fused_recurrent_gsa, [*QKV, (12,), (12,)], 1, KERNEL),
+        pytest.param(
+            *(fused_recurrent_gsa, [*QKV, (12,)], 1, KERNEL),
+            # test_kernels_of_a_step sees it elsewhere, by the layer of ABC.
+            marks=pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="indexing asks for CUDA"),
+        ),
+        (fused_recurrent_gsa, [*QKV, (12,), (12,)], 2, ["flacompose.vector_decay_recurrent.default"] * 2),
+        (chunk_gsa, [*QKV, (12,), (12,)], 1, ["flacompose.vector_decay_chunk.default"] * 2),
+    ],
+)
+def test_inductor_launches_one_token_itself(
+    function: Callable[..., Any], sizes: list[tuple[int, ...]], T: int, expected: list[str]
+) -> None:
+    from torch._functorch.aot_autograd import aot_export_module
+    from torch._inductor.virtualized import V
+
+    class Module(torch.nn.Module):
+        def forward(self, *args: Tensor) -> Any:
+            return tree_leaves(function(*args, output_final_state=True))
+
+    with FakeTensorMode() as mode, V.set_fake_mode(mode):
+        args = [torch.empty(2, T, 2, *size, device="cuda") for size in sizes]
+        graph, _ = aot_export_module(Module(), args, trace_joint=False)
+    targets = (str(node.target) for node in graph.graph.nodes)
+    assert [x for x in targets if "triton_kernel_wrapper" in x or "flacompose" in x] == expected
