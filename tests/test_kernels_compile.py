@@ -71,7 +71,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]]
 
 
 def compile_only(kernel, grid, *args, capability: int = 90, shared: int = SHARED_MEMORY, **kwargs) -> None:
-    """In the place of a launch."""
+    """Compiles a kernel instead of launching it."""
     assert Launch.of(kernel, *args, **kwargs).compile(capability).shared <= shared
 
 
