@@ -440,8 +440,8 @@ def test_segments_without_tokens(case: OpCase, monkeypatch: pytest.MonkeyPatch) 
 def test_values_beside_others(case: OpCase, lengths: list[int] | None) -> None:
     """They are read where they are, the other inputs as copies."""
     problem = draw(case, CPU, T=70, H=2, K=5, V=6, lengths=lengths)
-    beside = problem.with_tensors(v=side_by_side(problem.tensors["v"]))
-    assert_equal(evaluate(beside, "both", launched), evaluate(problem, "both", launched))
+    strided = problem.with_tensors(v=side_by_side(problem.tensors["v"]))
+    assert_equal(evaluate(strided, "both", launched), evaluate(problem, "both", launched))
 
 
 @each_delta_rule
