@@ -192,7 +192,7 @@ class Op:
 
 
 def more_shapes(op: Op, taken: Sequence[Shape]) -> list[Shape]:
-    """The shapes beside those `taken`, each once: to a recurrence without heads some are the same."""
+    """The further shapes that are not among those `taken`, each once: without heads, some of them are the same."""
     labels = {op.label(shape) for shape in taken}
     shapes = []
     for shape in (*MORE, *([GROUPED] if op.grouped else [])):

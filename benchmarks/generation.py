@@ -194,7 +194,7 @@ def take_all(
     options: Options,
     calls: int,
 ) -> None:
-    # The graphs of `speculate` are of what `COMPILED` compiles.
+    # In `GRAPH`, `speculate` records what is compiled as in `COMPILED`.
     by_inductor = compiler(COMPILED, backend, options)
     compilers = {EAGER: compiler(EAGER, backend), COMPILED: by_inductor, GRAPH: by_inductor}
     tuned = partial(compiler, TUNED, backend, {**TUNING, **options}, dynamic=False)
@@ -205,7 +205,7 @@ def take_all(
             continue
         if "token" in wanted:
             for B in size.batches:
-                # Kernels that are tuned are tuned for one batch, as those of a graph.
+                # Tuned kernels are tuned for one batch size, so each batch size has a compiler of its own.
                 compiled = compilers[mode] if mode in compilers else tuned()
                 one = partial(decode, model, B, mode, compiled, options, calls)
                 attempt(f"decoding, {mode}, at batch {B}", one)

@@ -127,16 +127,16 @@ def _rows(
     taken: dict[str, list[dict[str, float]]] = {side: [] for side in (*processes, SDPA)}
     notes: dict[str, str] = {}
 
-    def of(side: str) -> Process:
+    def process_of(side: str) -> Process:
         return processes["flacompose" if side == SDPA else side]
 
     def ask(side: str, calls: float) -> None:
         name = SDPA if side == SDPA else op.name
-        of(side).send({"op": name, "shape": str(shape), "calls": calls})
+        process_of(side).send({"op": name, "shape": str(shape), "calls": calls})
 
     def hear(side: str, keep: bool) -> None:
         try:
-            reply = of(side).receive(timeout_s)
+            reply = process_of(side).receive(timeout_s)
         except (RuntimeError, TimeoutError) as error:
             reply = {"error": str(error)}
         if reply is None or "error" in reply:

@@ -93,7 +93,7 @@ class OpCase:
     groups: int = 1  # how many HV, or HQ, share one of H
     scaled: bool = True
     flops: int = 4  # per token and element of the state
-    draws: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # made of normal numbers
+    draws: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of normal numbers
     any_dtype: Axes = ()  # inputs that need not have the dtype of the first
     optional: Axes = ()  # inputs that may be absent
     not_cast: Axes = ()  # inputs of tokens that autocast leaves as they are
@@ -104,7 +104,7 @@ class OpCase:
     # A reference in which a gradient is only the first of two large terms that cancel in the true gradient. Errors of
     # that gradient are measured against it.
     uncancelled: Callable[..., tuple[Tensor, State]] | None = None
-    inductor: bool = False  # it stands for its family in tests that take a C++ compilation each
+    inductor: bool = False  # stands for its family in tests that compile C++
 
     @property
     def forward(self) -> str:
@@ -265,7 +265,7 @@ def retention_reference(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Ten
 
 
 def lightning_reference(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
-    """That of layer 1 of 4."""
+    """The reference of lightning attention, for layer 1 of 4."""
     H = v.shape[2]
     h = torch.arange(H, dtype=torch.float64, device=v.device)
     return scalar_decay(q, k, v, g_gamma=(-8 * h / H * (1 - 1 / 4)).to(v.dtype), **options)

@@ -152,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="one worker of compile_candidates")
     for name in ("op", "shapes", "configs", "index", "workers"):
         parser.add_argument(name)
-    parser.add_argument("--only-steps", action="store_true", help="no calls with states, none of one token")
+    parser.add_argument("--only-steps", action="store_true", help="no states, and no single tokens")
     arguments = parser.parse_args()
     op, module = OPS[arguments.op], peer.load()
     if arguments.configs != "none":

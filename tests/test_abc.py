@@ -94,7 +94,7 @@ def test_packed_running_logsumexp(bounds: list[int], given: bool, device: torch.
 
 
 def finite(s: Tensor, z: Tensor | None, cu: Tensor | None = None) -> tuple[Tensor, ...]:
-    """What derivatives are of: where a gate or z is -inf, its exponential."""
+    """The results as finite numbers, which have derivatives: exponentials of gates, and 0 where z is -inf."""
     gates, weights, z = running_logsumexp(s, z, cu)
     return gates.exp(), weights, torch.where(z == -INF, 0, z)
 

@@ -868,12 +868,12 @@ def test_public_run(tmp_path: Path):
     run.main(arguments)
     saved = Results.load(tmp_path / "public-qwen3-next-cpu.json")
     assert not [note for note in saved.notes if "failed" in note]
-    beside = {row.quantity: row for row in saved.rows if row.beside == "python"}
-    assert set(beside) == {
+    beside_python = {row.quantity: row for row in saved.rows if row.beside == "python"}
+    assert set(beside_python) == {
         "graph breaks of a token", "loss", "one token, compiled", "one token, eager", "prefill",
         "training step, eager",
     }  # fmt: skip
-    assert abs(beside["loss"].ours - beside["loss"].other) < 0.02 * beside["loss"].other
+    assert abs(beside_python["loss"].ours - beside_python["loss"].other) < 0.02 * beside_python["loss"].other
     alone = {row.quantity: row for row in saved.rows if row.beside == "fla"}
     assert alone["graph breaks of a training step"].ours == alone["graph breaks of a token"].ours == 0
     assert alone["training step, compiled"].met is False  # without a figure of the peer

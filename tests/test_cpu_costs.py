@@ -14,13 +14,13 @@ from contract.problems import call, draw
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
-# A token is to be within 3. Other processes disturb times on a busy machine, the least of many times least of all, and
-# the rest of the limit is for that.
+# A token is to take at most 3 times as long. The rest of the limit is for other processes of a busy machine, which
+# disturb the least of many times little.
 LIMIT = 4.0
 
 
 def ratio(ours: Callable[[], object], other: Callable[[], object], repeats: int) -> float:
-    """Of the least times, the two taken in turns so that what disturbs one disturbs both."""
+    """The ratio of both least times. The functions take turns, so that what disturbs one disturbs the other."""
     least = [float("inf")] * 2
     for _ in range(repeats):
         for i, function in enumerate((ours, other)):

@@ -53,7 +53,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def full_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run from start to end: where it wrote and what it said."""
     out = tmp_path_factory.mktemp("whole")
     result = run(out, text)
@@ -72,8 +72,8 @@ def losses(said: str) -> tuple[float, float]:
     return float(baseline), float(model)
 
 
-def test_whole_run(whole: tuple[Path, str]) -> None:
-    out, said = whole
+def test_whole_run(full_run: tuple[Path, str]) -> None:
+    out, said = full_run
     baseline, model = losses(said)
     assert model < baseline
     assert {path.name for path in out.iterdir()} == {"loss.png", "lm.pt2", "lm_step.pt2"}
@@ -85,7 +85,7 @@ def test_whole_run(whole: tuple[Path, str]) -> None:
     assert f"removed {out / 'checkpoint.pt'}" in said
 
 
-def test_export_runs_in_a_process_without_the_example(whole: tuple[Path, str]) -> None:
+def test_export_runs_in_a_process_without_the_example(full_run: tuple[Path, str]) -> None:
     """One call over a text equals two calls, and equals one-token calls, each from the state before."""
     code = """
 import sys
@@ -112,7 +112,7 @@ with torch.no_grad():
         each.append(out)
     torch.testing.assert_close(torch.cat(each, 1), logits, rtol=1e-4, atol=1e-5)
 """
-    out, _ = whole
+    out, _ = full_run
     result = subprocess.run(
         [sys.executable, "-c", code, str(out / "lm.pt2"), str(out / "lm_step.pt2")],
         env=environment(),
@@ -150,7 +150,7 @@ def interrupted(out: Path, text: Path, stream: str, sign: str) -> tuple[str, str
 
 
 def test_interrupted_and_continued_equals_uninterrupted(
-    whole: tuple[Path, str], text: Path, tmp_path: Path
+    full_run: tuple[Path, str], text: Path, tmp_path: Path
 ) -> None:
     said, complaint = interrupted(tmp_path, text, "stdout", "compiling")
     assert "still compiling: stopping after this step" in complaint
@@ -167,7 +167,7 @@ def test_interrupted_and_continued_equals_uninterrupted(
     result = run(tmp_path, text)
     assert result.returncode == 0, result.stderr
     assert "continuing from step" in result.stdout
-    out, uninterrupted = whole
+    out, uninterrupted = full_run
     if torch.cuda.is_available():  # sums of embedding gradients there depend on the order of arrival
         assert losses(result.stdout) == pytest.approx(losses(uninterrupted), rel=0.05)
         return

@@ -94,7 +94,7 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     ids=["state", "sweep", "delta_sweep", "join", "channel", "channel_pair"],
 )
 def test_what_was_tuned_on_hopper_stays(function: Any, choices: Any, digest: str) -> None:
-    """These were measured on an H100, and compared with the reference there. Who changes them, measures them again."""
+    """These were measured on an H100, and compared with the reference there. After a change, measure them again."""
     table = [*configurations(function, *choices)]
     assert sha256(repr(table).encode()).hexdigest()[:16] == digest
     if function is delta_rule.channel_pair_config:  # with more keys in float32 it did not fit before

@@ -16,7 +16,7 @@ each_form = pytest.mark.parametrize("form", [chunk_lightning_attn, fused_recurre
 
 
 def rates(form, H: int, layer_idx: int, num_layers: int, decay: str, device: torch.device) -> torch.Tensor:
-    """By what one token leaves of a state of 1."""
+    """The rate of each head, from what one token leaves of a state of 1."""
     q = torch.zeros(1, 1, H, 1, dtype=torch.float64, device=device)
     state = torch.ones(1, H, 1, 1, dtype=torch.float64, device=device)
     _, left = form(q, q, q, layer_idx, num_layers, initial_state=state, output_final_state=True, decay=decay)

@@ -1,4 +1,4 @@
-"""Mamba's selective scan: what is around its op, groups, rates of every size, layouts, and its memory."""
+"""Mamba's selective scan: what surrounds its op, groups, rates of every size, layouts, and its memory."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ class Largest(TorchDispatchMode):
 def test_the_states_of_all_tokens_are_never_in_memory(
     lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In PyTorch no tensor has more of them than are said to be fast, here those of one chunk."""
+    """In PyTorch no tensor has more elements than a segment may have, here those of the states of one chunk."""
     limit = _chunks.CHUNK * 16 * 64
     monkeypatch.setattr(_chunks, "SEGMENT", limit)
     problem = draw(SELECTIVE, torch.device("cpu"), B=1, T=512, K=16, V=64, lengths=lengths)

@@ -38,7 +38,7 @@ def small(case: OpCase, device: torch.device) -> Problem:
 
 
 def by_two_calls(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """The function, as if its one token were one of a length that a graph leaves open."""
+    """The function in two calls, as it is computed where a graph does not know that there is one token."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gsa, "always_true", lambda _: False)
         return call(problem, **tensors)
@@ -322,7 +322,7 @@ def test_exported(case: OpCase, autocast: bool, device: torch.device) -> None:
 
 @each
 def test_exported_at_any_length(case: OpCase, device: torch.device) -> None:
-    """A length that is open is not asked whether it is one token, and is right where it is."""
+    """A program for every length has no guard on a single token, and is right for one."""
     T = Dim("T", min=1, max=2**20)
     problem = draw(case, device, T=5)
     shapes = {name: {1: T} if "T" in case.axes[name] else {} for name in problem.tensors}

@@ -46,7 +46,7 @@ SIZES = [
 
 @pytest.fixture(params=dict.fromkeys(CHIPS.values()), ids=lambda chip: f"sm_{chip.capability}")
 def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Chip]:
-    """One whose tables are used from now on, in calls that are not those recorded before."""
+    """A chip whose tables are used from now on, by calls that repeat no recorded ones."""
     chip: Chip = request.param
     if chip.shared_memory > chip_of(torch.device("cuda")).shared_memory:
         pytest.skip("its programs do not fit here")

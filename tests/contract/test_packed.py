@@ -40,7 +40,7 @@ def test_packed(case: OpCase, name: str, tail: int, device: torch.device) -> Non
 def test_what_a_tail_holds_changes_nothing(
     case: OpCase, garbage: float, arriving: bool, device: torch.device
 ) -> None:
-    """Neither a result nor a gradient, those of what all tokens share included; its own gradients are zeros."""
+    """No result and no gradient changes, not even of what all tokens share. The tail's own gradients are zeros."""
     problem = draw(case, device, lengths=[40, 3], tail=5)
     expected = evaluate(problem)
     poisoned = replace(problem, tensors={name: x.clone() for name, x in problem.tensors.items()})

@@ -177,7 +177,7 @@ def test_gates(case: OpCase, gates: str | float) -> None:
 @each_gated_op
 @pytest.mark.parametrize(("gates", "loss"), [(-4.5, "both"), (-15.0, "both"), (-8.0, "state")])
 def test_strong_gates_of_a_few_tokens(case: OpCase, gates: float, loss: str) -> None:
-    """Their sums are small, and so are gradients, beside what other heads of a group read undecayed."""
+    """The sums of few gates are small. So are gradients, compared with what heads of a group read undecayed."""
     check(draw(case, CPU, B=1, H=1, T=3, gates=gates), loss)
 
 
@@ -186,7 +186,7 @@ BONUS = NAMED["bonus-chunk-gk-gv"]
 
 @pytest.mark.parametrize("T", [2, 66])
 def test_strong_gates_on_both_axes_beside_a_bonus(T: int) -> None:
-    """Neighbours meet undecayed, everything else nearly forgotten: the gates' gradients are all of what is left."""
+    """Neighbours meet undecayed, all else is nearly forgotten: gates' gradients come from the little that is left."""
     check(draw(BONUS, CPU, B=1, H=1, T=T, gates=-8.0))
 
 
@@ -203,14 +203,14 @@ def test_bonus_beside_any_gates(H: int, lengths: list[int] | None, axes: tuple[s
 
 @pytest.mark.parametrize("gates", ["mild", "mixed"])
 def test_gates_on_both_axes_in_chunks(gates: str) -> None:
-    """What the one tile of the value axis reads is decayed along the key axis too."""
+    """What is read from the state along the value axis, which is one tile, is decayed along the key axis too."""
     check(draw(GATES_ON_BOTH_AXES, CPU, B=1, H=2, T=66, gates=gates))
 
 
 @every([GATES_ON_BOTH_AXES, NAMED["chunk_gsa"]])
 @pytest.mark.parametrize("strong", [slice(32), slice(32, None)], ids=["first", "last"])
 def test_one_tile_of_strong_gates(case: OpCase, strong: slice) -> None:
-    """What is mild is told of each tile, and the pairs of a chunk are there for any that is not."""
+    """Whether gates are mild is noted for each tile, and the pairs of a chunk are stored if any tile's are not."""
     problem = draw(case, CPU, B=1, H=1, T=20, K=40, V=40, M=70)
     for name in case.gates:
         problem.tensors[name][..., strong] = -20.0
@@ -440,8 +440,8 @@ def test_segments_without_tokens(case: OpCase, monkeypatch: pytest.MonkeyPatch) 
 def test_values_beside_others(case: OpCase, lengths: list[int] | None) -> None:
     """They are read where they are, the other inputs as copies."""
     problem = draw(case, CPU, T=70, H=2, K=5, V=6, lengths=lengths)
-    beside = problem.with_tensors(v=side_by_side(problem.tensors["v"]))
-    assert_equal(evaluate(beside, "both", launched), evaluate(problem, "both", launched))
+    strided = problem.with_tensors(v=side_by_side(problem.tensors["v"]))
+    assert_equal(evaluate(strided, "both", launched), evaluate(problem, "both", launched))
 
 
 @each_delta_rule

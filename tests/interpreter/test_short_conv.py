@@ -88,7 +88,7 @@ def test_no_access_leaves_a_tensor(
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 def test_no_token_past_the_end_has_a_gradient() -> None:
-    """Its sum, of which no one speaks, overflows; that of the last token does not."""
+    """The sum of such a token, which is not computed with, would overflow; that of the last token does not."""
     x = torch.tensor([[[0.0], [2e38]]])
     weight, dy = torch.tensor([[2.0, 1.0]]), torch.ones(1, 2, 1)
     dx, *_ = cuda.backward(x, weight, None, None, None, True, dy, None, [True, False, False, False])

@@ -33,7 +33,7 @@ BOUND = 2 * FIXED[torch.float32][0]
 
 
 def by_two_passes(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """The function, as if its one token were one of a length that nobody knows."""
+    """The function in two passes, as it is computed where a graph does not know that there is one token."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gsa, "always_true", lambda _: False)
         return launched(problem, **tensors)

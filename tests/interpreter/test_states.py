@@ -62,7 +62,7 @@ def test_large_heads(case: OpCase) -> None:
 
 
 def test_every_place_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And none beside: memory that nothing has written to is NaN here."""
+    """No other place is written: memory that nothing has written to is NaN here."""
     for case in (x for x in WITH_STATES if x.form == "recurrent"):
         problem = draw(case, CPU, B=1, T=4, H=1, K=3, V=5, M=3)
         empty = torch.empty

@@ -148,7 +148,7 @@ def test_compiled(device: torch.device) -> None:
 def test_compilations(name: str, device: torch.device) -> None:
     """Three graphs for each model, of a prompt, a token and several tokens, whatever B and T, and others for one row.
 
-    A state is none of a kind of its own, whether it comes from a prompt, from a step or from `at`.
+    For the compiler all states are alike, whether they come from a prompt, from a step or from `at`.
     """
     torch._dynamo.reset()
     layer, options = ASSISTED[name]

@@ -1,6 +1,6 @@
 """The models beside the libraries that transformers would otherwise call: a process that has them on its path.
 
-    python -m integrations.beside FILE {with,without} NAME ...
+    python -m integrations.other_libraries FILE {with,without} NAME ...
 
 The libraries are stand-ins which raise when they are called. They are found as the real ones are: by transformers, when
 a modeling file is imported, whatever the device.

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.17")
 
-from .beside import LIBRARIES, outcomes, write_libraries
+from .other_libraries import LIBRARIES, outcomes, write_libraries
 from .tiny import DOORS
 
 # One of each function that is replaced.
@@ -23,7 +23,7 @@ START = """
 import runpy, sys
 
 sys.modules["torchao"] = None
-runpy.run_module("integrations.beside", run_name="__main__", alter_sys=True)
+runpy.run_module("integrations.other_libraries", run_name="__main__", alter_sys=True)
 """
 STAND_INS = {
     f"{m}.{f}" for modules in LIBRARIES.values() for m, functions in modules.items() for f in functions
@@ -44,15 +44,15 @@ def test_others_are_not_called(kernels: str, tmp_path: Path) -> None:
     assert out["modules"] == (kernels == "with")
 
     for name in NAMES:
-        alone, beside = outcomes(name), out["models"][name]
-        first, *later = beside["as it is"]
+        alone, with_libraries = outcomes(name), out["models"][name]
+        first, *later = with_libraries["as it is"]
         assert all(again == first for again in later)
         assert [row[:3] for row in first["runs_on"]] == [row[:3] for row in alone["as it is"][0]["runs_on"]]
         if name != "minimax":  # which has no function for its recurrence
             others = {row.runs_on for row in first["runs_on"]}
             assert others <= STAND_INS and all(row.why for row in first["runs_on"])
             assert first["error"] in {f"the stand-in of {other} was called" for other in others}
-        for actual, expected in zip(beside["replaced"], alone["replaced"], strict=True):
+        for actual, expected in zip(with_libraries["replaced"], alone["replaced"], strict=True):
             assert actual["runs_on"] == expected["runs_on"] and not any(row.why for row in actual["runs_on"])
             assert torch.equal(actual["tokens"], expected["tokens"])
             for key in expected.keys() - {"runs_on", "tokens"}:
