@@ -111,8 +111,8 @@ def reasons(figures: Figures) -> str:
 CHOSEN = (
     ("Gated linear attention", "gla", PEER, STEP),
     ("Simple gated linear attention", "simple_gla", PEER, STEP),
-    ("Gated delta rule", "gated_delta_rule", PEER, STEP),
     ("Mamba-2's scan", "mamba2", MAMBA, STEP),
+    ("Gated delta rule", "gated_delta_rule", PEER, STEP),
     ("Kimi Linear, a whole model", "kimi-linear model", PEER, PUBLIC_STEP),
     ("A model of gated linear attention", "gla model", SOFTMAX, MODEL_STEP),
 )
