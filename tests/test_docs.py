@@ -59,7 +59,9 @@ def test_every_saved_run_is_on_its_page() -> None:
     page = (ROOT / "docs" / "saved-runs.md").read_text(encoding="utf-8")
     for path in report.saved(report.RESULTS):
         section = path.with_suffix(".md")
-        assert section.read_text() == report.section(report.Results.load(path)), "run python -m benchmarks.report"
+        assert section.read_text() == report.section(report.Results.load(path)), (
+            "run python -m benchmarks.report"
+        )
         assert page.count(f'--8<-- "{section.relative_to(ROOT).as_posix()}"\n') == 1, section.name
 
 
