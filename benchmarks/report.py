@@ -1,7 +1,7 @@
 """Results as JSON, as a Markdown table and as a plot.
 
-To render saved results anew, and the summary that README.md and the documentation open with:
-``python -m benchmarks.report --update-docs docs/performance.md --summary``
+To render saved results anew, and with them what README.md and docs/performance.md quote:
+``python -m benchmarks.report --summary``
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 RESULTS = Path(__file__).with_name("results")
 
-BEGIN, END = "<!-- benchmark:begin -->", "<!-- benchmark:end -->"
+NAMES = {
+    "fla": "flash-linear-attention",
+    "python": "PyTorch alone",
+    "reference": "the recurrence token by token",
+    "softmax": "softmax attention",
+}
+"""What a reader calls the sides that flacompose is compared with, where it is not the name in the results."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def cells(row: Row) -> list[str]:
 
 def title(results: Results) -> str:
     ops = ", ".join(dict.fromkeys(row.op for row in results.rows))
-    return f"{ops} beside {results.other}, {results.environment['device']}"
+    return f"{ops} compared with {NAMES.get(results.other, results.other)}, {results.environment['device']}"
 
 
 def table(results: Results) -> str:
@@ -127,6 +132,11 @@ def table(results: Results) -> str:
             if (row.op, row.beside) == (op, beside)
         ]
     return "\n".join(lines) + "\n"
+
+
+def section(results: Results) -> str:
+    """The run as docs/saved-runs.md has it: its table under a heading."""
+    return f"## {title(results)}\n\n{table(results)}"
 
 
 def plot(results: Results, path: Path) -> None:
@@ -172,13 +182,6 @@ def put_between(page: Path, text: str, begin: str, end: str, block: str) -> str:
     return f"{before}{begin}\n\n{block}\n{end}{rest.split(end)[1]}"
 
 
-def update_docs(page: Path, runs: Sequence[Results]) -> None:
-    """Put the tables between the page's markers, the rest untouched; a page that is missing is made."""
-    titled = [f"## {title(run)}\n\n{table(run)}" for run in runs]
-    text = page.read_text() if page.exists() else f"# Performance\n\n{BEGIN}\n{END}\n"
-    page.write_text(put_between(page, text, BEGIN, END, "\n".join(titled)))
-
-
 def saved(folder: Path) -> list[Path]:
     """The results in a folder."""
     return [path for path in sorted(folder.glob("*.json")) if path.name != "peer-configs.json"]
@@ -193,20 +196,15 @@ def main() -> None:
         help="JSON files that benchmarks.run wrote (default: all in the repository)",
     )
     parser.add_argument(
-        "--update-docs", type=Path, metavar="PAGE", help="write the tables between its markers"
-    )
-    parser.add_argument(
-        "--summary", action="store_true", help="write the plot and the table of README.md and of the docs"
+        "--summary", action="store_true", help="write the figures of README.md and of docs/performance.md"
     )
     arguments = parser.parse_args()
     runs = []
     for path in arguments.results or saved(RESULTS):
         runs.append(Results.load(path))
-        path.with_suffix(".md").write_text(table(runs[-1]))
+        path.with_suffix(".md").write_text(section(runs[-1]))
         plot(runs[-1], path.with_suffix(".png"))
         print(table(runs[-1]))
-    if arguments.update_docs:
-        update_docs(arguments.update_docs, runs)
     if arguments.summary:
         from . import summary
 

@@ -68,7 +68,6 @@ def parser() -> argparse.ArgumentParser:
         help="another checkout, whose flacompose the parts host and model measure beside this one's",
     )
     add("--out", type=Path, default=report.RESULTS, help="folder for the results (default: %(default)s)")
-    add("--update-docs", type=Path, metavar="PAGE", help="write the tables between the page's markers")
     add = p.add_argument_group("the host's time per call").add_argument
     add("--host-shape", type=Shape.parse, default=cases.HOST_BOUND, metavar="BxTxHxKxV")
     add("--host-rounds", type=int, default=5, help="turns of each side (default: %(default)s)")
@@ -146,9 +145,8 @@ class Run:
 
     def finish(self) -> None:
         self.results.save(self.path)
-        text = report.table(self.results)
-        self.path.with_suffix(".md").write_text(text)
-        print("\n" + text, flush=True)
+        self.path.with_suffix(".md").write_text(report.section(self.results))
+        print("\n" + report.table(self.results), flush=True)
         try:
             report.plot(self.results, self.path.with_suffix(".png"))
         except ModuleNotFoundError as error:
@@ -343,10 +341,6 @@ def main(argv: list[str] | None = None) -> None:
         for part in parts:
             if part in APART:
                 apart(part, ops, device, argv, arguments)
-    if arguments.update_docs:
-        # Runs of before, such as those on another device, stay on the page.
-        runs = [report.Results.load(path) for path in report.saved(arguments.out)]
-        report.update_docs(arguments.update_docs, runs)
 
 
 def in_this_process(ops: list[Op], device: str, argv: list[str], arguments: argparse.Namespace) -> None:

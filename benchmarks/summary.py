@@ -1,28 +1,28 @@
-"""What a reader wants to know first: one plot and one table out of all saved results."""
+"""What the pages quote of all saved results.
+
+README.md, which is also the home page, has three reasons and a few figures; docs/choosing.md has the costs of the
+recurrences; docs/performance.md has the plot and the tables. Each stands between two markers of its page, so that
+``python -m benchmarks.report --summary`` can write it anew.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from .cases import LARGER_HEADS, OPS
 from .processes import ROOT
-from .report import Results, Row, number, put_between
+from .report import NAMES, Results, Row, number, put_between
 
-BEGIN, END = "<!-- summary:begin -->", "<!-- summary:end -->"
+IMAGE = Path("docs/images/summary.svg")
 
-IMAGE = ROOT / "docs" / "images" / "summary.svg"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "performance.md")
-METHOD = ROOT / "docs" / "performance.md"
-"""The page that says how the figures are taken."""
-
-PEER, SOFTMAX = "fla", "softmax"
+PEER, MAMBA, SOFTMAX = "fla", "mamba-ssm", "softmax"
 STEP, MEMORY, FIRST = "forward + backward", "peak memory over the inputs", "first step, cold caches"
 MODEL_STEP, MODEL_MEMORY = "step", "peak memory of a step"
-TOKENS = ("one token, CUDA graph", "one token, compiled")
+PUBLIC_STEP = "training step, compiled"
 
 Figures = dict[tuple[str, str, str, str], tuple[Row, Results]]
+Taken = tuple[Row, Results]
 
 
 def collect(runs: Sequence[Results]) -> Figures:
@@ -36,84 +36,159 @@ def collect(runs: Sequence[Results]) -> Figures:
     return figures
 
 
-def find(figures: Figures, op: str, baseline: str, quantity: str, case: str | None = None) -> Row | None:
-    """The first figure of an op beside another, at any case or at one."""
-    for (*key, at, name), (row, _) in figures.items():
-        if key == [op, baseline] and name == quantity and case in (None, at):
-            return row
-    return None
+def ops(figures: Figures, baseline: str, quantity: str, *, alone: bool = False) -> dict[str, Taken]:
+    """For each op that has this quantity for both sides, its first such figure and the run that it comes from.
 
-
-def ops(figures: Figures, baseline: str, quantity: str) -> dict[str, tuple[Row, Results]]:
-    """For each op that has this quantity for both sides, the first such figure and the run that it comes from."""
-    found: dict[str, tuple[Row, Results]] = {}
+    With `alone`, a figure of flacompose without one of the other side counts too.
+    """
+    found: dict[str, Taken] = {}
     apart = {(op.name, op.label(shape)) for op in OPS.values() if op.has_heads for shape in LARGER_HEADS}
     for (op, other, case, name), (row, run) in figures.items():
-        if (other, name) == (baseline, quantity) and row.ratio is not None and (op, case) not in apart:
+        complete = alone or row.ratio is not None
+        if (other, name) == (baseline, quantity) and complete and (op, case) not in apart:
             found.setdefault(op, (row, run))
     # In the order of the benchmark, not in that of the runs.
     return {op: found[op] for op in sorted(found, key=[*OPS, *found].index)}
 
 
-def _cells(
-    name: str, baseline: str, step: Row, memory: Row | None, first: Row | None, token: Row | None
-) -> str:
-    def pair(row: Row | None) -> list[str]:
-        return ["", ""] if row is None else [number(row.ours), number(row.other)]
-
-    ratio = number(None if memory is None else memory.ratio)
-    return " | ".join([name, baseline, *pair(step), number(step.ratio), ratio, *pair(first), *pair(token)])
+def the(figures: Figures, op: str, baseline: str, quantity: str) -> Taken:
+    """The figure of one op that the README quotes; an error where the saved results no longer have it."""
+    try:
+        return ops(figures, beside, quantity)[op]
+    except KeyError:
+        raise LookupError(f"the saved results must have {quantity!r} of {op!r} beside {beside!r}") from None
 
 
-def table(figures: Figures) -> str:
-    """One table in Markdown: ops beside the peer, then models beside the one with softmax attention."""
-    header = [
-        "",
-        "beside",
-        "step, ms",
-        "the other's",
-        "ratio",
-        "memory ratio",
-        "first call, s",
-        "the other's",
-    ]
-    header += ["one token, ms", "the other's"]
-    lines = [f"| {' | '.join(header)} |", "|---|---|" + "--:|" * 8]
-    for op, (step, _) in ops(figures, PEER, STEP).items():
-        memory = find(figures, op, PEER, MEMORY, step.case)
-        first = find(figures, op, PEER, FIRST, step.case)
-        lines.append(f"| {_cells(f'`{op}`', 'flash-linear-attention', step, memory, first, None)} |")
-    for model, (step, _) in ops(figures, SOFTMAX, MODEL_STEP).items():
-        memory = find(figures, model, SOFTMAX, MODEL_MEMORY, step.case)
-        first = find(figures, model, SOFTMAX, FIRST, step.case)
-        tokens = [row for name in TOKENS if (row := find(figures, model, SOFTMAX, name))]
-        token = next(iter(tokens), None)
-        lines.append(f"| {_cells(model, 'softmax attention', step, memory, first, token)} |")
-    return "\n".join(lines) + "\n"
+def in_the_same_run(taken: Taken, quantity: str) -> Row | None:
+    """Another quantity of the same op and case."""
+    row, run = taken
+    key = (row.op, row.beside, row.case, quantity)
+    return next((r for r in run.rows if (r.op, r.beside, r.case, r.quantity) == key), None)
 
 
-def _where(taken: Sequence[tuple[Row, Results]]) -> str:
-    """The shapes and devices of some figures."""
-    shapes = dict.fromkeys(row.case for row, _ in taken)
-    devices = dict.fromkeys(run.environment.get("device", "an unknown device") for _, run in taken)
-    return f"{'; '.join(shapes)} ({', '.join(devices)})"
+def gpu(run: Results) -> str:
+    """The GPU's short name: `H100` of `NVIDIA H100 80GB HBM3`."""
+    return run.environment.get("device", "unknown").removeprefix("NVIDIA ").split(" ")[0]
 
 
-def caption(figures: Figures) -> str:
-    """What the table's figures are."""
-    sentences = ["Less is better, and a ratio below 1 means that flacompose takes less than the other."]
-    if taken := list(ops(figures, PEER, STEP).values()):
-        sentences.append(
-            f"An op's step is one forward and backward in bfloat16 at {_where(taken)}, its first call that of a fresh "
-            "process with empty caches."
+def commit(run: Results) -> str:
+    return run.environment.get("commit", "")[:7]
+
+
+def where(run: Results) -> str:
+    return f"{gpu(run)}, commit {commit(run)}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], words: Sequence[str] = ()) -> str:
+    """A table of the columns that have anything in them; those named in `words` are text, the others numbers."""
+    rows = list(rows)
+    kept = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    line = f"|{'|'.join('---' if header[i] in words else '--:' for i in kept)}|\n"
+    first, *lines = (f"| {' | '.join(cells[i] for i in kept)} |\n" for cells in (header, *rows))
+    return "".join([first, line, *lines])
+
+
+def reasons(figures: Figures) -> str:
+    """Three reasons to use this library, with a measured number each."""
+    breaks, breaks_run = the(figures, "kimi-linear model", PEER, "graph breaks of a token")
+    step, step_run = the(figures, "gla", PEER, STEP)
+    memory, _ = the(figures, "gla", PEER, MEMORY)
+    error, error_run = the(figures, "gsa", PEER, "relative error of dg")
+    peer = NAMES[PEER]
+    return f"""\
+- **A model stays one graph.** It compiles with `fullgraph=True`, exports with `torch.export`, and is exact at lengths
+  that it was not traced with. A compiled decoding step of Kimi Linear in transformers has
+  **{number(breaks.ours)} graph breaks**; with {peer} it has {number(breaks.other)} ({where(breaks_run)}).
+- **Training takes less time and memory.** A forward and backward pass of gated linear attention takes
+  {number(step.ours)} ms, which is **{step.ratio:.2f} of the time** of {peer}, and {memory.ratio:.2f} of its memory
+  ({where(step_run)}).
+- **Gradients stay accurate.** Every gate from 0 to -inf is legal. In bfloat16 the gradient of the gates of gated slot
+  attention has a **relative error of {error.ours:.4f}**; that of {peer} has {error.other:.4f}
+  ({where(error_run)}).
+"""
+
+
+CHOSEN = (
+    ("Gated linear attention", "gla", PEER, STEP),
+    ("Simple gated linear attention", "simple_gla", PEER, STEP),
+    ("Mamba-2's scan", "mamba2", MAMBA, STEP),
+    ("Gated delta rule", "gated_delta_rule", PEER, STEP),
+    ("Kimi Linear, a whole model", "kimi-linear model", PEER, PUBLIC_STEP),
+    ("A model of gated linear attention", "gla model", SOFTMAX, MODEL_STEP),
+)
+"""The rows of the README: what is told of them, the op, the other side, the quantity."""
+
+
+def few(figures: Figures) -> str:
+    """The table of the README, narrow enough for a telephone."""
+    rows = []
+    for told, op, baseline, quantity in CHOSEN:
+        row, run = the(figures, op, beside, quantity)
+        rows.append(
+            [told, number(row.ours), f"{number(row.other)} ({NAMES.get(baseline, baseline)})", gpu(run)]
         )
-    if taken := list(ops(figures, SOFTMAX, MODEL_STEP).values()):
-        sentences.append(
-            f"A model's step is that of a whole language model under `torch.compile` at {_where(taken)}, beside the "
-            "same model with softmax attention; its first call contains the compilation, and a token is decoded at "
-            "batch 1."
-        )
-    return " ".join(sentences)
+    return markdown(["Training step", "ours, ms", "others, ms", "GPU"], rows, ["Training step", "GPU"])
+
+
+RECURRENCES = (
+    ("[Linear attention](ops/linear_attn.md)", "linear_attn", PEER),
+    ("[HGRN](ops/hgrn.md)", "hgrn", PEER),
+    ("[Retention](ops/retention.md)", "retention", PEER),
+    ("[Simple gated linear attention](ops/simple_gla.md)", "simple_gla", PEER),
+    ("[SSD of Mamba-2](ops/ssd.md)", "mamba2", MAMBA),
+    ("[Delta rule](ops/delta_rule.md)", "delta_rule", PEER),
+    ("[Gated delta rule](ops/gated_delta_rule.md)", "gated_delta_rule", PEER),
+    ("[Gated linear attention](ops/gla.md)", "gla", PEER),
+    ("[RWKV6](ops/rwkv6.md)", "rwkv6", PEER),
+    ("[Kimi Delta Attention](ops/kda.md)", "kda", PEER),
+    ("[Gated slot attention](ops/gsa.md)", "gsa", PEER),
+)
+"""What the page on choosing calls each recurrence, the op, and the side that it was measured beside."""
+
+
+def costs(figures: Figures) -> str:
+    """What a step of each recurrence costs, for the page on choosing."""
+    rows = []
+    for told, op, baseline in RECURRENCES:
+        step = the(figures, op, beside, STEP)
+        memory = in_the_same_run(step, MEMORY)
+        rows.append([told, number(step[0].ours), number(memory.ours if memory else None), gpu(step[1])])
+    return markdown(["recurrence", "step, ms", "memory, MiB", "GPU"], rows, ["recurrence", "GPU"])
+
+
+def all_figures(figures: Figures) -> str:
+    """The plot and the tables of the page on performance."""
+    words = ["op", "model", "compared with", "GPU", "commit"]
+
+    def steps(what: str, kinds: Sequence[tuple[str, str, str]]) -> str:
+        header = [what, "compared with", "step, ms", "theirs, ms", "ratio", "memory ratio", "GPU", "commit"]
+        rows = []
+        for baseline, quantity, memory in kinds:
+            for op, (row, run) in ops(figures, beside, quantity).items():
+                other = in_the_same_run((row, run), memory)
+                times = number(row.ours), number(row.other), number(row.ratio)
+                ratio = number(other.ratio if other else None)
+                rows.append([op, NAMES.get(baseline, baseline), *times, ratio, gpu(run), commit(run)])
+        return markdown(header, rows, words)
+
+    def first_calls(what: str, baseline: str, theirs: str) -> str:
+        taken = ops(figures, beside, FIRST, alone=True).items()
+        rows = [[op, number(row.ours), number(row.other), gpu(run), commit(run)] for op, (row, run) in taken]
+        return markdown([what, "first call, s", theirs, "GPU", "commit"], rows, words)
+
+    return "\n".join(
+        [
+            f"![Time and memory of a training step of each op, relative to {NAMES[PEER]}'s](images/summary.svg)\n",
+            "### Training steps of ops\n",
+            steps("op", [(PEER, STEP, MEMORY), (MAMBA, STEP, MEMORY)]),
+            "### Training steps of models\n",
+            steps("model", [(SOFTMAX, MODEL_STEP, MODEL_MEMORY), (PEER, PUBLIC_STEP, MODEL_MEMORY)]),
+            "### First calls of ops\n",
+            first_calls("op", PEER, "theirs, s"),
+            "### First calls of models\n",
+            first_calls("model", SOFTMAX, f"{NAMES[SOFTMAX]}, s"),
+        ]
+    )
 
 
 def plot(figures: Figures, path: Path) -> None:
@@ -125,7 +200,7 @@ def plot(figures: Figures, path: Path) -> None:
     steps = ops(figures, PEER, STEP)
     if not steps:
         return
-    memories = [find(figures, op, PEER, MEMORY, step.case) for op, (step, _) in steps.items()]
+    memories = [in_the_same_run(taken, MEMORY) for taken in steps.values()]
     series = {
         "time of forward and backward": ([step.ratio for step, _ in steps.values()], "#2a7f62"),
         "peak memory": ([None if row is None else row.ratio for row in memories], "#8fb8de"),
@@ -151,24 +226,30 @@ def plot(figures: Figures, path: Path) -> None:
         figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def block(figures: Figures, page: Path, image: Path) -> str:
-    """The summary with links as they are from `page`."""
-    lines = []
-    if ops(figures, PEER, STEP):
-        link = Path(os.path.relpath(image, page.parent)).as_posix()
-        lines.append(f"![Step time and memory of each op over flash-linear-attention's]({link})\n")
-    lines.append(table(figures))
-    text = caption(figures)
-    if page.resolve() != METHOD:
-        link = Path(os.path.relpath(METHOD, page.resolve().parent)).as_posix()
-        text += f" [How the figures are taken]({link})."
-    return "\n".join([*lines, text + "\n"])
+PAGES: dict[str, dict[str, Callable[[Figures], str]]] = {
+    "README.md": {"reasons": reasons, "figures": few},
+    "docs/choosing.md": {"costs": costs},
+    "docs/performance.md": {"figures": all_figures},
+}
+"""What is made for each page, by the name that its markers have."""
 
 
-def write(runs: Sequence[Results], image: Path = IMAGE, pages: Sequence[Path] = PAGES) -> None:
-    """Draw the plot and put the summary between the markers of every page; a page without them is an error."""
-    figures = collect(runs)
-    texts = [put_between(page, page.read_text(), BEGIN, END, block(figures, page, image)) for page in pages]
-    plot(figures, image)
-    for page, text in zip(pages, texts, strict=True):
-        page.write_text(text)
+def pages(runs: Sequence[Results], root: Path = ROOT) -> dict[Path, str]:
+    """The text of each page with what the runs say; a page without its markers is an error."""
+    figures, texts = collect(runs), {}
+    for name, blocks in PAGES.items():
+        path = root / name
+        text = path.read_text(encoding="utf-8")
+        for block, made in blocks.items():
+            begin, end = (f"<!-- {block}:{edge} -->" for edge in ("begin", "end"))
+            text = put_between(path, text, begin, end, made(figures))
+        texts[path] = text
+    return texts
+
+
+def write(runs: Sequence[Results], root: Path = ROOT) -> None:
+    """Write every page, and draw the plot."""
+    texts = pages(runs, root)
+    plot(collect(runs), root / IMAGE)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")

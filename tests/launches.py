@@ -209,9 +209,9 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
     Of packed sequences there are as many `bounds` as ``cu_seqlens`` has numbers.
     """
     B, H = 1, 2
-    N = B if bounds is None else bounds - 1
     at = _described(dtype, T, bounds, f"K={K}", f"V={V}")
     cu_seqlens = None if bounds is None else new(bounds, dtype=torch.int64)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     q, k, gk = (new(B, T, H, K, dtype=dtype) for _ in range(3))
     state = new(N, H, K, V)
 
@@ -274,7 +274,7 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
     """The families whose state is no matrix."""
     at = _described(dtype, T, bounds)
     cu_seqlens = None if bounds is None else new(bounds, dtype=torch.int64)
-    rows = 1 if bounds is None else bounds - 1
+    rows = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     for D in (40, 2048):
         x, g = new(2, 1, T, D, dtype=dtype)
         args = x, g, new(rows, D), cu_seqlens

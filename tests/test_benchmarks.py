@@ -109,34 +109,13 @@ def test_plot(tmp_path: Path):
     assert not empty.exists()
 
 
-def test_update_docs(tmp_path: Path):
-    page = tmp_path / "performance.md"
-    page.write_text(f"# Speed\n\nbefore\n\n{report.BEGIN}\nold\n{report.END}\n\nafter\n")
-    report.update_docs(page, [results(), results()])
-    once = page.read_text()
-    assert once.startswith("# Speed\n\nbefore\n") and once.endswith(f"{report.END}\n\nafter\n")
-    assert "old" not in once and once.count("## gla beside fla, NVIDIA H100") == 2
-    report.update_docs(page, [results(), results()])
-    assert page.read_text() == once
-    page.write_text("no markers")
-    with pytest.raises(ValueError, match="markers"):
-        report.update_docs(page, [results()])
-    assert page.read_text() == "no markers"
-
-
-def test_update_docs_makes_a_missing_page(tmp_path: Path):
-    report.update_docs(tmp_path / "new.md", [results()])
-    assert "| B8 T2048 | forward, ms |" in (tmp_path / "new.md").read_text()
-
-
 def test_render_saved_results(tmp_path: Path, monkeypatch, capsys):
     results().save(tmp_path / "gla.json")
-    page = tmp_path / "page.md"
-    command = ["report", str(tmp_path / "gla.json"), "--update-docs", str(page)]
-    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "gla.json")])
     report.main()
-    assert (tmp_path / "gla.md").read_text() in capsys.readouterr().out
-    assert report.table(results()) in page.read_text()
+    assert report.table(results()) in capsys.readouterr().out
+    heading = "## gla compared with flash-linear-attention, NVIDIA H100\n\n"
+    assert (tmp_path / "gla.md").read_text() == heading + report.table(results())
 
 
 @pytest.mark.parametrize("text", ["8x2048x16x128", "8x2048x16x128x", "1x2x3x4x5x6x7", "axbxcxdxe", ""])
@@ -339,16 +318,15 @@ def test_a_candidate_that_does_not_compile_is_passed_over(tuner, capsys):
 
 
 def test_cpu_run(tmp_path: Path, capsys):
-    page = tmp_path / "performance.md"
     arguments = ["--ops", *OPS, "--against", "reference", "--device", "cpu", "--shapes", "1x40x2x8x8"]
-    run.main([*arguments, "--out", str(tmp_path), "--update-docs", str(page)])
+    run.main([*arguments, "--out", str(tmp_path)])
     saved = Results.load(next(tmp_path.glob("*-reference-cpu.json")))
     assert [row.op for row in saved.rows] == list(OPS)
     for row in saved.rows:
         assert row.ours is not None and row.other is not None and row.ours > 0 and row.other > 0
         assert row.max_ratio == 0.2 and row.case == OPS[row.op].label(Shape(1, 40, 2, 8, 8))
     assert saved.environment["command"].startswith("python -m benchmarks.run --ops")
-    assert report.table(saved) in page.read_text()
+    assert next(tmp_path.glob("*-reference-cpu.md")).read_text() == report.section(saved)
     assert report.table(saved) in capsys.readouterr().out
 
 
@@ -1136,36 +1114,34 @@ def summarised() -> list[Results]:
     ]
 
 
-def test_summary(tmp_path: Path):
+def test_summary_has_the_newest_figures():
+    figures = summary.collect(summarised())
+    # A later figure that lacks the other side replaces none that has it.
+    assert figures["gla", "fla", "B8 T2048", summary.MEMORY][0].ours == 300
+    lines = summary.all_figures(figures).splitlines()
+    # No run has a commit, and none has the memory of both sides beside its step: these columns are left out.
+    assert "| op | compared with | step, ms | theirs, ms | ratio | GPU |" in lines
+    assert "| gla | flash-linear-attention | 1 | 4 | 0.25 | new |" in lines
+    assert "| gla model | softmax attention | 48 | 40 | 1.2 | H200 |" in lines
+    assert "| gla | 3.5 | old |" in lines and "| gla model | 26 | 20 | H200 |" in lines
+    assert not any("simple_gla" in line for line in lines)
+    with pytest.raises(LookupError, match=r"'forward \+ backward' of 'gsa' beside 'fla'"):
+        summary.the(figures, "gsa", "fla", summary.STEP)
+
+
+def test_summary_plot(tmp_path: Path):
     pytest.importorskip("matplotlib")
-    pages = [tmp_path / "README.md", tmp_path / "docs" / "index.md"]
-    (tmp_path / "docs").mkdir()
-    for page in pages:
-        page.write_text(f"top\n\n{summary.BEGIN}\nold\n{summary.END}\n\nbottom\n")
-    image = tmp_path / "docs" / "images" / "summary.svg"
-    summary.write(summarised(), image, pages)
-    once = [page.read_text() for page in pages]
-    picture = image.read_text()
-    assert "<svg" in picture and "0.25" in picture and "0.30" in picture
-    for text, link in zip(once, ("docs/images/summary.svg", "images/summary.svg"), strict=True):
-        assert text.startswith("top\n") and text.endswith("\nbottom\n") and "old" not in text.split("(old")[0]
-        assert f"]({link})" in text
-        assert "| `gla` | flash-linear-attention | 1 | 4 | 0.25 | 0.3 | 3.5 |  |  |  |" in text
-        assert "| gla model | softmax attention | 48 | 40 | 1.2 |  | 26 | 20 | 1.5 | 1.2 |" in text
-        assert "simple_gla" not in text and "H200" in text
-    summary.write(summarised(), image, pages)
-    assert [page.read_text() for page in pages] == once and image.read_text() == picture
-    pages[1].write_text("no markers")
-    with pytest.raises(ValueError, match=r"index\.md must have the markers"):
-        summary.write([], image, pages)
-    assert pages[0].read_text() == once[0]
+    for image in (tmp_path / "first.svg", tmp_path / "again.svg"):
+        summary.plot(summary.collect(summarised()), image)
+    picture = (tmp_path / "first.svg").read_text()
+    assert "<svg" in picture and "0.25" in picture and picture == (tmp_path / "again.svg").read_text()
 
 
-def test_the_summary_links_to_the_method_from_other_pages():
-    texts = [summary.block({}, page, summary.IMAGE) for page in summary.PAGES]
-    links = ["(docs/performance.md)", "(performance.md)", ""]
-    for text, link in zip(texts, links, strict=True):
-        assert (link in text) if link else ("performance.md" not in text)
+def test_summary_needs_its_markers(tmp_path: Path):
+    shipped = [Results.load(path) for path in report.saved(report.RESULTS)]
+    (tmp_path / "README.md").write_text("no markers")
+    with pytest.raises(ValueError, match=r"README\.md must have the markers <!-- reasons:begin -->"):
+        summary.pages(shipped, tmp_path)
 
 
 def test_the_shipped_results_have_a_summary():

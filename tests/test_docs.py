@@ -1,5 +1,7 @@
 """Every Python block of the README and the docs runs, one namespace per page; the site needs no network.
 
+The figures that pages quote are those of the saved runs of the benchmark, and the home page is the README.
+
 A page about several processes is run by two of them, as `torchrun` would run it.
 """
 
@@ -14,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from ranks import programs_on_two_ranks
+
+from benchmarks import report, summary
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -43,6 +47,29 @@ def test_every_block_is_found() -> None:
         text = page.read_text(encoding="utf-8")
         opened = re.findall(r"^\s*(?:```|~~~)\s*(?:py|python|pycon)\b", text, re.MULTILINE)
         assert len(opened) == len(FENCE.findall(text)), f"{page.name}: a block fenced unlike the others"
+
+
+def test_quoted_figures_are_those_of_the_saved_runs() -> None:
+    pages = summary.pages([report.Results.load(path) for path in report.saved(report.RESULTS)])
+    for page, text in pages.items():
+        assert page.read_text(encoding="utf-8") == text, f"{page}: run python -m benchmarks.report --summary"
+
+
+def test_every_saved_run_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "saved-runs.md").read_text(encoding="utf-8")
+    for path in report.saved(report.RESULTS):
+        section = path.with_suffix(".md")
+        assert section.read_text() == report.section(report.Results.load(path)), (
+            "run python -m benchmarks.report"
+        )
+        assert page.count(f'--8<-- "{section.relative_to(ROOT).as_posix()}"\n') == 1, section.name
+
+
+def test_the_first_table_is_small() -> None:
+    """With four columns and six rows it fits a telephone."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    header, _, *rows = re.findall(r"^\|.*\|$", readme[: readme.index("<!-- figures:end -->")], re.MULTILINE)
+    assert len(rows) <= 6 and header.count("|") <= 5
 
 
 # AOTInductor inside torch, on a class of its own
@@ -94,6 +121,19 @@ def test_formulas_are_rendered(site: Path) -> None:
         formulas += text.count("<math")
         assert not re.search(r"\$\$|\\[()\[\]]|\\[a-zA-Z]+\{|arithmatex", text), page.relative_to(site)
     assert formulas > 200
+
+
+def test_the_home_page_is_the_readme(site: Path) -> None:
+    """With the links as they are from the site, where `--strict` finds those that lead nowhere."""
+    home = (site / "index.html").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", readme, re.MULTILINE)
+    figures = re.findall(r"\*\*(.+?)\*\*", readme)
+    assert headings and figures
+    for text in (*headings, *figures):
+        assert f">{text}<" in home
+    for page in ("", "changelog/", "contributing/"):
+        assert 'href="docs/' not in (site / page / "index.html").read_text(encoding="utf-8")
 
 
 def test_site_loads_nothing_from_elsewhere(site: Path) -> None:
