@@ -23,8 +23,8 @@ def with_first_values(module: Module, **inits: Callable[[Tensor], Any]) -> Modul
         module: As ``nn.Linear`` or ``nn.Embedding``.
         inits: For each of its parameters a function that fills a tensor in place.
     """
-    # It holds the dict of parameters: with the module itself, in a cycle, memory would be freed late. A copy of the
-    # module has a copy of both.
+    # It holds the dict of the parameters, which a copy of the module has a copy of, and not the module: that would be a
+    # cycle, whose memory is freed late.
     reset = partial(_fill, module._parameters, inits)
     setattr(module, "reset_parameters", reset)  # noqa: B010
     reset()
@@ -36,7 +36,7 @@ def _fill(parameters: Mapping[str, Any], inits: Mapping[str, Callable[[Tensor], 
         init(parameters[name])
 
 
-# PyTorch's functions of these names do not take DTensors: one raises an error, one makes shards of the wrong shape.
+# PyTorch's functions of these kinds do not take DTensors: `eye_` makes wrong shards, `orthogonal_` raises an error.
 
 
 def identity_(x: Tensor) -> None:
