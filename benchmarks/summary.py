@@ -54,9 +54,9 @@ def ops(figures: Figures, baseline: str, quantity: str, *, alone: bool = False) 
 def the(figures: Figures, op: str, baseline: str, quantity: str) -> Taken:
     """The figure of one op that the README quotes; an error where the saved results no longer have it."""
     try:
-        return ops(figures, beside, quantity)[op]
+        return ops(figures, baseline, quantity)[op]
     except KeyError:
-        raise LookupError(f"the saved results must have {quantity!r} of {op!r} beside {beside!r}") from None
+        raise LookupError(f"the saved results must have {quantity!r} of {op!r} beside {baseline!r}") from None
 
 
 def in_the_same_run(taken: Taken, quantity: str) -> Row | None:
@@ -123,7 +123,7 @@ def few(figures: Figures) -> str:
     """The table of the README, narrow enough for a telephone."""
     rows = []
     for told, op, baseline, quantity in CHOSEN:
-        row, run = the(figures, op, beside, quantity)
+        row, run = the(figures, op, baseline, quantity)
         rows.append(
             [told, number(row.ours), f"{number(row.other)} ({NAMES.get(baseline, baseline)})", gpu(run)]
         )
@@ -164,7 +164,7 @@ def all_figures(figures: Figures) -> str:
         header = [what, "compared with", "step, ms", "theirs, ms", "ratio", "memory ratio", "GPU", "commit"]
         rows = []
         for baseline, quantity, memory in kinds:
-            for op, (row, run) in ops(figures, beside, quantity).items():
+            for op, (row, run) in ops(figures, baseline, quantity).items():
                 other = in_the_same_run((row, run), memory)
                 times = number(row.ours), number(row.other), number(row.ratio)
                 ratio = number(other.ratio if other else None)
@@ -172,7 +172,7 @@ def all_figures(figures: Figures) -> str:
         return markdown(header, rows, words)
 
     def first_calls(what: str, baseline: str, theirs: str) -> str:
-        taken = ops(figures, beside, FIRST, alone=True).items()
+        taken = ops(figures, baseline, FIRST, alone=True).items()
         rows = [[op, number(row.ours), number(row.other), gpu(run), commit(run)] for op, (row, run) in taken]
         return markdown([what, "first call, s", theirs, "GPU", "commit"], rows, words)
 

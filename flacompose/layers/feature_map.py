@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose.layers.first_values import identity_, with_first_values
+
 
 class HedgehogFeatureMap(nn.Module):
     r"""$\operatorname{softmax}([2 y, -2 y])$ of $y = W x + b$, twice the head size; ``W`` is the identity at first.
@@ -18,7 +20,9 @@ class HedgehogFeatureMap(nn.Module):
 
     def __init__(self, head_dim: int, **factory: Any) -> None:
         super().__init__()
-        self.layer = _IdentityAtFirst(head_dim, head_dim, **factory)
+        self.layer = with_first_values(
+            nn.Linear(head_dim, head_dim, **factory), weight=identity_, bias=nn.init.zeros_
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = 2 * self.layer(x)
@@ -72,12 +76,6 @@ class ELUFeatureMap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return elu_plus_one(x)
-
-
-class _IdentityAtFirst(nn.Linear):
-    def reset_parameters(self) -> None:
-        nn.init.eye_(self.weight)
-        nn.init.zeros_(self.bias)
 
 
 # Each map by its name: what makes it for a head size, and the size of its output as a multiple of that.

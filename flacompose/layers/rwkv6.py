@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
+from flacompose.layers.first_values import orthogonal_, with_first_values
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
@@ -94,19 +96,26 @@ class RWKV6Attention(RecurrentLayer):
         self.x_proj = nn.Sequential(
             LerpLinear(hidden_size, 5 * proj_low_rank_dim, **factory),
             nn.Tanh(),
-            _Linear(5 * proj_low_rank_dim, hidden_size, bias=False, **factory),
+            _linear(5 * proj_low_rank_dim, hidden_size, **factory),
         )
         self.x_bias = nn.Parameter(torch.empty(5, hidden_size, **factory))
-        self.r_proj = _named("linear", _Linear(hidden_size, H * K, bias=False, **factory))
-        down = _Down(hidden_size, gate_low_rank_dim, bias=False, **factory)
-        up = _Up(gate_low_rank_dim, H * K, **factory)
+        self.r_proj = _named("linear", _linear(hidden_size, H * K, **factory))
+        down = with_first_values(
+            nn.Linear(hidden_size, gate_low_rank_dim, bias=False, **factory), weight=nn.init.zeros_
+        )
+        gain = 0.1 * math.sqrt(max(gate_low_rank_dim / (H * K), 1))
+        up = with_first_values(
+            nn.Linear(gate_low_rank_dim, H * K, **factory),
+            weight=partial(orthogonal_, gain=gain),
+            bias=nn.init.zeros_,
+        )
         self.w_proj = _named("linear", _named("lora", nn.Sequential(down, nn.Tanh(), up)))
-        self.k_proj = _named("linear", _Linear(hidden_size, H * K, bias=False, **factory))
-        self.v_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
-        self.g_proj = _named("linear", _Linear(hidden_size, H * V, bias=False, **factory))
+        self.k_proj = _named("linear", _linear(hidden_size, H * K, **factory))
+        self.v_proj = _named("linear", _linear(hidden_size, H * V, **factory))
+        self.g_proj = _named("linear", _linear(hidden_size, H * V, **factory))
         self.bonus = nn.Parameter(torch.empty(H, K, **factory))
         self.g_norm = GroupNorm(H, H * V, norm_eps, affine, **factory)
-        self.o_proj = _Linear(H * V, hidden_size, bias=False, **factory)
+        self.o_proj = _linear(H * V, hidden_size, **factory)
         self.state_shapes = StateShapes(((H, K, V),), shift=(hidden_size,))
         self.reset_parameters()
 
@@ -144,9 +153,11 @@ class RWKV6Attention(RecurrentLayer):
         return up(parts) + self.x_bias[:, None, None]
 
 
-class _Linear(nn.Linear):
-    def reset_parameters(self) -> None:
-        nn.init.xavier_uniform_(self.weight, gain=2**-2.5)
+def _linear(inputs: int, outputs: int, **factory: Any) -> nn.Linear:
+    return with_first_values(
+        nn.Linear(inputs, outputs, bias=False, **factory),
+        weight=partial(nn.init.xavier_uniform_, gain=2**-2.5),
+    )
 
 
 class LerpLinear(nn.Module):
@@ -154,7 +165,7 @@ class LerpLinear(nn.Module):
 
     def __init__(self, input_dim: int, output_dim: int, **factory: Any) -> None:
         super().__init__()
-        self.linear = _Linear(input_dim, output_dim, bias=False, **factory)
+        self.linear = _linear(input_dim, output_dim, **factory)
         self.mu = nn.Parameter(torch.empty(input_dim, **factory))
         self.reset_parameters()
 
@@ -163,21 +174,6 @@ class LerpLinear(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor) -> Tensor:
         return self.linear((x + delta * self.mu).to(x.dtype))
-
-
-class _Down(nn.Linear):
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-
-
-class _Up(nn.Linear):
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        D, R = self.weight.shape
-        # In float32: there is no QR decomposition in half precision.
-        start = torch.empty_like(self.weight, dtype=torch.float32)
-        self.weight.copy_(nn.init.orthogonal_(start, gain=0.1 * math.sqrt(max(R / D, 1))))
-        nn.init.zeros_(self.bias)
 
 
 def _named(name: str, module: nn.Module) -> nn.Sequential:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flacompose.layers import RMSNorm, _check
+from flacompose.layers.first_values import with_first_values
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.layout import distributed_like, take
 from flacompose.layers.recurrent import StatefulLayer, factory_of
@@ -103,7 +105,11 @@ class RecurrentLM(nn.Module):
             raise TypeError(f"config must be a RecurrentConfig, got {type(config).__name__}")
         self.config = config
         factory = factory_of(device, dtype)
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
+        # Small, as they give the logits too where they are tied.
+        self.embeddings = with_first_values(
+            nn.Embedding(config.vocab_size, config.hidden_size, **factory),
+            weight=partial(nn.init.normal_, std=0.02),
+        )
         if config.norm_embeddings:
             self.embeddings_norm = _norm(config, **factory)
         self.layers = nn.ModuleList(Block(config, i, **factory) for i in range(config.num_hidden_layers))
@@ -117,8 +123,7 @@ class RecurrentLM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the first values of the embeddings, which give small logits when they are tied, and of the bounds."""
-        nn.init.normal_(self.embeddings.weight, std=0.02)
+        """Set the first values of the parameters that no submodule has."""
         if hasattr(self, "lower_bounds"):
             nn.init.zeros_(self.lower_bounds)
 

@@ -29,7 +29,7 @@ from flacompose.layers import (
 )
 from flacompose.layers.feature_map import HedgehogFeatureMap
 
-from .truth import EVERY, LINEAR, build, materialised
+from .truth import EVERY, LINEAR, build
 
 # As Layer(hidden_size=64, num_heads=4, **config).state_dict() of the peer lists them.
 PROJECTIONS = {
@@ -653,22 +653,3 @@ def test_pickles(name):
     )
     x = torch.randn(1, 3, 16)
     assert torch.equal(pickle.loads(pickle.dumps(layer))(x)[0], layer(x)[0])
-
-
-@pytest.mark.parametrize(
-    "config",
-    [*EVERY.values(), *(LINEAR | {"feature_map": name} for name in ("hedgehog", "t2r"))],
-    ids=[*EVERY, "hedgehog", "t2r"],
-)
-def test_materialised_from_meta(config):
-    """Sharded training builds a model on meta, gives it memory, and has every module set its own first values."""
-    layer = materialised(config)
-    arguments = {name: x for name, x in config.items() if name != "layer"}
-    first, second = (config["layer"](**arguments) for _ in range(2))
-    for (name, parameter), a, b in zip(
-        layer.named_parameters(), first.parameters(), second.parameters(), strict=True
-    ):
-        assert parameter.isfinite().all(), name
-        # What is not drawn is the same in every layer.
-        assert torch.equal(parameter, a) == torch.equal(a, b), name
-    assert layer(torch.randn(1, 3, 24))[0].isfinite().all()

@@ -103,7 +103,9 @@ def test_replaced_projections(config, kind):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
 @each_layer
 def test_dynamic_quantisation(config):
+    """It takes every projection: it looks for `nn.Linear` itself, and passes subclasses over."""
     layer = torch.ao.quantization.quantize_dynamic(build(config).eval(), {nn.Linear}, dtype=torch.qint8)
+    assert not any(isinstance(m, nn.Linear) for m in layer.modules())
     x = torch.randn(2, 5, 24)
     y, state = layer(x)
     assert y.isfinite().all()

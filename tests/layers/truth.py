@@ -563,18 +563,6 @@ def build(config: dict[str, Any], **to: Any) -> nn.Module:
     return layer
 
 
-def materialised(config: dict[str, Any]) -> nn.Module:
-    """A layer made without memory, which its modules then fill with first values."""
-    config = dict(config)
-    layer = config.pop("layer")(**config, device="meta").to_empty(device="cpu")
-    for parameter in layer.parameters():
-        nn.init.constant_(parameter, torch.nan)
-    for module in layer.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    return layer
-
-
 def tokens_of(layer: nn.Module, B: int, T: int) -> Tensor:
     like = next(layer.parameters())
     return torch.randn(B, T, layer.hidden_size, dtype=like.dtype).to(like.device)

@@ -1,0 +1,61 @@
+"""First values of parameters, for modules that PyTorch would fill with others, and for parameters that are DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def with_first_values(module: Module, **inits: Callable[[Tensor], Any]) -> Module:
+    """`module`, whose parameters get the first values that `inits` set, now and whenever they are reset.
+
+    PyTorch lets every module reset its own parameters, parents first or children first. A parent that reset its
+    children's would be overwritten in the first case. A subclass of ``nn.Linear`` would not, but
+    `torch.ao.quantization.quantize_dynamic` takes modules by their exact class.
+
+    Args:
+        module: As ``nn.Linear`` or ``nn.Embedding``.
+        inits: For each of its parameters a function that fills a tensor in place.
+    """
+    # It holds the dict of the parameters, which a copy of the module has a copy of, and not the module: that would be a
+    # cycle, whose memory is freed late.
+    reset = partial(_fill, module._parameters, inits)
+    setattr(module, "reset_parameters", reset)  # noqa: B010
+    reset()
+    return module
+
+
+def _fill(parameters: Mapping[str, Any], inits: Mapping[str, Callable[[Tensor], Any]]) -> None:
+    for name, init in inits.items():
+        init(parameters[name])
+
+
+# PyTorch's functions of these kinds do not take DTensors: `eye_` makes wrong shards, `orthogonal_` raises an error.
+
+
+def identity_(x: Tensor) -> None:
+    """Fill ``x [n, n]`` with the identity."""
+    _copy(x, torch.eye(x.shape[0], device=x.device, dtype=x.dtype))
+
+
+def orthogonal_(x: Tensor, gain: float) -> None:
+    """Fill a matrix with `gain` times a random one whose rows or columns, the fewer, are orthonormal."""
+    # In float32: there is no QR decomposition in half precision.
+    _copy(x, nn.init.orthogonal_(torch.empty(x.shape, device=x.device, dtype=torch.float32), gain))
+
+
+@torch.no_grad()
+def _copy(x: Tensor, values: Tensor) -> None:
+    """Copy plain `values` into `x`, the shards of which get those of the first rank."""
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is not None:
+        from torch.distributed.tensor import distribute_tensor  # slow to import, and here already imported
+
+        values = distribute_tensor(values, mesh)
+    x.copy_(values)
