@@ -1,7 +1,6 @@
 """Results as JSON, as a Markdown table and as a plot.
 
-To render saved results anew, and the summary that README.md and the documentation open with:
-``python -m benchmarks.report --update-docs docs/performance.md --summary``
+To render saved results anew: ``python -m benchmarks.report --update-docs docs/performance.md``
 """
 
 from __future__ import annotations
@@ -195,9 +194,6 @@ def main() -> None:
     parser.add_argument(
         "--update-docs", type=Path, metavar="PAGE", help="write the tables between its markers"
     )
-    parser.add_argument(
-        "--summary", action="store_true", help="write the plot and the table of README.md and of the docs"
-    )
     arguments = parser.parse_args()
     runs = []
     for path in arguments.results or saved(RESULTS):
@@ -207,10 +203,6 @@ def main() -> None:
         print(table(runs[-1]))
     if arguments.update_docs:
         update_docs(arguments.update_docs, runs)
-    if arguments.summary:
-        from . import summary
-
-        summary.write(runs)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What a reader wants to know first: one plot and one table out of all saved results."""
+"""What a reader wants to know first: one plot and one table out of all saved results.
+
+To write both into README.md and the documentation: ``python -m benchmarks.summary``
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 
 from .cases import LARGER_HEADS, OPS
 from .processes import ROOT
-from .report import Results, Row, number, put_between
+from .report import RESULTS, Results, Row, number, put_between, saved
 
 BEGIN, END = "<!-- summary:begin -->", "<!-- summary:end -->"
 
@@ -172,3 +175,11 @@ def write(runs: Sequence[Results], image: Path = IMAGE, pages: Sequence[Path] = 
     plot(figures, image)
     for page, text in zip(pages, texts, strict=True):
         page.write_text(text)
+
+
+def main() -> None:
+    write([Results.load(path) for path in saved(RESULTS)])
+
+
+if __name__ == "__main__":
+    main()
