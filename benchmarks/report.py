@@ -1,7 +1,7 @@
 """Results as JSON, as a Markdown table and as a plot.
 
-To render saved results anew, and with them what README.md and docs/performance.md quote:
-``python -m benchmarks.report --summary``
+To render saved results anew: ``python -m benchmarks.report``, and what pages quote of them:
+``python -m benchmarks.summary``
 """
 
 from __future__ import annotations
@@ -195,20 +195,12 @@ def main() -> None:
         type=Path,
         help="JSON files that benchmarks.run wrote (default: all in the repository)",
     )
-    parser.add_argument(
-        "--summary", action="store_true", help="write the figures of README.md and of docs/performance.md"
-    )
     arguments = parser.parse_args()
-    runs = []
     for path in arguments.results or saved(RESULTS):
-        runs.append(Results.load(path))
-        path.with_suffix(".md").write_text(section(runs[-1]))
-        plot(runs[-1], path.with_suffix(".png"))
-        print(table(runs[-1]))
-    if arguments.summary:
-        from . import summary
-
-        summary.write(runs)
+        results = Results.load(path)
+        path.with_suffix(".md").write_text(section(results))
+        plot(results, path.with_suffix(".png"))
+        print(table(results))
 
 
 if __name__ == "__main__":

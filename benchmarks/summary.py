@@ -2,7 +2,7 @@
 
 README.md, which is also the home page, has three reasons and a few figures; docs/choosing.md has the costs of the
 recurrences; docs/performance.md has the plot and the tables. Each stands between two markers of its page, so that
-``python -m benchmarks.report --summary`` can write it anew.
+``python -m benchmarks.summary`` can write it anew.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .cases import LARGER_HEADS, OPS
 from .processes import ROOT
-from .report import NAMES, Results, Row, number, put_between
+from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
 
 IMAGE = Path("docs/images/summary.svg")
 
@@ -150,7 +150,7 @@ def costs(figures: Figures) -> str:
     """What a step of each recurrence costs, for the page on choosing."""
     rows = []
     for told, op, baseline in RECURRENCES:
-        step = the(figures, op, beside, STEP)
+        step = the(figures, op, baseline, STEP)
         memory = in_the_same_run(step, MEMORY)
         rows.append([told, number(step[0].ours), number(memory.ours if memory else None), gpu(step[1])])
     return markdown(["recurrence", "step, ms", "memory, MiB", "GPU"], rows, ["recurrence", "GPU"])
@@ -253,3 +253,11 @@ def write(runs: Sequence[Results], root: Path = ROOT) -> None:
     plot(collect(runs), root / IMAGE)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    write([Results.load(path) for path in saved(RESULTS)])
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,7 @@ from flacompose.ops import (
 from flacompose.ops.families import _chunks
 from flacompose.ops.families.delta_rule import op
 from flacompose.ops.families.delta_rule.reference import delta_rule
+from flacompose.ops.gated_delta_rule import log_decay
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 16, 12
 gated_forms = pytest.mark.parametrize(
@@ -201,6 +202,63 @@ def test_gates_of_channels(form, given: str, lower_bound: float | None, device: 
     assert_close(results(form, x, **options), results(by_hand, x))
 
 
+@pytest.mark.parametrize("form", [chunk_gated_delta_rule, chunk_kda], ids=lambda form: form.__name__)
+def test_parameters_of_gates_in_any_shape(form, device: torch.device) -> None:
+    """As checkpoints have them, with the gradients in the same shape."""
+    x = inputs(device, T=5)
+    of_a_gate = (HV, K) if form is chunk_kda else (HV,)
+    x["g"] = torch.randn(B, 5, *of_a_gate, dtype=torch.float64, device=device)
+    A_log, bias = (torch.rand(shape, dtype=torch.float64, device=device) for shape in ((HV,), of_a_gate))
+    expected = results(form, x | {"A_log": A_log, "dt_bias": bias}, use_gate_in_kernel=True)
+    A_log, bias = A_log.view(1, 1, HV, 1), bias.flatten()[None]
+    actual = results(form, x | {"A_log": A_log, "dt_bias": bias}, use_gate_in_kernel=True)
+    assert_close(actual, [*expected[:-2], expected[-2].view_as(A_log), expected[-1].view_as(bias)])
+    with pytest.raises(
+        ValueError, match=r"A_log must have the 4 elements of shape \(4,\), got shape \(1, 3\)"
+    ):
+        form(**x, A_log=A_log.flatten()[None, :3], use_gate_in_kernel=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "lower_bound"),
+    [(chunk_gated_delta_rule, None), (chunk_kda, None), (chunk_kda, -5.0)],
+    ids=["gated_delta_rule", "kda", "kda bounded"],
+)
+@pytest.mark.parametrize("largest", [89.0, 100.0, 700.0])
+def test_rates_that_overflow(form, lower_bound: float | None, largest: float, device: torch.device) -> None:
+    """In float32, as in float64, where they do not: beside them softplus underflows, so that some decays are mild."""
+    x = inputs(device, torch.float32, T=20)
+    generator = torch.Generator().manual_seed(0)
+    of_a_gate = (HV, K) if form is chunk_kda else (HV,)
+    g = 3 * torch.randn(B, 20, *of_a_gate, generator=generator)
+    g -= largest * (torch.rand(g.shape, generator=generator) < 0.7)
+    # Their sums have no rounding errors, which the exponential would make larger.
+    g, bias = ((16 * y).round().to(device) / 16 for y in (g, torch.randn(of_a_gate, generator=generator)))
+    g += (g == -bias) / 16  # where a steep sigmoid has no gradient that float32 holds
+    x |= {"g": g, "dt_bias": bias, "A_log": torch.tensor([1.0, largest, largest, 2.0], device=device)}
+
+    def by_hand(g: Tensor, A_log: Tensor, dt_bias: Tensor, **rest):
+        rate = A_log.exp().view(-1, *[1] * (g.dim() - 3))
+        g = g + dt_bias
+        g = -rate * F.softplus(g) if lower_bound is None else lower_bound * torch.sigmoid(rate * g)
+        return form(g=g, **rest)
+
+    truth = results(by_hand, {name: y.double() for name, y in x.items()})
+    options = {"use_gate_in_kernel": True} | ({} if lower_bound is None else {"lower_bound": lower_bound})
+    for i, (y, exact) in enumerate(zip(results(form, x, **options), truth, strict=True)):
+        assert error(y.detach(), exact.detach()) <= (2e-5 if i < 2 else 1e-4), i
+    for y in results(form, x | {"g": -bias.expand_as(g)}, **options):
+        assert y.isfinite().all()
+
+
+def test_gates_that_leave_nothing_have_no_gradient(device: torch.device) -> None:
+    """Although kernels give them one, of their rounding errors, here 1: a large rate would make much of it."""
+    x = torch.tensor([-100.0, 0.0, 10.0, -10.0], device=device).view(1, 1, 4).requires_grad_()
+    A_log = torch.tensor([100.0, 100.0, 3.0, 3.0], device=device, requires_grad=True)
+    for gradient in torch.autograd.grad(log_decay(x, A_log, None).sum(), [x, A_log]):
+        assert (gradient.flatten() != 0).tolist() == [True, False, False, True]
+
+
 def test_options_that_lack_another(device: torch.device) -> None:
     x = inputs(device, T=3)
     head, channel = x["beta"], torch.zeros(B, 3, HV, K, dtype=torch.float64, device=device)
@@ -210,7 +268,7 @@ def test_options_that_lack_another(device: torch.device) -> None:
             form(**x, g=head, use_gate_in_kernel=True)
         with pytest.raises(ValueError, match="A_log must not be given without use_gate_in_kernel"):
             form(**x, g=head, A_log=A_log)
-        with pytest.raises(ValueError, match="dt_bias must have shape"):
+        with pytest.raises(ValueError, match="dt_bias must have the 4 elements of shape"):
             form(**x, g=head, A_log=A_log, dt_bias=channel, use_gate_in_kernel=True)
         with pytest.raises(ValueError, match="allow_neg_eigval must not be True without"):
             form(**x, g=head, allow_neg_eigval=True)

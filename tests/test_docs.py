@@ -52,7 +52,7 @@ def test_every_block_is_found() -> None:
 def test_quoted_figures_are_those_of_the_saved_runs() -> None:
     pages = summary.pages([report.Results.load(path) for path in report.saved(report.RESULTS)])
     for page, text in pages.items():
-        assert page.read_text(encoding="utf-8") == text, f"{page}: run python -m benchmarks.report --summary"
+        assert page.read_text(encoding="utf-8") == text, f"{page}: run python -m benchmarks.summary"
 
 
 def test_every_saved_run_is_on_its_page() -> None:

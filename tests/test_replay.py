@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 pytest.importorskip("triton")
 
+from triton import knobs
 from triton.runtime import driver
 
 from flacompose.ops._define import launch, launching_by
@@ -193,6 +194,27 @@ def test_nothing_is_recorded_while_another_launches(kernel: Kernel) -> None:
         for _ in range(4):
             replay(torch.randn(6, 4), None, 2.0, [True, True])
     assert len(calls) == 4 and not replay.recorded
+
+
+@pytest.mark.parametrize("hooks", [knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook])
+def test_nothing_is_repeated_while_a_hook_is_set(kernel: Kernel, hooks: Any) -> None:
+    """Triton calls the hooks of profilers, so it has to launch."""
+    replay, calls = make(kernel)
+
+    def hook(metadata: Any) -> None:
+        pass
+
+    x, y = torch.randn(2, 6, 4)
+    for _ in range(3):
+        replay(x, y, 2.0, [True, True])
+    hooks.add(hook)
+    try:
+        torch.testing.assert_close(replay(x, y, 2.0, [True, True]), expected(x, y, 2.0))
+        assert len(calls) == 3 and kernel.launched[-1] == ((3,), None)
+    finally:
+        hooks.remove(hook)
+    replay(x, y, 2.0, [True, True])
+    assert len(calls) == 3 and kernel.launched[-1] == ((3, 1, 1), 6)
 
 
 def test_a_kind_forgotten_while_it_is_recorded_stays_so(

@@ -218,7 +218,7 @@ def test_rates_of_every_size(case, rate: float, loss: str, dtype: torch.dtype, d
 def test_mixed_rates_and_time_steps(case, dtype: torch.dtype, device: torch.device) -> None:
     """All in one chunk, time steps of 0 among them, which a state passes unchanged."""
     problem = draw(case, device, dtype, V=8, K=7)
-    rates = torch.tensor([0.0, 1e-6, 0.1, 5.0, 30.0, 1e4, 1e30], device=device)
+    rates = torch.tensor([0.0, 1e-6, 0.1, 5.0, 30.0, 1e30, torch.inf], device=device)
     steps = torch.tensor([0.0, 1e-3, 0.1, 1.0, 20.0], device=device)
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(5, problem.tensors["delta"].shape, generator=generator).to(device)
@@ -243,6 +243,14 @@ def test_channels_first(device: torch.device) -> None:
     expected = gradients(scan, tensors, **options)
     for name, x in gradients(scan, views, **options).items():
         assert error(x, expected[name]) <= 1e-6, name  # a softplus may depend on the layout in its last bits
+
+
+def test_a_bias_of_another_shape(device: torch.device) -> None:
+    tensors = inputs(device, T=5)
+    expected = gradients(scan, tensors, delta_softplus=True)
+    bias = tensors["delta_bias"].view(1, D, 1)
+    results = gradients(scan, tensors | {"delta_bias": bias}, delta_softplus=True)
+    assert_equal(results, expected | {"delta_bias": expected["delta_bias"].view_as(bias)})
 
 
 def test_last_states_are_not_returned_unless_asked_for(device: torch.device) -> None:
@@ -348,10 +356,14 @@ ERRORS = [
         "B must have a number of groups that divides the 6 channels of u, got 4",
     ),
     ({"C": lambda x: x[:, :, None]}, ValueError, "C must have shape (2, 70, 5), got (2, 70, 1, 5)"),
-    ({"C": lambda x: x.half()}, TypeError, "C must have the dtype of u, float32, got float16"),
+    (
+        {"C": lambda x: x.half()},
+        TypeError,
+        "C must have the dtype of u, float32, got float16: cast one of them, as in u.to(C.dtype)",
+    ),
     ({"D": lambda x: x[:1]}, ValueError, "D must have shape (6,), got (1,)"),
     ({"z": lambda x: x[:, :1]}, ValueError, "z must have shape (2, 70, 6), got (2, 1, 6)"),
-    ({"delta_bias": lambda x: x[:1]}, ValueError, "delta_bias must have shape (6,), got (1,)"),
+    ({"delta_bias": lambda x: x[:1]}, ValueError, "delta_bias must have the 6 elements of shape (6,), got shape (1,)"),
     ({"initial_states": lambda x: x.mT}, ValueError, "initial_states must have shape (2, 6, 5), got (2, 5, 6)"),
     ({"z": lambda x: x.to("meta")}, ValueError, "z must be on the device of u, {device}, got meta"),
 ]  # fmt: skip

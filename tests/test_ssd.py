@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from contract.accuracy import error
+from contract.accuracy import assert_equal, error
 from contract.graphs import op_nodes, other_ops, recorded
 from torch import Tensor, nn
 from torch.export import Dim, export
 
-from flacompose.ops import mamba_chunk_scan_combined, selective_state_update
+from flacompose.ops import mamba_chunk_scan_combined, selective_state_update, ssd
 
 INF = float("inf")
 BATCH, HEADS, GROUPS, P, S = 2, 4, 2, 6, 5
@@ -52,12 +52,15 @@ def one_by_one(
     batch, T, H, P = x.shape
     B, C = (t.repeat_interleave(H // t.shape[2], 2) for t in (B, C))
     h = x.new_zeros(batch, H, P, B.shape[-1]) if initial_states is None else initial_states
+    endless = A == -INF  # leaves nothing after a time step above 0
+    A = A.masked_fill(endless, 0)
     y = []
     for t in range(T):
         step = dt[:, t] if dt_bias is None else dt[:, t] + dt_bias
         step = F.softplus(step) if dt_softplus else step
         step = step.clamp(*dt_limit)
-        h = (step * A).exp()[..., None, None] * h + torch.einsum("bh,bhp,bhs->bhps", step, x[:, t], B[:, t])
+        decay = (step * A).exp().masked_fill(endless & (step > 0), 0)
+        h = decay[..., None, None] * h + torch.einsum("bh,bhp,bhs->bhps", step, x[:, t], B[:, t])
         out = torch.einsum("bhps,bhs->bhp", h, C[:, t])
         if D is not None:
             out = out + (D if D.dim() == 2 else D[:, None]) * x[:, t]
@@ -134,6 +137,48 @@ def test_values_and_gradients(
     exact = gradients(scan, double, return_final_states=True, **options)
     for name, x in exact.items():
         assert error(x, truth[name]) <= 1e-10, name
+
+
+def test_rates_of_minus_infinity(device: torch.device) -> None:
+    """A time step above 0 forgets all, one of 0 nothing; such a rate has no gradient, and gives the steps none."""
+    tensors = draw(device, T=9)
+    tensors = {name: tensors[name] for name in ("x", "dt", "A", "B", "C", "initial_states")}
+    tensors["A"][1:3] = -INF
+    tensors["dt"] = tensors["dt"].abs()
+    tensors["dt"][:, 1::3] = 0
+    truth = gradients(one_by_one, {name: x.double() for name, x in tensors.items()})
+    actual = gradients(scan, tensors, return_final_states=True)
+    for name, x in actual.items():
+        assert error(x, truth[name]) <= (1e-4 if name.startswith("d") else 2e-5), name
+    assert not actual["dA"][1:3].any()
+
+
+def test_gates_that_leave_nothing_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although kernels give them one, of their rounding errors, here 1: a strong rate would make much of it."""
+
+    def op(q, k, v, g, *rest):
+        return v + g.unsqueeze(-1), torch.zeros(())
+
+    monkeypatch.setattr(ssd, "chunk_simple_gla", op)
+    tensors = draw(torch.device("cpu"), T=3)
+    x, B, C = tensors["x"], tensors["B"], tensors["C"]
+    dt = torch.ones(BATCH, 3, HEADS, requires_grad=True)
+    A = torch.tensor([-1.0, -1e3, -1e30, -INF], requires_grad=True)
+    d_dt, dA = torch.autograd.grad(scan(x=x, dt=dt, A=A, B=B, C=C).sum(), [dt, A])
+    assert d_dt[..., 0].all() and dA[0] and not d_dt[..., 1:].any() and not dA[1:].any()
+
+
+def test_a_bias_of_another_shape(device: torch.device) -> None:
+    tensors = draw(device, T=5)
+    expected = gradients(scan, tensors, dt_softplus=True, return_final_states=True)
+    bias = tensors["dt_bias"].view(1, HEADS, 1)
+    results = gradients(scan, tensors | {"dt_bias": bias}, dt_softplus=True, return_final_states=True)
+    assert_equal(results, expected | {"ddt_bias": expected["ddt_bias"].view_as(bias)})
+
+    tensors = step(device, heads=True)
+    flat = tensors | {"dt_bias": tensors["dt_bias"].flatten()}
+    for x, y in zip(selective_state_update(**flat), selective_state_update(**tensors), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_negative_time_steps_are_clamped_to_0(device: torch.device) -> None:
@@ -218,7 +263,8 @@ def test_exported_as_one_node(device: torch.device) -> None:
 def test_graph_of_the_scan() -> None:
     """Time steps and gates before the op, what joins input and output directly after it."""
     module = exported(torch.device("cpu")).run_decompositions().graph_module
-    assert other_ops(module) == ["clamp", "mul", "unsqueeze", "mul", "add"]
+    gates = ["eq", "alias", "where", "clamp", "mul", "clamp"]
+    assert other_ops(module) == ["clamp", *gates, "unsqueeze", "mul", "add"]
 
 
 def test_compiled_training_with_one_graph(device: torch.device) -> None:
@@ -320,6 +366,22 @@ def test_a_step_without(missing: str, device: torch.device) -> None:
     assert error(state, new) <= 1e-6
 
 
+def test_a_step_of_rates_of_minus_infinity(device: torch.device) -> None:
+    """As of a finite rate that leaves nothing, but without a gradient from it."""
+    tensors = step(device, heads=True)
+    tensors = {name: tensors[name] for name in ("state", "x", "dt", "A", "B", "C")}
+    tensors["dt"] = tensors["dt"].abs()
+    tensors["dt"][0] = 0
+    endless = torch.arange(S, device=device) % 2 == 0
+    finite = selective_state_update(**tensors | {"A": tensors["A"].masked_fill(endless, -1e30)})
+    leaves = [x.requires_grad_() for x in (tensors | {"A": tensors["A"].masked_fill(endless, -INF)}).values()]
+    results = selective_state_update(*leaves)
+    for x, y in zip(results, finite, strict=True):
+        assert torch.equal(x, y)
+    _, _, d_dt, dA, *_ = torch.autograd.grad([x.sum() for x in results], leaves)
+    assert d_dt.isfinite().all() and not dA[..., endless].any() and dA[..., ~endless].all()
+
+
 @pytest.mark.parametrize("heads", [True, False], ids=["heads", "no heads"])
 def test_a_step_has_gradients(heads: bool, device: torch.device) -> None:
     tensors = step(device, heads, torch.float64)
@@ -368,7 +430,11 @@ SCAN_ERRORS = [
     ({"D": lambda x: x[:1]}, ValueError, "D must have shape (4,), got (1,)"),
     ({"D": lambda x: x.view(2, 2)}, ValueError, "D must have shape (4, 6), got (2, 2)"),
     ({"z": lambda x: x[:, :1]}, ValueError, "z must have shape (2, 70, 4, 6), got (2, 1, 4, 6)"),
-    ({"dt_bias": lambda x: x[:1]}, ValueError, "dt_bias must have shape (4,), got (1,)"),
+    (
+        {"dt_bias": lambda x: x[:1]},
+        ValueError,
+        "dt_bias must have the 4 elements of shape (4,), got shape (1,)",
+    ),
     (
         {"initial_states": lambda x: x.mT},
         ValueError,
@@ -420,9 +486,8 @@ def test_sizes_of_the_scan(device: torch.device) -> None:
     )
     states = {"B": B.repeat(1, 1, 1, 120), "C": C.repeat(1, 1, 1, 120)}
     refused(scan, {**tensors, **states}, ValueError, "B must have a state size of at most 512, got 600")
-    refused(
-        scan, {**tensors, "C": C.bfloat16()}, TypeError, "C must have the dtype of x, float32, got bfloat16"
-    )
+    message = "C must have the dtype of x, float32, got bfloat16: cast one of them, as in x.to(C.dtype)"
+    refused(scan, {**tensors, "C": C.bfloat16()}, TypeError, message)
     empty = {name: y if name == "A" else y[:, :0] for name, y in tensors.items()}
     refused(scan, empty, ValueError, f"x must have no empty dimension, got {tuple(empty['x'].shape)}")
     packed = {**tensors, "cu_seqlens": torch.tensor([0, 70], device=device)}
@@ -439,7 +504,7 @@ STEP_ERRORS = [
     ({"C": lambda x: x[:, :1]}, "C must have shape (2, 2, 5), got (2, 1, 5)"),
     ({"D": lambda x: x[0]}, "D must have shape (4, 6), got (6,)"),
     ({"z": lambda x: x[0]}, "z must have shape (2, 4, 6), got (4, 6)"),
-    ({"dt_bias": lambda x: x[0]}, "dt_bias must have shape (4, 6), got (6,)"),
+    ({"dt_bias": lambda x: x[0]}, "dt_bias must have the 24 elements of shape (4, 6), got shape (6,)"),
 ]
 
 

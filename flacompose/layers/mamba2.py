@@ -20,6 +20,7 @@ from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops._dtensor import flatten, split
 from flacompose.ops._dtype import upcast
+from flacompose.ops.gated_delta_rule import log_decay
 from flacompose.ops.ssd import check_dt_limit, time_step
 
 
@@ -141,6 +142,8 @@ class Mamba2(RecurrentLayer):
         self.dt_max = dt_max
         self.dt_init_floor = dt_init_floor
         self.dt_limit = dt_limit
+        low, high = (_before_softplus(bound) for bound in dt_limit)
+        self.logit_limit = None if (low, high) == (-math.inf, math.inf) else (low, high)
         self.chunk_size = chunk_size
         self.act = activation("hidden_act", hidden_act)
 
@@ -171,17 +174,24 @@ class Mamba2(RecurrentLayer):
         (xBC,), conv = convolved((xBC,), (self.conv1d,), past.conv, tokens)
         x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
         x, B, C = x.unflatten(-1, (H, P)), in_heads(B, G), in_heads(C, G)
-        dt = time_step(dt, self.dt_bias, softplus=True, x=x, limit=self.dt_limit)  # [B, T, H]
-        dt = tokens.masked(dt)  # a time step of 0 neither decays nor writes
+        # Where it is limited, a time step's softplus is taken of a number that is limited already, as for the decay.
+        dt = time_step(dt, self.dt_bias, softplus=False, x=x, limit=self.logit_limit)  # [B, T, H]
+        # A token whose decay and time step are 0 leaves the state as it is.
+        g = tokens.masked(log_decay(dt, self.A_log, None))
+        dt = tokens.masked(F.softplus(dt))
 
         B, C = sharded_like_values(B, dt, H), sharded_like_values(C, dt, H)
         # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
-        g = -dt * upcast(self.A_log).exp()
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
         o, recurrent = simple_gla(C, B, x, g, scale=1.0, beta=dt)
         o = (upcast(o) + x * upcast(self.D).reshape(H, -1)).flatten(-2)
         o = o * F.silu(upcast(z)) if self.norm is None else self.norm(o, z)
         return self.out_proj(o.to(x.dtype)), RecurrentState(recurrent, conv)
+
+
+def _before_softplus(y: float) -> float:
+    """The number of which `y` is the softplus."""
+    return y + math.log(-math.expm1(-y)) if y > 0 else -math.inf
 
 
 class _Convolution(ShortConvolution):

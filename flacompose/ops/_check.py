@@ -61,7 +61,10 @@ def same_dtype(q: Tensor, name: str, x: Tensor, q_name: str = "q") -> None:
     """Check that `x` has the dtype of `q`, or that autocast will cast both to one dtype, as it does all but float64."""
     if x.dtype == q.dtype or (autocast_on(q.device) and torch.float64 not in (q.dtype, x.dtype)):
         return
-    raise TypeError(f"{name} must have the dtype of {q_name}, {_name(q.dtype)}, got {_name(x.dtype)}")
+    raise TypeError(
+        f"{name} must have the dtype of {q_name}, {_name(q.dtype)}, got {_name(x.dtype)}: "
+        f"cast one of them, as in {q_name}.to({name}.dtype)"
+    )
 
 
 def head_size(name: str, x: Tensor, size_of: str = "head") -> None:
@@ -89,6 +92,18 @@ def optional(q: Tensor, name: str, x: Tensor | None, shape: tuple[int, ...], q_n
     """`like`, unless `x` is absent."""
     if x is not None:
         like(q, name, x, shape, q_name)
+
+
+def parameter(q: Tensor, name: str, x: Tensor | None, shape: tuple[int, ...], q_name: str = "q") -> None:
+    """Check that `x`, unless absent, is a float tensor on the device of `q` with as many elements as this shape."""
+    if x is None:
+        return
+    floating(name, x)
+    if x.numel() != math.prod(shape):
+        raise ValueError(
+            f"{name} must have the {math.prod(shape)} elements of shape {tuple(shape)}, got shape {tuple(x.shape)}"
+        )
+    like(q, name, x, x.shape, q_name)
 
 
 def sequences(q: Tensor, cu_seqlens: Tensor | None, q_name: str = "q") -> int:

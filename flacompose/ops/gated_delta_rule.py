@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import log
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, finfo
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
+from flacompose.ops._gates import bounded
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.delta_rule import check, normalized, run
 from flacompose.ops.families.delta_rule import op
+
+LARGEST = 40.0  # of the logarithms of rates that are exponentiated
 
 
 def chunk_gated_delta_rule(
@@ -54,8 +58,8 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
             of their squares and 1e-6.
         use_gate_in_kernel: Whether the decay is ``-exp(A_log) * softplus(g + dt_bias)``.
-        A_log: ``[HV]``, in any float dtype; given with `use_gate_in_kernel` alone.
-        dt_bias: ``[HV]``, in any float dtype; given with `use_gate_in_kernel` alone. Default: 0.
+        A_log: ``HV`` numbers in any shape, in any float dtype; given with `use_gate_in_kernel` alone.
+        dt_bias: ``HV`` numbers in any shape, in any float dtype; given with `use_gate_in_kernel` alone. Default: 0.
         use_beta_sigmoid_in_kernel: Whether `beta` holds logits, of which the sigmoid is taken.
         allow_neg_eigval: Whether that sigmoid is doubled.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
@@ -145,17 +149,15 @@ def run_gated(
     )
     of_a_gate = (HV, K) if of_channels else (HV,)
     _check.like(q, "g", g, (*q.shape[:2], *of_a_gate))
-    _check.optional(q, "A_log", A_log, (HV,))
-    if dt_bias is not None:
-        _check.tensor("dt_bias", dt_bias)
-        if of_channels and dt_bias.shape == (HV * K,):
-            dt_bias = dt_bias.unflatten(0, (HV, K))
-        _check.like(q, "dt_bias", dt_bias, of_a_gate)
+    _check.parameter(q, "A_log", A_log, (HV,))
+    _check.parameter(q, "dt_bias", dt_bias, of_a_gate)
     if lower_bound is not None:
         _check.finite("lower_bound", lower_bound)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
         if x is not None and not use_gate:
-            raise ValueError(f"{name} must not be given without use_gate_in_kernel, got {_shown(x)}")
+            raise ValueError(
+                f"{name} must not be given without use_gate_in_kernel, got {_shown(x)}: g is then the decay itself"
+            )
     if lower_bound is not None and lower_bound >= 0:
         raise ValueError(f"lower_bound must be below 0, got {lower_bound}")
     if use_gate and A_log is None and lower_bound is None:
@@ -169,7 +171,8 @@ def run_gated(
     if sigmoid:
         beta = upcast(beta, q).sigmoid() * (2 if neg_eigval else 1)
     if use_gate:
-        g = log_decay(upcast(g, q), A_log, dt_bias, lower_bound)
+        bias = None if dt_bias is None else dt_bias.reshape(of_a_gate)
+        g = log_decay(upcast(g, q), A_log, bias, lower_bound)
     of_head, of_channel = (None, g) if of_channels else (g, None)
     return run(form, q, k, v, beta, of_head, of_channel, scale, initial_state, output_final_state, cu_seqlens)
 
@@ -183,9 +186,22 @@ def log_decay(
 ) -> Tensor:
     """``-rate * softplus(x + dt_bias)``, or with `lower_bound`, ``lower_bound * sigmoid(rate * (x + dt_bias))``.
 
-    ``x [B, T, HV, ...]``, whose dtype the result has, ``A_log [HV]``, and ``rate = exp(A_log)``, 1 without it.
+    ``x [B, T, HV, ...]``, whose dtype the result has, ``dt_bias [HV, ...]``, `A_log` of ``HV`` numbers, and
+    ``rate = exp(A_log)``, 1 without it. No rate gives NaN, not even one that overflows.
     """
-    if dt_bias is not None:
-        x = x + dt_bias.to(x.dtype)
-    rate = 1 if A_log is None else A_log.to(x.dtype).exp().reshape(-1, *[1] * (x.ndim - 3))
-    return -rate * F.softplus(x) if lower_bound is None else lower_bound * (rate * x).sigmoid()
+    bias = None if dt_bias is None else dt_bias.to(x.dtype)
+    if A_log is not None:
+        A_log = A_log.to(x.dtype).reshape(-1, *[1] * (x.ndim - 3))
+    if lower_bound is not None:
+        x = x if bias is None else x + bias
+        if A_log is not None:
+            # Gradients may be e^8 times as large as the rate before they overflow.
+            x = A_log.clamp(max=log(finfo(x.dtype).max) - 8).exp() * x
+        return lower_bound * x.sigmoid()
+    assert A_log is not None  # checked
+    # exp(A_log) may overflow where softplus(x) underflows, and their product be an ordinary decay. So what A_log has
+    # above LARGEST is added to x: softplus(x + a) is exp(a) * softplus(x) to rounding where x + a is far below 0, and
+    # elsewhere both decays are so strong that they leave nothing of the state.
+    excess = F.relu(A_log - LARGEST)
+    x = x + (excess if bias is None else bias + excess)
+    return bounded(-A_log.clamp(max=LARGEST).exp() * F.softplus(x))

@@ -51,9 +51,10 @@ def chunk_kda(
             of their squares and 1e-6.
         use_gate_in_kernel: Whether the decay is ``-exp(A_log) * softplus(g + dt_bias)`` or, with `lower_bound`,
             ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
-        A_log: ``[HV]``, in any float dtype; given with `use_gate_in_kernel` alone. With `lower_bound` it may be absent,
-            and its exponential is then 1.
-        dt_bias: ``[HV, K]``, or ``[HV * K]``, in any float dtype; given with `use_gate_in_kernel` alone. Default: 0.
+        A_log: ``HV`` numbers in any shape, in any float dtype; given with `use_gate_in_kernel` alone. With
+            `lower_bound` it may be absent, and its exponential is then 1.
+        dt_bias: ``[HV, K]``, or as many numbers in another shape, in any float dtype; given with `use_gate_in_kernel`
+            alone. Default: 0.
         use_beta_sigmoid_in_kernel: Whether `beta` holds logits, of which the sigmoid is taken.
         allow_neg_eigval: Whether that sigmoid is doubled.
         lower_bound: The lowest decay, below 0 and finite; given with `use_gate_in_kernel` alone. Default: none.

@@ -38,13 +38,14 @@ def selective_scan_fn(
     Args:
         u: Inputs, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
         delta: Time steps, ``[B, T, D]``, at least 0 (after the softplus, if there is one), in any float dtype.
-        A: Rates, ``[D, S]``, at most 0, finite, in any float dtype.
+        A: Rates, ``[D, S]``, at most 0, in any float dtype. One of -inf forgets all at a time step above 0, and nothing
+            at one of 0; its gradient is 0.
         B: How inputs enter the state, ``[B, T, S]`` or ``[B, T, G, S]``, in the dtype of `u`; ``G`` divides ``D``, and
             channel ``d`` has group ``d // (D / G)``.
         C: How the state is read, of the shape and dtype of `B`.
         D: What joins input and output directly, ``[D]``. Default: nothing.
         z: Gate of the output, ``[B, T, D]``, through silu. Default: none.
-        delta_bias: Added to `delta`, ``[D]``. Default: nothing.
+        delta_bias: Added to `delta`, ``D`` numbers in any shape. Default: nothing.
         delta_softplus: Whether `delta` passes softplus, after its bias.
         return_last_state: Whether to return the states after the last token too.
         initial_states: States before the first token, ``[N, D, S]``, in any float dtype. Default: zeros.
@@ -85,7 +86,7 @@ def selective_scan_fn(
     N = _check.sequences(u, cu_seqlens, q_name="u")
     _check.optional(u, "D", D, (channels,), q_name="u")
     _check.optional(u, "z", z, u.shape, q_name="u")
-    _check.optional(u, "delta_bias", delta_bias, (channels,), q_name="u")
+    _check.parameter(u, "delta_bias", delta_bias, (channels,), q_name="u")
     _check.flags(delta_softplus=delta_softplus)
     _check.optional(u, "initial_states", initial_states, (N, channels, S), q_name="u")
 
@@ -97,7 +98,8 @@ def selective_scan_fn(
         u, delta = u.where(tokens, 0), delta.where(tokens, 0)
         z = None if z is None else z.where(tokens, 0)
     if delta_bias is not None or delta_softplus:
-        delta = time_step(delta, delta_bias, delta_softplus, u)
+        bias = None if delta_bias is None else delta_bias.reshape(channels)
+        delta = time_step(delta, bias, delta_softplus, u)
     if not grouped:
         B, C = B.unsqueeze(2), C.unsqueeze(2)
     y, states = op.forward(u, delta, A, B, C, initial_states, cu_seqlens)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, finfo
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
+from flacompose.ops._gates import bounded
 from flacompose.ops._varlen import inside
 from flacompose.ops.simple_gla import chunk_simple_gla
 
@@ -40,14 +44,15 @@ def mamba_chunk_scan_combined(
     Args:
         x: Inputs, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
         dt: Time steps, ``[B, T, H]``, in any float dtype.
-        A: Rate of each head, ``[H]``, at most 0, finite.
+        A: Rate of each head, ``[H]``, at most 0. One of -inf forgets all at a time step above 0, and nothing at one of
+            0; its gradient is 0.
         B: How inputs enter the state, ``[B, T, G, S]``, in the dtype of `x`; ``G`` divides ``H``, and head ``h`` has
             group ``h // (H / G)``.
         C: How the state is read, ``[B, T, G, S]``, in the dtype of `x`.
         chunk_size: Taken because mamba-ssm has it, and not used: it changes no result.
         D: What joins input and output directly, ``[H]`` or ``[H, P]``. Default: nothing.
         z: Gate of the output, ``[B, T, H, P]``, through silu. Default: none.
-        dt_bias: Added to `dt`, ``[H]``. Default: nothing.
+        dt_bias: Added to `dt`, ``H`` numbers in any shape. Default: nothing.
         initial_states: States before the first token, ``[N, H, P, S]``, in any float dtype. Default: zeros.
         dt_softplus: Whether `dt` passes softplus, after its bias.
         dt_limit: Bounds that `dt` is then clamped to, the lower at least 0.
@@ -82,7 +87,7 @@ def mamba_chunk_scan_combined(
     _check.count("chunk_size", chunk_size)
     _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), q_name="x")
     _check.optional(x, "z", z, x.shape, q_name="x")
-    _check.optional(x, "dt_bias", dt_bias, (H,), q_name="x")
+    _check.parameter(x, "dt_bias", dt_bias, (H,), q_name="x")
     _check.flags(dt_softplus=dt_softplus)
     check_dt_limit(dt_limit)
     _check.optional(x, "initial_states", initial_states, (N, H, P, S), q_name="x")
@@ -95,8 +100,10 @@ def mamba_chunk_scan_combined(
         tokens = inside(cu_seqlens, T)
         x, dt = x.where(tokens[:, None, None], 0), dt.where(tokens[:, None], 0)
         z = None if z is None else z.where(tokens[:, None, None], 0)
+    dt_bias = None if dt_bias is None else dt_bias.reshape(H)
     dt = time_step(dt, dt_bias, dt_softplus, x, dt_limit)
-    y, states = chunk_simple_gla(C, B, x, dt * upcast(A, x), None, 1.0, initial_states, True, cu_seqlens, dt)
+    g = bounded(log_decay(dt, upcast(A, x)))
+    y, states = chunk_simple_gla(C, B, x, g, None, 1.0, initial_states, True, cu_seqlens, dt)
     assert states is not None  # asked for
     if D is not None:
         y = y + x * upcast(D if D.dim() == 2 else D.unsqueeze(-1), x)
@@ -133,12 +140,13 @@ def selective_state_update(
         state: ``[N, H, P, S]``, in any float dtype. It is computed with in float32 (float64 for float64 states).
         x: Input, ``[N, H, P]``, in any float dtype, as all that follow.
         dt: Time steps, ``[N, H, P]``.
-        A: Rates, ``[H, P, S]``, at most 0, finite.
+        A: Rates, ``[H, P, S]``, at most 0, -inf as in
+            [mamba_chunk_scan_combined][flacompose.ops.mamba_chunk_scan_combined].
         B: How the input enters the state, ``[N, G, S]``; ``G`` divides ``H``.
         C: How the state is read, ``[N, G, S]``.
         D: What joins input and output directly, ``[H, P]``. Default: nothing.
         z: Gate of the output, ``[N, H, P]``, through silu. Default: none.
-        dt_bias: Added to `dt`, ``[H, P]``. Default: nothing.
+        dt_bias: Added to `dt`, ``[H, P]``, or as many numbers in another shape. Default: nothing.
         dt_softplus: Whether `dt` passes softplus, after its bias.
 
     Without heads every ``H`` and ``G`` is absent: ``state [N, P, S]``, ``x [N, P]``, ``A [P, S]``, ``B [N, S]``.
@@ -166,15 +174,17 @@ def selective_state_update(
         ("x", x, token), ("dt", dt, token), ("A", A, (*channels, S)), ("B", B, group), ("C", C, group)
     ):  # fmt: skip
         _check.like(state, name, y, shape, q_name="state")
-    for name, option, shape in (("D", D, channels), ("z", z, token), ("dt_bias", dt_bias, channels)):
+    for name, option, shape in (("D", D, channels), ("z", z, token)):
         _check.optional(state, name, option, shape, q_name="state")
+    _check.parameter(state, "dt_bias", dt_bias, channels, q_name="state")
     _check.flags(dt_softplus=dt_softplus)
 
+    dt_bias = None if dt_bias is None else dt_bias.reshape(channels)
     dt = time_step(dt, dt_bias, dt_softplus, state).unsqueeze(-1)
     if heads:
         B, C = (y.repeat_interleave(state.shape[1] // G, 1) for y in (B, C))
     B, C = B.unsqueeze(-2), C.unsqueeze(-2)  # [N, (H,) 1, S]
-    new = (dt * A).exp() * upcast(state) + dt * x.unsqueeze(-1) * B
+    new = log_decay(dt, upcast(A, state)).exp() * upcast(state) + dt * x.unsqueeze(-1) * B
     y = (new * C).sum(-1)
     if D is not None:
         y = y + D * x
@@ -195,6 +205,15 @@ def time_step(
     if limit is None or (softplus and tuple(limit) == (0.0, float("inf"))):  # a softplus is at least 0
         return dt
     return dt.clamp(*limit)
+
+
+def log_decay(dt: Tensor, A: Tensor) -> Tensor:
+    """``dt * A``, where rates of -inf are the lowest finite number: times a time step of 0, which is also what a
+    softplus underflows to, they would be NaN.
+
+    They give `dt` no gradient. At a time step of 0 it would be infinite, and NaN where that step comes from a mask.
+    """
+    return torch.where(A == -inf, dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)
 
 
 def check_dt_limit(dt_limit: tuple[float, float]) -> None:

@@ -128,10 +128,11 @@ def test_not_a_tensor(case: OpCase, name: str, device: torch.device) -> None:
 @each(lambda case: [name for name in list(case.inputs)[1:] if name not in case.any_dtype])
 def test_mixed_dtypes(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
-    message = f"{name} must have the dtype of {case.first}, float32, got "
-    refused(problem, TypeError, f"{message}bfloat16", **{name: problem.tensors[name].bfloat16()})
+    message = f"{name} must have the dtype of {case.first}, float32, got {{}}: cast one of them, as in "
+    message += f"{case.first}.to({name}.dtype)"
+    refused(problem, TypeError, message.format("bfloat16"), **{name: problem.tensors[name].bfloat16()})
     with torch.autocast(device.type, torch.bfloat16):
-        refused(problem, TypeError, f"{message}float64", **{name: problem.tensors[name].double()})
+        refused(problem, TypeError, message.format("float64"), **{name: problem.tensors[name].double()})
 
 
 @each_tensor_but_the_first

@@ -72,6 +72,16 @@ def test_rates_of_every_size(rate: float) -> None:
     check(problem.with_tensors(A=torch.full_like(problem.tensors["A"], -rate)))
 
 
+def test_rates_of_minus_infinity() -> None:
+    """Beside a slow one, at time steps above 0 and of 0, also in the tokens that fill up a tile."""
+    problem = draw(SELECTIVE, CPU, B=1, T=10, K=2, V=2)
+    delta = problem.tensors["delta"].clone()
+    delta[:, 1::3] = 0
+    A = problem.tensors["A"].clone()
+    A[:, 0] = -torch.inf
+    check(problem.with_tensors(A=A, delta=delta))
+
+
 @pytest.mark.parametrize("layout", [permuted, tokens_last])
 def test_layouts(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
     problem = draw(SELECTIVE_GROUPS, CPU, T=10, K=2, V=2)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from flacompose.layers import GatedDeltaNet, GatedDeltaProduct, GatedRMSNorm, KimiDeltaAttention
 
-from .truth import assert_close, build
+from .truth import EVERY, assert_close, assert_true, build, row, tokens_of
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,21 @@ def test_first_bounded_decays():
     """Rates of a safe gate are 1 at first."""
     layer = KimiDeltaAttention(hidden_size=2, num_heads=3, head_dim=1, safe_gate=True, lower_bound=-5)
     assert not layer.A_log.any() and layer.dt_bias.all()
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda", "gated_deltaproduct", "mamba2"])
+def test_rates_that_overflow(name):
+    """Their exponential is inf, also of heads whose softplus is 0."""
+    config = EVERY[name]
+    layer = build(config)
+    layer.A_log.data[1:] = 100
+    layer.dt_bias.data[layer.dt_bias.numel() // 2 :] = -200
+    x = tokens_of(layer, 1, 5)
+    y, state = layer(x)
+    y.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+    with torch.no_grad():
+        assert_true(config, layer.state_dict(), x[0], row(layer.init_state(1), 0), y[0], row(state, 0))
 
 
 @pytest.mark.parametrize("layer", [GatedDeltaNet, GatedDeltaProduct])

@@ -68,7 +68,7 @@ def backward(
         if want_dt or want_A:
             d_exponent = dh * left
         if want_dt:
-            ddt.append(x * d_product + (d_exponent * scan.A).sum(-1))
+            ddt.append(x * d_product + (d_exponent * scan.A_of_dt).sum(-1))
         if want_A:
             dA = dA + (d_exponent * dt.unsqueeze(-1)).sum((0, 1, 3)).unsqueeze(1)
         if want_B:
@@ -95,8 +95,10 @@ class _Scan:
         self.dy = None if dy is None else dy.unflatten(2, self.groups)
         self.B, self.C = B, C
         self.chunks = Chunks(x, cu_seqlens)
-        A = A.to(self.chunks.dtype).contiguous()
-        self.A = A.unflatten(0, self.groups).unsqueeze(1)  # [G, 1, P, S]
+        # Times a time step of 0, a rate of -inf would be NaN, and the gradient that it gives a time step infinite.
+        A = A.to(self.chunks.dtype).contiguous().unflatten(0, self.groups).unsqueeze(1)  # [G, 1, P, S]
+        self.A = A.clamp(min=torch.finfo(A.dtype).min)
+        self.A_of_dt = A.masked_fill(A == -torch.inf, 0)
         self.segments = self.chunks.segments(self.chunks.B * self.chunks.size * A.numel())
 
     def initial(self, state: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ import triton.language as tl
 from flacompose.ops.families._kernels import decayed, find_segment, find_sequence, split_program
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST_RATE = tl.constexpr(-3.4028234663852886e38)  # the lowest number of float32
 
 
 @triton.jit
@@ -57,6 +58,12 @@ def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.co
     else:
         states = tl.load(at, mask=in_s, other=0.0)
     return states
+
+
+@triton.jit
+def _finite(A):
+    """Rates, with the lowest number for -inf, which times a time step of 0 would be NaN. A NaN stays NaN."""
+    return tl.maximum(A, LOWEST_RATE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -134,7 +141,7 @@ def sweep_kernel(
     begin = (begin * (CHUNK // TOKENS)).to(tl.int32)
     stop = tl.minimum(stop * (CHUNK // TOKENS), tl.cdiv(hi - lo, TOKENS)).to(tl.int32)
 
-    A_ = _load_states(A, state_tile, d, in_d, S, BS, BD)
+    A_ = _finite(_load_states(A, state_tile, d, in_d, S, BS, BD))
     h = tl.zeros([BS, BD], tl.float32)
     if not ENDS:
         if initial is not None:
@@ -238,7 +245,7 @@ def gradient_kernel(
     lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
     begin, stop = find_segment(SEGMENTS - 1 - segment, SEGMENTS, tl.cdiv(hi - lo, CHUNK))
 
-    A_ = tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32)  # [BD, BS]
+    A_ = _finite(tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32))  # [BD, BS]
     c = tl.zeros([BD, BS], tl.float32)
     if d_final is not None:
         c += tl.load(d_final + n * D * S + at_state, mask=in_state, other=0.0).to(tl.float32)
@@ -310,7 +317,9 @@ def gradient_kernel(
                     if dA is not None:
                         dA_ += d_exponent * dt_[:, None]
                     if ddt is not None:
-                        ddt_j = x_ * d_product + tl.sum(d_exponent * A_, 1)
+                        # A rate of -inf gives a time step no gradient, which would be infinite at one of 0.
+                        d_of_dt = tl.where(A_ == LOWEST_RATE, 0.0, d_exponent * A_)
+                        ddt_j = x_ * d_product + tl.sum(d_of_dt, 1)
                         ddt_ = tl.where(column_of_token, ddt_j[:, None], ddt_)
 
             in_channels = in_d[:, None] & (t < left)[None, :]

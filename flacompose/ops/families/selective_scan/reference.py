@@ -1,7 +1,7 @@
 """The recurrence as the paper writes it, token by token: the specification of this family.
 
 Mamba, https://arxiv.org/abs/2312.00752, section 3.2, algorithm 2, discretized as the paper's code does: the transition
-by the exponential, the input by ``dt * B``.
+by the exponential, the input by ``dt * B``. A rate of -inf leaves nothing after a time step above 0.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ def selective_scan(
     """``h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t^T``; ``y_t = h_t C_t``, a channel with the B and C of its group."""
     B, C = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (B, C))  # [B, T, D, S]
     h = x.new_zeros(x.shape[0], *A.shape) if initial_state is None else initial_state
+    endless = A == -torch.inf
+    A = A.masked_fill(endless, 0)
     y = []
     for t in range(x.shape[1]):
         dt_t = dt[:, t, :, None]
-        h = (dt_t * A).exp() * h + dt_t * x[:, t, :, None] * B[:, t]
+        decay = (dt_t * A).exp().masked_fill(endless & (dt_t > 0), 0)
+        h = decay * h + dt_t * x[:, t, :, None] * B[:, t]
         y.append((h * C[:, t]).sum(-1))
     return torch.stack(y, dim=1), h

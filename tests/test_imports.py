@@ -1,0 +1,37 @@
+"""No module imports itself by way of others, not even within a function."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def imported(path: Path, name: str, modules: dict[str, Path]) -> set[str]:
+    """The `modules` that a file, the module `name`, imports; of ``from package import module`` the module alone."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            inside = {f"{source}.{alias.name}" for alias in node.names}
+            found |= {full if full in modules else source for full in inside}
+    return found & modules.keys()
+
+
+@pytest.mark.parametrize("package", ["flacompose", "benchmarks"])
+def test_no_circles(package: str) -> None:
+    modules = {}
+    for path in (ROOT / package).rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {name: imported(path, name, modules) for name, path in modules.items()}
+    assert sum(map(len, graph.values())) > len(modules)  # the imports were found
+    TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
