@@ -22,9 +22,12 @@ from flacompose.ops._check import (
 )
 from flacompose.ops._check import count as count
 from flacompose.ops._check import flags as flags
+from flacompose.ops._check import has_shape as has_shape
 from flacompose.ops._check import indices as indices
+from flacompose.ops._check import is_empty as is_empty
+from flacompose.ops._check import not_empty as not_empty
 from flacompose.ops._check import tensor as tensor
-from flacompose.ops._define import always_true
+from flacompose.ops._define import always_true, violated
 
 
 def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:
@@ -99,7 +102,7 @@ def like(
     """Check that `value` is a tensor of this `kind` and shape on the device of `x`."""
     kind(name, value)
     same_device(name, value, x)
-    if value.shape != shape:
+    if not has_shape(value, shape):
         raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
 
 
@@ -126,7 +129,7 @@ def is_one(size: int) -> bool:
 def packed(name: str, x: Tensor, cu_seqlens: Tensor) -> int:
     """Check the bounds of the sequences packed in `x`, called `name`, return their number."""
     tensor("cu_seqlens", cu_seqlens)
-    if x.shape[0] != 1:  # checked before `sequences`, whose message names an argument of the op
+    if violated(x.shape[0] == 1):  # checked before `sequences`, whose message names an argument of the op
         raise ValueError(f"cu_seqlens needs {name} of one row (B = 1), got B = {x.shape[0]}")
     same_device("cu_seqlens", cu_seqlens, x)
     return sequences(x, cu_seqlens)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flacompose.layers import _check
 from flacompose.ops import _states
+from flacompose.ops._define import violated
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._varlen import inside
 
@@ -69,8 +70,7 @@ def layout(
     shape = tuple(hidden_states.shape)
     if len(shape) != 3 or shape[2] != hidden_size:
         raise ValueError(f"hidden_states must have shape (B, T, {hidden_size}), got {shape}")
-    if 0 in shape:
-        raise ValueError(f"hidden_states must have no empty dimension, got {shape}")
+    _check.not_empty("hidden_states", hidden_states)
     if attention_mask is not None and cu_seqlens is not None:
         raise ValueError("attention_mask and cu_seqlens exclude each other: packed sequences have no padding")
     if num_states is not None:
@@ -102,7 +102,11 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     B, T, _ = hidden_states.shape
     # A float mask may be one that is added to logits, with 0 at tokens; it would be read the wrong way round.
     _check.integral("attention_mask", attention_mask, bools=True, why=" (nonzero at tokens, not additive)")
-    if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < T:
+    if (
+        attention_mask.ndim != 2
+        or violated(attention_mask.shape[0] == B)
+        or violated(attention_mask.shape[1] >= T)
+    ):
         raise ValueError(
             f"attention_mask must have shape ({B}, {T}), or ({B}, L) with L > {T} for a whole history, "
             f"got {tuple(attention_mask.shape)}"

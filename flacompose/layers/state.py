@@ -166,7 +166,7 @@ class RecurrentStates(NamedTuple):
         if isinstance(index, Tensor):
             _check.integral("index", index)
             _check.same_device("index", index, pytree.tree_leaves(parts)[0])
-            if index.shape != (N,):
+            if not _check.has_shape(index, (N,)):
                 raise ValueError(f"index must have shape ({N},), got {tuple(index.shape)}")
             chosen = pytree.tree_map(partial(_chosen, index.long()), parts)
         else:

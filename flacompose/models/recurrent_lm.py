@@ -195,7 +195,7 @@ class RecurrentLM(nn.Module):
     ) -> tuple[Tensor, NewStates]:
         """`forward`, but for its errors: a layer does not know which entry of the model's state it was given."""
         _check.indices("input_ids", input_ids)
-        if input_ids.ndim != 2 or 0 in input_ids.shape:
+        if input_ids.ndim != 2 or _check.is_empty(input_ids):
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
         _check.flags(last_only=last_only)
         old = self._checked(state)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import autocast_on
+from flacompose.ops._define import autocast_on, violated
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_HEAD_SIZE = 512
@@ -70,19 +71,33 @@ def same_dtype(q: Tensor, name: str, x: Tensor, q_name: str = "q") -> None:
 def head_size(name: str, x: Tensor, size_of: str = "head") -> None:
     """Check that ``D`` of ``x [..., D]`` is a size that the ops take; errors call it the size of a `size_of`."""
     not_empty(name, x)
-    if x.shape[-1] > MAX_HEAD_SIZE:
+    if violated(x.shape[-1] <= MAX_HEAD_SIZE):
         raise ValueError(f"{name} must have a {size_of} size of at most {MAX_HEAD_SIZE}, got {x.shape[-1]}")
 
 
 def not_empty(name: str, x: Tensor) -> None:
-    if 0 in x.shape:
+    if is_empty(x):
         raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
+
+
+def is_empty(x: Tensor) -> bool:
+    """Whether `x` has no elements, as far as is known before the data; see `violated`."""
+    if not torch.compiler.is_compiling():  # all sizes at once, which is faster
+        return 0 in x.shape
+    return any(violated(size > 0) for size in x.shape)
+
+
+def has_shape(x: Tensor, shape: Sequence[int]) -> bool:
+    """Whether `x` has this shape, as far as is known before the data; see `violated`."""
+    if not torch.compiler.is_compiling():
+        return x.shape == shape
+    return x.dim() == len(shape) and not any(violated(a == b) for a, b in zip(x.shape, shape))
 
 
 def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], q_name: str = "q") -> None:
     """Check that `x` is a float tensor of this shape on the device of `q`, which errors call `q_name`."""
     floating(name, x)
-    if x.shape != shape:
+    if not has_shape(x, shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of {q_name}, {q.device}, got {x.device}")
@@ -112,11 +127,11 @@ def sequences(q: Tensor, cu_seqlens: Tensor | None, q_name: str = "q") -> int:
     if cu_seqlens is None:
         return B
     indices("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+    if cu_seqlens.dim() != 1 or violated(cu_seqlens.shape[0] >= 2):
         raise ValueError(f"cu_seqlens must have shape [N + 1] with N >= 1, got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens must be on the device of {q_name}, {q.device}, got {cu_seqlens.device}")
-    if B != 1:
+    if violated(B == 1):
         raise ValueError(f"{q_name} must have batch size 1 when cu_seqlens is given, got {B}")
     return cu_seqlens.shape[0] - 1
 

@@ -71,7 +71,7 @@ def selective_scan_fn(
     _check.head_size("A", A, size_of="state")
     _check.floating("B", B)
     grouped = B.dim() == 4
-    if B.shape != (batch, T, *(B.shape[2:3] if grouped else ()), S):
+    if not _check.has_shape(B, (batch, T, *(B.shape[2:3] if grouped else ()), S)):
         raise ValueError(
             f"B must have shape {(batch, T, S)} or, in groups, ({batch}, {T}, G, {S}), got {tuple(B.shape)}"
         )
