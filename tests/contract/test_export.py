@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
 
 from .accuracy import assert_close, assert_equal
-from .cases import OpCase, each_op, one_op_a_form_of_kernels
+from .cases import INDUCTOR, OpCase, each_op
 from .graphs import op_arguments, op_nodes, other_ops
 from .problems import Problem, Results, call, draw
 
@@ -150,51 +150,58 @@ def test_packed(case: OpCase, any_number: bool, device: torch.device) -> None:
         assert_equal(results(module(problem.tensors, problem.cu_seqlens)), results(call(problem)))
 
 
-class Both(nn.Module):
-    """Dense and packed calls in one program, so that one compilation proves them."""
+class Calls(nn.Module):
+    """A dense and two packed calls of each of several ops in one program, so that one compilation proves them."""
 
-    def __init__(self, case: OpCase) -> None:
+    def __init__(self, cases: list[OpCase]) -> None:
         super().__init__()
-        self.op = Op(case)
+        self.ops = [Op(case) for case in cases]
 
     def forward(
-        self, dense: dict[str, Tensor], one: dict[str, Tensor], cu_one: Tensor, five, cu_five: Tensor
-    ):
-        return self.op(dense), self.op(one, cu_one), self.op(five, cu_five)
+        self, calls: list[tuple[dict[str, Tensor], Tensor | None]]
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        return [op(*call) for op, three in zip(self.ops, calls, strict=True) for call in three]
 
 
-@one_op_a_form_of_kernels
+CHUNKED = [case for case in INDUCTOR if case.form != "recurrent"]
+PROGRAMS = [[case] for case in INDUCTOR] if torch.cuda.is_available() else [CHUNKED]
+# On a GPU each op is a program of its own, whose failures have nothing to do with those of others.
+PROGRAMS = (
+    [[case] for case in INDUCTOR]
+    if torch.cuda.is_available()
+    else [[case for case in INDUCTOR if case.form != "recurrent"]]
+)
+
+
+@pytest.mark.parametrize("cases", PROGRAMS, ids=lambda cases: cases[0].name if len(cases) == 1 else "all")
 @pytest.mark.usefixtures("aoti_packages_load")
-def test_aotinductor(case: OpCase, device: torch.device, tmp_path: Path) -> None:
-    traced = draw(case, device, T=37), packed(case, device, 1), packed(case, device, 5)
-    T1, T5 = (Dim(name, min=2, max=2**20) for name in ("T1", "T5"))
+def test_aotinductor(cases: list[OpCase], device: torch.device, tmp_path: Path) -> None:
+    def three(case: OpCase, length: int, batch: int) -> tuple[Problem, Problem, Problem]:
+        dense = draw(case, device, B=batch, T=length, seed=length)
+        return dense, packed(case, device, 1, length), packed(case, device, 5, length)
 
-    def arguments(dense: Problem, one: Problem, five: Problem) -> tuple:
-        return dense.tensors, one.tensors, one.cu_seqlens, five.tensors, five.cu_seqlens
+    def arguments(length: int, batch: int) -> list[list[tuple]]:
+        return [[(p.tensors, p.cu_seqlens) for p in three(case, length, batch)] for case in cases]
 
-    shapes = (
-        dynamic(traced[0], T=T, B=B, N=B),
-        dynamic(traced[1], T=T1),
-        None,
-        dynamic(traced[2], T=T5),
-        None,
-    )
+    lengths = [Dim(f"T{i}", min=2, max=2**20) for i in range(3)]
+    shapes = [
+        [
+            (dynamic(problem, T=length, **({} if problem.cu_seqlens is not None else {"B": B, "N": B})), None)
+            for problem, length in zip(three(case, 37, 2), lengths, strict=True)
+        ]
+        for case in cases
+    ]
     with torch.no_grad():
-        program = export(Both(case), arguments(*traced), dynamic_shapes=shapes)
+        program = export(Calls(cases), (arguments(37, 2),), dynamic_shapes=(shapes,))
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "op.pt2"))
         runner = torch._inductor.aoti_load_package(path)
-        for length in LENGTHS:
-            for batch in (1, 3):
-                problems = (
-                    draw(case, device, B=batch, T=length, seed=length),
-                    packed(case, device, 1, length),
-                    packed(case, device, 5, length),
-                )
-                outputs = runner(*arguments(*problems))
-                for problem, output in zip(problems, outputs, strict=True):
-                    assert_close(results(output), results(call(problem)), 1e-6)
-    if case.name == "chunk_gla":
-        given, saved = arguments(*problems), tmp_path / "call.pt"
+        for length, batch in ((2, 1), (63, 3), (65, 1), (165, 3), (2048, 1)):
+            outputs = runner(given := arguments(length, batch))
+            problems = [problem for case in cases for problem in three(case, length, batch)]
+            for problem, output in zip(problems, outputs, strict=True):
+                assert_close(results(output), results(call(problem)), 1e-6)
+    if cases[0].name == "chunk_gla":
+        saved = tmp_path / "call.pt"
         torch.save((given, [x.clone() for output in outputs for x in output]), saved)
         command = [sys.executable, "-c", ELSEWHERE, path, str(saved)]
         run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -205,7 +212,7 @@ def test_aotinductor(case: OpCase, device: torch.device, tmp_path: Path) -> None
 ELSEWHERE = """
 import sys, torch, flacompose.ops
 arguments, expected = torch.load(sys.argv[2])
-outputs = torch._inductor.aoti_load_package(sys.argv[1])(*arguments)
+outputs = torch._inductor.aoti_load_package(sys.argv[1])(arguments)
 for x, y in zip((x for output in outputs for x in output), expected, strict=True):
     torch.testing.assert_close(x, y)
 """
