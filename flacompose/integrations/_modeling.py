@@ -162,9 +162,15 @@ def state_space_step(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     z: Tensor | None = None,
+    step_limit: tuple[float, float] = (0.0, float("inf")),
     **kwargs: Any,
 ) -> Tensor:
-    """`mamba2_selective_state_update`, which writes to `state`."""
+    """`mamba2_selective_state_update`, which writes to `state`. `step_limit` comes from `limited`."""
+    if tuple(step_limit) != (0.0, float("inf")):
+        dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
+        dt = dt if dt_bias is None else dt + dt_bias
+        dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*step_limit)
+        dt_bias, dt_softplus = None, False
     y, new = selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
     state.copy_(new)
     return y
@@ -179,28 +185,49 @@ def lightning_attention(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
-    past_key_values: Any = None,
+    *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`MiniMaxLightningAttention.forward`: one op for its loop over blocks and its loop over tokens."""
+    """`MiniMaxLightningAttention.forward`: one op for its loop over blocks and its loop over tokens.
+
+    The state is where other models have theirs, in a layer of the cache for linear attention. In the list that
+    transformers keeps it in for MiniMax, beams would not reorder it, and the cache would take this layer for one of
+    softmax attention that has seen no token, and count positions and masks by it.
+    """
     from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
 
     qkv = self.act_fn(self.qkv_proj(hidden_states))
     qkv = apply_mask_to_padding_states(qkv, attention_mask)
     q, k, v = qkv.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim)).split(self.head_dim, -1)
 
-    cached = past_key_values is not None
-    state = past_key_values.get_linear_cache(self.layer_idx) if cached else None
+    cache = _cache_in(args, kwargs)
+    cached = None if cache is None else _linear_layer(cache, self.layer_idx)
+    state = None if cached is None else cached.recurrent_states[0]
     attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
     o, state = attention(
         q, k, v, g_gamma=-self.slope_rate.flatten(), scale=1.0,
         initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs),
     )  # fmt: skip
-    if cached:
-        past_key_values.set_linear_cache(self.layer_idx, state)
+    if cached is not None:
+        cached.recurrent_states[0], cached.device = state, q.device
+        cached.is_recurrent_states_initialized[0] = cached.has_previous_state[0] = True
 
     o = self.norm(o.flatten(2)) * torch.sigmoid(self.output_gate(hidden_states))
     return self.out_proj(o), state
+
+
+def _linear_layer(cache: Any, index: int) -> Any:
+    """The layer of a cache that has the state of MiniMax's layer of that index."""
+    from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+    if index < len(getattr(cache, "linear_cache", ())) and isinstance(cache.linear_cache[index], Tensor):
+        raise ValueError(
+            "the cache must have been filled on this library's ops, got one that transformers has filled, in which it "
+            "miscounts MiniMax's tokens: start again with an empty cache"
+        )
+    while len(cache.layers) <= index:
+        cache.layers.append(LinearAttentionLayer() if len(cache.layers) == index else DynamicLayer())
+    return cache.layers[index]
 
 
 class _With:
@@ -230,15 +257,27 @@ def grouped(forward: Callable[..., Any]) -> Callable[..., Any]:
     return grouped_forward
 
 
-def packed_or_cached(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that refuses packed sequences with a cache, before it writes to that."""
-    from transformers.cache_utils import Cache
+def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that refuses what a cache cannot have, before it writes to that.
+
+    These are packed sequences, and a record of the past, by which `Cache.crop` would take tokens back out of the
+    convolution's state and leave that of the recurrence as it is.
+    """
 
     @wraps(forward)
-    def checked_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = [key for key in PACKED if kwargs.get(key) is not None]
-        if given and any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
-            raise ValueError(f"{given[0]} must come without a cache (use_cache=False), got one")
+    def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = _cache_in(args, kwargs)
+        if cache is None:
+            return forward(self, *args, **kwargs)
+        for key in PACKED:
+            if kwargs.get(key) is not None:
+                raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
+        layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        if getattr(layer, "record_past", False) and any(layer.is_recurrent_states_initialized.values()):
+            raise ValueError(
+                f"the cache must not record the past (activate_past_recording) for a {type(self).__name__}, since no "
+                "token can be taken back out of its recurrent state: copy the cache instead"
+            )
         return forward(self, *args, **kwargs)
 
     return checked_forward
@@ -286,22 +325,54 @@ def scanned(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a layer of Mamba, whose scan then gets the bounds of packed sequences, and the cached state."""
 
     @wraps(forward)
-    def scanned_forward(
-        self: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        bounds, state = _bounds(kwargs), None
-        if cache_params is not None and cache_params.has_previous_state(self.layer_idx):
-            state = cache_params.layers[self.layer_idx].recurrent_states[0]
+    def scanned_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        bounds, state, T = _bounds(kwargs), None, hidden_states.shape[1]
+        cache, mask = _cache_in(args, kwargs), kwargs.get("attention_mask")
+        if cache is not None and cache.has_previous_state(self.layer_idx):
+            state = cache.layers[self.layer_idx].recurrent_states[0]
+            if mask is not None:
+                kwargs["attention_mask"] = mask[:, -T:]  # Mamba gives that of the cached tokens too
         if bounds is not None:
             kwargs["seq_idx"] = _Bounds(bounds)  # Zamba's convolution gets nothing else
         # One token goes through the function for steps, which gets the state.
-        if bounds is None and (state is None or hidden_states.shape[1] == 1):
-            return forward(self, hidden_states, cache_params, *args, **kwargs)
-        return forward(
-            _With(self, D=_Scanned(self.D, bounds, state)), hidden_states, cache_params, *args, **kwargs
-        )
+        if bounds is None and (state is None or T == 1):
+            return forward(self, hidden_states, *args, **kwargs)
+        return forward(_With(self, D=_Scanned(self.D, bounds, state)), hidden_states, *args, **kwargs)
 
     return scanned_forward
+
+
+def limited(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer of Mamba-2, which keeps the time steps of several tokens within limits.
+
+    Those of one token it would not, so that a token after a cache would not be what it is in a whole sequence.
+    """
+
+    @wraps(forward)
+    def limited_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, step_limit=self.time_step_limit, **kwargs)
+
+    return limited_forward
+
+
+def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of Bamba's decoder, which would number the tokens after a cache from 0 on."""
+
+    @wraps(forward)
+    def counting_forward(
+        self: nn.Module,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        cache, x = _cache_in(args, kwargs), kwargs.get("inputs_embeds") if input_ids is None else input_ids
+        if position_ids is None and cache is not None and x is not None:
+            position_ids = cache.get_seq_length() + torch.arange(x.shape[1], device=x.device)[None]
+        return forward(self, input_ids, attention_mask, position_ids, *args, **kwargs)
+
+    return counting_forward
 
 
 def refusing(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -334,6 +405,13 @@ def passing_to(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         return passing_forward
 
     return of
+
+
+def _cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The cache among the arguments of a forward, whatever transformers calls it, or None."""
+    from transformers.cache_utils import Cache
+
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
 
 
 def _called_with(module: nn.Module, given: dict[str, Any]) -> Any:

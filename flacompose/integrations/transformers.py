@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from flacompose.integrations import _modeling
+from flacompose.integrations import _modeling, _tested
 from flacompose.ops import (
     chunk_gated_delta_rule,
     chunk_kda,
@@ -21,7 +23,7 @@ from flacompose.ops import (
     fused_recurrent_kda,
 )
 
-OLDEST, NEWEST = (5, 17), (5, 23)
+OLDEST, NEWEST = (5, 17), (5, 24)
 
 
 class Function(NamedTuple):
@@ -59,25 +61,32 @@ FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
 # What stands in for the forward of a class that calls them, made of that forward: where a recurrence is written out in
 # it, where it makes copies of queries and keys for an op that needs none, where it keeps bounds or states to itself.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "BambaMixer": _modeling.limited,
+    "FalconH1Mixer": _modeling.limited,
     "FalconMambaMixer": _modeling.scanned,
+    "GraniteMoeHybridMambaLayer": _modeling.limited,
     "Inkling2ShortConvolution": _modeling.convolved_apart,
     "InklingShortConvolution": _modeling.convolved_apart,
     "JambaMambaMixer": _modeling.scanned,
     "Lfm2MoeShortConv": _modeling.convolved_apart,
     "Lfm2ShortConv": _modeling.convolved_apart,
+    "Mamba2Mixer": _modeling.limited,
     "MambaMixer": _modeling.scanned,
     "MiniMaxLightningAttention": lambda _: _modeling.lightning_attention,
+    "NemotronHMamba2Mixer": _modeling.limited,
     "OlmoHybridGatedDeltaNet": _modeling.grouped,
     "Qwen3NextGatedDeltaNet": _modeling.grouped,
     "Qwen3_5GatedDeltaNet": _modeling.grouped,
     "Qwen3_5MoeGatedDeltaNet": _modeling.grouped,
     "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
+    "Zamba2MambaMixer": _modeling.limited,
     "ZambaMambaMixer": _modeling.scanned,
 }
 
 # The same for modules around them, which call them without the bounds of packed sequences, and for modules that mix
 # such sequences and are no op of this library.
 AROUND: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "BambaModel": _modeling.counting,
     "FalconMambaBlock": _modeling.passing_to("mixer"),
     "FalconMambaForCausalLM": _modeling.passing_to("backbone"),
     "FalconMambaModel": _modeling.passing_to("layers"),
@@ -154,9 +163,15 @@ def enable() -> Enabled:
         several calls, the last handle to be disabled does it.
 
     Raises:
-        ImportError: If transformers is not installed, or its version is not one of those that are known.
+        ImportError: If transformers is not installed, or is older than the oldest version that is tested.
+
+    Warns:
+        UserWarning: If transformers is newer than the newest version that is tested. Files in which it has changed what
+            this library relies on are named, and their models left as they are.
     """
     places = list(_places())
+    if _installed() > NEWEST:
+        _warn_of_newer([changed for module in _modeling_files() if (changed := _difference(module))])
     handle = Enabled(lambda: _disable(handle))
     with _lock:
         for holder, name, replacement in places:
@@ -198,14 +213,26 @@ def accelerate(model: nn.Module) -> Enabled:
         raises ValueError, and changes nothing, if another library has wrapped the forward of a layer since.
 
     Raises:
-        ImportError: If transformers is not installed, or its version is not one of those that are known.
+        ImportError: If transformers is not installed, is older than the oldest version that is tested, or is newer than
+            the newest and has changed what this library relies on in the file of `model`.
         ValueError: If no layer of `model` calls a function that this library replaces, or one has a forward of its own,
             as one that is accelerated has.
         TypeError: If `model` is no module.
+
+    Warns:
+        UserWarning: If transformers is newer than the newest version that is tested, and has changed nothing of that.
     """
     list(_modeling_files())  # checks the version
     _check(model)
     found = list(_layers(model))
+    if _installed() > NEWEST:
+        for _, _, owner, _ in found:
+            changed = _difference(sys.modules[owner.__module__])
+            if changed:
+                raise ImportError(
+                    f"transformers must be of a version up to {_dotted(NEWEST)} here: {changed}"
+                )
+        _warn_of_newer([])
     layers = [layer for _, layer, _, _ in found]
     if not any(names for _, _, _, names in found):
         known = ", ".join(MODELS)
@@ -295,7 +322,9 @@ def runs_on(model: nn.Module) -> list[Row]:
                 )
             )
             continue
-        replaced = vars(owner)["forward"] in chain and (_is_accelerated(owner) or bool(_enabled))
+        changed = _difference(sys.modules[owner.__module__])
+        enabled = bool(_enabled) and not changed
+        replaced = vars(owner)["forward"] in chain and (_is_accelerated(owner) or enabled)
         for name in names:
             # A forward from elsewhere, such as a kernel of the hub, stands for all that it replaces.
             bound = getattr(chain[-1], "__globals__", {}).get(name, chain[-1])
@@ -306,11 +335,11 @@ def runs_on(model: nn.Module) -> list[Row]:
             if ours:
                 rows.append(Row(path, kind, name, f"flacompose.ops.{op}", ""))
             else:
-                wrapped = name == "forward" and _enabled
+                wrapped = name == "forward" and enabled
                 why = (
                     "its forward was bound before enable()" if wrapped else "neither enabled nor accelerated"
                 )
-                rows.append(Row(path, kind, name, _origin(bound), why))
+                rows.append(Row(path, kind, name, _origin(bound), changed or why))
     return rows
 
 
@@ -330,11 +359,16 @@ def _chain(layer: nn.Module) -> list[Callable[..., Any]]:
 
 
 def _origin(bound: Any) -> str:
-    """Where a function comes from, which transformers wraps to prefer another library, and `kernels` as a module."""
-    function = getattr(bound.forward, "__func__", bound.forward) if isinstance(bound, nn.Module) else bound
-    for name in ("func", "implementation"):
-        function = _enclosed(function).get(name, function)
+    """Where a function comes from, which transformers wraps to prefer another library."""
+    function = _without_kernels(bound)
+    function = _enclosed(function).get("implementation", function)
     return f"{function.__module__}.{function.__qualname__}"
+
+
+def _without_kernels(bound: Any) -> Any:
+    """A function that `kernels` wraps as a module."""
+    function = getattr(bound.forward, "__func__", bound.forward) if isinstance(bound, nn.Module) else bound
+    return _enclosed(function).get("func", function)
 
 
 def _enclosed(function: Any) -> dict[str, Any]:
@@ -346,12 +380,13 @@ def _enclosed(function: Any) -> dict[str, Any]:
 def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
     """What `enable` replaces: where it is, its name there, and the function that makes its replacement of it."""
     for module in _modeling_files():
+        if _difference(module):
+            continue
         for name, (function, _) in FUNCTIONS.items():
             if name in vars(module):
                 yield module, name, partial(_instead, function)
-        for owner in list(vars(module).values()):
-            if inspect.isclass(owner) and owner.__module__ == module.__name__ and _called(owner) is not None:
-                yield owner, "forward", partial(_while_enabled, _replacement(owner))
+        for owner in _owners(module):
+            yield owner, "forward", partial(_while_enabled, _replacement(owner))
         if REBOUND in vars(module):
             yield module, REBOUND, _same
 
@@ -361,7 +396,7 @@ def _replacement(owner: type) -> Callable[[Callable[..., Any]], Callable[..., An
     if owner.__name__ in AROUND:
         return AROUND[owner.__name__]
     replacement = FORWARDS.get(owner.__name__)
-    return lambda forward: _modeling.packed_or_cached(replacement(forward) if replacement else forward)
+    return lambda forward: _modeling.checked(replacement(forward) if replacement else forward)
 
 
 def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
@@ -398,15 +433,55 @@ def _modeling_files() -> Iterator[ModuleType]:
     """The modeling files of `MODELS` that the installed transformers has."""
     if find_spec("transformers") is None:
         raise ImportError("transformers must be installed, from 5.17 on: pip install 'transformers>=5.17'")
-    import transformers
-
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if not OLDEST <= version <= NEWEST:
-        known = " to ".join(".".join(map(str, end)) for end in (OLDEST, NEWEST))
-        raise ImportError(f"transformers must be of a version from {known}, got {transformers.__version__}")
+    if _installed() < OLDEST:
+        raise ImportError(
+            f"transformers must be of version {_dotted(OLDEST)} or newer, got {_dotted(_installed())}"
+        )
     for name in MODELS:
         if find_spec(f"transformers.models.{name}") is not None:
             yield import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def _installed() -> tuple[int, ...]:
+    """The version of transformers that is installed, without what follows its second number."""
+    import transformers
+
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _owners(module: ModuleType) -> list[type]:
+    """The classes of a modeling file whose forwards are replaced."""
+    classes = [owner for owner in vars(module).values() if inspect.isclass(owner)]
+    return [owner for owner in classes if owner.__module__ == module.__name__ and _called(owner) is not None]
+
+
+def _difference(module: ModuleType) -> str:
+    """What a file of a version newer than the tested ones has otherwise than these; empty if it has nothing."""
+    if _installed() <= NEWEST:
+        return ""
+    functions = {
+        name: _without_kernels(_originals.get((module, name), vars(module)[name]))
+        for name in FUNCTIONS
+        if name in vars(module)
+    }
+    found = _tested.difference(
+        module, {owner.__name__: bool(_called(owner)) for owner in _owners(module)}, functions
+    )
+    return found and f"{module.__name__} of transformers {_dotted(_installed())}: {found}"
+
+
+def _warn_of_newer(changed: list[str]) -> None:
+    """Of a version of transformers that is not tested, and of what is left as it is for that."""
+    left = ". It has changed what is replaced, so these models stay as they are: " + "; ".join(changed)
+    warnings.warn(
+        f"transformers {_dotted(_installed())} is newer than {_dotted(NEWEST)}, the newest version that is tested"
+        + (left if changed else ", and has the same names in what is replaced"),
+        stacklevel=3,
+    )
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,32 @@ def double(model: nn.Module) -> nn.Module:
         # The default experts need a product that PyTorch does not have in float64.
         model.set_experts_implementation("batched_mm")
     return model
+
+
+class Uncached:
+    """What a model computes of whole sequences without a cache, in float64: the truth about a cache, which it has not.
+
+    It is called where nothing is enabled.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.logits = Logits(double(model))
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, padding: int = 0) -> Tensor:
+        """``[B, T - padding, vocabulary]`` of ``[B, T]`` tokens, the first of which are left out, not masked."""
+        with InFloat64():
+            return self.logits(ids[:, padding:])
+
+
+def cache_argument(module: nn.Module) -> str:
+    """What the forward of a model or a layer calls a cache, in the transformers that is there."""
+    takes = inspect.signature(module.forward).parameters
+    return next(name for name in ("cache", "past_key_values", "cache_params") if name in takes)
+
+
+def cache_of(out: Any) -> Any:
+    return next(out[name] for name in ("cache", "past_key_values", "cache_params") if name in out)
 
 
 def captured(name: str, model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from .capture import captured, generated, ops_of, prompt
+from .capture import Uncached, cache_argument, cache_of, captured, ops_of, prompt
 from .tiny import DOORS, tiny
 
 StaticCache = pytest.importorskip("transformers", minversion="5.17").StaticCache
@@ -32,17 +32,13 @@ OPS = {
 
 
 class Step(nn.Module):
-    """One token, its position and the states before it, to its logits and the states after it.
-
-    `generate` gives the position too: MiniMax's cache counts the tokens of its first layer, which keeps none.
-    """
+    """One token, its position and the states before it, to its logits and the states after it."""
 
     def __init__(self, model: nn.Module, cache: Any) -> None:
         super().__init__()
         self.model, self.cache = model, cache
-        takes = inspect.signature(model.forward).parameters
-        self.argument = "past_key_values" if "past_key_values" in takes else "cache_params"
-        self.takes_position = "position_ids" in takes
+        self.argument = cache_argument(model)
+        self.takes_position = "position_ids" in inspect.signature(model.forward).parameters
 
     def forward(self, ids: Tensor, position: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         places = places_of(self.cache)
@@ -63,16 +59,13 @@ def places_of(cache: Any) -> list[tuple[Any, Any]]:
         holders += [
             (vars(layer), name) for name in ("keys", "values", "cumulative_length") if name in vars(layer)
         ]
-    states = getattr(cache, "linear_cache", [])  # MiniMax's
-    holders += [(states, i) for i in range(len(states))]
     return [(h, key) for h, key in holders if isinstance(h[key], Tensor) and h[key].numel() > 0]
 
 
 def after(model: nn.Module, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any, list[Tensor]]:
     """The logits of a prompt, its cache, and the tensors in it."""
-    given = {} if cache is None else {"past_key_values": cache}
-    out = model(ids, use_cache=True, **given)
-    cache = out.get("past_key_values", out.get("cache_params"))
+    out = model(ids, use_cache=True, **{cache_argument(model): cache})
+    cache = cache_of(out)
     return out.logits[:, -1:], cache, [holder[key].clone() for holder, key in places_of(cache)]
 
 
@@ -93,27 +86,29 @@ def exported(model: nn.Module, cache: Any = None) -> ExportedProgram:
 def assert_decodes(
     name: str, model: nn.Module, load: Callable = ExportedProgram.module, static: bool = False
 ) -> None:
-    """The tokens and logits that transformers generates by itself, after prompts of other lengths in other batches."""
+    """Greedily, after prompts of other lengths in other batches, as the whole sequence is without a cache."""
 
     def cache() -> Any:
         return StaticCache(config=model.config, max_cache_len=96) if static else None
 
     model = captured(name, model)
     prompts = [prompt(model, T, B) for B, T in ((1, 2), (3, 70))]
-    theirs = [generated(model, ids) for ids in prompts]
     with enable():
         program = exported(model, cache())
         starts = [after(model, ids, cache()) for ids in prompts]
     assert [op.split(".")[1] for op in ops_of(program.graph_module)] == OPS[name]
 
-    step = load(program)
-    for ids, (tokens, expected), (logits, _, states) in zip(prompts, theirs, starts, strict=True):
-        found = [logits]
-        for t in range(ids.shape[1], ids.shape[1] + STEPS - 1):
-            logits, states = step(found[-1].argmax(-1), torch.full_like(ids[:, :1], t), states)
+    step, truth = load(program), Uncached(model)
+    for ids, (logits, _, states) in zip(prompts, starts, strict=True):
+        found, T = [logits], ids.shape[1]
+        for t in range(T, T + STEPS - 1):
+            token = found[-1].argmax(-1)
+            ids = torch.cat([ids, token], 1)
+            logits, states = step(token, torch.full_like(token, t), states)
             found.append(logits)
-        torch.testing.assert_close(torch.cat(found, 1), expected.transpose(0, 1), atol=1e-4, rtol=1e-4)
-        assert torch.equal(torch.cat(found, 1).argmax(-1), tokens[:, ids.shape[1] :])
+        expected = truth(ids)[:, T - 1 :]
+        torch.testing.assert_close(torch.cat(found, 1).double(), expected, atol=1e-4, rtol=1e-4)
+        assert torch.equal(torch.cat(found, 1).argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("name", [*DOORS, "mamba"])

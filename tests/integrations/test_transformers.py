@@ -6,12 +6,13 @@ import contextlib
 import copy
 import inspect
 import io
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
-from types import MethodType
+from types import CodeType, MethodType
 
 import pytest
 import torch
@@ -24,8 +25,11 @@ from .capture import (
     PACKAGED,
     InFloat64,
     Logits,
+    Uncached,
     assert_exact,
     assert_one_compilation,
+    cache_argument,
+    cache_of,
     captured,
     double,
     exported,
@@ -108,135 +112,147 @@ def test_gradients(name: str, model: nn.Module) -> None:
             )
 
 
+# How many of the first tokens of each row are padding.
+PADDING = [4, 0]
+
+
+def padded(model: nn.Module, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row with padding on the left, one without, and their mask."""
+    ids = prompt(model, length, batch=2)
+    mask = (torch.arange(length) >= torch.tensor(PADDING)[:, None]).long()
+    return ids, mask.to(model.device)
+
+
 @pytest.mark.parametrize("name", HERE)
 def test_generation(name: str, model: nn.Module) -> None:
-    """The same tokens, of a prompt, and of a batch with padding on the left, by logits that are the same."""
-    one, two = prompt(model, 70), prompt(model, 9, batch=2)
-    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9], device=model.device)
-    prompts: list[tuple] = [(one,), (two, mask)]
-    if name == "minimax" and one.is_cuda:
-        # transformers masks one token of the padded cache instead of all, which CUDA alone refuses.
-        del prompts[1]
-    reference = double(model)
-    with InFloat64():
-        theirs = [generated(reference, *given) for given in prompts]
+    """Greedy, of a prompt, and of a batch with padding on the left: what is uncached is of each row alone."""
     with enable():
-        ours = [generated(model, *given) for given in prompts]
-    for (tokens, logits), (expected, expected_logits) in zip(ours, theirs, strict=True):
-        assert torch.equal(tokens, expected)
-        torch.testing.assert_close(logits.double(), expected_logits, **CLOSE)
+        whole, batch = generated(model, prompt(model, 70)), generated(model, *padded(model, 9))
+    truth = Uncached(model)
+    for (tokens, logits), padding in (whole, [0]), (batch, PADDING):
+        for row, first in enumerate(padding):
+            expected = truth(tokens[row : row + 1], first)[0, -25:-1]
+            torch.testing.assert_close(logits[:, row].double(), expected, **CLOSE)
+            assert torch.equal(tokens[row, -24:], expected.argmax(-1))
 
 
 @pytest.mark.parametrize("name", ["inkling", "lfm2", "lfm2_moe", "minimax"])
 def test_gradients_of_steps(name: str, model: nn.Module) -> None:
     """Through the cache. In the other models, those of transformers write to what their backward needs."""
     ids = prompt(model, 9, batch=2)
-    takes = inspect.signature(model.forward).parameters
-    argument = "past_key_values" if "past_key_values" in takes else "cache_params"
 
-    def gradient() -> torch.Tensor:
-        out = model(ids[:, :7], use_cache=True)
-        logits = [out.logits]
-        for token in ids[:, 7:].split(1, 1):
-            out = model(token, use_cache=True, **{argument: out[argument]})
-            logits.append(out.logits)
-        return torch.autograd.grad(torch.cat(logits, 1).square().mean(), model.get_input_embeddings().weight)[
-            0
-        ]
+    def gradient(logits: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(logits.square().mean(), model.get_input_embeddings().weight)[0]
 
-    expected = gradient()
     with enable():
-        torch.testing.assert_close(gradient(), expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
+        actual = gradient(in_pieces(model, ids, [7, 1, 1]))
+    expected = gradient(Logits(model)(ids))
+    torch.testing.assert_close(actual, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", DOORS)
+def in_pieces(
+    model: nn.Module, ids: torch.Tensor, pieces: list[int], mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The logits of pieces of these lengths, one after another through a cache."""
+    cache, logits, end = None, [], 0
+    for piece in ids.split(pieces, 1):
+        end += piece.shape[1]
+        given = {} if mask is None else {"attention_mask": mask[:, :end]}
+        out = model(piece, use_cache=True, **{cache_argument(model): cache}, **given)
+        cache = cache_of(out)
+        logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_beams(name: str, model: nn.Module) -> None:
-    """Beam search reorders the states in the cache."""
-    ids = prompt(model, 9, batch=2)
-    options = dict(max_new_tokens=12, do_sample=False, num_beams=3, eos_token_id=None, pad_token_id=0)
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    """Beam search reorders the states in the cache. The score of what it finds is that of each row alone."""
+    ids, mask = padded(model, 9)
     with enable():
-        actual = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert torch.equal(actual, expected)
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=12, do_sample=False, num_beams=3, eos_token_id=None,
+            pad_token_id=0, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+    truth = Uncached(model)
+    for row, first in enumerate(PADDING):
+        found = out.sequences[row : row + 1]
+        scores = truth(found, first)[0, -13:-1].log_softmax(-1).gather(1, found[0, -12:, None])
+        torch.testing.assert_close(out.sequences_scores[row].double(), scores.mean(), atol=1e-5, rtol=1e-5)
 
 
-# Without models of Mamba, where transformers drops the cached state if several tokens come; `test_continued` has those.
 @pytest.mark.parametrize("name", [*DOORS, "inkling"])
 @torch.no_grad()
 def test_taken_back(name: str, model: nn.Module) -> None:
-    """Where tokens are taken back out of a cache, all is what transformers makes of it, its refusals included.
+    """Where tokens are taken back out of a cache, all is what it is without one, or refused.
 
-    Where there is no recurrence it can, by `Cache.crop`, which assisted generation calls. From a recurrent state it can
-    not: it refuses to, or takes tokens back out of the convolution's state alone.
+    Where there is no recurrence it can be done, by `Cache.crop`, which assisted generation calls. From a recurrent
+    state no token can be taken back.
     """
     ids = prompt(model, 20)
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=10, do_sample=False, eos_token_id=None)
     argument = cache_argument(model)
 
     def cropped(recorded: bool, remove: int) -> torch.Tensor:
-        cache = model(ids[:, :9], use_cache=True)[argument]
+        cache = cache_of(model(ids[:, :9], use_cache=True))
         if recorded:
             cache.activate_past_recording()
-            for piece in (
-                ids[:, 9:11],
-                ids[:, 11:12],
-            ):  # the second a step, in Kimi Linear by `causal_conv1d_update`
+            # The second piece is a step, in Kimi Linear by `causal_conv1d_update`.
+            for piece in ids[:, 9:11], ids[:, 11:12]:
                 model(piece, use_cache=True, **{argument: cache})
         cache.crop(-remove)
-        return model(ids[:, 12 - remove :], use_cache=True, **{argument: cache}).logits
+        end = 12 if recorded else 9
+        return model(ids[:, end - remove :], use_cache=True, **{argument: cache}).logits
 
-    def outcomes() -> list[torch.Tensor | str]:
-        found: list[torch.Tensor | str] = []
-        for call in (
-            lambda: model.generate(ids, **options, prompt_lookup_num_tokens=3),
-            lambda: model.generate(ids, **options, assistant_model=copy.deepcopy(model)),
-            *(partial(cropped, recorded, k) for recorded in (False, True) for k in (0, 1, 2)),
-        ):
-            try:
-                found.append(call().float())
-            except (RuntimeError, ValueError) as e:
-                found.append(str(e))
-        return found
+    def outcome(call: Callable[[], torch.Tensor]) -> torch.Tensor | str:
+        try:
+            return call()
+        except (RuntimeError, ValueError) as e:
+            return str(e)
 
-    expected = outcomes()
-    # The calls that transformers refuses: all where MiniMax has a cache of its own, else assisted generation with a
-    # recurrence, and a crop of what was not recorded.
-    refused = 8 if name == "minimax" else 3 if RUNS_ON[name] == SHORT else 5
-    assert sum(isinstance(outcome, str) for outcome in expected) == refused
     with enable():
-        for actual, outcome in zip(outcomes(), expected, strict=True):
-            if isinstance(outcome, str):
-                assert actual == outcome
-            else:
-                torch.testing.assert_close(actual, outcome, **CLOSE)
-
-
-def cache_argument(model: nn.Module) -> str:
-    takes = inspect.signature(model.forward).parameters
-    return "past_key_values" if "past_key_values" in takes else "cache_params"
+        assisted = [
+            outcome(lambda: model.generate(ids, **options, prompt_lookup_num_tokens=3)),
+            outcome(lambda: model.generate(ids, **options, assistant_model=copy.deepcopy(model))),
+        ]
+        crops = [outcome(partial(cropped, recorded, k)) for recorded in (False, True) for k in (0, 1, 2)]
+    truth = Uncached(model)
+    refused = sum(isinstance(found, str) for found in [*assisted, *crops])
+    # Without a recurrence, a crop of what was not recorded.
+    assert refused == (3 if RUNS_ON[name] == SHORT else 8)
+    for tokens in assisted:
+        if not isinstance(tokens, str):
+            assert torch.equal(tokens[:, -10:], truth(tokens)[:, -11:-1].argmax(-1))
+    for logits in crops:
+        if not isinstance(logits, str):
+            torch.testing.assert_close(logits.double(), truth(ids)[:, -logits.shape[1] :], **CLOSE)
 
 
 @pytest.mark.parametrize("name", HERE)
 @torch.no_grad()
 def test_continued(name: str, model: nn.Module) -> None:
-    """A prompt in pieces, through the cache, is what transformers makes of the same pieces.
-
-    Of the whole prompt in models of Mamba, where transformers drops the cached state if a piece has several tokens.
-    """
-    ids = prompt(model, 78, batch=2)
-
-    def pieces() -> torch.Tensor:
-        cache, logits = None, []
-        argument = cache_argument(model)
-        for piece in ids.split([2, 66, 1, 3, 6], 1):
-            out = model(piece, use_cache=True, **{argument: cache})
-            cache = out[argument]
-            logits.append(out.logits)
-        return torch.cat(logits, 1)
-
-    expected = Logits(model)(ids) if name in SELECTIVE else pieces()
+    """A prompt in pieces, through the cache, without and with padding on the left, and without `position_ids`."""
+    pieces = [6, 62, 1, 3, 6]
+    ids, mask = padded(model, sum(pieces))
     with enable():
-        torch.testing.assert_close(pieces(), expected, **CLOSE)
+        whole = in_pieces(model, ids, pieces)
+    with accelerate(model):
+        batch = in_pieces(model, ids, pieces, mask)
+    truth = Uncached(model)
+    torch.testing.assert_close(whole.double(), truth(ids), **CLOSE)
+    for row, first in enumerate(PADDING):
+        torch.testing.assert_close(
+            batch[row : row + 1, first:].double(), truth(ids[row : row + 1], first), **CLOSE
+        )
+
+
+@pytest.mark.parametrize("name", ["minimax"])
+@torch.no_grad()
+def test_a_cache_of_transformers(name: str, model: nn.Module) -> None:
+    """MiniMax's state is in another place of a cache that transformers has filled, which miscounts its tokens."""
+    ids = prompt(model, 9)
+    cache = cache_of(model(ids, use_cache=True))
+    with enable(), pytest.raises(ValueError, match="the cache must have been filled on this library's ops"):
+        model(ids[:, :1], use_cache=True, **{cache_argument(model): cache})
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -510,8 +526,89 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(TypeError, match="model must be a torch.nn.Module, got NoneType"):
             call(None)
     monkeypatch.setattr("transformers.__version__", "5.16.1")
-    with pytest.raises(ImportError, match="transformers must be of a version from 5.17 to .*, got 5.16.1"):
+    with pytest.raises(ImportError, match="transformers must be of version 5.17 or newer, got 5.16"):
         enable()
+
+
+@pytest.fixture
+def newer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transformers that is there is newer than the newest one that is tested."""
+    monkeypatch.setattr("flacompose.integrations.transformers.NEWEST", (5, 16))
+
+
+NEWER = r"transformers 5.\d+ is newer than 5.16, the newest version that is tested"
+
+
+@pytest.mark.usefixtures("newer")
+def test_a_newer_version() -> None:
+    """It is taken as it is, and told, if all that is replaced has the names of the tested ones."""
+    models = [tiny(name) for name in DOORS]
+    with pytest.warns(UserWarning, match=f"{NEWER}, and has the same names in what is replaced"):
+        handle = enable()
+    with handle:
+        assert all(on_flacompose(model) == RUNS_ON[name] for name, model in zip(DOORS, models, strict=True))
+    with pytest.warns(UserWarning, match=NEWER), accelerate(models[0]):
+        assert on_flacompose(models[0])
+
+
+def renamed(forward: Callable, old: str, new: str) -> CodeType:
+    """The code of a forward of transformers that uses another name."""
+    code = inspect.unwrap(forward).__code__
+    assert old in code.co_names + code.co_varnames
+    names, variables = (
+        tuple(new if name == old else name for name in names) for names in (code.co_names, code.co_varnames)
+    )
+    return code.replace(co_names=names, co_varnames=variables)
+
+
+def with_an_argument(hidden_states, conv_state, weight, bias, activation, reverse):
+    raise NotImplementedError
+
+
+# A class, a name that its forward uses, what it uses instead, and how that is told.
+CHANGES = [
+    (
+        "MambaMixer",
+        "mamba_selective_scan",
+        "cumsum",
+        "MambaMixer.forward does not use 'mamba_selective_scan'",
+    ),
+    ("MambaMixer", "A_log", "cumsum", "MambaMixer.forward uses 'cumsum'"),
+    ("MambaMixer", "attention_mask", "reset_mask", "MambaMixer.forward takes 'reset_mask'"),
+    ("MambaBlock", "mixer", "layer", "MambaBlock.forward does not use 'mixer'"),
+    ("MambaRMSNorm", "rsqrt", "causal_conv1d_fn", "a new class MambaRMSNorm, whose forward calls"),
+    ("MambaModel", None, None, "no class MambaModel with a forward"),
+    ("causal_conv1d_update", None, None, "causal_conv1d_update takes .*reverse"),
+    (
+        "MiniMaxLightningAttention", "slope_rate", "slopes",
+        "MiniMaxLightningAttention.forward does not use 'slope_rate'",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("owner,old,new,told", CHANGES, ids=[change[-1] for change in CHANGES])
+@pytest.mark.usefixtures("newer")
+def test_a_newer_version_with_other_names(
+    owner: str, old: str | None, new: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The models of that file stay as transformers has them, and are refused by `accelerate`."""
+    name = "minimax" if owner.startswith("MiniMax") else "mamba"
+    file, model, other = modeling(name), tiny(name), tiny("mamba2")
+    if owner == "causal_conv1d_update":
+        monkeypatch.setattr(file, owner, with_an_argument)
+    elif old is None:
+        monkeypatch.delattr(file, owner)
+    else:
+        forward = vars(file)[owner].forward
+        monkeypatch.setattr(inspect.unwrap(forward), "__code__", renamed(forward, old, new))
+    told = rf"modeling_{name} of transformers 5.\d+: {told}"
+    with pytest.warns(UserWarning, match=f"{NEWER}. .* stay as they are: .*{told}"):
+        handle = enable()
+    with handle:
+        assert not on_flacompose(model) and all(re.search(told, row.why) for row in runs_on(model))
+        assert on_flacompose(other) == RUNS_ON["mamba2"]
+    with pytest.raises(ImportError, match=f"transformers must be of a version up to 5.16 here: .*{told}"):
+        accelerate(model)
 
 
 @pytest.mark.parametrize("name", ["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"])
@@ -659,8 +756,7 @@ def test_packed_with_a_cache(name: str, model: nn.Module) -> None:
     """A cache has no row for each sequence, and puts tokens in front of those that bounds tell apart."""
     packed, cache = batch(model), transformers.DynamicCache(config=model.config)
     layer = recurrent(model)[0]
-    takes = inspect.signature(layer.forward).parameters
-    argument = "past_key_values" if "past_key_values" in takes else "cache_params"
+    argument = cache_argument(layer)
     x = torch.randn(1, sum(LENGTHS), 32, device=model.device)
     positional = (None, None) if name == "minimax" else ()
     with enable():
