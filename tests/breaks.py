@@ -1,0 +1,156 @@
+"""``python tests/breaks.py``: lines of the package are broken, one at a time, and the tests that guard each must fail.
+
+Each break is made in a copy of the checkout, where the named tests then run until the first that fails. It prints a line
+for each, and exits with 1 if one was not seen, or if its line is gone: then the list below is to be brought up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Break(NamedTuple):
+    """A file of the package, a line's part that it has once, what takes its place, and the tests that see it."""
+
+    path: str
+    line: str
+    broken: str
+    tests: str
+    select: str = ""
+
+
+VALUES, PACKED = "contract/test_values.py", "contract/test_packed.py"
+KERNELS = "interpreter/test_kernels.py"
+BREAKS = [
+    # The recurrences in PyTorch
+    Break("ops/families/vector_decay/eager.py", "o = _read(_read(q_, gate_k) @ S, gate_v)", "o = _read(_read(q_, gate_k) @ S, None)", VALUES, "test_lengths and gk-gv"),
+    Break("ops/families/vector_decay/eager.py", "else read + before", "else read", VALUES, "token and rwkv6"),
+    Break("ops/families/scalar_decay/eager.py", "((q_ @ k_.mT).tril() * decay.pair) @ v_", "(q_ @ k_.mT).tril() @ v_", VALUES, "lengths and simple_gla"),
+    Break("ops/families/scalar_decay/eager.py", "((q_ * scale).unsqueeze(-2)", "(q_.unsqueeze(-2)", VALUES, "token_by and simple_gla"),
+    Break("ops/families/delta_rule/eager.py", "u = u - (k_ @ S)", "u = u + (k_ @ S)", VALUES, "token_by and delta_rule"),
+    Break("ops/families/scan/eager.py", "scan.states(do_, d_final_state, reverse", "scan.states(do_, None, reverse", VALUES, "losses and hgrn"),
+    Break("ops/families/short_conv/eager.py", "(1 + a * (1 - s))", "(1 + a * s)", VALUES, "lengths and causal_conv1d"),
+    Break("ops/families/selective_scan/eager.py", "dA = dA + (d_exponent", "dA = dA - (d_exponent", VALUES, "lengths and selective_scan"),
+    Break("ops/families/slot_attention/eager.py", "_sum(ds, written), _sum(dg, decayed)", "_sum(ds, written), dg", "test_slot_attention.py"),
+    Break("ops/families/_steps.py", "T - stride * i", "T - i", "contract/test_states.py", "shorter and product"),
+    Break("ops/families/_steps.py", "d_states[:, i] + d_state", "d_states[:, i]", "contract/test_states.py", "gradient"),
+    Break("ops/_varlen.py", "(token < end[sequence, None])", "(token <= end[sequence, None])", PACKED, "test_packed and chunk_gla"),
+    Break("ops/_varlen.py", "(t < cu[-1])", "(t <= cu[-1])", PACKED, "tail_holds"),
+    Break("ops/_logsumexp.py", "torch.sigmoid(x - before)", "torch.sigmoid(before - x)", VALUES, "lengths and abc"),
+    Break("ops/_groups.py", "(T, groups)).transpose(2, 3)", "(T, groups)).flip(2).transpose(2, 3)", VALUES, "lengths and grouped"),
+    # The public functions
+    Break("ops/delta_rule.py", "keepdim=True) + NORM_EPS)", "keepdim=True))", "test_delta_rule.py"),
+    Break("ops/gated_delta_rule.py", "(2 if neg_eigval else 1)", "1", "test_delta_rule.py"),
+    Break("ops/gated_delta_product.py", "(T, n))[:, :, -1]", "(T, n))[:, :, 0]", VALUES, "lengths and product"),
+    Break("ops/lightning_attn.py", "logspace(-8 / HV, -8, HV", "logspace(-8, -8 / HV, HV", "test_lightning_attn.py"),
+    Break("ops/retention.py", "power.neg_().log1p_()", "power.neg_()", "test_retention.py"),
+    Break("ops/ssd.py", "initial_states = initial_states.mT", "initial_states = initial_states + 0", "test_ssd.py"),
+    Break("ops/_check.py", "isinstance(x, int) and abs(x) > sys.float_info.max", "False", "contract/test_errors.py", "scale"),
+    Break("ops/_wide.py", "state is not None and state.ndim == 4", "False", "layers/test_wide.py"),
+    # What PyTorch is told of the operators
+    Break("ops/_define.py", "(distributed or ctx.needs_input_grad[i])", "True", "contract/test_pure.py", "not_wanted"),
+    Break("ops/_define.py", "args[i].dtype is not torch.float64 and ", "", "contract/test_transforms.py", "keeps_float64"),
+    Break("ops/_define.py", "(size, y.shape[dim] // size)", "(y.shape[dim] // size, size)", "contract/test_transforms.py", "vmap and chunk_gla"),
+    Break("ops/_define.py", "Replicate() if name == primal else Partial()", "Replicate()", "contract/test_dtensor.py"),
+    Break("ops/families/_op.py", "return 4 * B * T * HV", "return 2 * B * T * HV", "contract/test_transforms.py", "flops and chunk_gla"),
+    # Launches
+    Break("ops/families/_replay.py", "if first else self.record(kind, args)", "", "test_replay.py"),
+    Break("ops/families/_compile.py", "differentiated, device, *map(_kind, args)", "differentiated, device", "test_compile_ahead.py"),
+    Break("ops/families/delta_rule/cuda.py", "tile_count(V, 64) <= 128", "tile_count(V, 64) <= 64", "test_fit.py", "tuned"),
+    Break("ops/families/_sequences.py", "self.chunks_of_row + self.N", "self.chunks_of_row", KERNELS, "test_packed and chunk_gla"),
+    Break("ops/families/_launch.py", "return (D + B - 1) // B", "return max(D // B, 1)", KERNELS, "head_sizes and chunk_simple_gla"),
+    # The kernels
+    Break("ops/families/scan/kernels.py", "in_d & (segment == 0), other=0.0).to(tl.float32)", "in_d, other=0.0).to(tl.float32)", KERNELS, "test_segments and hgrn"),
+    Break("ops/families/scalar_decay/kernels.py", "low, low_rows = tl.zeros_like(high)", "low, low_rows = tl.zeros_like(high) + 1", KERNELS, "several_blocks"),
+    Break("ops/families/delta_rule/kernels.py", "Y = tl.where(s == t, 1.0, 0.0) - ", "Y = tl.where(s == t, 1.0, 0.0) + ", KERNELS, "dense and delta_rule"),
+    Break("ops/families/vector_decay/kernels.py", "S *= tl.exp(tl.load(segment_gk", "S += 0 * tl.exp(tl.load(segment_gk", KERNELS, "test_segments and chunk_gla"),
+    Break("ops/families/selective_scan/kernels.py", "at_state = d[None, :] * S + s[:, None]", "at_state = d[None, :] + s[:, None]", "interpreter/test_selective_scan.py"),
+    Break("ops/families/slot_attention/kernels.py", "tl.maximum(before, tl.max(logits, 0))", "tl.max(logits, 0)", "interpreter/test_slot_attention.py"),
+    Break("ops/families/short_conv/kernels.py", "y += b * T * D", "y += b * D", "interpreter/test_short_conv.py"),
+    # Layers and models
+    Break("layers/short_conv.py", "[state[:, :, 1:], x", "[state[:, :, :-1], x", "layers/test_short_conv.py"),
+    Break("layers/token_shift.py", "x[0, (t - 1).clamp(min=0)]", "x[0, t]", "layers/test_laws.py", "packed and rwkv6 and not compiled and not export"),
+    Break("layers/rotary.py", "position = start[:, None] + t", "position = 0 * start[:, None] + t", "layers/test_laws.py", "retention and not compiled and not export"),
+    Break("layers/rwkv6.py", "delta = before - x", "delta = x - before", "layers/test_laws.py", "test_values and rwkv6"),
+    Break("layers/forget_gate.py", "f = bound + (1 - bound) * sigmoid", "f = bound + sigmoid", "layers/test_hgrn.py"),
+    Break("layers/norm.py", "x.shape[-1:], None, None, self.eps)", "x.shape[-1:], None, None, 1e-2)", "layers"),
+    Break("models/sampling.py", "logits < least", "logits <= least", "models/test_recurrent_lm.py"),
+    Break("models/speculative.py", "complete = count >= wanted", "complete = count > wanted", "models/test_speculative.py"),
+    Break("models/feed_forward.py", "F.silu(self.gate_proj(joint))", "F.sigmoid(self.gate_proj(joint))", "models/test_fla.py"),
+    Break("models/softmax_attention.py", "first = past.position is None", "first = True", "models/test_recurrent_lm.py", "hybrid or attn or attention or softmax"),
+    # Other libraries
+    Break("integrations/_modeling.py", "pad(conv_state, (W - L, 0))", "pad(conv_state, (0, W - L))", "integrations/test_transformers.py", "test_generation"),
+    Break("integrations/fla.py", '_NORM_EPS = {"norm_eps": 1e-5}', '_NORM_EPS = {"norm_eps": 1e-1}', "models/test_fla.py"),
+    Break("integrations/transformers.py", "return kind.__mro__[1]", "return kind", "integrations/test_transformers.py", "accelerate"),
+    Break("distributed/tensor_parallel.py", '("A_log", "dt_bias", "D", "bonus")', '("dt_bias", "D", "bonus")', "distributed"),
+]  # fmt: skip
+
+
+def is_seen(broken: Break, copy: Path) -> str:
+    """ "red" if a test fails in the copy with this break, else what is wrong."""
+    path = copy / "flacompose" / broken.path
+    text = path.read_text()
+    if text.count(broken.line) != 1:
+        return f"its line is there {text.count(broken.line)} times"
+    path.write_text(text.replace(broken.line, broken.broken))
+    interpreted = {"TRITON_INTERPRET": "1"} if broken.tests.startswith("interpreter") else {}
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"} | interpreted
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{broken.tests}"]
+    command += ["-k", broken.select] if broken.select else []
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=900)
+    except subprocess.TimeoutExpired:
+        return "no end after 900 s"
+    finally:
+        path.write_text(text)
+    return "red" if done.returncode == 1 else f"NOT SEEN: {(done.stdout.splitlines() or [''])[-1]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, help="the checkout that is copied (default: this one)"
+    )
+    parser.add_argument("--only", default="", help="a part of the path or of the tests of a break")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    chosen = [x for x in BREAKS if args.only in f"{x.path} {x.tests}"]
+    copies: SimpleQueue[Path] = SimpleQueue()
+
+    def outcome(broken: Break) -> str:
+        copy = copies.get()
+        try:
+            return is_seen(broken, copy)
+        finally:
+            copies.put(copy)
+
+    unseen = 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.processes) as pool:
+        for i in range(args.processes):
+            copies.put(Path(folder, str(i)))
+            for part in ("flacompose", "tests", "benchmarks", "examples", "docs"):
+                shutil.copytree(args.root / part, Path(folder, str(i), part))
+            for file in ("pyproject.toml", "README.md"):
+                shutil.copy(args.root / file, Path(folder, str(i)))
+        for broken, result in zip(chosen, pool.map(outcome, chosen), strict=True):
+            unseen += result != "red"
+            print(f"{broken.path}: {broken.line!r} -> {broken.broken!r}: {result}", flush=True)
+    print(f"{len(chosen)} breaks, {unseen} not seen")
+    return int(unseen > 0 or not chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
