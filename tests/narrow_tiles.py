@@ -21,7 +21,6 @@ PLACES = [
     ("vector_decay", "plain_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
     ("vector_decay", "state_config", ("BK", "BV"), (16, 32, 64), "chunk_gla"),
     ("vector_decay", "score_config", ("BD",), (16, 32), "chunk_gla"),
-    ("scalar_decay", "sweep_config", ("BD2", "BP"), (32, 64), "chunk_simple_gla-g"),
     ("delta_rule", "channel_config", ("BK", "BV"), (16, 32, 64), "chunk_kda"),
     ("delta_rule", "gradient_config", ("BK", "BV"), (16, 32, 64), "chunk_gated_delta_rule"),
     ("delta_rule", "pair_gradient_config", ("BV",), (16, 32), "chunk_kda"),
