@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -13,9 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# The server of the processes imports these once, so that each of them begins with what takes seconds to import.
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.tensor", "flacompose.layers"]
 
-def on_two_ranks(worker: Callable[..., None], *arguments: Any, start_method: str = "spawn") -> None:
+
+def on_two_ranks(worker: Callable[..., None], *arguments: Any, start_method: str = "forkserver") -> None:
     """Call ``worker(mesh, *arguments)`` on each of two ranks of the CPU; what it raises there is raised here."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as directory:
         args = (f"{directory}/store", worker, arguments)
         torch.multiprocessing.start_processes(_rank, args, 2, start_method=start_method)

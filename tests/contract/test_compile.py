@@ -14,7 +14,16 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from flacompose.ops import _logsumexp
 
 from .accuracy import assert_close
-from .cases import INDUCTOR, OpCase, each_op, every, one_op_a_form, one_op_a_form_of_kernels
+from .cases import (
+    DISTINCT,
+    INDUCTOR,
+    ONE_EACH,
+    OpCase,
+    each_op,
+    every,
+    one_op_a_form,
+    one_op_a_form_of_kernels,
+)
 from .problems import Problem, Results, call, draw, evaluate
 
 LENGTHS = [64, 2, 65, 165]
@@ -54,8 +63,11 @@ def layered(case: OpCase) -> Callable[..., tuple[Tensor, Tensor]]:
     return function
 
 
-@each_op
-@pytest.mark.parametrize(("B", "dynamic"), [(1, True), (2, None)], ids=["1-dynamic", "2-marked"])
+@pytest.mark.parametrize(
+    ("case", "B", "dynamic"),
+    [(case, 1, True) for case in DISTINCT] + [(case, 2, None) for case in ONE_EACH],
+    ids=lambda x: x.name if isinstance(x, OpCase) else str(x),
+)
 @one_graph
 def test_one_graph_for_every_length(case: OpCase, B: int, dynamic: bool | None, device: torch.device) -> None:
     counter = CompileCounterWithBackend("aot_eager")

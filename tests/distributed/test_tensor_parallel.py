@@ -141,6 +141,12 @@ def parallel_layers(mesh: DeviceMesh, configs: dict[str, dict[str, Any]]) -> Non
         expected = x.clone().requires_grad_()
         layer(expected)[0].sin().sum().backward()
         torch.testing.assert_close(leaf.grad, expected.grad)
+        for (path, a), b in zip(sharded.named_parameters(), layer.parameters(), strict=True):
+            torch.testing.assert_close(
+                a.grad.full_tensor(), b.grad, msg=lambda t, at=(name, path): f"{at}: {t}"
+            )
+        if name not in LAYERS:  # of a layer with other heads, what is sharded otherwise is seen by now
+            continue
         layer.zero_grad()
         sharded.zero_grad()
         for a, b in zip(gradients_of_state(sharded, x), gradients_of_state(layer, x), strict=True):

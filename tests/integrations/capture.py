@@ -116,12 +116,14 @@ def generated(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> tupl
     return out.sequences, torch.stack(out.logits)
 
 
-def assert_one_compilation(model: nn.Module, lengths: Sequence[int], training: bool) -> None:
+def assert_one_compilation(
+    model: nn.Module, lengths: Sequence[int], training: bool, backend: str = "aot_eager"
+) -> None:
     """One graph for all lengths, right at each at batch 1: logits, in training the gradient of every parameter.
 
-    Inductor takes long, and compiles the graph without gradients for a package already.
+    Inductor takes long, and compiles a graph without gradients for a package already.
     """
-    eager, backend = Logits(model), "inductor" if training else "aot_eager"
+    eager = Logits(model)
     compiled = torch.compile(eager, fullgraph=True, dynamic=True, backend=backend)
     parameters = [p for p in model.parameters() if p.requires_grad]
 

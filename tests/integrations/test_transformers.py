@@ -55,6 +55,10 @@ SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 
 
+def slow_but(*fast: str, names: list[str] = HERE) -> list:
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.fixture
 def model(name: str, device: torch.device) -> nn.Module:
     return tiny(name).to(device)
@@ -330,7 +334,7 @@ def test_threads() -> None:
     assert not module._enabled and not module._originals
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", slow_but("minimax", "qwen3_next", names=DOORS))
 @torch.no_grad()
 def test_compiled_before(name: str, model: nn.Module) -> None:
     """What is compiled follows `enable` and `disable`, whichever it was compiled under."""
@@ -783,18 +787,14 @@ def test_index_without_bounds(name: str, model: nn.Module) -> None:
         model(ids, seq_idx=torch.zeros_like(ids), use_cache=False)
 
 
-def slow_but(*fast: str, names: list[str] = HERE) -> list:
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 @pytest.mark.parametrize("name", slow_but("kimi_linear", "mamba2", "minimax"))
 def test_compile(name: str, model: nn.Module) -> None:
     """Without a break, in one graph for all lengths."""
     with enable():
-        assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165, 384], training=False)
+        assert_one_compilation(captured(name, model), [70, 2, 65, 384], training=False)
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", slow_but("minimax", "qwen3_next", names=DOORS))
 def test_accelerated_is_captured(name: str, model: nn.Module) -> None:
     """Compiled in one graph, and exported, on the ops."""
     model = captured(name, model)
@@ -808,7 +808,9 @@ def test_accelerated_is_captured(name: str, model: nn.Module) -> None:
 @pytest.mark.parametrize("name", slow_but("mamba2", "minimax", names=DOORS))
 def test_compile_training(name: str, model: nn.Module) -> None:
     with enable():
-        assert_one_compilation(captured(name, model), [70, 2, 3, 64, 165], training=True)
+        # Inductor gets the parts of a graph one by one: it is enough to see it train one of the models.
+        backend = "inductor" if name == "mamba2" else "aot_eager"
+        assert_one_compilation(captured(name, model), [70, 2, 65, 165], True, backend)
 
 
 @pytest.mark.parametrize("name", slow_but("mamba2", "minimax", "qwen3_next"))
@@ -824,14 +826,15 @@ def test_export(name: str, model: nn.Module) -> None:
         torch.testing.assert_close(program.module()(ids), Logits(model)(ids), **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "minimax"])
+@pytest.mark.parametrize("name", slow_but("minimax", names=["mamba2", "minimax"]))
 def test_export_without(name: str, model: nn.Module) -> None:
     """With their loops over chunks and blocks, whose number is then a constant."""
     with pytest.raises(torch._dynamo.exc.UserError, match="Constraints violated"):
         exported(captured(name, model))
 
 
-@pytest.mark.parametrize("name", slow_but("mamba2", "minimax", names=DOORS))
+# A step of Mamba-2's decoding is packaged by test_decoding.
+@pytest.mark.parametrize("name", slow_but("minimax", names=DOORS))
 @pytest.mark.usefixtures("aoti_packages_load")
 def test_aotinductor(name: str, model: nn.Module, tmp_path) -> None:
     with enable():

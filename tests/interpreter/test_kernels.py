@@ -23,8 +23,6 @@ from contract.cases import CASES as ALL_CASES
 from contract.cases import (
     GATES_ON_BOTH_AXES,
     OpCase,
-    each_gated_op,
-    each_scaled_op,
     each_softmax,
     every,
 )
@@ -49,7 +47,17 @@ CPU = torch.device("cpu")
 # The interpreter composes the steps of a tile number by number, so the selective scan has smaller ones in tests of its
 # own.
 CASES = [case for case in ALL_CASES if case.family != "selective_scan"]
-each_op = every(CASES)
+# What is launched for these is launched for other entries: groups of queries are more tokens, a mean is two calls, and
+# gates are computed or added before.
+COMPOSED = (
+    "fused_recurrent_gsa-grouped", "chunk_abc", "chunk_linear_attn-normalize", "chunk_retention",
+    "fused_recurrent_lightning_attn", "fused_recurrent_simple_gla-g-g_gamma",
+    "steps-chunk_gated_delta_product", "steps-fused_recurrent_gated_delta_product",
+)  # fmt: skip
+DISTINCT = [case for case in CASES if case.name not in COMPOSED]
+each_op = every(DISTINCT)
+each_gated_op = every([case for case in DISTINCT if case.gates])
+each_scaled_op = every([case for case in DISTINCT if case.scaled])
 
 # In chunks whose gates turn out not to be mild, or above the diagonal: both are dropped.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -124,8 +132,11 @@ def check(problem: Problem, loss: str = "both") -> None:
         assert_accurate(problem, evaluate(problem, loss, launched), loss)
 
 
-@each_op
-@pytest.mark.parametrize("T", [1, 3, 65])
+@pytest.mark.parametrize(
+    ("case", "T"),
+    [(case, 65) for case in CASES] + [(case, T) for case in DISTINCT for T in (1, 3)],
+    ids=lambda x: x.name if isinstance(x, OpCase) else str(x),
+)
 def test_dense(case: OpCase, T: int) -> None:
     check(draw(case, CPU, B=1, H=2, T=T, K=5, V=17))
 
@@ -162,10 +173,9 @@ def test_packed(case: OpCase, lengths: list[int]) -> None:
 
 GATES = [
     (case, gates)
-    for case in CASES
+    for case in DISTINCT
     for gates in (-1e-6, -8.0, -30.0, float("-inf"), "mixed", "rare")
-    # Groups of queries are more tokens to the kernels: long, and of the same gates.
-    if case.gates and (gates == "mixed" or case.name != "fused_recurrent_gsa-grouped")
+    if case.gates
 ]
 
 
@@ -289,16 +299,7 @@ def test_large_heads(
     check(draw(case, CPU, B=1, H=1, T=34 * segments, K=K, V=V, M=max(K, V)))
 
 
-# What is launched for these is launched for other entries: groups of queries are more tokens, a mean is two calls, and
-# gates are computed or added before.
-COMPOSED = (
-    "fused_recurrent_gsa-grouped", "chunk_abc", "chunk_linear_attn-normalize", "chunk_retention",
-    "fused_recurrent_lightning_attn", "fused_recurrent_simple_gla-g-g_gamma",
-    "steps-chunk_gated_delta_product", "steps-fused_recurrent_gated_delta_product",
-)  # fmt: skip
-
-
-@every([case for case in CASES if case.name not in (*FORWARD_ALONE, *COMPOSED)])
+@every([case for case in DISTINCT if case.name not in FORWARD_ALONE])
 @pytest.mark.parametrize("lengths", [None, [3, 150, 0, 200]], ids=["dense", "packed"])
 def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the forms in chunks, and of the backward."""
