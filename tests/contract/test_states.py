@@ -186,7 +186,7 @@ class Op(nn.Module):
         return states_of(self.case, tensors, 3, {})
 
 
-@each
+@few
 def test_export(case: OpCase, device: torch.device) -> None:
     """One node at every length, and in a file."""
     problem = draw(case, device, T=37)

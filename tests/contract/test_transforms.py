@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .accuracy import assert_close as assert_results_close
 from .accuracy import assert_equal
-from .cases import DISTINCT, OpCase, each_gated_op, each_op
+from .cases import DISTINCT, ONE_EACH, OpCase, each_gated_op, each_op
 from .graphs import recorded
 from .problems import Problem, call, call_reference, draw, evaluate, permuted
 
@@ -219,9 +219,10 @@ def test_flops(case: OpCase, device: torch.device) -> None:
     assert long == {name: 2 * n for name, n in short.items()}
 
 
-@each_op
 @pytest.mark.parametrize(
-    ("layout", "lengths"), [("contiguous", None), ("permuted", [2, 0, 1])], ids=["dense", "permuted-packed"]
+    ("case", "layout", "lengths"),
+    [(case, "permuted", [2, 0, 1]) for case in DISTINCT] + [(case, "contiguous", None) for case in ONE_EACH],
+    ids=lambda x: x.name if isinstance(x, OpCase) else "packed" if isinstance(x, list) else str(x),
 )
 def test_opcheck(case: OpCase, layout: str, lengths: list[int] | None, device: torch.device) -> None:
     problem = draw(case, device, T=5, lengths=lengths)

@@ -84,12 +84,14 @@ def test_every_layer_has_a_row() -> None:
     assert TABLE.keys() == LAYERS.keys()
 
 
-OPTIONS = [(name, REQUIRED.get(name, {})) for name in LAYERS]
-OPTIONS += [
-    (name, {"use_short_conv": conv})
+OPTIONS = [
+    (name, REQUIRED.get(name, {}) | conv)
     for name, layer in LAYERS.items()
-    for conv in (True, False)
-    if "use_short_conv" in inspect.signature(layer).parameters
+    for conv in (
+        ({"use_short_conv": True}, {"use_short_conv": False})
+        if "use_short_conv" in inspect.signature(layer).parameters
+        else ({},)
+    )
 ]
 
 
