@@ -1,4 +1,4 @@
-"""The private names of PyTorch's compiler that this package uses. They are slow to import, so only decoders do."""
+"""The private names of PyTorch's compiler that this package uses. They are slow to import, so only `Decoder` imports this file."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def with_first_values(module: Module, **inits: Callable[[Tensor], Any]) -> Modul
         module: As ``nn.Linear`` or ``nn.Embedding``.
         inits: For each of its parameters a function that fills a tensor in place.
     """
-    # It holds the dict of the parameters, which a copy of the module has a copy of, and not the module: that would be a
-    # cycle, whose memory is freed late.
+    # `reset` refers to `_parameters` and not to the module, since a reference to the module would be a cycle. `deepcopy`
+    # and pickle copy this dict with the module, so that a copy resets its own parameters.
     reset = partial(_fill, module._parameters, inits)
     setattr(module, "reset_parameters", reset)  # noqa: B010
     reset()
@@ -33,7 +33,9 @@ def with_first_values(module: Module, **inits: Callable[[Tensor], Any]) -> Modul
 
 def _fill(parameters: Mapping[str, Any], inits: Mapping[str, Callable[[Tensor], Any]]) -> None:
     for name, init in inits.items():
-        init(parameters[name])
+        parameter = parameters.get(name)
+        if parameter is not None:  # else pruning or a parametrization has put another in its place
+            init(parameter)
 
 
 # PyTorch's functions of these kinds do not take DTensors: `eye_` makes wrong shards, `orthogonal_` raises an error.

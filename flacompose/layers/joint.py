@@ -16,7 +16,7 @@ _MULTIPLE = 8
 
 
 class Joinable(nn.Module):
-    """A module in which several linear maps read the same input, and `join_projections` makes one of them."""
+    """A module in which several linear maps read the same input, which `join_projections` replaces by one."""
 
     # The paths of these maps, some of which a module may lack: of a child, or of the first part of a `nn.Sequential`.
     # Small ones come last, so that the outputs of large ones begin at a multiple of 16 bytes too.

@@ -18,8 +18,7 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
     # On a CPU, PyTorch's function adds in place, which DTensor does not support for a sharded mean.
     if hasattr(x, "device_mesh"):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    # Of a tensor with four axes PyTorch asks whether it is a batch of images, and so how many tokens there are, which a
-    # graph may not know.
+    # For four axes PyTorch checks for the channels-last layout, which guards on the number of tokens.
     rows = x.reshape(-1, x.shape[-1])
     return F.rms_norm(rows, rows.shape[-1:], None, eps).view(x.shape)
 

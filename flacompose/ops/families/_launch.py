@@ -55,7 +55,7 @@ def by_token(x: Tensor) -> tuple[Tensor, int]:
 
 
 def operand_by_token(x: Tensor) -> tuple[Tensor, int]:
-    """`x` as kernels take it, not copied if `by_token` need not."""
+    """`by_token` of `x` in the dtype that kernels take."""
     return by_token(x.to(operand_dtype(x)))
 
 
