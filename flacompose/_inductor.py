@@ -1,4 +1,4 @@
-"""The private names of PyTorch's compiler that this package uses. They are slow to import, so only `Decoder` imports this file."""
+"""The private names of PyTorch's compiler that this package uses. They are slow to import: only `Decoder` does."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from first_values import MODULES, Draw, assert_first_values, draw, reset
 from ranks import on_two_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import prune
 
+from flacompose.layers import RWKV6Attention
 from flacompose.layers.feature_map import HedgehogFeatureMap
 from flacompose.models import RecurrentLM
 
@@ -64,3 +66,12 @@ def test_copies():
     layer = weakref.ref(made[0].layer)
     del made
     assert layer() is None
+
+
+def test_pruned_parameters_are_left_alone() -> None:
+    """Pruning puts another parameter in the place of a weight, and PyTorch's own modules can be reset then too."""
+    layer = RWKV6Attention(hidden_size=8, num_heads=2)
+    prune.l1_unstructured(layer.o_proj, "weight", 0.5)
+    before = layer.o_proj.weight_orig.clone()
+    layer.o_proj.reset_parameters()
+    assert torch.equal(layer.o_proj.weight_orig, before)

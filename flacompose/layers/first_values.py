@@ -23,8 +23,8 @@ def with_first_values(module: Module, **inits: Callable[[Tensor], Any]) -> Modul
         module: As ``nn.Linear`` or ``nn.Embedding``.
         inits: For each of its parameters a function that fills a tensor in place.
     """
-    # `reset` refers to `_parameters` and not to the module, since a reference to the module would be a cycle. `deepcopy`
-    # and pickle copy this dict with the module, so that a copy resets its own parameters.
+    # `reset` refers to `_parameters` and not to the module: a reference to the module would be a cycle. `deepcopy` and
+    # pickle copy this dict with the module, so that a copy resets its own parameters.
     reset = partial(_fill, module._parameters, inits)
     setattr(module, "reset_parameters", reset)  # noqa: B010
     reset()
