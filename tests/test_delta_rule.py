@@ -259,6 +259,17 @@ def test_gates_that_leave_nothing_have_no_gradient(device: torch.device) -> None
         assert (gradient.flatten() != 0).tolist() == [True, False, False, True]
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_a_rate_of_0(lower_bound: float | None, device: torch.device) -> None:
+    """An `A_log` of -inf, as the logarithm of a first rate of 0 is."""
+    x = torch.tensor([-20.0, 0.0, 20.0], device=device).view(1, 3, 1).requires_grad_()
+    A_log = torch.tensor([-torch.inf], device=device, requires_grad=True)
+    g = log_decay(x, A_log, None, lower_bound)
+    assert (g == (0 if lower_bound is None else lower_bound / 2)).all()
+    for gradient in torch.autograd.grad(g.sum(), [x, A_log]):
+        assert not gradient.any()
+
+
 def test_options_that_lack_another(device: torch.device) -> None:
     x = inputs(device, T=3)
     head, channel = x["beta"], torch.zeros(B, 3, HV, K, dtype=torch.float64, device=device)

@@ -219,9 +219,9 @@ def test_mixed_rates_and_time_steps(case, dtype: torch.dtype, device: torch.devi
     """All in one chunk, time steps of 0 among them, which a state passes unchanged."""
     problem = draw(case, device, dtype, V=8, K=7)
     rates = torch.tensor([0.0, 1e-6, 0.1, 5.0, 30.0, 1e30, torch.inf], device=device)
-    steps = torch.tensor([0.0, 1e-3, 0.1, 1.0, 20.0], device=device)
+    steps = torch.tensor([0.0, 1e-36, 1e-3, 0.1, 1.0, 20.0], device=device)
     generator = torch.Generator().manual_seed(0)
-    chosen = torch.randint(5, problem.tensors["delta"].shape, generator=generator).to(device)
+    chosen = torch.randint(6, problem.tensors["delta"].shape, generator=generator).to(device)
     A = -rates.expand_as(problem.tensors["A"])
     problem = problem.with_tensors(A=A.to(dtype), delta=steps[chosen].to(dtype))
     assert_accurate(problem, evaluate(problem))

@@ -142,8 +142,6 @@ class Mamba2(RecurrentLayer):
         self.dt_max = dt_max
         self.dt_init_floor = dt_init_floor
         self.dt_limit = dt_limit
-        low, high = (_before_softplus(bound) for bound in dt_limit)
-        self.logit_limit = None if (low, high) == (-math.inf, math.inf) else (low, high)
         self.chunk_size = chunk_size
         self.act = activation("hidden_act", hidden_act)
 
@@ -174,8 +172,11 @@ class Mamba2(RecurrentLayer):
         (xBC,), conv = convolved((xBC,), (self.conv1d,), past.conv, tokens)
         x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
         x, B, C = x.unflatten(-1, (H, P)), in_heads(B, G), in_heads(C, G)
-        # Where it is limited, a time step's softplus is taken of a number that is limited already, as for the decay.
-        dt = time_step(dt, self.dt_bias, softplus=False, x=x, limit=self.logit_limit)  # [B, T, H]
+        # The limits of the time step are applied before the softplus, so that step and decay come from the same clamped
+        # number.
+        low, high = (_before_softplus(bound) for bound in self.dt_limit)
+        limit = None if (low, high) == (-math.inf, math.inf) else (low, high)
+        dt = time_step(dt, self.dt_bias, softplus=False, x=x, limit=limit)  # [B, T, H]
         # A token whose decay and time step are 0 leaves the state as it is.
         g = tokens.masked(log_decay(dt, self.A_log, None))
         dt = tokens.masked(F.softplus(dt))

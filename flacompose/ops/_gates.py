@@ -15,9 +15,9 @@ _LOWEST = {
 
 
 def bounded(g: Tensor) -> Tensor:
-    """The gate `g`, raised to a bound whose exponential is 0 as well, and below it without a gradient.
+    """`g`, clamped from below at a bound whose exponential underflows to 0.
 
-    There the gradient is 0, but kernels compute it with rounding errors, and a rate may be so large that its product
-    with them is anything.
+    Below it the true gradient is 0. Kernels would give a rounding error, which a huge rate would multiply; the clamp
+    gives exactly 0.
     """
     return g.clamp(min=_LOWEST[g.dtype])

@@ -15,7 +15,7 @@ from flacompose.ops._states import recurrent_form
 from flacompose.ops.delta_rule import check, normalized, run
 from flacompose.ops.families.delta_rule import op
 
-LARGEST = 40.0  # of the logarithms of rates that are exponentiated
+LARGEST_LOG_RATE = 40.0  # a larger A_log is not exponentiated: see log_decay
 
 
 def chunk_gated_delta_rule(
@@ -187,7 +187,7 @@ def log_decay(
     """``-rate * softplus(x + dt_bias)``, or with `lower_bound`, ``lower_bound * sigmoid(rate * (x + dt_bias))``.
 
     ``x [B, T, HV, ...]``, whose dtype the result has, ``dt_bias [HV, ...]``, `A_log` of ``HV`` numbers, and
-    ``rate = exp(A_log)``, 1 without it. No rate gives NaN, not even one that overflows.
+    ``rate = exp(A_log)``, 1 without it. A finite `x` gives NaN at no rate.
     """
     bias = None if dt_bias is None else dt_bias.to(x.dtype)
     if A_log is not None:
@@ -200,8 +200,10 @@ def log_decay(
         return lower_bound * x.sigmoid()
     assert A_log is not None  # checked
     # exp(A_log) may overflow where softplus(x) underflows, and their product be an ordinary decay. So what A_log has
-    # above LARGEST is added to x: softplus(x + a) is exp(a) * softplus(x) to rounding where x + a is far below 0, and
-    # elsewhere both decays are so strong that they leave nothing of the state.
-    excess = F.relu(A_log - LARGEST)
+    # above LARGEST_LOG_RATE is added to x: softplus(x + a) is exp(a) * softplus(x) to rounding where x + a is far below
+    # 0, and elsewhere both decays are so strong that they leave nothing of the state. The lower bound, at which the
+    # rate is 0, is for an A_log of -inf: without it, the excess would be -inf - -inf, NaN.
+    low = A_log.clamp(-1000.0, LARGEST_LOG_RATE)
+    excess = A_log - low
     x = x + (excess if bias is None else bias + excess)
-    return bounded(-A_log.clamp(max=LARGEST).exp() * F.softplus(x))
+    return bounded(-low.exp() * F.softplus(x))

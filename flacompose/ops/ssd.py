@@ -44,8 +44,8 @@ def mamba_chunk_scan_combined(
     Args:
         x: Inputs, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
         dt: Time steps, ``[B, T, H]``, in any float dtype.
-        A: Rate of each head, ``[H]``, at most 0. One of -inf forgets all at a time step above 0, and nothing at one of
-            0; its gradient is 0.
+        A: Rate of each head, ``[H]``, at most 0. One of -inf forgets all at a time step above 1e-36, and nothing at one
+            of 0; its gradient is 0.
         B: How inputs enter the state, ``[B, T, G, S]``, in the dtype of `x`; ``G`` divides ``H``, and head ``h`` has
             group ``h // (H / G)``.
         C: How the state is read, ``[B, T, G, S]``, in the dtype of `x`.
@@ -208,10 +208,10 @@ def time_step(
 
 
 def log_decay(dt: Tensor, A: Tensor) -> Tensor:
-    """``dt * A``, where rates of -inf are the lowest finite number: times a time step of 0, which is also what a
-    softplus underflows to, they would be NaN.
+    """``dt * A``, with -inf replaced by the lowest finite number, since 0 * -inf is NaN. A softplus may underflow to 0.
 
-    They give `dt` no gradient. At a time step of 0 it would be infinite, and NaN where that step comes from a mask.
+    Rates of -inf give `dt` no gradient. At a time step of 0 it would be infinite, and NaN where that step comes from a
+    mask.
     """
     return torch.where(A == -inf, dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)
 

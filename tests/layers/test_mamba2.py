@@ -25,3 +25,13 @@ def test_first_values():
     assert layer.A_log.dtype == torch.float32
     layer = Mamba2(hidden_size=24, head_dim=8, dt_min=1e-9, dt_max=1e-8, dt_init_floor=1e-3)
     torch.testing.assert_close(torch.nn.functional.softplus(layer.dt_bias.detach()), torch.full((6,), 1e-3))
+
+
+def test_limits_of_the_time_step_that_are_set_later():
+    limited, layer = (
+        Mamba2(hidden_size=24, head_dim=8, dt_limit=limit) for limit in ((0.4, 0.9), (0.0, math.inf))
+    )
+    layer.load_state_dict(limited.state_dict())
+    layer.dt_limit = (0.4, 0.9)
+    u = torch.randn(1, 3, 24)
+    assert torch.equal(layer(u)[0], limited(u)[0])
