@@ -159,15 +159,14 @@ def verify(layer, x, state, index):
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_one_graph_for_every_length(config, device, few_levels):
     layer = build(config, device=device)
-    counter = CompileCounterWithBackend("aot_eager")
+    # Graphs and guards are Dynamo's. What follows it sees these layers in `test_export`, and one of each kind of state in
+    # test_laws, and the ops in the contract's test of this name.
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(partial(verify, layer), backend=counter, fullgraph=True, dynamic=True)
     state = state_of(layer, 2)
     graphs = set()
-    for T in (
-        11,
-        4,
-        17,
-    ):  # the first is no other size of the layer, with which the compiler would take it to be equal
+    # The first is no other size of the layer, with which the compiler would take it to be equal.
+    for T in (11, 4, 17):
         x, index = tokens_of(layer, 2, T), torch.tensor([2, T % 3], device=device)
         (y, new), (expected, after) = (f(x, state, index) for f in (compiled, partial(verify, layer)))
         assert_close(y, expected, 1e-5)
