@@ -18,7 +18,7 @@ KDA = f"{CONVOLUTION} chunk_kimi_delta_attention recurrent_kimi_delta_attention"
 SCAN = f"{CONVOLUTION} mamba_selective_scan mamba_selective_state_update D"
 SSD = (
     f"{CONVOLUTION} mamba2_chunk_scan mamba2_selective_state_update mamba2_split_conv1d_scan_combined "
-    "time_step_limit"
+    "time_step_limit D"
 )
 # The classes of each file whose forwards are replaced, and the names that these forwards must use: functions that are
 # replaced, attributes that a replacement changes, modules that it passes bounds to.

@@ -52,6 +52,7 @@ from flacompose.integrations.transformers import (  # noqa: E402
 
 HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
+SSD_MODELS = ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"]
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 
 
@@ -247,6 +248,38 @@ def test_continued(name: str, model: nn.Module) -> None:
         torch.testing.assert_close(
             batch[row : row + 1, first:].double(), truth(ids[row : row + 1], first), **CLOSE
         )
+
+
+@pytest.mark.parametrize("name", SSD_MODELS)
+@torch.no_grad()
+def test_limited_steps(name: str, model: nn.Module) -> None:
+    """The time step of a single token is kept within the same limits as those of several."""
+    for layer in recurrent(model):
+        layer.time_step_limit = (0.5, 0.6)
+        # Most steps are then outside, and tell in the logits.
+        layer.in_proj.weight.mul_(8)
+        layer.out_proj.weight.mul_(8)
+    ids = prompt(model, 9, batch=2)
+    with enable():
+        actual = in_pieces(model, ids, [6, 1, 1, 1])
+    torch.testing.assert_close(actual.double(), Uncached(model)(ids), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["minimax"])
+@torch.no_grad()
+def test_rows_of_a_cache(name: str, model: nn.Module) -> None:
+    """Rows are repeated and selected in the states of all layers, the last of which has softmax attention."""
+    ids, argument = prompt(model, 9, batch=2), cache_argument(model)
+    rows = torch.tensor([3, 0, 1], device=ids.device)
+    with enable():
+        cache = cache_of(model(ids[:, :7], use_cache=True))
+        cache.batch_repeat_interleave(2)
+        repeated = model(ids[:, 7:8].repeat_interleave(2, 0), use_cache=True, **{argument: cache}).logits
+        cache.batch_select_indices(rows)
+        selected = model(ids[rows // 2, 8:], use_cache=True, **{argument: cache}).logits
+    truth = Uncached(model)(ids)
+    torch.testing.assert_close(repeated.double(), truth[:, 7:8].repeat_interleave(2, 0), **CLOSE)
+    torch.testing.assert_close(selected.double(), truth[rows // 2, 8:], **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["minimax"])
@@ -474,7 +507,7 @@ RUNS_ON = {
     **dict.fromkeys(SELECTIVE, SHORT | {"selective_scan_fn", "selective_state_update"}),
     **dict.fromkeys(["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"], GATED_DELTA),
     **dict.fromkeys(["bailing_hybrid", "glm5_next", "kimi_linear"], KDA),
-    **dict.fromkeys(["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"], SSD),
+    **dict.fromkeys(SSD_MODELS, SSD),
 }
 
 
