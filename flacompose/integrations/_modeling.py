@@ -261,10 +261,10 @@ def unchanged(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer that gets its cache, or None, before its other arguments, and what a cache can have.
+    """The forward of a layer, made of one that takes the cache, or None, before its other arguments.
 
-    Refused, before the cache is written to, are packed sequences, and a record of the past, by which `Cache.crop` would
-    take tokens back out of the convolution's state and leave that of the recurrence as it is.
+    It refuses what a cache cannot have, before it writes to that: packed sequences, and a record of the past, by which
+    `Cache.crop` would take tokens back out of the convolution's state and leave that of the recurrence as it is.
     """
     cache_in = _finder_of_caches()
 
@@ -329,9 +329,7 @@ def scanned(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a layer of Mamba, whose scan then gets the bounds of packed sequences, and the cached state."""
 
     @wraps(forward)
-    def scanned_forward(
-        self: Any, cache: Any, /, hidden_states: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
+    def scanned_forward(self: Any, cache: Any, /, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         bounds, state, T = _bounds(kwargs), None, hidden_states.shape[1]
         mask = kwargs.get("attention_mask")
         if cache is not None and cache.has_previous_state(self.layer_idx):

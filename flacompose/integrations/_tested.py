@@ -54,7 +54,7 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
     "mamba2": {"Mamba2Mixer": SSD, "Mamba2ForCausalLM": "backbone"},
     "minimax": {
         "MiniMaxLightningAttention": "act_fn apply_mask_to_padding_states head_dim layer_idx norm num_attention_heads "
-        "out_proj output_gate qkv_proj slope_rate",
+        "out_proj output_gate qkv_proj set_linear_cache slope_rate",
     },
     "nemotron_h": {"NemotronHMamba2Mixer": SSD},
     "olmo_hybrid": {"OlmoHybridGatedDeltaNet": GATED_DELTA},

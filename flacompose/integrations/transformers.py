@@ -58,8 +58,9 @@ FUNCTIONS: Mapping[str, Function] = {
 # The recurrence of MiniMax is written out in its forward.
 FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
 
-# What `_modeling.checked` gets instead of the forward of a class that calls them, made of that forward: where a recurrence is written out in
-# it, where it makes copies of queries and keys for an op that needs none, where it keeps bounds or states to itself.
+# What `_modeling.checked` gets in place of the forward of a class that calls them, made of that forward: where a
+# recurrence is written out in it, where it makes copies of queries and keys for an op that needs none, where it keeps
+# bounds or states to itself.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "BambaMixer": _modeling.limited,
     "FalconH1Mixer": _modeling.limited,
@@ -475,7 +476,7 @@ def _difference(module: ModuleType) -> str:
 
 
 def _warn_of_newer(changed: list[str]) -> None:
-    """Warn that this transformers is untested, and name the models that are left unchanged because their files differ."""
+    """Warn that this transformers is untested, and name the models left unchanged because their files differ."""
     left = ". It has changed what is replaced, so these models stay as they are: " + "; ".join(changed)
     warnings.warn(
         f"transformers {_dotted(_installed())} is newer than {_dotted(NEWEST)}, the newest version that is tested"

@@ -42,6 +42,7 @@ from .tiny import DOORS, TINY, tiny
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
+from flacompose.integrations import _modeling  # noqa: E402
 from flacompose.integrations.transformers import (  # noqa: E402
     FUNCTIONS,
     MODELS,
@@ -280,6 +281,34 @@ def test_rows_of_a_cache(name: str, model: nn.Module) -> None:
     truth = Uncached(model)(ids)
     torch.testing.assert_close(repeated.double(), truth[:, 7:8].repeat_interleave(2, 0), **CLOSE)
     torch.testing.assert_close(selected.double(), truth[rows // 2, 8:], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "minimax"])
+@torch.no_grad()
+def test_a_cache_is_found_once(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer looks through its arguments once, with what was imported when its forward was made."""
+    made, found = [], []
+    make = _modeling._finder_of_caches
+
+    def counted() -> Callable:
+        find = make()
+        made.append(find)
+
+        def counting(*given: object) -> object:
+            found.append(find(*given))
+            return found[-1]
+
+        return counting
+
+    monkeypatch.setattr(_modeling, "_finder_of_caches", counted)
+    ids = prompt(model, 3)
+    with enable():
+        before = len(made)
+        cache = cache_of(model(ids, use_cache=True))
+        found.clear()
+        model(ids[:, :1], use_cache=True, **{cache_argument(model): cache})
+        assert before == len(made) > 0
+        assert len(found) == len(recurrent(model)) and all(x is cache for x in found)
 
 
 @pytest.mark.parametrize("name", ["minimax"])
