@@ -108,7 +108,7 @@ def ssd(
     B: Tensor,
     C: Tensor,
     chunk_size: int,
-    D: Tensor | None = None,
+    D: Tensor | _Limited | None = None,
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
@@ -118,6 +118,7 @@ def ssd(
     **kwargs: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`mamba2_chunk_scan`."""
+    D = D.D if isinstance(D, _Limited) else D  # `dt_limit` is the same limit
     return mamba_chunk_scan_combined(
         hidden_states, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, dt_softplus,
         (float(dt_limit[0]), float(dt_limit[1])), return_final_states, _bounds(kwargs),
@@ -158,19 +159,18 @@ def state_space_step(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None = None,
+    D: Tensor | _Limited | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     z: Tensor | None = None,
-    step_limit: tuple[float, float] = (0.0, float("inf")),
-    **kwargs: Any,
+    **_: Any,
 ) -> Tensor:
-    """`mamba2_selective_state_update`, which writes to `state`. `step_limit` comes from `limited`."""
-    if tuple(step_limit) != (0.0, float("inf")):
+    """`mamba2_selective_state_update` and `mamba_selective_state_update`, which write to `state`."""
+    if isinstance(D, _Limited):
         dt = dt.to(torch.promote_types(dt.dtype, torch.float32))
         dt = dt if dt_bias is None else dt + dt_bias
-        dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*step_limit)
-        dt_bias, dt_softplus = None, False
+        dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*D.step_limit)
+        D, dt_bias, dt_softplus = D.D, None, False
     y, new = selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
     state.copy_(new)
     return y
@@ -180,54 +180,47 @@ def no_fused_block(*_: Any, **__: Any) -> None:
     """Of the functions that compute a whole block in one: transformers then calls its parts."""
 
 
-def lightning_attention(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """`MiniMaxLightningAttention.forward`: one op for its loop over blocks and its loop over tokens.
+def lightning(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of MiniMax's lightning attention: one op for its loop over blocks and its loop over tokens.
 
     The state is where other models have theirs, in a layer of the cache for linear attention. In the list that
     transformers keeps it in for MiniMax, beams would not reorder it, and the cache would take this layer for one of
     softmax attention that has seen no token, and count positions and masks by it.
     """
-    from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
+    from flacompose.integrations._minimax import linear_layer
 
-    qkv = self.act_fn(self.qkv_proj(hidden_states))
-    qkv = apply_mask_to_padding_states(qkv, attention_mask)
-    q, k, v = qkv.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim)).split(self.head_dim, -1)
+    @wraps(forward)
+    def lightning_forward(
+        self: Any,
+        cache: Any,
+        /,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
 
-    cache = _cache_in(args, kwargs)
-    cached = None if cache is None else _linear_layer(cache, self.layer_idx)
-    state = None if cached is None else cached.recurrent_states[0]
-    attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
-    o, state = attention(
-        q, k, v, g_gamma=-self.slope_rate.flatten(), scale=1.0,
-        initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs),
-    )  # fmt: skip
-    if cached is not None:
-        cached.recurrent_states[0], cached.device = state, q.device
-        cached.is_recurrent_states_initialized[0] = cached.has_previous_state[0] = True
+        qkv = self.act_fn(self.qkv_proj(hidden_states))
+        qkv = apply_mask_to_padding_states(qkv, attention_mask)
+        q, k, v = qkv.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim)).split(self.head_dim, -1)
 
-    o = self.norm(o.flatten(2)) * torch.sigmoid(self.output_gate(hidden_states))
-    return self.out_proj(o), state
+        cached = None if cache is None else linear_layer(cache, self.layer_idx, self.num_hidden_layers)
+        state = None if cached is None else cached.recurrent_states[0]
+        attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
+        o, state = attention(
+            q, k, v, g_gamma=-self.slope_rate.flatten(), scale=1.0,
+            initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs),
+        )  # fmt: skip
+        if cached is not None:
+            cached.recurrent_states[0], cached.device = state, q.device
+            cached.is_recurrent_states_initialized[0] = cached.has_previous_state[0] = True
 
+        o = self.norm(o.flatten(2)) * torch.sigmoid(self.output_gate(hidden_states))
+        return self.out_proj(o), state
 
-def _linear_layer(cache: Any, index: int) -> Any:
-    """The layer of a cache that has the state of MiniMax's layer of that index."""
-    from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
-
-    if index < len(getattr(cache, "linear_cache", ())) and isinstance(cache.linear_cache[index], Tensor):
-        raise ValueError(
-            "the cache must have been filled on this library's ops, got one that transformers has filled, in which it "
-            "miscounts MiniMax's tokens: start again with an empty cache"
-        )
-    while len(cache.layers) <= index:
-        cache.layers.append(LinearAttentionLayer() if len(cache.layers) == index else DynamicLayer())
-    return cache.layers[index]
+    return lightning_forward
 
 
 class _With:
@@ -251,24 +244,35 @@ def grouped(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(forward)
-    def grouped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def grouped_forward(self: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
         return forward(_With(self, num_v_heads=self.num_k_heads), *args, **kwargs)
 
     return grouped_forward
 
 
-def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that refuses what a cache cannot have, before it writes to that.
+def unchanged(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer that needs nothing but the functions that it calls replaced."""
 
-    These are packed sequences, and a record of the past, by which `Cache.crop` would take tokens back out of the
-    convolution's state and leave that of the recurrence as it is.
+    @wraps(forward)
+    def unchanged_forward(self: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    return unchanged_forward
+
+
+def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer, made of one that takes the cache, or None, before its other arguments.
+
+    It refuses what a cache cannot have, before it writes to that: packed sequences, and a record of the past, by which
+    `Cache.crop` would take tokens back out of the convolution's state and leave that of the recurrence as it is.
     """
+    cache_in = _finder_of_caches()
 
     @wraps(forward)
     def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = _cache_in(args, kwargs)
+        cache = cache_in(args, kwargs)
         if cache is None:
-            return forward(self, *args, **kwargs)
+            return forward(self, None, *args, **kwargs)
         for key in PACKED:
             if kwargs.get(key) is not None:
                 raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
@@ -278,7 +282,7 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
                 f"the cache must not record the past (activate_past_recording) for a {type(self).__name__}, since no "
                 "token can be taken back out of its recurrent state: copy the cache instead"
             )
-        return forward(self, *args, **kwargs)
+        return forward(self, cache, *args, **kwargs)
 
     return checked_forward
 
@@ -287,7 +291,7 @@ def convolved_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a layer that is a convolution and nothing else, which gives that `seq_idx` and no bounds."""
 
     @wraps(forward)
-    def packed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def packed_forward(self: nn.Module, _: Any, /, *args: Any, **kwargs: Any) -> Any:
         bounds = _given_bounds(kwargs)
         if bounds is not None:
             kwargs = {key: x for key, x in kwargs.items() if key not in PACKED}
@@ -325,9 +329,9 @@ def scanned(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a layer of Mamba, whose scan then gets the bounds of packed sequences, and the cached state."""
 
     @wraps(forward)
-    def scanned_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def scanned_forward(self: Any, cache: Any, /, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         bounds, state, T = _bounds(kwargs), None, hidden_states.shape[1]
-        cache, mask = _cache_in(args, kwargs), kwargs.get("attention_mask")
+        mask = kwargs.get("attention_mask")
         if cache is not None and cache.has_previous_state(self.layer_idx):
             state = cache.layers[self.layer_idx].recurrent_states[0]
             if mask is not None:
@@ -342,21 +346,39 @@ def scanned(forward: Callable[..., Any]) -> Callable[..., Any]:
     return scanned_forward
 
 
-def limited(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer of Mamba-2, which keeps the time steps of several tokens within limits.
+class _Limited:
+    """`D` of a layer of Mamba-2, and the limits of its time steps."""
 
-    Those of one token it would not, so that a token after a cache would not be what it is in a whole sequence.
+    def __init__(self, D: Tensor, step_limit: tuple[float, float]) -> None:
+        self.D = D
+        self.step_limit = step_limit
+
+    def __getitem__(self, index: Any) -> _Limited:
+        return _Limited(self.D[index], self.step_limit)
+
+    def expand(self, *shape: int) -> _Limited:
+        return _Limited(self.D.expand(*shape), self.step_limit)
+
+
+def limited(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer of Mamba-2, whose steps of decoding then keep within its limits of time steps.
+
+    Transformers does not limit the step of a single token, so decoding would differ from the whole sequence. `D` is
+    what each of these layers gives to its function for steps.
     """
 
     @wraps(forward)
-    def limited_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, step_limit=self.time_step_limit, **kwargs)
+    def limited_forward(self: Any, cache: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if cache is None or tuple(self.time_step_limit) == (0.0, float("inf")):
+            return forward(self, *args, **kwargs)
+        return forward(_With(self, D=_Limited(self.D, self.time_step_limit)), *args, **kwargs)
 
     return limited_forward
 
 
 def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of Bamba's decoder, which would number the tokens after a cache from 0 on."""
+    cache_in = _finder_of_caches()
 
     @wraps(forward)
     def counting_forward(
@@ -367,7 +389,7 @@ def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        cache, x = _cache_in(args, kwargs), kwargs.get("inputs_embeds") if input_ids is None else input_ids
+        cache, x = cache_in(args, kwargs), kwargs.get("inputs_embeds") if input_ids is None else input_ids
         if position_ids is None and cache is not None and x is not None:
             position_ids = cache.get_seq_length() + torch.arange(x.shape[1], device=x.device)[None]
         return forward(self, input_ids, attention_mask, position_ids, *args, **kwargs)
@@ -407,11 +429,17 @@ def passing_to(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return of
 
 
-def _cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The cache among the arguments of a forward, whatever transformers calls it, or None."""
+def _finder_of_caches() -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """What finds the cache, or None, among the arguments of a forward, whatever transformers calls it."""
     from transformers.cache_utils import Cache
 
-    return next((x for x in (*args, *kwargs.values()) if isinstance(x, Cache)), None)
+    def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Cache):
+                return x
+        return None
+
+    return cache_in
 
 
 def _called_with(module: nn.Module, given: dict[str, Any]) -> Any:

@@ -18,7 +18,7 @@ KDA = f"{CONVOLUTION} chunk_kimi_delta_attention recurrent_kimi_delta_attention"
 SCAN = f"{CONVOLUTION} mamba_selective_scan mamba_selective_state_update D"
 SSD = (
     f"{CONVOLUTION} mamba2_chunk_scan mamba2_selective_state_update mamba2_split_conv1d_scan_combined "
-    "time_step_limit"
+    "time_step_limit D"
 )
 # The classes of each file whose forwards are replaced, and the names that these forwards must use: functions that are
 # replaced, attributes that a replacement changes, modules that it passes bounds to.
@@ -54,7 +54,7 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
     "mamba2": {"Mamba2Mixer": SSD, "Mamba2ForCausalLM": "backbone"},
     "minimax": {
         "MiniMaxLightningAttention": "act_fn apply_mask_to_padding_states head_dim layer_idx norm num_attention_heads "
-        "out_proj output_gate qkv_proj slope_rate",
+        "out_proj output_gate qkv_proj set_linear_cache slope_rate",
     },
     "nemotron_h": {"NemotronHMamba2Mixer": SSD},
     "olmo_hybrid": {"OlmoHybridGatedDeltaNet": GATED_DELTA},

@@ -58,8 +58,9 @@ FUNCTIONS: Mapping[str, Function] = {
 # The recurrence of MiniMax is written out in its forward.
 FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
 
-# What stands in for the forward of a class that calls them, made of that forward: where a recurrence is written out in
-# it, where it makes copies of queries and keys for an op that needs none, where it keeps bounds or states to itself.
+# What `_modeling.checked` gets in place of the forward of a class that calls them, made of that forward: where a
+# recurrence is written out in it, where it makes copies of queries and keys for an op that needs none, where it keeps
+# bounds or states to itself.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "BambaMixer": _modeling.limited,
     "FalconH1Mixer": _modeling.limited,
@@ -72,7 +73,7 @@ FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "Lfm2ShortConv": _modeling.convolved_apart,
     "Mamba2Mixer": _modeling.limited,
     "MambaMixer": _modeling.scanned,
-    "MiniMaxLightningAttention": lambda _: _modeling.lightning_attention,
+    "MiniMaxLightningAttention": _modeling.lightning,
     "NemotronHMamba2Mixer": _modeling.limited,
     "OlmoHybridGatedDeltaNet": _modeling.grouped,
     "Qwen3NextGatedDeltaNet": _modeling.grouped,
@@ -395,8 +396,8 @@ def _replacement(owner: type) -> Callable[[Callable[..., Any]], Callable[..., An
     """What makes the forward that stands in for that of a class."""
     if owner.__name__ in AROUND:
         return AROUND[owner.__name__]
-    replacement = FORWARDS.get(owner.__name__)
-    return lambda forward: _modeling.checked(replacement(forward) if replacement else forward)
+    replacement = FORWARDS.get(owner.__name__, _modeling.unchanged)
+    return lambda forward: _modeling.checked(replacement(forward))
 
 
 def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
@@ -460,7 +461,7 @@ def _owners(module: ModuleType) -> list[type]:
 
 
 def _difference(module: ModuleType) -> str:
-    """What a file of a version newer than the tested ones has otherwise than these; empty if it has nothing."""
+    """How a modeling file of an untested, newer version differs from the tested ones; empty if it does not."""
     if _installed() <= NEWEST:
         return ""
     functions = {
@@ -475,7 +476,7 @@ def _difference(module: ModuleType) -> str:
 
 
 def _warn_of_newer(changed: list[str]) -> None:
-    """Of a version of transformers that is not tested, and of what is left as it is for that."""
+    """Warn that this transformers is untested, and name the models left unchanged because their files differ."""
     left = ". It has changed what is replaced, so these models stay as they are: " + "; ".join(changed)
     warnings.warn(
         f"transformers {_dotted(_installed())} is newer than {_dotted(NEWEST)}, the newest version that is tested"

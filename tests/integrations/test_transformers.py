@@ -42,6 +42,7 @@ from .tiny import DOORS, TINY, tiny
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
+from flacompose.integrations import _modeling  # noqa: E402
 from flacompose.integrations.transformers import (  # noqa: E402
     FUNCTIONS,
     MODELS,
@@ -52,6 +53,7 @@ from flacompose.integrations.transformers import (  # noqa: E402
 
 HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
+SSD_MODELS = ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"]
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 
 
@@ -247,6 +249,66 @@ def test_continued(name: str, model: nn.Module) -> None:
         torch.testing.assert_close(
             batch[row : row + 1, first:].double(), truth(ids[row : row + 1], first), **CLOSE
         )
+
+
+@pytest.mark.parametrize("name", SSD_MODELS)
+@torch.no_grad()
+def test_limited_steps(name: str, model: nn.Module) -> None:
+    """The time step of a single token is kept within the same limits as those of several."""
+    for layer in recurrent(model):
+        layer.time_step_limit = (0.5, 0.6)
+        # Most steps are then outside, and tell in the logits.
+        layer.in_proj.weight.mul_(8)
+        layer.out_proj.weight.mul_(8)
+    ids = prompt(model, 9, batch=2)
+    with enable():
+        actual = in_pieces(model, ids, [6, 1, 1, 1])
+    torch.testing.assert_close(actual.double(), Uncached(model)(ids), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["minimax"])
+@torch.no_grad()
+def test_rows_of_a_cache(name: str, model: nn.Module) -> None:
+    """Rows are repeated and selected in the states of all layers, the last of which has softmax attention."""
+    ids, argument = prompt(model, 9, batch=2), cache_argument(model)
+    rows = torch.tensor([3, 0, 1], device=ids.device)
+    with enable():
+        cache = cache_of(model(ids[:, :7], use_cache=True))
+        cache.batch_repeat_interleave(2)
+        repeated = model(ids[:, 7:8].repeat_interleave(2, 0), use_cache=True, **{argument: cache}).logits
+        cache.batch_select_indices(rows)
+        selected = model(ids[rows // 2, 8:], use_cache=True, **{argument: cache}).logits
+    truth = Uncached(model)(ids)
+    torch.testing.assert_close(repeated.double(), truth[:, 7:8].repeat_interleave(2, 0), **CLOSE)
+    torch.testing.assert_close(selected.double(), truth[rows // 2, 8:], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "minimax"])
+@torch.no_grad()
+def test_a_cache_is_found_once(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer looks through its arguments once, with what was imported when its forward was made."""
+    made, found = [], []
+    make = _modeling._finder_of_caches
+
+    def counted() -> Callable:
+        find = make()
+        made.append(find)
+
+        def counting(*given: object) -> object:
+            found.append(find(*given))
+            return found[-1]
+
+        return counting
+
+    monkeypatch.setattr(_modeling, "_finder_of_caches", counted)
+    ids = prompt(model, 3)
+    with enable():
+        before = len(made)
+        cache = cache_of(model(ids, use_cache=True))
+        found.clear()
+        model(ids[:, :1], use_cache=True, **{cache_argument(model): cache})
+        assert before == len(made) > 0
+        assert len(found) == len(recurrent(model)) and all(x is cache for x in found)
 
 
 @pytest.mark.parametrize("name", ["minimax"])
@@ -474,7 +536,7 @@ RUNS_ON = {
     **dict.fromkeys(SELECTIVE, SHORT | {"selective_scan_fn", "selective_state_update"}),
     **dict.fromkeys(["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"], GATED_DELTA),
     **dict.fromkeys(["bailing_hybrid", "glm5_next", "kimi_linear"], KDA),
-    **dict.fromkeys(["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"], SSD),
+    **dict.fromkeys(SSD_MODELS, SSD),
 }
 
 
