@@ -159,7 +159,7 @@ def verify(layer, x, state, index):
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_one_graph_for_every_length(config, device, few_levels):
     layer = build(config, device=device)
-    # Graphs and guards are Dynamo's. What follows it sees these layers in `test_export`, and one of each kind of state in
+    # Graphs and guards are Dynamo's. What follows it sees these layers in `test_export`, one of each kind of state in
     # test_laws, and the ops in the contract's test of this name.
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(partial(verify, layer), backend=counter, fullgraph=True, dynamic=True)
