@@ -152,5 +152,6 @@ def test_sizes_that_a_graph_leaves_open(device: torch.device) -> None:
     """A wrong one is refused while the graph is made, in the words of the op."""
     x = torch.randn(1, 8, 4, device=device)
     compiled = torch.compile(chunk_hgrn, backend="eager", fullgraph=True, dynamic=True)
-    with pytest.raises(Exception, match="g must have shape"):
+    # PyTorch 2.11 shows the parts of the message one by one.
+    with pytest.raises(Exception, match=r"\bg\b.{0,50} must have shape"):
         compiled(x, x[:, 1:])
