@@ -19,7 +19,6 @@ from .cases import (
     INDUCTOR,
     ONE_EACH,
     OpCase,
-    each_op,
     every,
     one_op_a_form,
     one_op_a_form_of_kernels,
@@ -86,8 +85,11 @@ def test_one_graph_for_every_length(case: OpCase, B: int, dynamic: bool | None, 
     assert counter.frame_count == 1
 
 
-@each_op
-@pytest.mark.parametrize("N", [1, 5])
+@pytest.mark.parametrize(
+    ("case", "N"),
+    [(case, 5) for case in DISTINCT] + [(case, 1) for case in ONE_EACH],
+    ids=lambda x: x.name if isinstance(x, OpCase) else str(x),
+)
 @one_graph
 def test_one_graph_for_every_packing(case: OpCase, N: int, device: torch.device) -> None:
     counter = CompileCounterWithBackend("aot_eager")
