@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
@@ -13,6 +14,12 @@ pytest.register_assert_rewrite("contract.accuracy", "contract.problems", "contra
 
 # cuBLAS asks for it under `torch.use_deterministic_algorithms`, before CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays, and the garbage collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.fx import GraphModule
 
 from .accuracy import assert_close, assert_equal
-from .cases import INDUCTOR, OpCase, each_op
+from .cases import DISTINCT, INDUCTOR, ONE_EACH, OpCase, each_op
 from .graphs import op_arguments, op_nodes, other_ops
 from .problems import Problem, Results, call, draw
 
@@ -137,8 +137,11 @@ def test_graphs_of_training(case: OpCase) -> None:
         assert other_ops(forward) == other_ops(backward) == []
 
 
-@each_op
-@pytest.mark.parametrize("any_number", [False, True], ids=["one", "any number"])
+@pytest.mark.parametrize(
+    ("case", "any_number"),
+    [(case, True) for case in DISTINCT] + [(case, False) for case in ONE_EACH if case in DISTINCT],
+    ids=lambda x: x.name if isinstance(x, OpCase) else "any number" if x else "one",
+)
 def test_packed(case: OpCase, any_number: bool, device: torch.device) -> None:
     """One sequence, or as many as there are, at every length."""
     traced = packed(case, device, 7 if any_number else 1)
