@@ -128,8 +128,9 @@ class RWKV6Attention(RecurrentLayer):
         x = as_projected(x)
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
         delta = before - x
-        mixed = (x + delta * self._mix(x, delta)).to(x.dtype)
-        mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = unbind(mixed)
+        # With one axis of tokens: Inductor refuses parts of more, if only the data know the number of tokens.
+        mixed = (x.flatten(0, 1) + delta.flatten(0, 1) * self._mix(x, delta)).to(x.dtype)
+        mixed_r, mixed_w, mixed_k, mixed_v, mixed_g = (y.unflatten(0, x.shape[:2]) for y in unbind(mixed))
         r, k, v = self.r_proj(mixed_r), self.k_proj(mixed_k), self.v_proj(mixed_v)
         # The op takes -inf, but its gradient times that is NaN. e^80 forgets everything too, and sums of it are finite.
         w = -upcast(self.w_proj(mixed_w)).clamp(max=80).exp()
@@ -141,7 +142,7 @@ class RWKV6Attention(RecurrentLayer):
         return self.o_proj((self.g_norm(o) * gate).flatten(2)), RecurrentState(recurrent, shift=shift)
 
     def _mix(self, x: Tensor, delta: Tensor) -> Tensor:
-        """How much of the token before goes into each of r, w, k, v and g, ``[5, B, T, hidden_size]``."""
+        """How much of the token before goes into each of r, w, k, v and g, ``[5, B * T, hidden_size]``."""
         lerp, tanh, up = self.x_proj
         low = tanh(lerp(x, delta))  # [B, T, 5 * R], the five parts side by side
         # Each part is multiplied by its own columns of the weight of `up`. The module is called, once, on five copies,
@@ -149,8 +150,8 @@ class RWKV6Attention(RecurrentLayer):
         # hook or whatever else has replaced the module.
         part = torch.arange(5, device=x.device)
         kept = part.repeat_interleave(self.proj_low_rank_dim) == part[:, None]  # [5, 5 * R]
-        parts = torch.where(replicated(kept, low)[:, None, None], low, 0)  # [5, B, T, 5 * R]
-        return up(parts) + self.x_bias[:, None, None]
+        parts = torch.where(replicated(kept, low)[:, None], low.flatten(0, 1), 0)  # [5, B * T, 5 * R]
+        return up(parts) + self.x_bias[:, None]
 
 
 def _linear(inputs: int, outputs: int, **factory: Any) -> nn.Linear:

@@ -112,6 +112,28 @@ def test_training(name: str, layout: str, device: torch.device) -> None:
         agree(results(compiled, layer, call), results(module, layer, call), 1e-4)
 
 
+class Kept(nn.Module):
+    """A layer of the tokens of one row that a mask has chosen."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        return self.layer(x[:, places(tokens)])[0]
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True)
+def test_training_through_inductor(device: torch.device) -> None:
+    """Inductor wants to know the order of strides, and PyTorch's gradient of a norm wants to know the number of tokens."""
+    layer, x = made("rwkv6", device)
+    module = Kept(layer)
+    compiled = torch.compile(module, fullgraph=True)
+    for kept in (15, 9):
+        call = x[:1], torch.arange(16, device=device) < kept
+        agree(results(compiled, layer, call), results(module, layer, call), 1e-4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_export(name: str, device: torch.device) -> None:
