@@ -56,7 +56,7 @@ BREAKS = [
     Break("ops/lightning_attn.py", "logspace(-8 / HV, -8, HV", "logspace(-8, -8 / HV, HV", "test_lightning_attn.py"),
     Break("ops/retention.py", "power.neg_().log1p_()", "power.neg_()", "test_retention.py"),
     Break("ops/ssd.py", "initial_states = initial_states.mT", "initial_states = initial_states + 0", "test_ssd.py"),
-    Break("ops/_check.py", "isinstance(x, int) and abs(x) > sys.float_info.max", "False", "contract/test_errors.py", "scale"),
+    Break("ops/_check.py", "isinstance(x, bool) or not isinstance(x, (Real, torch.SymInt, torch.SymFloat))", "False", "contract/test_errors.py", "scale"),
     Break("ops/_wide.py", "state is not None and state.ndim == 4", "False", "layers/test_wide.py"),
     # What PyTorch is told of the operators
     Break("ops/_define.py", "(distributed or ctx.needs_input_grad[i])", "True", "contract/test_pure.py", "not_wanted"),
@@ -72,7 +72,7 @@ BREAKS = [
     Break("ops/families/_launch.py", "return (D + B - 1) // B", "return max(D // B, 1)", KERNELS, "head_sizes and chunk_simple_gla"),
     # The kernels
     Break("ops/families/scan/kernels.py", "in_d & (segment == 0), other=0.0).to(tl.float32)", "in_d, other=0.0).to(tl.float32)", KERNELS, "test_segments and hgrn"),
-    Break("ops/families/scalar_decay/kernels.py", "low, low_rows = tl.zeros_like(high)", "low, low_rows = tl.zeros_like(high) + 1", KERNELS, "several_blocks"),
+    Break("ops/families/scalar_decay/kernels.py", "high_before = tl.load(sums + at - 1,", "high_before = tl.load(sums + at,", KERNELS, "several_blocks and simple_gla-g"),
     Break("ops/families/delta_rule/kernels.py", "Y = tl.where(s == t, 1.0, 0.0) - ", "Y = tl.where(s == t, 1.0, 0.0) + ", KERNELS, "dense and delta_rule"),
     Break("ops/families/vector_decay/kernels.py", "S *= tl.exp(tl.load(segment_gk", "S += 0 * tl.exp(tl.load(segment_gk", KERNELS, "test_segments and chunk_gla"),
     Break("ops/families/selective_scan/kernels.py", "at_state = d[None, :] * S + s[:, None]", "at_state = d[None, :] + s[:, None]", "interpreter/test_selective_scan.py"),
@@ -81,7 +81,7 @@ BREAKS = [
     # Layers and models
     Break("layers/short_conv.py", "[state[:, :, 1:], x", "[state[:, :, :-1], x", "layers/test_short_conv.py"),
     Break("layers/token_shift.py", "x[0, (t - 1).clamp(min=0)]", "x[0, t]", "layers/test_laws.py", "packed and rwkv6 and not compiled and not export"),
-    Break("layers/rotary.py", "position = start[:, None] + t", "position = 0 * start[:, None] + t", "layers/test_laws.py", "retention and not compiled and not export"),
+    Break("layers/rotary.py", "return start[:, None] + t, start + (T", "return 0 * start[:, None] + t, start + (T", "layers/test_laws.py", "retention and not compiled and not export"),
     Break("layers/rwkv6.py", "delta = before - x", "delta = x - before", "layers/test_laws.py", "test_values and rwkv6"),
     Break("layers/forget_gate.py", "f = bound + (1 - bound) * sigmoid", "f = bound + sigmoid", "layers/test_hgrn.py"),
     Break("layers/norm.py", "x.shape[-1:], None, None, self.eps)", "x.shape[-1:], None, None, 1e-2)", "layers"),
@@ -90,7 +90,7 @@ BREAKS = [
     Break("models/feed_forward.py", "F.silu(self.gate_proj(joint))", "F.sigmoid(self.gate_proj(joint))", "models/test_fla.py"),
     Break("models/softmax_attention.py", "first = past.position is None", "first = True", "models/test_recurrent_lm.py", "hybrid or attn or attention or softmax"),
     # Other libraries
-    Break("integrations/_modeling.py", "pad(conv_state, (W - L, 0))", "pad(conv_state, (0, W - L))", "integrations/test_transformers.py", "test_generation"),
+    Break("integrations/_modeling.py", "before,\n        output_final_state=True", "None,\n        output_final_state=True", "integrations/test_transformers.py", "test_generation"),
     Break("integrations/fla.py", '_NORM_EPS = {"norm_eps": 1e-5}', '_NORM_EPS = {"norm_eps": 1e-1}', "models/test_fla.py"),
     Break("integrations/transformers.py", "return kind.__mro__[1]", "return kind", "integrations/test_transformers.py", "accelerate"),
     Break("distributed/tensor_parallel.py", '("A_log", "dt_bias", "D", "bonus")', '("dt_bias", "D", "bonus")', "distributed"),
