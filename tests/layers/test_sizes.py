@@ -125,7 +125,7 @@ class Kept(nn.Module):
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True)
 def test_training_through_inductor(device: torch.device) -> None:
-    """Inductor wants to know the order of strides, and PyTorch's gradient of a norm wants to know the number of tokens."""
+    """Inductor wants to know the order of strides, and PyTorch's gradient of a norm the number of tokens."""
     layer, x = made("rwkv6", device)
     module = Kept(layer)
     compiled = torch.compile(module, fullgraph=True)
