@@ -289,8 +289,7 @@ LARGE = [
 
 
 @every([NAMED[name] for name in LARGE])
-@pytest.mark.parametrize("sizes", [(300, 20), (20, 300)], ids=str)
-@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize(("sizes", "segments"), [((300, 20), 1), ((300, 20), 2), ((20, 300), 2)], ids=str)
 def test_large_heads(
     case: OpCase, sizes: tuple[int, int], segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
