@@ -109,9 +109,8 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         # With one axis of tokens: with more, PyTorch's gradient refuses a number of tokens that only the data know.
-        y = F.layer_norm(upcast(x).flatten(0, -3), x.shape[-1:], None, None, self.eps).unflatten(
-            0, x.shape[:-2]
-        )
+        y = F.layer_norm(upcast(x).flatten(0, -3), x.shape[-1:], None, None, self.eps)
+        y = y.unflatten(0, x.shape[:-2])
         if self.weight is not None:
             weight, bias = (p.unflatten(0, (self.num_groups, -1)) for p in (self.weight, self.bias))
             y = y * weight + bias

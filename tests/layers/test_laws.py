@@ -439,7 +439,7 @@ def test_form(name, mode, T, form, device):
 def test_compiled_decoding(config, device, few_levels):
     """There is one graph for segments and one for tokens, whatever their order.
 
-    What follows Dynamo sees states of every kind in `test_exact_compiled`.
+    What follows Dynamo sees states of every kind in `test_exact_compiled`, and a normaliser in `test_compiled_layouts`.
     """
     layer = build(config, device=device)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
