@@ -39,11 +39,13 @@ def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, 
     N = sequence_count(x, cu_seqlens)
     start = torch.zeros(N, dtype=torch.int64, device=x.device) if start is None else start.long()
     start, t = distributed_like(x, start), distributed_like(x, torch.arange(T, device=x.device))
-    if tokens.num_states is not None:
-        position = start[:, None] + t
-        return position, _states.last(position, tokens.num_states) + 1
     if cu_seqlens is None:
-        return start[:, None] + t, start + (T if tokens.lengths is None else tokens.lengths)
+        # Expanded before the sum: Inductor drops a sum with zeros, and asks whether [N, 1] is the shape of the result,
+        # which it cannot know where only the data know T.
+        position = start[:, None].expand(-1, T) + t
+        if tokens.num_states is not None:
+            return position, _states.last(position, tokens.num_states) + 1
+        return position, start + (T if tokens.lengths is None else tokens.lengths)
     cu = bounds(cu_seqlens, T)
     sequence = sequence_of(t, cu)
     return (t + (start - cu[:-1])[sequence])[None], start + cu.diff()

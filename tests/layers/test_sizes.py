@@ -123,10 +123,11 @@ class Kept(nn.Module):
         return self.layer(x[:, places(tokens)])[0]
 
 
+@pytest.mark.parametrize("name", ["rwkv6", "retention"])
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True)
-def test_training_through_inductor(device: torch.device) -> None:
-    """Inductor wants to know the order of strides, and PyTorch's gradient of a norm the number of tokens."""
-    layer, x = made("rwkv6", device)
+def test_training_through_inductor(name: str, device: torch.device) -> None:
+    """Inductor asks for the order of strides; gradients of norms, and sums with zeros, for the number of tokens."""
+    layer, x = made(name, device)
     module = Kept(layer)
     compiled = torch.compile(module, fullgraph=True)
     for kept in (15, 9):
