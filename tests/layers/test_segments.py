@@ -39,9 +39,9 @@ LONG_PIECES = [70, 2, 3, 64, 130]  # for which one graph does
 # Sequences of 38, 3, 2 and 72 tokens, segment by segment: one is over before the last, one begins there.
 PACKED = [[5, 2, 0, 2], [0, 0, 0, 67], [32, 1, 0, 1], [1, 0, 2, 2]]
 # Each has something that the others lack: a convolution and a gate, a token shift and the norm of groups, a convolution
-# of three in one, two recurrences, positions and a running logsumexp, a scan, several steps for each token.
+# of three in one, two recurrences with positions and a running logsumexp, a scan.
 # What follows Dynamo sees the graphs of these.
-DIFFERENT = ["gla", "rwkv6", "mamba2", "gsa", "abc", "hgrn", "gated_deltaproduct"]
+DIFFERENT = ["gla", "rwkv6", "mamba2", "abc", "hgrn"]
 # In norm. The whole sums the tokens of a gradient in another order than its segments do.
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
