@@ -139,7 +139,9 @@ def test_equal_slots_are_read_alike(case: OpCase) -> None:
 
 @each
 @pytest.mark.parametrize(
-    ("loss", "state"), [("o", True), ("state", True), ("both", False)], ids=["o", "state", "both-from nothing"]
+    ("loss", "state"),
+    [("o", True), ("state", True), ("both", False)],
+    ids=["o", "state", "both-from nothing"],
 )
 def test_gradients_are_those_of_two_passes(case: OpCase, loss: str, state: bool) -> None:
     """To the bit, and each what it is among all of them."""
