@@ -399,19 +399,9 @@ def direct(
     if initial_state is not None:
         N, (H, K), V = _check.sequences(q, cu_seqlens), q.shape[2:], v.shape[3]
         _check.like(q, "initial_state", initial_state, (N, H, K, V))
-    o, state = getattr(op, form)(
-        q=q,
-        k=k,
-        v=v,
-        gk=gk,
-        gv=gv,
-        u=u,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softmax=softmax,
-        full_precision=False,
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    inputs = op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax)
+    o, state = getattr(op, form)(inputs)
     return o, state if output_final_state else None
 
 

@@ -1,8 +1,9 @@
 """The peer's launch configurations: install saved ones, which spares minutes of autotuning, and save its choices.
 
-The file has, per kernel, ``{"when": {key argument: value}, "dtypes": [...], "config": {...}}``. Key arguments are
-saved by name, because the peer reorders and extends them between releases. An entry with other names than the
-kernel's is ignored. A kernel that finds no configuration tunes as usual.
+After a line about where they were chosen, the file has a line for each configuration: ``{"kernel": name, "when": {key
+argument: value}, "dtypes": [...], "config": {...}}``. Key arguments are saved by name, because the peer reorders and
+extends them between releases. A line with other names than the kernel's is ignored. A kernel that finds no
+configuration tunes as usual.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-H100 = Path(__file__).with_name("tuned_h100.json")
+H100 = Path(__file__).with_name("tuned_h100.jsonl")
 """For bfloat16, H = 16, K = V = 128; chosen by flash-linear-attention 0.6.0's own tuning, and 0.5.2's, on an H100.
 
 Calls with states have the configurations that were chosen without; only their errors are measured.
@@ -41,13 +42,13 @@ def install(path: Path, package: str = "fla") -> set[tuple[str, tuple]]:
     """Fill the autotuners' caches from the file; returns what was installed, as (kernel, key)."""
     from triton import Config
 
-    kernels = json.loads(path.read_text())["kernels"]
+    _, *entries = map(json.loads, path.read_text().splitlines())
     installed = set()
     for tuner in autotuners(package):
         name = tuner.base_fn.__name__
-        for entry in kernels.get(name, []):
+        for entry in entries:
             when, config = entry["when"], entry["config"]
-            if set(when) != set(tuner.keys):
+            if entry["kernel"] != name or set(when) != set(tuner.keys):
                 continue
             # Triton's own key: the key arguments in order, then the dtypes of the tensors.
             key = (*(when[k] for k in tuner.keys), *(f"torch.{dtype}" for dtype in entry["dtypes"]))
@@ -68,7 +69,7 @@ def shorten(ms: float, package: str = "fla") -> None:
 
 def origin(path: Path) -> str:
     """A line that says who made the choices in the file, and where."""
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text().splitlines()[0])
     return (
         f"launch configurations in {path.name} were chosen by {content['tuned_with']} on {content['device']}"
     )
@@ -81,14 +82,15 @@ def cached(package: str = "fla") -> set[tuple[str, tuple]]:
 
 def save(path: Path, device: str, version: str, package: str = "fla") -> None:
     """Write every configuration that the autotuners hold, in the form that `install` reads."""
-    kernels: dict[str, list[dict]] = {}
+    lines: list[dict] = [{"device": device, "tuned_with": f"flash-linear-attention {version}"}]
     for tuner in autotuners(package):
         for key, config in tuner.cache.items():
             values, dtypes = key[: len(tuner.keys)], key[len(tuner.keys) :]
             if len(values) < len(tuner.keys) or not all(str(dtype).startswith("torch.") for dtype in dtypes):
                 continue  # a key argument kept its default, so that the values cannot be matched with names
-            kernels.setdefault(tuner.base_fn.__name__, []).append(
+            lines.append(
                 {
+                    "kernel": tuner.base_fn.__name__,
                     "when": dict(zip(tuner.keys, values, strict=True)),
                     "dtypes": [str(dtype).removeprefix("torch.") for dtype in dtypes],
                     "config": {
@@ -98,7 +100,4 @@ def save(path: Path, device: str, version: str, package: str = "fla") -> None:
                     },
                 }
             )
-    tuned_with = f"flash-linear-attention {version}"
-    path.write_text(
-        json.dumps({"device": device, "tuned_with": tuned_with, "kernels": kernels}, indent=1) + "\n"
-    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))

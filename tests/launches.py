@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from families import flat
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
 from flacompose.ops._chip import ADA, AMPERE, BLACKWELL, HOPPER, Chip
-from flacompose.ops._define import launching_by
+from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
@@ -156,7 +157,7 @@ class Call(NamedTuple):
 
     def __call__(self) -> Any:
         """Launch its kernels, and compile none ahead of that."""
-        return getattr(self.function, "implementation", self.function)(*self.args)
+        return self.function(*self.args)
 
     def traced(self) -> Any:
         """What a graph is told of the results."""
@@ -193,9 +194,9 @@ def _calls(
     name = family.__name__.split(".")[-2]
     for form, more in (("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1))):
         if hasattr(family, form):
-            yield Call(at, getattr(family, form), f"{name}_{form}", (*args, *more))
+            yield Call(at, flat(family, form), f"{name}_{form}", (*args, *more))
     for mask in masks:
-        yield Call(at, family.backward, f"{name}_backward", (*args, do, state, mask))
+        yield Call(at, flat(family, "backward"), f"{name}_backward", (*args, do, state, mask))
 
 
 def _described(dtype: torch.dtype, T: Size, bounds: Size | None, *sizes: str) -> str:
@@ -262,12 +263,12 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             args = *one, new(1, 1, H, V, dtype=gate_dtype), *given, 1.0
             from_states = "" if given[0] is None else "from states "
             described = f"slot_attention {from_states}groups={G} {at} {gate_dtype} gates"
-            yield Call(described, slot_attention.token, "slot_attention_token", args)
+            yield Call(described, flat(slot_attention, "token"), "slot_attention_token", args)
             masks = _masks("q k v s g initial_k initial_v", *(x for x in ("q", "s", "g") if K == V == 64))
             do, d_states = new(1, 1, H, G, V, dtype=dtype), (None, None)
             for mask in masks if given[0] is not None else ():
                 given_back = *args, do, *d_states, mask
-                yield Call(described, slot_attention.backward, "slot_attention_token_backward", given_back)
+                yield Call(described, flat(slot_attention, "backward"), "slot_attention_backward", given_back)
 
 
 def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iterator[Call]:

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from contract.accuracy import assert_accurate, assert_equal, error
 from contract.cases import NAMED, every
 from contract.problems import draw, evaluate
+from families import flat
 from torch import Tensor, nn
 from torch.export import Dim, export
 
 from flacompose.layers import ShortConvolution
-from flacompose.ops import _define, causal_conv1d
+from flacompose.ops import _launching, causal_conv1d
 from flacompose.ops.families.short_conv import eager
 from flacompose.ops.families.short_conv.inputs import Inputs
 
@@ -179,14 +180,14 @@ def test_in_a_graph_one_token_is_pytorch(monkeypatch: pytest.MonkeyPatch) -> Non
     """Its few products become part of Inductor's own kernels; longer inputs and packed ones are a kernel."""
     cuda = pytest.importorskip("flacompose.ops.families.short_conv.cuda")
     launched: list[str] = []
-    monkeypatch.setattr(_define, "_record", lambda kernel, *_, **__: launched.append(kernel.__name__))
+    monkeypatch.setattr(_launching, "record", lambda kernel, *_, **__: launched.append(kernel.__name__))
     x, weight, state = torch.randn(2, 3, 6), torch.randn(6, 4), torch.randn(2, 6, 4)
     args = weight, None, state, None, True
-    with _define.launching_by(_define._record):
-        token = cuda.forward.implementation(x[:, :1], *args)
+    with _launching.launching_by(_launching.record):
+        token = flat(cuda, "forward")(x[:, :1], *args)
         assert launched == []
-        cuda.forward.implementation(x, *args)
-        cuda.forward.implementation(x[:1, :1], weight, None, state, torch.tensor([0, 0, 1]), True)
+        flat(cuda, "forward")(x, *args)
+        flat(cuda, "forward")(x[:1, :1], weight, None, state, torch.tensor([0, 0, 1]), True)
     assert launched == ["forward_kernel"] * 2
     y, final_state = causal_conv1d(x[:, :1], weight, None, "silu", state, True)
     assert torch.equal(token[0], y) and torch.equal(token[1], final_state)

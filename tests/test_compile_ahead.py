@@ -15,11 +15,13 @@ from torch._subclasses import FakeTensorMode
 
 triton = pytest.importorskip("triton")
 
+from families import signature_of  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from flacompose.ops.families import _compile  # noqa: E402
+from flacompose.ops.families._op import on_cuda  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
@@ -59,6 +61,11 @@ Compiled = list[tuple[str, bool]]
 """Every kernel that is compiled, what other tests have compiled too, and whether ahead of its launch."""
 
 
+def ahead(family: ModuleType, form: str) -> _compile.compile_ahead:
+    """What compiles the kernels of a form, or of the "backward", ahead of their launches."""
+    return on_cuda(family.__name__.split(".")[-2], form, signature_of(family)).implementation
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     kernels: Compiled = []
@@ -82,9 +89,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     for kernel in KERNELS:
         kernel.device_caches.clear()
     for family in FAMILIES:
-        for implementation in (family.chunk, family.backward):
-            implementation.ready.clear()
-            implementation.started.clear()
+        for form in ("chunk", "backward"):
+            ahead(family, form).ready.clear()
+            ahead(family, form).started.clear()
     if not torch.cuda.is_available():
         for module in LAUNCHING:
             monkeypatch.setattr(module, "launch", launch)
@@ -119,13 +126,13 @@ def backward(
     """The gradients of all inputs."""
     gradients = {scalar_decay: 7, scan: 3, vector_decay: 7}[family]
     mask = [x is not None for x in args[:gradients]]
-    family.backward(*args, do, d_final_state, mask)
+    ahead(family, "backward")(*args, do, d_final_state, mask)
 
 
 @each_family
 def test_the_backward_with_the_forward(family: ModuleType, compiled: Compiled) -> None:
     args = arguments(family)
-    o, _ = family.chunk(*args)
+    o, _ = ahead(family, "chunk")(*args)
     forward = len(compiled)
     assert forward > 1
     backward(family, args, o)
@@ -138,7 +145,7 @@ def test_the_backward_with_the_forward(family: ModuleType, compiled: Compiled) -
 @each_family
 def test_the_forward_alone_where_there_is_no_gradient(family: ModuleType, compiled: Compiled) -> None:
     args = arguments(family, requires_grad=False)
-    o, _ = family.chunk(*args)
+    o, _ = ahead(family, "chunk")(*args)
     forward = len(compiled)
     backward(family, args, o)
     assert 0 < forward < len(compiled)
@@ -151,20 +158,20 @@ def test_begun_while_a_graph_is_compiled(family: ModuleType, compiled: Compiled)
     with FakeTensorMode() as mode:
         mask = [True] * {scalar_decay: 7, scan: 3, vector_decay: 7}[family]
         fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
-        family.chunk.begin(fake)
-        family.backward.begin([*fake, fake[0], None, mask])
+        ahead(family, "chunk").begin(fake)
+        ahead(family, "backward").begin([*fake, fake[0], None, mask])
     begun = len(compiled)
     assert begun > 1
-    o, _ = family.chunk(*args)
-    family.backward(*args, o, None, mask)
+    o, _ = ahead(family, "chunk")(*args)
+    ahead(family, "backward")(*args, o, None, mask)
     assert begun == len(compiled)
 
 
 def test_the_backward_after_an_evaluation(compiled: Compiled) -> None:
-    vector_decay.chunk(*arguments(vector_decay, requires_grad=False))
+    ahead(vector_decay, "chunk")(*arguments(vector_decay, requires_grad=False))
     evaluation = len(compiled)
     args = arguments(vector_decay)
-    o, _ = vector_decay.chunk(*args)
+    o, _ = ahead(vector_decay, "chunk")(*args)
     forward = len(compiled)
     assert evaluation < forward
     backward(vector_decay, args, o)
@@ -179,20 +186,20 @@ def test_once_a_kind(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     args = arguments(vector_decay)
     for _ in range(2):
-        o, _ = vector_decay.chunk(*args)
+        o, _ = ahead(vector_decay, "chunk")(*args)
         backward(vector_decay, args, o)
-    assert prepared == [vector_decay.chunk, vector_decay.backward]
-    assert not vector_decay.backward.started
-    vector_decay.chunk.ready.clear()
-    vector_decay.chunk(*args)  # with gradients for which all is there
-    assert not vector_decay.backward.started
+    assert prepared == [ahead(vector_decay, "chunk"), ahead(vector_decay, "backward")]
+    assert not ahead(vector_decay, "backward").started
+    ahead(vector_decay, "chunk").ready.clear()
+    ahead(vector_decay, "chunk")(*args)  # with gradients for which all is there
+    assert not ahead(vector_decay, "backward").started
 
 
 @pytest.mark.parametrize("other", ["dtype", "head size", "absent gate", "option"])
 def test_another_kind(other: str, compiled: Compiled) -> None:
     """Of which other kernels are launched, and compiled ahead."""
     q, k, v, gk, *rest = arguments(vector_decay)
-    vector_decay.chunk(q, k, v, gk, *rest)
+    ahead(vector_decay, "chunk")(q, k, v, gk, *rest)
     before = len(compiled)
     if other == "dtype":
         q, k, v, gk = q.bfloat16(), k.bfloat16(), v.bfloat16(), gk.bfloat16()
@@ -203,16 +210,16 @@ def test_another_kind(other: str, compiled: Compiled) -> None:
     else:
         *rest, _, wide = rest
         rest = [*rest, True, wide]
-    vector_decay.chunk(q, k, v, gk, *rest)
+    ahead(vector_decay, "chunk")(q, k, v, gk, *rest)
     assert before < len(compiled)
     assert all(ahead for _, ahead in compiled)
 
 
 def test_no_launch_compiles_another_length(compiled: Compiled) -> None:
     args = arguments(scan)
-    scan.chunk(*args)
+    ahead(scan, "chunk")(*args)
     before = len(compiled)
-    scan.chunk(*(x if x is None else x[:, :9].contiguous() for x in args))
+    ahead(scan, "chunk")(*(x if x is None else x[:, :9].contiguous() for x in args))
     assert before == len(compiled)
 
 
@@ -228,7 +235,7 @@ def test_all_are_loaded_before_one_is_launched(compiled: Compiled, monkeypatch: 
 
     monkeypatch.setattr(vector_decay, "launch", noted_launch)
     monkeypatch.setattr(triton.compiler.CompiledKernel, "run", property(lambda _: events.append("load")))
-    vector_decay.chunk(*arguments(vector_decay))
+    ahead(vector_decay, "chunk")(*arguments(vector_decay))
     assert events == sorted(events, reverse=True)
     assert events.count("load") == events.count("launch")
 
@@ -243,9 +250,9 @@ def test_each_device_has_its_own(compiled: Compiled, monkeypatch: pytest.MonkeyP
         "kind",
         lambda self, _, args: kind(self, torch.device("cuda", Hopper.device), args),
     )
-    vector_decay.chunk(*args)
+    ahead(vector_decay, "chunk")(*args)
     monkeypatch.setattr(Hopper, "device", 1)
-    vector_decay.chunk(*args)
+    ahead(vector_decay, "chunk")(*args)
     first, second = ({*vector_decay.state_kernel.device_caches[device][0].values()} for device in (0, 1))
     assert len(first) == len(second) > 0 and not first & second
     assert all(ahead for _, ahead in compiled)
@@ -257,10 +264,10 @@ def test_a_failure_leaves_nothing(form: str, compiled: Compiled, monkeypatch: py
     """Also one of the backward ahead of it: the next call of the forward starts both again."""
     args = arguments(vector_decay)
     with monkeypatch.context() as broken:
-        broken.setattr(getattr(vector_decay, form), "implementation", lambda *_: 1 / 0)
+        broken.setattr(ahead(vector_decay, form), "implementation", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            vector_decay.chunk(*args)
-    o, _ = vector_decay.chunk(*args)
+            ahead(vector_decay, "chunk")(*args)
+    o, _ = ahead(vector_decay, "chunk")(*args)
     forward = len(compiled)
     backward(vector_decay, args, o)
     assert forward == len(compiled)
@@ -305,9 +312,9 @@ def test_a_call_within_the_load_of_another(compiled: Compiled, monkeypatch: pyte
 
     def interrupted(kernels: list[Any]) -> None:
         monkeypatch.setattr(_compile, "_load", load)
-        scan.chunk(*arguments(scan))
+        ahead(scan, "chunk")(*arguments(scan))
         load(kernels)
 
     monkeypatch.setattr(_compile, "_load", interrupted)
-    vector_decay.chunk(*arguments(vector_decay))
+    ahead(vector_decay, "chunk")(*arguments(vector_decay))
     assert all(ahead for _, ahead in compiled)

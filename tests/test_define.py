@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._pytree import tree_leaves
 
-from flacompose.ops._define import _inductor_compiles, define_op, launch
+from flacompose.ops._define import _inductor_compiles, define_op
+from flacompose.ops._launching import launch
 
 # PyTorch copying its own tree specifications.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")

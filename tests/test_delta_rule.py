@@ -118,12 +118,13 @@ def test_both_gates(device: torch.device) -> None:
         y.requires_grad_()
 
     def evaluate(function) -> list[Tensor]:
-        o, state = function(**x, g=g, gk=gk, scale=0.3)
+        o, state = function({**x, "g": g, "gk": gk, "scale": 0.3})
         return [o, state, *torch.autograd.grad(o.sin().sum() + state.cos().sum(), leaves)]
 
-    expected = evaluate(delta_rule)
+    expected = evaluate(lambda given: delta_rule(**given))
     for form in (op.chunk, op.recurrent):
-        assert_close(evaluate(form), expected, atol=1e-10, rtol=1e-10)
+        actual = evaluate(lambda given, form=form: form(op.Inputs(**given)))
+        assert_close(actual, expected, atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("channels", [False, True])

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
+from families import flat
 from launches import matrix_calls, other_calls
 
 from flacompose.ops import (
@@ -23,7 +24,7 @@ from flacompose.ops import (
     fused_recurrent_delta_rule,
     fused_recurrent_gsa,
 )
-from flacompose.ops._define import launching_by
+from flacompose.ops._launching import launching_by
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import (
@@ -124,7 +125,7 @@ def one_token_of_slots(
 def test_one_token_of_slots_is_one_launch(dtype: torch.dtype, G: int) -> None:
     """And nothing is copied for it."""
     args = one_token_of_slots(dtype, 2, 3, G, 128, 64, 200, torch.float32, True)
-    ((kernel, arguments),), _ = launched(lambda: slot_attention.token(*args))
+    ((kernel, arguments),), _ = launched(lambda: flat(slot_attention, "token")(*args))
     assert kernel is token_kernel
     assert [arguments[name] for name in kernel.arg_names[:7]] == [Is(x) for x in args[:7]]
 
@@ -144,7 +145,7 @@ def test_slot_attention_launches_for_every_batch() -> None:
     with FakeTensorMode(shape_env=symbol.env):
         B = symbol("B", 5)
         args = one_token_of_slots(torch.float32, B, 2, 3, 16, 12, 20, torch.float32, True)
-        _, (o, final_k, final_v) = launched(lambda: slot_attention.token(*args))
+        _, (o, final_k, final_v) = launched(lambda: flat(slot_attention, "token")(*args))
     assert o.shape[0] == final_k.shape[0] == final_v.shape[0] == B
     assert [guard.expr for guard in symbol.env.guards] == []
 
@@ -155,7 +156,7 @@ def test_what_is_mild_is_found_once(gates: tuple[str, ...]) -> None:
     q, k, v, g, do = torch.zeros(5, 1, 5, 2, 16)
     gk, gv = (g if name in gates else None for name in ("gk", "gv"))
     args = q, k, v, gk, gv, None, None, None, 1.0, False, False, do, None, [True] * 7
-    launches, _ = launched(lambda: vector_decay.backward(*args))
+    launches, _ = launched(lambda: flat(vector_decay, "backward")(*args))
     alone = len(gates) == 1
     found = [arguments["mild"] for kernel, arguments in launches if kernel is plain_kernel]
     told = [arguments for kernel, arguments in launches if kernel is gated_kernel]
@@ -178,7 +179,7 @@ def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> Non
     beta, g = torch.zeros(2, 1, 5, 2)
     mask = [name == wanted for name in ("q", "k", "v", "beta", "g", "gk", "initial_state")]
     args = q, k, v, beta, g, None, torch.zeros(1, 2, 16, 16), None, 1.0, do, None, mask
-    launches, _ = launched(lambda: delta_rule.backward(*args))
+    launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
     assert {kernel for kernel, _ in launches} == expected | {gate_kernel, pair_kernel}
 
 
@@ -188,7 +189,7 @@ def test_states_are_swept_where_a_gradient_needs_them(wanted: int, S: int) -> No
     """In the selective scan, those of dt, A and C do."""
     x, A, B = torch.zeros(1, 5, 6), torch.zeros(6, S), torch.zeros(1, 5, 2, S)
     args = x, x, A, B, B, torch.zeros(1, 6, S), None, x, None, [i == wanted for i in range(6)]
-    launches, _ = launched(lambda: selective_scan.backward(*args))
+    launches, _ = launched(lambda: flat(selective_scan, "backward")(*args))
     assert len(launches) == 1 + (wanted in (1, 2, 4))
 
 
@@ -198,7 +199,7 @@ def test_values_beside_others_are_not_copied(B: int, rows: int, copied: bool) ->
     q, k = torch.zeros(2, B, 5, 2, 16)
     v = torch.zeros(B, rows, 96)[:, :5, 32:64].unflatten(2, (2, 16))
     args = q, k, v, torch.zeros(B, 5, 2), None, None, None, None, 1.0
-    launches, _ = launched(lambda: delta_rule.chunk(*args))
+    launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args))
     (found,) = (arguments for kernel, arguments in launches if kernel is sweep_kernel)
     assert (found["v"].data_ptr() != v.data_ptr()) == copied
     assert found["v_token"] == (32 if copied else 96)
@@ -211,8 +212,8 @@ def launch_recurrent(family: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: T
     """The recurrent form of a family, and the form that stores states."""
     gates = {"delta": (v[..., 0], None, None), "scalar": (None,) * 3, "vector": (None,) * 3}[family]
     args = q, k, v, *gates, None, cu_seqlens, 1.0, *((False, False) if family == "vector" else ())
-    FAMILIES[family].recurrent(*args)
-    FAMILIES[family].steps(*args, 1, 1)
+    flat(FAMILIES[family], "recurrent")(*args)
+    flat(FAMILIES[family], "steps")(*args, 1, 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -280,7 +281,7 @@ def test_no_scores_of_mild_chunks() -> None:
     """The forward of one gate on the value axis makes those of the others alone."""
     q, k, v, gv = torch.zeros(4, 1, 5, 2, 16)
     args = q, k, v, None, gv, None, None, None, 1.0, False, False
-    launches, _ = launched(lambda: vector_decay.chunk(*args))
+    launches, _ = launched(lambda: flat(vector_decay, "chunk")(*args))
     mild, scored, strong = (
         arguments for kernel, arguments in launches if kernel in (gated_kernel, score_kernel)
     )
@@ -302,7 +303,7 @@ def test_many_sequences_are_not_cut(family: Any, sequences: int) -> None:
     args = q, k, v, *gates, None, cu_seqlens, 1.0, *options
     if family is scan:
         args = q[:, :, 0], k[:, :, 0], None, cu_seqlens
-    launches, _ = launched(lambda: family.chunk(*args))
+    launches, _ = launched(lambda: flat(family, "chunk")(*args))
     ends = "ends" if family is delta_rule else "segment_state"
     cut = any(arguments.get(ends) is not None for _, arguments in launches)
     assert cut == (sequences == 1)

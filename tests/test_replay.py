@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.runtime import driver
 
-from flacompose.ops._define import launch, launching_by
+from flacompose.ops._launching import launch, launching_by
 from flacompose.ops.families import _replay
 from flacompose.ops.families._replay import Replay
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay

@@ -12,6 +12,7 @@ from contract.accuracy import assert_accurate, assert_equal, error
 from contract.cases import SELECTIVE, SELECTIVE_GROUPS, every
 from contract.graphs import op_nodes, recorded
 from contract.problems import call, draw, evaluate
+from families import flat
 from torch import Tensor, nn
 from torch.export import Dim, export
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from flacompose.ops import selective_scan_fn, selective_state_update
 from flacompose.ops.families import _chunks
 from flacompose.ops.families.selective_scan import eager
-from flacompose.ops.families.selective_scan.inputs import Inputs
 
 B, T, D, S, G = 2, 70, 6, 5, 2
 OPTIONAL = ("D", "z", "delta_bias", "initial_states")
@@ -325,9 +325,9 @@ def test_the_states_of_all_tokens_are_never_in_memory(
     for op, args, _ in calls:
         with Largest() as largest:
             if op.name().endswith("_backward"):
-                eager.backward(Inputs(*args[:-3]), *args[-3:])
+                flat(eager, "backward")(*args)
             else:
-                eager.forward(Inputs(*args))
+                flat(eager, "forward")(*args)
         assert largest.elements <= limit
 
 

@@ -27,7 +27,7 @@ from flacompose.ops._check import indices as indices
 from flacompose.ops._check import is_empty as is_empty
 from flacompose.ops._check import not_empty as not_empty
 from flacompose.ops._check import tensor as tensor
-from flacompose.ops._define import always_true, violated
+from flacompose.ops._sizes import always_true, violated
 
 
 def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:

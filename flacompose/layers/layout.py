@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flacompose.layers import _check
 from flacompose.ops import _states
-from flacompose.ops._define import violated
 from flacompose.ops._dtensor import replicated
+from flacompose.ops._sizes import violated
 from flacompose.ops._varlen import inside
 
 

@@ -13,7 +13,7 @@ from flacompose.layers import _check
 from flacompose.layers.joint import Joinable
 from flacompose.layers.layout import Layout, distributed_like, layout
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
-from flacompose.ops._define import autocast_dtype
+from flacompose.ops._dtype import autocast_dtype
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops._wide import Op, by_values
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flacompose.layers.layout import take
 from flacompose.ops import _states
-from flacompose.ops._define import autocast_dtype
+from flacompose.ops._dtype import autocast_dtype
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
 

@@ -73,6 +73,7 @@ class Decoder:
         for name, x in named.items():
             _check_tensor(name, x)
             _check.same_device(name, x, tokens)
+        self.model = model
         self._structure, self._names = structure, list(named)
 
         from flacompose._inductor import config

@@ -18,10 +18,12 @@ from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.state import RecurrentState, RecurrentStates, kind_of
 from flacompose.models import sampling, speculative
 from flacompose.models.config import RecurrentConfig
+from flacompose.models.decoder import Decoder
 from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
+from flacompose.ops._check import kind
 from flacompose.ops._states import MAX_STATES
-from flacompose.ops._varlen import bounds, sequence_count
+from flacompose.ops._varlen import bounds
 
 States = tuple[RecurrentState, ...]
 NewStates = States | tuple[RecurrentStates, ...]
@@ -177,28 +179,11 @@ class RecurrentLM(nn.Module):
             TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong type.
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
-        try:
-            return self._computed(input_ids, state, attention_mask, cu_seqlens, last_only, num_states)
-        except (TypeError, ValueError) as error:
-            if state is not None and str(error).startswith("state."):
-                self._check_entries(state, input_ids, cu_seqlens)
-            raise
-
-    def _computed(
-        self,
-        input_ids: Tensor,
-        state: Sequence[RecurrentState] | None,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        last_only: bool,
-        num_states: int | None,
-    ) -> tuple[Tensor, NewStates]:
-        """`forward`, but for its errors: a layer does not know which entry of the model's state it was given."""
         _check.indices("input_ids", input_ids)
         if input_ids.ndim != 2 or _check.is_empty(input_ids):
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
         _check.flags(last_only=last_only)
-        old = self._checked(state)
+        old = self._checked(state, input_ids, cu_seqlens)
         x = self.embeddings(input_ids)
         if self.config.norm_embeddings:
             x = self.embeddings_norm(x)
@@ -227,6 +212,7 @@ class RecurrentLM(nn.Module):
         generator: torch.Generator | None = None,
         assistant: RecurrentLM | None = None,
         num_assistant_tokens: int = 4,
+        decoder: Decoder | None = None,
     ) -> Tensor:
         """Read the prompts in one call, then go on token by token: each one step of the recurrences.
 
@@ -252,6 +238,9 @@ class RecurrentLM(nn.Module):
                 see [Decode speculatively](how-to/speculative.md). At temperature 0 alone. It reads one value on the
                 host for each such call. Default: none.
             num_assistant_tokens: How many tokens it proposes at a time, from 1 to 15.
+            decoder: A [Decoder][flacompose.models.Decoder] of this model for tokens ``[B, 1]``, int64, which makes the
+                steps after the prompts. It may have been used before, and is left in the state before the last token.
+                Not with an assistant. Default: the model makes them.
 
         Returns:
             The new tokens, without the prompts, ``[B, max_new_tokens]`` or fewer, int64.
@@ -264,24 +253,39 @@ class RecurrentLM(nn.Module):
         sampling.check(temperature, top_k, top_p)
         ends = None if eos_token_id is None else self._ends(eos_token_id)
         if assistant is not None:
+            if decoder is not None:
+                raise ValueError(
+                    "decoder must not be given with an assistant, whose tokens are read several at a time"
+                )
             self._check_assistant(assistant, num_assistant_tokens, temperature)
             return speculative.generate(
                 self, assistant, input_ids, max_new_tokens, num_assistant_tokens, ends or (), attention_mask
             )
-        state: States | None = None
-        read, mask = input_ids, attention_mask
+        if decoder is not None:
+            self._check_decoder(decoder)
+        logits, state = self(input_ids, None, attention_mask=attention_mask, last_only=True)
+        if decoder is not None:
+            decoder.load(state)
         done, tokens = None, []
-        for _ in range(max_new_tokens):
-            logits, state = self(read, state, attention_mask=mask, last_only=True)
+        while True:
             token = sampling.next_token(logits, temperature, top_k, top_p, generator)
             if ends is not None:
                 token = token if done is None else token.masked_fill(done, ends[0])
                 done = torch.stack([token == end for end in ends]).any(0)
             tokens.append(token)
-            if done is not None and bool(done.all()):
-                break
-            read, mask = token[:, None], None
-        return torch.stack(tokens, dim=1)
+            if len(tokens) == max_new_tokens or (done is not None and bool(done.all())):
+                return torch.stack(tokens, dim=1)
+            if decoder is None:
+                logits, state = self(token[:, None], state, last_only=True)
+            else:
+                logits = decoder(token[:, None])[:, -1]
+
+    def _check_decoder(self, decoder: Any) -> None:
+        if not isinstance(decoder, Decoder):
+            raise TypeError(f"decoder must be a Decoder, got {type(decoder).__name__}")
+        if decoder.model is not self:
+            other = "another model" if isinstance(decoder.model, RecurrentLM) else f"a {kind(decoder.model)}"
+            raise ValueError(f"decoder must be one of this model, got one of {other}")
 
     def _check_assistant(self, assistant: Any, num_assistant_tokens: int, temperature: float) -> None:
         if not isinstance(assistant, RecurrentLM):
@@ -318,28 +322,25 @@ class RecurrentLM(nn.Module):
     def _stateful(self) -> list[StatefulLayer]:
         return [layer for block in self._blocks() for layer in block.stateful()]
 
-    def _checked(self, state: Sequence[RecurrentState] | None) -> Sequence[RecurrentState | None]:
-        """`state`, or None for each entry of one; layers check the parts of their own."""
-        count = len(self._stateful())
+    def _checked(
+        self, state: Sequence[RecurrentState] | None, input_ids: Tensor, cu_seqlens: Tensor | None
+    ) -> Sequence[RecurrentState | None]:
+        """`state`, or None for each entry of one. Layers check the same, but do not know which entry they are given."""
+        layers = self._stateful()
         if state is None:
-            return [None] * count
+            return [None] * len(layers)
         one = isinstance(state, (RecurrentState, RecurrentStates))  # which are tuples too, of their parts
-        if one or not isinstance(state, (tuple, list)) or len(state) != count:
+        if one or not isinstance(state, (tuple, list)) or len(state) != len(layers):
             kind = f"a {type(state).__name__}" if one else type(state).__name__
             got = len(state) if isinstance(state, (tuple, list)) and not one else kind
-            raise ValueError(f"state must be a tuple of {count} RecurrentState, got {got}")
+            raise ValueError(f"state must be a tuple of {len(layers)} RecurrentState, got {got}")
         for i, part in enumerate(state):
             if not isinstance(part, RecurrentState):
                 raise TypeError(f"state[{i}] must be a RecurrentState, got {kind_of(part)}")
-        return state
-
-    def _check_entries(
-        self, state: Sequence[RecurrentState], input_ids: Tensor, cu_seqlens: Tensor | None
-    ) -> None:
-        """Check `state` as the layers do, and name the entry that is wrong."""
-        N = sequence_count(input_ids, cu_seqlens)
-        for i, (layer, part) in enumerate(zip(self._stateful(), state, strict=True)):
+        N = input_ids.shape[0] if cu_seqlens is None else _check.packed("input_ids", input_ids, cu_seqlens)
+        for i, (layer, part) in enumerate(zip(layers, state, strict=True)):
             layer.state_shapes.check(part, N, input_ids, f"state[{i}]")
+        return state
 
     def _lower_bounds(self) -> list[Tensor | None]:
         """Of the forget gates of each block: a cumulative softmax over the blocks, 0 in the first."""

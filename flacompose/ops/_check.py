@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import autocast_on, violated
+from flacompose.ops._dtype import autocast_on
+from flacompose.ops._sizes import violated
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MAX_HEAD_SIZE = 512

@@ -1,9 +1,11 @@
-"""The dtypes in which sums of half-precision numbers are taken."""
+"""The dtypes in which sums of half-precision numbers are taken, and those that autocast casts to."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -15,3 +17,13 @@ def upcast(x: Tensor, *others: Tensor) -> Tensor:
     """``x`` in float32, or in float64 if `x` or one of the `others` is float64."""
     widest = torch.float64 if any(y.dtype == torch.float64 for y in others) else x.dtype
     return x.to(state_dtype(widest))
+
+
+def autocast_on(device: torch.device) -> bool:
+    """Whether autocast is on for `device`. PyTorch raises an error when it is asked about a device without autocast."""
+    return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to, or None where it is off."""
+    return torch.get_autocast_dtype(device.type) if autocast_on(device) else None

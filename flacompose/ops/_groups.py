@@ -11,7 +11,13 @@ from torch import Tensor
 
 
 def in_turn(q: Tensor) -> Tensor:
-    """Queries ``[B, T, H, G, K]``, ``G`` to a head, as ``[B, T * G, H, K]``."""
+    """Queries ``[B, T, H, G, K]``, ``G`` to a head, as ``[B, T * G, H, K]``.
+
+    Of two heads with two queries each, ``(0, 1)`` and ``(2, 3)``, the first queries of both heads come first:
+
+    >>> in_turn(torch.tensor([[[[[0], [1]], [[2], [3]]]]])).tolist()
+    [[[[0], [2]], [[1], [3]]]]
+    """
     return q.transpose(2, 3).flatten(1, 2)
 
 
@@ -21,7 +27,11 @@ def by_head(o: Tensor, T: int, groups: int) -> Tensor:
 
 
 def spread(x: Tensor, groups: int) -> Tensor:
-    """``[B, T, ...]`` as the first of every `groups` tokens of ``[B, T * groups, ...]``, the others zeros."""
+    """``[B, T, ...]`` as the first of every `groups` tokens of ``[B, T * groups, ...]``, the others zeros.
+
+    >>> spread(torch.tensor([[7, 8]]), 3).tolist()
+    [[7, 0, 0, 8, 0, 0]]
+    """
     if groups == 1:
         return x
     x = x.unsqueeze(2)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops._define import always_true
 from flacompose.ops._dtensor import by_shard
 from flacompose.ops._dtype import upcast
+from flacompose.ops._sizes import always_true
 from flacompose.ops._states import last
 from flacompose.ops._varlen import bounds, inside, sequence_count, sequence_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._define import violated
+from flacompose.ops._sizes import violated
 
 MAX_STATES = 16
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check, _states
-from flacompose.ops._define import autocast_dtype
-from flacompose.ops._dtype import upcast
+from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops.families.short_conv import op
 
 
@@ -66,7 +65,9 @@ def causal_conv1d(
     _check.optional(x, "initial_state", initial_state, (N, D, W), q_name="x")
     if output_states is not None:
         _states.check(output_states, x, cu_seqlens)
-    y, final_state = op.forward(x, weight, bias, initial_state, cu_seqlens, activation is not None)
+    y, final_state = op.forward(
+        op.Inputs(x, weight, bias, initial_state, cu_seqlens, silu=activation is not None)
+    )
     if output_states is not None:
         return y, _last_states(x, W, initial_state, output_states)
     return y, final_state if output_final_state else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ def chunk_delta_rule(
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
-    return run(op.chunk, q, k, v, beta, None, None, scale, initial_state, output_final_state, cu_seqlens)
+    return run(op.chunk, q, k, v, beta, {}, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def fused_recurrent_delta_rule(
@@ -94,7 +94,7 @@ def fused_recurrent_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, beta, None, None, scale, initial_state, wanted, cu_seqlens)
+    return run(form, q, k, v, beta, {}, scale, initial_state, wanted, cu_seqlens)
 
 
 def check(
@@ -121,18 +121,16 @@ def run(
     k: Tensor,
     v: Tensor,
     beta: Tensor,
-    g: Tensor | None,
-    gk: Tensor | None,
+    gate: Mapping[str, Tensor | None],
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One form of the family's op on checked arguments."""
-    o, final_state = form(
-        q, k, v, beta,
-        g=g, gk=gk, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=_check.scale(scale, q.shape[3]),
-    )  # fmt: skip
+    """One form of the family's op on checked arguments; `gate` has its gate, if there is one, by its name there."""
+    scale = _check.scale(scale, q.shape[3])
+    g, gk = gate.get("g"), gate.get("gk")
+    o, final_state = form(op.Inputs(q, k, v, beta, g, gk, initial_state, cu_seqlens, scale))
     return o, final_state if output_final_state else None
 
 

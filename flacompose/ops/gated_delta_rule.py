@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import log
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, finfo
@@ -134,11 +135,11 @@ def run_gated(
     neg_eigval: bool,
     lower_bound: float | None,
     cu_seqlens: Tensor | None,
-    of_channels: bool = False,
+    gate: Literal["g", "gk"] = "g",
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, make gates and betas of them, and call one form of the family's op.
 
-    With `of_channels`, there is a gate for each channel of a key.
+    `gate` is the name that `g` has there: "gk" if there is one for each channel of a key.
     """
     HV, K = check(q, k, v, beta, scale, initial_state, cu_seqlens)
     _check.flags(
@@ -147,7 +148,7 @@ def run_gated(
         use_beta_sigmoid_in_kernel=sigmoid,
         allow_neg_eigval=neg_eigval,
     )
-    of_a_gate = (HV, K) if of_channels else (HV,)
+    of_a_gate = (HV,) if gate == "g" else (HV, K)
     _check.like(q, "g", g, (*q.shape[:2], *of_a_gate))
     _check.parameter(q, "A_log", A_log, (HV,))
     _check.parameter(q, "dt_bias", dt_bias, of_a_gate)
@@ -173,8 +174,7 @@ def run_gated(
     if use_gate:
         bias = None if dt_bias is None else dt_bias.reshape(of_a_gate)
         g = log_decay(upcast(g, q), A_log, bias, lower_bound)
-    of_head, of_channel = (None, g) if of_channels else (g, None)
-    return run(form, q, k, v, beta, of_head, of_channel, scale, initial_state, output_final_state, cu_seqlens)
+    return run(form, q, k, v, beta, {gate: g}, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def _shown(x: Tensor | float) -> str:

@@ -108,5 +108,6 @@ def run(
     N = _check.sequences(q, cu_seqlens, q_name)
     _check.optional(q, "initial_state", initial_state, (N, H, K, v.shape[3]), q_name)
     scale = _check.scale(scale, K)
-    o, final_state = form(q, k, v, **gates, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    gk, gv, u = (gates.get(name) for name in ("gk", "gv", "u"))
+    o, final_state = form(op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale))
     return o, final_state if output_final_state else None

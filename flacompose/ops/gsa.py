@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._define import always_true, autocast_dtype
 from flacompose.ops._dtensor import flatten, unflatten
-from flacompose.ops._dtype import state_dtype
+from flacompose.ops._dtype import autocast_dtype, state_dtype
 from flacompose.ops._groups import by_head, in_turn, spread
 from flacompose.ops._logsumexp import running_logsumexp
+from flacompose.ops._sizes import always_true
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import stretched
 from flacompose.ops._wide import by_keys, by_values, fits
@@ -141,7 +142,9 @@ def run(
             g, s, z = running_logsumexp(s, z, cu_seqlens, output_states)
         # A symbolic length counts as several tokens, so that a graph gets no guard on it.
         if by_tokens and cu_seqlens is None and always_true(T == 1) and fits(k, v):
-            o, Hk, Hv = slot_attention.token(unflatten(q, 2, (H, groups)), k, v, s, g, Hk, Hv, scale)
+            o, Hk, Hv = slot_attention.token(
+                slot_attention.Inputs(unflatten(q, 2, (H, groups)), k, v, s, g, Hk, Hv, scale)
+            )
             o = flatten(o, 2, 3)
             if output_states is not None:
                 Hk, Hv = Hk.unsqueeze(1), Hv.unsqueeze(1)
@@ -152,15 +155,27 @@ def run(
                 cu_seqlens = stretched(cu_seqlens, groups)
                 if output_states is not None:
                     form = partial(form, stride=groups)
+            read = partial(_read, form, cu_seqlens)
             # Logits are not rounded: their error would be a relative error of the weights that the softmax gives.
-            form = partial(form, cu_seqlens=cu_seqlens)
-            logits, Hk = by_keys(form, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
-            o, Hv = by_values(form, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
+            logits, Hk = by_keys(read, Hk, q, k, s, gv=g, scale=scale, full_precision=True)
+            o, Hv = by_values(read, Hv, logits, s, v, gk=g, scale=1.0, softmax=True)
             if groups > 1:
                 o = flatten(by_head(o, T, groups), 2, 3)
     if not output_final_state:
         return o, None
     return o, (Hk, Hv) if z is None else (Hk, Hv, z)
+
+
+def _read(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    cu_seqlens: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """One pass of vector decay."""
+    return form(op.Inputs(q, k, v, cu_seqlens=cu_seqlens, **others))
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> int:

@@ -79,5 +79,5 @@ def _run(
     _check.not_empty("x", x)
     N = _check.sequences(x, cu_seqlens, q_name="x")
     _check.optional(x, "initial_state", initial_state, (N, x.shape[2]), q_name="x")
-    o, final_state = form(x, g, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    o, final_state = form(op.Inputs(x, g, initial_state, cu_seqlens))
     return o, final_state if output_final_state else None

@@ -75,7 +75,7 @@ def chunk_kda(
     return run_gated(
         op.chunk, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens,
-        of_channels=True,
+        gate="gk",
     )  # fmt: skip
 
 
@@ -111,5 +111,5 @@ def fused_recurrent_kda(
     return run_gated(
         form, q, k, v, g, beta, scale, initial_state, wanted, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens,
-        of_channels=True,
+        gate="gk",
     )  # fmt: skip

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._define import autocast_dtype, autocast_on
-from flacompose.ops._dtype import upcast
+from flacompose.ops._dtype import autocast_dtype, autocast_on, upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.simple_gla import run

@@ -108,7 +108,5 @@ def run(
     scale = _check.scale(scale, K)
     if decay is not None:
         g_gamma = decay(HV)
-    o, final_state = form(
-        q, k, v, g, g_gamma, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale
-    )
+    o, final_state = form(op.Inputs(q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale))
     return o, final_state if output_final_state else None

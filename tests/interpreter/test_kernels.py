@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -28,17 +26,17 @@ from contract.cases import (
 )
 from contract.problems import Problem, call, call_reference, draw, evaluate, permuted, side_by_side
 from contract.test_pure import head_first
+from families import flat, part
 from launches import tables_of
 from torch import Tensor
 
 from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
-from flacompose.ops.families._op import with_names
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.slot_attention import cuda as slot_kernels
 from flacompose.ops.families.slot_attention import op as slot_attention
-from flacompose.ops.families.vector_decay.kernels import lets_through
+from flacompose.ops.families.vector_decay.gates import lets_through
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
@@ -77,36 +75,36 @@ class Launched(torch.autograd.Function):
         ctx.tensors = sum(x is None or isinstance(x, Tensor) for x in args)
         ctx.save_for_backward(*args[: ctx.tensors])
         ctx.constants = args[ctx.tensors :]
-        return getattr(cuda, form)(*args)
+        return flat(cuda, form)(*args)
 
     @staticmethod
     def backward(ctx, *arriving):
         args = *ctx.saved_tensors, *ctx.constants
         wanted = list(ctx.needs_input_grad[3 : 3 + ctx.differentiable])
-        grads = ctx.cuda.backward(*args, *arriving, wanted)
+        grads = flat(ctx.cuda, "backward")(*args, *arriving, wanted)
         grads = [dx if x else None for x, dx in zip(wanted, grads, strict=True)]
         return None, None, None, *grads, *[None] * (len(args) - ctx.differentiable)
 
 
-def part(case: OpCase, name: str) -> ModuleType:
-    return import_module(f"flacompose.ops.families.{case.family}.{name}")
+def launch_of(cuda: ModuleType, form: str, differentiable: int) -> Callable[[Any], Any]:
+    """A form of an `op` that is not registered."""
+    return lambda inputs: Launched.apply(cuda, form, differentiable, *inputs)
 
 
 def launch_one_token_of_slots(patch: pytest.MonkeyPatch) -> None:
     """The launches of slot attention in the place of its op, which takes over from vector decay for one token."""
     differentiable = slot_attention.Inputs._fields.index("scale")
-    patch.setattr(slot_attention, "token", partial(Launched.apply, slot_kernels, "token", differentiable))
+    patch.setattr(slot_attention, "token", launch_of(slot_kernels, "token", differentiable))
 
 
 def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The op on the problem's inputs, the family's launches in the place of what is registered."""
     case = problem.case
     with pytest.MonkeyPatch.context() as patch:
-        op = part(case, "op")
+        op = part(case.family, "op")
         for form in {"chunk", "recurrent", "forward"} & {*vars(op)}:
             differentiable = op.Inputs._fields.index("cu_seqlens")
-            launch = partial(Launched.apply, part(case, "cuda"), form, differentiable)
-            patch.setattr(op, form, with_names(launch, op.Inputs))
+            patch.setattr(op, form, launch_of(part(case.family, "cuda"), form, differentiable))
         launch_one_token_of_slots(patch)
         return call(problem, **tensors)
 
@@ -539,7 +537,7 @@ def test_one_gradient(
     family: str, shapes: list[tuple[int, ...] | None], constants: tuple[float, ...]
 ) -> None:
     """Each is what it is among all of them, and those that are not wanted are empty."""
-    backward = import_module(f"flacompose.ops.families.{family}.cuda").backward
+    backward = flat(part(family, "cuda"), "backward")
     inputs = [None if shape is None else -torch.rand(shape) for shape in shapes]
     do, d_final_state = (
         torch.randn_like(inputs[0 if inputs[0].dim() == 3 else 2]),

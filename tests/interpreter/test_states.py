@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from contract.accuracy import FIXED, VALUES, assert_close
 from contract.cases import OpCase, every
 from contract.problems import Problem, draw
 from contract.states import WITH_STATES, by_calls, with_states
+from families import part
 from torch import Tensor
 
-from flacompose.ops.families._op import with_names
-
-from .test_kernels import CPU, launch_one_token_of_slots, part
+from .test_kernels import CPU, launch_one_token_of_slots
 
 # What a gate of -inf leaves is computed in two ways, of which one is chosen.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -22,14 +23,10 @@ each = every([case for case in WITH_STATES if case.form == "recurrent"])
 
 def launched(problem: Problem, function, n: int) -> tuple[Tensor, Tensor]:
     """`function`, the family's launches in the place of what is registered."""
-    op, cuda = part(problem.case, "op"), part(problem.case, "cuda")
-
-    def steps(*args, count: int, stride: int = 1, **kwargs):
-        return cuda.steps(*op.Inputs(*args, **kwargs), count, stride)
-
+    op, cuda = part(problem.case.family, "op"), part(problem.case.family, "cuda")
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(op, "recurrent", with_names(cuda.recurrent, op.Inputs))
-        patch.setattr(op, "steps", steps)
+        patch.setattr(op, "recurrent", cuda.recurrent)
+        patch.setattr(op, "steps", partial(cuda.steps, stride=1))
         launch_one_token_of_slots(patch)
         return function(problem, n=n)
 

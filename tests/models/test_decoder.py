@@ -85,6 +85,36 @@ def test_steps_are_those_of_the_model(layer: str, device: torch.device) -> None:
         assert torch.equal(x, y)
 
 
+def test_generate(device: torch.device) -> None:
+    """One decoder makes the steps of several calls, and draws and ends as the model does."""
+    model = model_of("GatedDeltaNet", device)
+    ids = torch.randint(20, (2, 7), device=device)
+    decoder = Decoder(model, ids[:, :1], model.init_state(2))
+    for options in ({}, {"temperature": 0.7, "top_k": 5}, {"attention_mask": torch.ones_like(ids).triu(1)}):
+        for end in (None, int(model.generate(ids, 3)[0, 2])):
+            both = []
+            for by in (None, decoder):
+                generator = torch.Generator(device).manual_seed(1)
+                both.append(
+                    model.generate(ids, 9, eos_token_id=end, decoder=by, generator=generator, **options)
+                )
+            assert torch.equal(*both)
+    other = model_of("GatedDeltaNet", device)
+    for changes, kind, message in (
+        ({"decoder": model}, TypeError, "decoder must be a Decoder, got RecurrentLM"),
+        (
+            {"decoder": Decoder(other, ids[:, :1], other.init_state(2))},
+            ValueError,
+            "got one of another model",
+        ),
+        ({"decoder": decoder, "assistant": other}, ValueError, "must not be given with an assistant"),
+    ):
+        with pytest.raises(kind, match=message):
+            model.generate(ids, 3, **changes)
+    with pytest.raises(ValueError, match=r"state\[0\].recurrent must have shape \(2, "):
+        model.generate(ids[:1], 3, decoder=decoder)
+
+
 def test_joint_projections(device: torch.device) -> None:
     model = model_of("GatedDeltaNet", device)
     tokens, state = started(model, device)

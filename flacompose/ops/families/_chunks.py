@@ -1,10 +1,9 @@
-"""Chunks in PyTorch: how sequences are cut into them, how a state goes on, and what a backward returns."""
+"""Chunks in PyTorch: how sequences are cut into them, and how a state goes on from one to the next."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -155,16 +154,3 @@ class Sweep:
         end = (first if self.reverse else last - 1).clamp(0, len(self.after) - 1)
         ended = torch.cat(self.after)[end]
         return torch.where((first == last)[:, None, None, None], self.start, ended).contiguous()
-
-
-def gradients(
-    inputs: Sequence[Any], output_mask: Sequence[bool], *made: Callable[[], Tensor]
-) -> tuple[Tensor, ...]:
-    """The gradients that a backward returns. ``made[i]`` computes that of ``inputs[i]``, which then gets its dtype.
-
-    If the input is absent, or `output_mask` does not want its gradient, it is a tensor without elements.
-    """
-    return tuple(
-        make().to(x.dtype) if wanted and x is not None else inputs[0].new_empty(0)
-        for x, wanted, make in zip(inputs, output_mask, made)
-    )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import Context
-from functools import update_wrapper
 from itertools import chain, takewhile
 from threading import RLock
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 from triton import AsyncCompileMode, FutureKernel
 
-from flacompose.ops._define import launching, launching_by, outside_fake_mode
+from flacompose._torch import unset_fake_temporarily
+from flacompose.ops._launching import launching, launching_by
 
 ATTEMPTS = 5  # to compile a kernel
 
@@ -37,11 +37,9 @@ class compile_ahead:
     come here: after two calls without gradients, the backward's kernels are compiled at its own first call.
     """
 
-    backward: compile_ahead | None = None
-
-    def __init__(self, implementation: Callable[..., Any]) -> None:
-        update_wrapper(self, implementation)
+    def __init__(self, implementation: Callable[..., Any], backward: compile_ahead | None = None) -> None:
         self.implementation = implementation
+        self.backward = backward
         self.started: dict[Any, list[Any]] = {}
         self.ready: set[Any] = set()
 
@@ -87,7 +85,7 @@ class compile_ahead:
         if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in (*args, *sizes)):
             return
         kind = False, args[0].device, *map(_kind, args)
-        with _lock, outside_fake_mode():
+        with _lock, unset_fake_temporarily():  # so that new tensors are real
             if kind not in self.ready and kind not in self.started:
                 with _compiling_in_threads() as mode:
                     self.started[kind], _ = self.start(mode, tuple(map(_meta, args)))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._check import MAX_HEAD_SIZE
-from flacompose.ops._define import always_true, launch
+from flacompose.ops._launching import launch
+from flacompose.ops._sizes import always_true
 from flacompose.ops.families._kernels import recurrent_kernel
 from flacompose.ops.families._sequences import Sequences
 
@@ -57,11 +58,6 @@ def by_token(x: Tensor) -> tuple[Tensor, int]:
 def operand_by_token(x: Tensor) -> tuple[Tensor, int]:
     """`by_token` of `x` in the dtype that kernels take."""
     return by_token(x.to(operand_dtype(x)))
-
-
-def none_as_empty(like: Tensor, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-    """The results of a backward: each gradient, or, where it is None, a new tensor without elements."""
-    return tuple(like.new_empty(0) if x is None else x for x in gradients)
 
 
 def recurrent(

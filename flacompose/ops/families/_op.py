@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
@@ -13,144 +13,115 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flacompose._torch import OpOverload
 from flacompose.ops._chip import is_here, runs_kernels
-from flacompose.ops._define import always_true, define_op, primal_of
+from flacompose.ops._define import define_op
+from flacompose.ops._sizes import always_true
+from flacompose.ops.families._signature import BackwardCall, Signature
 from flacompose.ops.families._steps import Steps
 
 if TYPE_CHECKING:
     from flacompose.ops.families._replay import Replay
 
-Form = Callable[..., tuple[Tensor, Tensor]]
-
 CUDA = torch.version.cuda is not None and find_spec("triton") is not None
+ONE_KERNEL = ("recurrent", "steps", "token")  # these are compiled at their launch, the others ahead of it
 
 
 def define_forms(
     family: str,
+    signature: Signature[Any],
     eager: ModuleType,
-    inputs: type[Any],
     *,
     forms: tuple[str, ...] = ("chunk", "recurrent"),
-    arguments: str,
-    gradients: str,
-    axes: Mapping[str, str],
-    autocast: Mapping[str, str | None],
-    fake: Callable[[Any], tuple[Tensor, Tensor]],
     flops: Callable[..., int],
-) -> tuple[Form, ...]:
-    """Register ``<family>_<form>`` for each of `forms` and ``<family>_backward``; return the forms as functions.
+) -> tuple[OpOverload, ...]:
+    """Register ``<family>_<form>`` for each of `forms`, and ``<family>_backward``; return the operators of the forms.
 
-    They take the fields of `inputs`, as `with_names` says. A family with a form "recurrent" also gets
-    ``<family>_steps`` and ``<family>_steps_backward``, and its function comes last. It is the recurrent form of
-    sequences in rows, and returns ``(o, states [N, count, ...])``, the states after the last token and after those that
-    lie `stride` tokens apart before it. Both numbers come after the fields of `inputs`. `stride` is above 1 for
-    recurrences in which several tokens of the op stand for one token.
+    A family with a form "recurrent" also gets ``<family>_steps`` and ``<family>_steps_backward``, and that operator
+    comes last. It is the recurrent form of sequences in rows, and returns ``(o, states [N, count, ...])``, the states
+    after the last token and after those that lie `stride` tokens apart before it. Both numbers come after the inputs.
+    `stride` is above 1 for recurrences in which several tokens of the op stand for one token.
 
     Args:
-        family: the name of the family, and of its folder.
-        eager: its `forward` and `backward` in PyTorch, which take `inputs`, and the latter the other three arguments.
-        inputs: the named tuple of the arguments of every form.
-        forms: their names, which are those of the functions in the family's `cuda`, which also has `steps`.
-        arguments: of every form, as a schema has them. Those of the backward are these, then ``Tensor? do``, ``Tensor?
-            d_final_state`` and ``bool[] output_mask``.
-        gradients: what the backward returns, as a schema has it.
-        axes, autocast: as `define_op` takes them.
-        fake: ``(o, final_state)`` of the forms for `inputs`, without values.
-        flops: of a form; the backward has twice as many.
+        family: the name of the family, and of its folder. Its module `cuda` has a function for each of the forms, which
+            takes the named tuple of the inputs, a function `backward` like that of `eager`, and, if there is a form
+            "recurrent", a function `steps`.
+        signature: what the forms take and return.
+        eager: the family's `forward`, which takes the named tuple of the inputs, and its `backward`, which takes a
+            `BackwardCall` and returns the gradients that it wants, by the names of the inputs.
+        forms: the form "chunk" compiles its kernels ahead, "recurrent" and "token" are one kernel.
+        flops: of a form, as `define_op` takes it; the backward has twice as many.
     """
-    names = inputs._fields
-    differentiable = [
-        names.index(primal_of(gradient.split()[-1], names)) for gradient in gradients.split(", ")
-    ]
-
-    def backward_fake(*args: Any) -> tuple[Tensor, ...]:
-        wanted = [args[i] if want else None for i, want in zip(differentiable, args[-1], strict=True)]
-        return tuple(args[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
-
-    def forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
-        return fake(inputs(*args))
-
-    load = {form: cache(partial(on_cuda, family, form)) for form in (*forms, "backward")}
+    load = {form: partial(on_cuda, family, form, signature) for form in (*forms, "backward")}
     backward = define_op(
         f"{family}_backward",
-        f"({arguments}, Tensor? do, Tensor? d_final_state, bool[] output_mask) -> ({gradients})",
-        eager=lambda *args: eager.backward(inputs(*args[:-3]), *args[-3:]),
+        f"({signature.arguments}, {signature.arriving}, bool[] output_mask) -> ({signature.gradients})",
+        eager=signature.flat_backward(eager.backward),
         triton=load["backward"],
-        fake=_compiling(backward_fake, load["backward"]),
-        axes=axes,
+        fake=_compiling(signature.fake_backward, load["backward"]),
+        axes=signature.axes,
         flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
     )
     ops = [
         define_op(
             f"{family}_{form}",
-            f"({arguments}) -> (Tensor o, Tensor final_state)",
-            eager=lambda *args: eager.forward(inputs(*args)),
+            f"({signature.arguments}) -> ({signature.results})",
+            eager=signature.flat(eager.forward),
             triton=load[form],
             one_launch=None if form == "chunk" else _has_one_token,
-            # The recurrent form is one kernel, compiled at its launch.
-            fake=forward_fake if form == "recurrent" else _compiling(forward_fake, load[form]),
+            fake=signature.fake if form in ONE_KERNEL else _compiling(signature.fake, load[form]),
             backward=backward,
-            axes=axes,
-            autocast=autocast,
+            axes=signature.axes,
+            autocast=signature.autocast,
             flops=flops,
         )
         for form in forms
     ]
-    functions = [with_names(op, inputs) for op in ops]
-    if "recurrent" in forms:
-        steps = _define_steps(
-            family, eager, inputs, arguments, gradients, axes, autocast, forward_fake, backward_fake, flops
-        )
-        functions.append(
-            lambda *args, count, stride=1, **kwargs: steps(*inputs(*args, **kwargs), count, stride)
-        )
-    return tuple(functions)
+    return (*ops, _define_steps(family, signature, eager, flops)) if "recurrent" in forms else tuple(ops)
 
 
 def _define_steps(
-    family: str,
-    eager: ModuleType,
-    inputs: type[Any],
-    arguments: str,
-    gradients: str,
-    axes: Mapping[str, str],
-    autocast: Mapping[str, str | None],
-    forward_fake: Callable[..., tuple[Tensor, Tensor]],
-    backward_fake: Callable[..., tuple[Tensor, ...]],
-    flops: Callable[..., int],
-) -> Callable[..., tuple[Tensor, Tensor]]:
+    family: str, signature: Signature[Any], eager: ModuleType, flops: Callable[..., int]
+) -> OpOverload:
     """Register ``<family>_steps`` and its backward, which on every device is PyTorch: nothing trains with it at length.
 
     The backward is an operator nevertheless, so that a graph of any length has one node for it.
     """
-    arguments = f"{arguments}, int count, int stride"
-    axes = {**axes, "states": axes["final_state"].replace("N", "N n", 1)}
+    arguments = f"{signature.arguments}, int count, int stride"
+    axes = {**signature.axes, "states": signature.axes["final_state"].replace("N", "N n", 1)}
+    n = len(signature.inputs._fields)
 
-    def steps(*args: Any) -> Steps:
-        return Steps(eager, inputs(*args[:-2]), axes, *args[-2:])
+    def fake(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, count, _ = args
+        o, state = signature.fake(*inputs)
+        return o, state.new_empty(state.shape[0], count, *state.shape[1:])
 
-    def fake(*args: Any) -> tuple[Tensor, Tensor]:
-        o, state = forward_fake(*args[:-2])
-        return o, state.new_empty(state.shape[0], args[-2], *state.shape[1:])
+    def call_of(args: tuple[Any, ...]) -> BackwardCall[Any]:
+        return signature.backward_call(*args[:n], *args[n + 2 :])
+
+    def steps_backward(*args: Any) -> tuple[Tensor, ...]:
+        return signature.gradients_of(
+            call_of(args), lambda call: Steps(eager, signature, call.inputs, *args[n : n + 2]).backward(call)
+        )
 
     backward = define_op(
         f"{family}_steps_backward",
-        f"({arguments}, Tensor? do, Tensor? d_states, bool[] output_mask) -> ({gradients})",
-        eager=lambda *args: steps(*args[:-3]).backward(*args[-3:]),
-        fake=backward_fake,
+        f"({arguments}, Tensor? do, Tensor? d_states, bool[] output_mask) -> ({signature.gradients})",
+        eager=steps_backward,
+        fake=lambda *args: signature.fake_backward(*args[:n], *args[n + 2 :]),
         axes=axes,
         flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
     )
     return define_op(
         f"{family}_steps",
         f"({arguments}) -> (Tensor o, Tensor states)",
-        eager=lambda *args: steps(*args).forward(),
-        triton=cache(partial(on_cuda, family, "steps")),
+        eager=signature.flat(lambda inputs, *numbers: Steps(eager, signature, inputs, *numbers).forward()),
+        triton=partial(on_cuda, family, "steps", signature),
         one_launch=_has_one_token,
         fake=fake,
         backward=backward,
         axes=axes,
-        autocast=autocast,
+        autocast=signature.autocast,
         flops=flops,
     )
 
@@ -165,16 +136,19 @@ def matrix_state_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return 4 * B * T * HV * q[-1] * V
 
 
-def with_names(op: Callable[..., Any], inputs: type[Any]) -> Form:
-    """`op` as a function of the fields of `inputs`, by position or by keyword, with its defaults."""
-    return lambda *args, **kwargs: op(*inputs(*args, **kwargs))
-
-
-def on_cuda(family: str, name: str) -> Replay:
-    """What CUDA runs of a family, imported when it is first needed: it needs Triton."""
+@cache
+def on_cuda(family: str, form: str, signature: Signature[Any]) -> Replay:
+    """What CUDA runs for a form of a family, or for its backward, imported when it is first needed: it needs Triton."""
+    from flacompose.ops.families._compile import compile_ahead
     from flacompose.ops.families._replay import Replay
 
-    return Replay(getattr(import_module(f"flacompose.ops.families.{family}.cuda"), name))
+    function = getattr(import_module(f"flacompose.ops.families.{family}.cuda"), form)
+    if form in ONE_KERNEL:
+        return Replay(signature.flat(function))
+    if form == "backward":
+        return Replay(compile_ahead(signature.flat_backward(function)))
+    backward = on_cuda(family, "backward", signature).implementation
+    return Replay(compile_ahead(signature.flat(function), backward))
 
 
 def _compiling(fake: Callable[..., Any], load: Callable[[], Replay]) -> Callable[..., Any]:

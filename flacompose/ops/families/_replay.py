@@ -19,7 +19,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from flacompose._torch import TorchDispatchMode, pytree
-from flacompose.ops._define import launching, launching_by
+from flacompose.ops._launching import launching, launching_by
 
 MAX_KINDS = 256  # of arguments, for each implementation; the oldest goes first
 ALIGNMENT = 16  # bytes; Triton compiles other kernels for pointers that are not multiples of it

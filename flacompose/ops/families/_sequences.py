@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._chip import chip_of
-from flacompose.ops._define import launches_into_graph
+from flacompose.ops._launching import launches_into_graph
 from flacompose.ops._varlen import bounds
 
 

@@ -6,12 +6,13 @@ state of the one before. So the results are those of shorter calls, and are diff
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flacompose.ops.families._signature import BackwardCall, Gradients, Signature
 
 
 class Steps:
@@ -19,18 +20,17 @@ class Steps:
 
     Args:
         eager: the family's `forward` and `backward` in PyTorch.
-        inputs: the named tuple of its arguments, of sequences in rows.
-        axes: the names of the axes of each tensor, of which ``T`` is the second wherever there is one.
+        signature: of the family. In the axes of a tensor ``T`` is the second wherever there is one.
+        inputs: its arguments, of sequences in rows.
         count: how many states are wanted.
         stride: how many tokens lie between two of them.
     """
 
     def __init__(
-        self, eager: ModuleType, inputs: Any, axes: Mapping[str, str], count: int, stride: int
+        self, eager: ModuleType, signature: Signature[Any], inputs: Any, count: int, stride: int
     ) -> None:
-        self.eager = eager
-        self.inputs = inputs
-        self.of_tokens = {name for name, names in axes.items() if "T" in names.split()}
+        self.eager, self.signature, self.inputs = eager, signature, inputs
+        self.of_tokens = {name for name, axes in signature.axes.items() if "T" in axes.split()}
         T = inputs[0].shape[1]
         ends = [T - stride * i for i in reversed(range(count))]
         self.windows = [slice(start, end) for start, end in zip([0, *ends], ends)]
@@ -45,25 +45,29 @@ class Steps:
             states.append(state)
         return torch.cat(outputs, 1), torch.stack(states, 1)
 
-    def backward(
-        self, do: Tensor | None, d_states: Tensor | None, output_mask: Sequence[bool]
-    ) -> tuple[Tensor, ...]:
-        """The gradients of the inputs as the family's `backward` returns them, of which that of the state is last."""
+    def backward(self, call: BackwardCall[Any]) -> Gradients:
+        """The gradients of the inputs, as the family's `backward` returns them, where `call` is of this call."""
+        do, d_states = call.arriving
         starts = [self.inputs.initial_state]
         for window in self.windows[:-1]:
             starts.append(self.eager.forward(self._part(window, starts[-1]))[1])
-        made: list[tuple[Tensor, ...]] = []
+        made: list[Gradients] = []
         d_state: Tensor | None = None
         for i, (window, start) in reversed([*enumerate(zip(self.windows, starts))]):
             if d_states is not None:
                 d_state = d_states[:, i] if d_state is None else d_states[:, i] + d_state
-            part, d_part = self._part(window, start), None if do is None else do[:, window]
+            arriving = self.signature.outputs(None if do is None else do[:, window], d_state)
             # The gradient of a state between two parts is always needed.
-            mask = [*output_mask[:-1], output_mask[-1] or i > 0]
-            *gradients, d_state = self.eager.backward(part, d_part, d_state, mask)
-            made.append(tuple(gradients))
-        assert d_state is not None
-        return *map(self._combined, self.inputs._fields, output_mask, zip(*reversed(made))), d_state
+            wanted = call.wanted | ({"initial_state"} if i > 0 else set())
+            part = BackwardCall(self.signature, self._part(window, start), arriving, wanted)
+            made.append(self.eager.backward(part))
+            d_state = made[-1].pop("initial_state", None)
+        found = {
+            name: torch.cat(parts, 1) if name in self.of_tokens else torch.stack(parts).sum(0)
+            for name in made[0]
+            for parts in [[part[name] for part in reversed(made)]]
+        }
+        return found if d_state is None else found | {"initial_state": d_state}
 
     def _part(self, window: slice, state: Tensor | None) -> Any:
         tokens = {
@@ -72,9 +76,3 @@ class Steps:
             if name in self.of_tokens and x is not None
         }
         return self.inputs._replace(**tokens, initial_state=state)
-
-    def _combined(self, name: str, wanted: bool, parts: tuple[Tensor, ...]) -> Tensor:
-        """The gradient of an input from those of all parts: joined along the tokens, or added up if it has none."""
-        if not wanted or getattr(self.inputs, name) is None:
-            return parts[0]
-        return torch.cat(parts, 1) if name in self.of_tokens else torch.stack(parts).sum(0)

@@ -41,7 +41,7 @@ from flacompose.ops.families._kernels import (
     store_tile,
 )
 from flacompose.ops.families.delta_rule.kernels import solve
-from flacompose.ops.families.vector_decay.kernels import (
+from flacompose.ops.families.vector_decay.gates import (
     LEVELS,
     MILD_BOUND,
     C,

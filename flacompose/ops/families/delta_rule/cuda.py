@@ -9,18 +9,17 @@ import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import HOPPER, Chip
-from flacompose.ops._define import launch
+from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
-from flacompose.ops.families._compile import compile_ahead
 from flacompose.ops.families._launch import (
     block,
-    none_as_empty,
     operand,
     operand_by_token,
     operand_dtype,
     tile_count,
 )
 from flacompose.ops.families._sequences import MatrixSequences
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
     channel_pair_kernel,
@@ -42,10 +41,8 @@ from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 
 
-@compile_ahead
-def chunk(*args: Any) -> tuple[Tensor, Tensor]:
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    inputs = Inputs(*args)
     rule = _Launches(inputs)
     o = rule.per_token(rule.HV, rule.V, dtype=inputs.v.dtype)
     final_state = rule.state(torch.float32)
@@ -53,57 +50,45 @@ def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     return rule.batched(o), final_state
 
 
-@compile_ahead
-def backward(*args: Any) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dbeta, dg, dgk, d_initial_state)``, empty where `output_mask` does not want them."""
-    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    wants = {name: wanted and x is not None for name, x, wanted in zip(inputs._fields, inputs, output_mask)}
-    by_writes = any(wants[name] for name in ("k", "beta", "g", "gk"))
-    by_reads = by_writes or wants["q"]
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    wants, inputs = call.wants, call.inputs
+    by_writes = wants("k", "beta", "g", "gk")
+    by_reads = by_writes or wants("q")
     rule = _Launches(inputs, with_r=by_reads)
-    do = operand(torch.zeros_like(inputs.v) if do is None else do)
-    d_final_state = operand(d_final_state)
+    do, d_final_state = operand(call.do), operand(call.arriving.final_state)
     of_channels = inputs.gk is not None
-    r = S = dS = dv = d_initial_state = None
+    r = S = dS = dv = None
     if by_reads:
         r = rule.scratch(rule.HV, rule.V)
         S = rule.per_chunk_state()
         rule.sweep(r=r, states=S)
         rule.Y = None  # gives its memory back for what follows
-    if inputs.initial_state is not None and wants["initial_state"]:
-        d_initial_state = rule.state(inputs.initial_state.dtype)
+    start = call.wanted_input("initial_state")
+    d_initial_state = None if start is None else rule.state(start.dtype)
     if by_writes or (of_channels and by_reads):
         dS = rule.per_chunk_state()
     made: dict[str, Tensor] = {}
-    if dS is not None or wants["v"] or d_initial_state is not None:
+    if dS is not None or wants("v", "initial_state"):
         dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
         made["v"] = rule.batched(dv)
         rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
     rule.free_sweep_memory()
     if by_reads and of_channels:
-        made |= rule.channel_gradients(do, r, dv, S, dS, gates=wants["g"] or wants["gk"])
+        made |= rule.channel_gradients(do, r, dv, S, dS, gates=wants("g", "gk"))
     elif by_reads:
-        made |= rule.gradients(do, r, dv, S, dS, gates=wants["g"])
-    tokens = inputs._asdict()
-    gradients = [
-        made[name].to(tokens[name].dtype) if wants[name] else None
-        for name in ("q", "k", "v", "beta", "g", "gk")
-    ]
-    return none_as_empty(inputs.q, *gradients, d_initial_state)
+        made |= rule.gradients(do, r, dv, S, dS, gates=wants("g"))
+    return call.made(**made, initial_state=d_initial_state)
 
 
-chunk.backward = backward
-
-
-def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
+def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return _launch.recurrent(**Inputs(*args)._asdict(), delta_rule=True)
+    return _launch.recurrent(**inputs._asdict(), delta_rule=True)
 
 
-def steps(*args: Any) -> tuple[Tensor, Tensor]:
+def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], states [N, count, HV, K, V])``."""
-    *inputs, count, stride = args
-    return _launch.recurrent(**Inputs(*inputs)._asdict(), delta_rule=True, count=count, stride=stride)
+    return _launch.recurrent(**inputs._asdict(), delta_rule=True, count=count, stride=stride)
 
 
 def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:

@@ -29,18 +29,22 @@ import torch
 from torch import Tensor
 
 from flacompose._torch import pytree
-from flacompose.ops._dtype import state_dtype, upcast
+from flacompose.ops._dtype import state_dtype
 from flacompose.ops._varlen import sequence_count
-from flacompose.ops.families._chunks import Chunks, Sweep, gradients
+from flacompose.ops.families._chunks import Chunks, Sweep
+from flacompose.ops.families._signature import BackwardCall, Gradients
+from flacompose.ops.families._token import token
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.scalar_decay.eager import Decay
 from flacompose.ops.families.vector_decay.eager import Gate, halves
+
+GATES = ("g", "gk")
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
-        return _token(inputs)
+        return token(**inputs._asdict(), delta_rule=True)
     chunks, segments = _cut(inputs)
     sweep = Sweep(chunks, _start(inputs, inputs.initial_state))
     outputs = []
@@ -48,86 +52,60 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         rule = _Rule(inputs, segment)
         S, u = rule.states(sweep)
         outputs.append((rule.read(rule.q) @ S + rule.P @ u).to(inputs.v.dtype))
-    return _join(chunks, outputs), sweep.end()
+    return _join(chunks, outputs), sweep.end().clone()  # an op returns no view
 
 
-def _token(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """`forward` of one token: the recurrence itself."""
-    q, k, v, beta, g, gk, initial_state, _, scale = inputs
-    q_, k_, v_ = (upcast(x[:, 0]) for x in (q, k, v))  # [B, H, D]
-    beta_ = beta[:, 0, :, None].to(v_.dtype)
-    HV = v.shape[2]
-    q_, k_ = (x.repeat_interleave(HV // x.shape[1], 1).unsqueeze(-2) for x in (q_, k_))  # [B, HV, 1, K]
-    u, S = v_, torch.zeros((), dtype=q_.dtype, device=q.device)
-    if initial_state is not None:
-        S = initial_state.to(q_.dtype)
-        for gate in (None if g is None else g.unsqueeze(-1), gk):
-            if gate is not None:
-                S = S * gate[:, 0].to(S.dtype).exp().unsqueeze(-1)
-        u = u - (k_ @ S).squeeze(-2)
-    S = S + k_.mT * (beta_ * u).unsqueeze(-2)
-    o = (q_ * scale @ S).squeeze(-2)
-    return o.unsqueeze(1).to(v.dtype, copy=True), S.contiguous()  # an op returns no view
-
-
-def backward(
-    inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dbeta, dg, dgk, d_initial_state)``, empty where `output_mask` is False or the input is absent."""
-    want_q, want_k, want_v, want_beta, want_g, want_gk, want_state = output_mask
-    gates_wanted = (want_g and inputs.g is not None) or (want_gk and inputs.gk is not None)
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    inputs, do = call.inputs, call.do
     chunks, segments = _cut(inputs)
     rules = [_Rule(inputs, segment) for segment in segments]
-    do = torch.zeros_like(inputs.v) if do is None else do
 
     written: list[tuple[Tensor, Tensor] | None] = [None] * len(rules)
-    if want_q or want_k or want_beta or gates_wanted:
+    if call.wants("q", "k", "beta", *GATES):
         forwards = Sweep(chunks, _start(inputs, inputs.initial_state))
         written = [rule.states(forwards) for rule in rules]
-    backwards = Sweep(chunks, _start(inputs, d_final_state), reverse=True)
+    backwards = Sweep(chunks, _start(inputs, call.arriving.final_state), reverse=True)
     made = [
-        _segment_gradients(rule, do, states, backwards, gates_wanted, output_mask)
+        _segment_gradients(call, rule, do, states, backwards)
         for rule, states in zip(reversed(rules), reversed(written))
     ]
     dq, dk, dv, dbeta, d_gates = (x[::-1] for x in zip(*made))
 
-    return gradients(
-        inputs,
-        output_mask,
-        lambda: _join(chunks, dq),
-        lambda: _join(chunks, dk),
-        lambda: _join(chunks, dv),
-        lambda: _join(chunks, dbeta).squeeze(-1),
-        lambda: _join(chunks, d_gates).sum(-1),
-        lambda: _join(chunks, d_gates),
-        backwards.end,
+    return call.made(
+        q=lambda: _join(chunks, dq),
+        k=lambda: _join(chunks, dk),
+        v=lambda: _join(chunks, dv),
+        beta=lambda: _join(chunks, dbeta).squeeze(-1),
+        g=lambda: _join(chunks, d_gates).sum(-1),
+        gk=lambda: _join(chunks, d_gates),
+        initial_state=backwards.end,
     )
 
 
 def _segment_gradients(
+    call: BackwardCall[Inputs],
     rule: _Rule,
     do: Tensor,
     written: tuple[Tensor, Tensor] | None,
     backwards: Sweep,
-    gates_wanted: bool,
-    output_mask: Sequence[bool],
 ) -> tuple[Tensor, ...]:
     """``(dq, dk, dv, dbeta, d_gates)`` of a segment's chunks, those that are wanted."""
-    want_q, want_k, want_v, want_beta, _, _, want_state = output_mask
+    wants, gates_wanted = call.wants, call.wants(*GATES)
     dq = dk = dv = dbeta = d_gates = do.new_empty(0)
     do = rule.split(do)
-    if want_k or want_v or want_beta or want_state or gates_wanted:
+    if wants("k", "v", "beta", "initial_state", *GATES):
         dS, solved = rule.gradients_of_states(do, backwards)
         dv = rule.beta * solved
     if written is not None:
         S, u = written
-    if want_beta:
+    if wants("beta"):
         dbeta = (solved * rule.errors(S, u)).sum(-1, True)
     # The state is read by queries, with the gradient do, and by keys, before they write, with -dv.
-    if want_q or want_k or gates_wanted:
+    if wants("q", "k", *GATES):
         dq_read = rule.read(do @ S.mT)
         of_q = _pair_gradient(rule.q, rule.k, rule.P, (do @ u.mT).tril(), rule.gate)
-    if want_k or gates_wanted:
+    if wants("k", *GATES):
         minus_dv = -dv
         dk_read, dk_write = rule.read(minus_dv @ S.mT), rule.write(u @ dS.mT)
         of_k = _pair_gradient(rule.k, rule.k, rule.A, (minus_dv @ u.mT).tril(-1), rule.gate)
@@ -138,9 +116,9 @@ def _segment_gradients(
             reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
         exponents = pytree.tree_map(torch.add, of_q.exponents, of_k.exponents)
         d_gates = rule.gate.gradient(exponents, reads, writes, total)
-    if want_q:
+    if wants("q"):
         dq = rule.of_group(dq_read + of_q.a) * rule.scale
-    if want_k:
+    if wants("k"):
         dk = rule.of_group(dk_read + dk_write + of_q.b + of_k.a + of_k.b)
     return dq, dk, dv, dbeta, d_gates
 

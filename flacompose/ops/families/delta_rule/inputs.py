@@ -1,21 +1,33 @@
-"""What the ops of the delta rule take."""
+"""What the ops of the delta rule take and return."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+
 
 class Inputs(NamedTuple):
-    """The arguments of the forms, in the order of their schema; the backward takes these first."""
+    """The arguments of every form, in the order of the schema."""
 
-    q: Tensor  # [B, T, H, K]
-    k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V]
-    beta: Tensor  # [B, T, HV], how much of a value is replaced
-    g: Tensor | None = None  # [B, T, HV], a decay per token and head
-    gk: Tensor | None = None  # [B, T, HV, K], a decay per token, head and channel of the key
-    initial_state: Tensor | None = None  # [N, HV, K, V]
+    q: Annotated[Tensor, "B T H K", AUTOCAST]
+    k: Annotated[Tensor, "B T H K", AUTOCAST]
+    v: Annotated[Tensor, "B T HV V", AUTOCAST]  # HV a multiple of H
+    beta: Annotated[Tensor, "B T HV"]  # how much of a value is replaced
+    g: Annotated[Tensor | None, "B T HV"] = None  # a decay per token and head
+    gk: Annotated[Tensor | None, "B T HV K"] = None  # a decay per token, head and channel of the key
+    initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0
+
+
+class Outputs(NamedTuple):
+    """The results."""
+
+    o: Annotated[Tensor, "B T HV V", Dtype("v")]
+    final_state: Annotated[Tensor, "N HV K V"]
+
+
+SIGNATURE = Signature(Inputs, Outputs)

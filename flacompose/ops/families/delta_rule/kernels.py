@@ -46,7 +46,7 @@ from flacompose.ops.families._kernels import (
     store_tile,
 )
 from flacompose.ops.families.scalar_decay.gates import decayed_pairs, decayed_rows
-from flacompose.ops.families.vector_decay.kernels import siblings
+from flacompose.ops.families.vector_decay.gates import siblings
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
 

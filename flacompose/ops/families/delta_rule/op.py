@@ -10,17 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flacompose.ops._dtype import state_dtype
-from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families._op import define_forms
 from flacompose.ops.families.delta_rule import eager
-from flacompose.ops.families.delta_rule.inputs import Inputs
-
-
-def _fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    q, v = inputs.q, inputs.v
-    N, (HV, V), K = sequence_count(q, inputs.cu_seqlens), v.shape[2:], q.shape[3]
-    return v.new_empty(v.shape), v.new_empty(N, HV, K, V, dtype=state_dtype(q.dtype))
+from flacompose.ops.families.delta_rule.inputs import SIGNATURE, Inputs
 
 
 def _flops(q, k, v, *_, **__) -> int:
@@ -29,25 +21,19 @@ def _flops(q, k, v, *_, **__) -> int:
     return 6 * B * T * HV * q[-1] * V
 
 
-chunk, recurrent, steps = define_forms(
-    "delta_rule",
-    eager,
-    Inputs,
-    arguments="Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? g, Tensor? gk, "
-    "Tensor? initial_state, Tensor? cu_seqlens, float scale",
-    gradients="Tensor dq, Tensor dk, Tensor dv, Tensor dbeta, Tensor dg, Tensor dgk, Tensor d_initial_state",
-    axes={
-        "q": "B T H K",
-        "k": "B T H K",
-        "v": "B T HV V",
-        "beta": "B T HV",
-        "g": "B T HV",
-        "gk": "B T HV K",
-        "o": "B T HV V",
-        "initial_state": "N HV K V",
-        "final_state": "N HV K V",
-    },
-    autocast={"q": None, "k": None, "v": None},
-    fake=_fake,
-    flops=_flops,
-)
+_chunk, _recurrent, _steps = define_forms("delta_rule", SIGNATURE, eager, flops=_flops)
+
+
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o, final_state)``, in chunks of tokens: for training and for prompts."""
+    return _chunk(*inputs)
+
+
+def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o, final_state)``, token by token: for decoding."""
+    return _recurrent(*inputs)
+
+
+def steps(inputs: Inputs, count: int, stride: int = 1) -> tuple[Tensor, Tensor]:
+    """`recurrent` with `count` states, ``[N, count, ...]``, those after the last tokens that are `stride` apart."""
+    return _steps(*inputs, count, stride)

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import Chip
-from flacompose.ops._define import launch
+from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
-from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._launch import block, none_as_empty, operand, tile_count
+from flacompose.ops.families._launch import block, operand, tile_count
 from flacompose.ops.families._sequences import MatrixSequences
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
 from flacompose.ops.families.scalar_decay.gradients import gradient_kernel
 from flacompose.ops.families.scalar_decay.inputs import Inputs
@@ -23,10 +23,8 @@ from flacompose.ops.families.scalar_decay.kernels import sweep_kernel
 BH = 16  # heads of a program that works on gates alone
 
 
-@compile_ahead
-def chunk(*args: Any) -> tuple[Tensor, Tensor]:
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    inputs = Inputs(*args)
     sweep = _Launches(inputs)
     o, final_state = sweep.per_token(sweep.H, sweep.V, dtype=inputs.v.dtype), sweep.state(torch.float32)
     q, k, v = map(operand, inputs[:3])
@@ -36,67 +34,62 @@ def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     return sweep.batched(o), final_state
 
 
-@compile_ahead
-def backward(*args: Any) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dg, dg_gamma, dbeta, d_initial_state)``, empty where `output_mask` does not want them."""
-    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    q, k, v, g, g_gamma, beta, initial_state, *_ = inputs
-    wants_q, wants_k, wants_v, wants_g, wants_gamma, wants_beta, wants_state = (
-        wanted and x is not None for wanted, x in zip(output_mask, inputs)
-    )
-    gradient_of_gates = wants_g or wants_gamma or wants_beta
-    sweep = _Launches(inputs, gradient_of_gates, fine=wants_gamma)
-    dq, dk = (sweep.output_of_keys(q) if wanted else None for wanted in (wants_q, wants_k))
-    dv = sweep.per_token(sweep.H, sweep.V, dtype=v.dtype) if wants_v else None
-    d_initial_state = sweep.state(initial_state.dtype) if initial_state is not None and wants_state else None
-    q, k, v, do = map(operand, (q, k, v, torch.zeros_like(v) if do is None else do))
-    initial_state, d_final_state = operand(initial_state), operand(d_final_state)
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    wants, inputs = call.wants, call.inputs
+    q, k, v, g, _, beta, initial_state, *_ = inputs
+    gradient_of_gates = wants("g", "g_gamma", "beta")
+    sweep = _Launches(inputs, gradient_of_gates, fine=wants("g_gamma"))
+    dq, dk = (sweep.output_of_keys(q) if wants(name) else None for name in ("q", "k"))
+    dv = sweep.per_token(sweep.H, sweep.V, dtype=v.dtype) if wants("v") else None
+    start = call.wanted_input("initial_state")
+    d_initial_state = None if start is None else sweep.state(start.dtype)
+    q, k, v, do = map(operand, (q, k, v, call.do))
+    initial_state, d_final_state = operand(initial_state), operand(call.arriving.final_state)
 
     S = dS = None
     if gradient_of_gates:
         S, dS = sweep.per_chunk_state(), sweep.per_chunk_state()
-    if S is not None or wants_q:
+    if S is not None or wants("q"):
         ends = sweep.segment_ends(k, v, initial_state)
         if S is not None:
             sweep(None, k, v, initial_state, states=S, **ends)
         else:
             sweep(do, v, k, initial_state, out=dq, transpose=True, **ends)
-    sweeps_dk = wants_k and dS is None
-    if sweeps_dk or dS is not None or wants_v or wants_state:
+    sweeps_dk = wants("k") and dS is None
+    if sweeps_dk or dS is not None or wants("v", "initial_state"):
         # One of these sweeps ends with the gradient of the initial state, or is made for that alone.
         ends, final = sweep.segment_ends(q, do, d_final_state, reverse=True), d_initial_state
-        if wants_v or not sweeps_dk:
+        if wants("v") or not sweeps_dk:
             sweep(k, q, do, d_final_state, out=dv, states=dS, final=final, reverse=True, **ends)
             final = None
         if sweeps_dk:
             sweep(v, do, q, d_final_state, out=dk, final=final, transpose=True, reverse=True, **ends)
 
-    dg = dg_gamma = dbeta = None
+    dg = dbeta = None
     if gradient_of_gates:
         assert S is not None and dS is not None
-        dtype = torch.float32 if g is None or wants_gamma else g.dtype
-        d_gate, dbeta = sweep.gradients(q, k, v, do, S, dS, dq, dk, dtype, beta if wants_beta else None)
-        if g_gamma is not None and wants_gamma:
-            dg_gamma = d_gate.sum((0, 1)).to(g_gamma.dtype)
-        if g is not None and wants_g:
-            dg = d_gate.to(g.dtype)
-    dq, dk = sweep.summed_of_keys(dq, inputs.q), sweep.summed_of_keys(dk, inputs.k)
-    dv = None if dv is None else sweep.batched(dv)
-    return none_as_empty(inputs.q, dq, dk, dv, dg, dg_gamma, dbeta, d_initial_state)
+        dtype = torch.float32 if g is None or wants("g_gamma") else g.dtype
+        dg, dbeta = sweep.gradients(q, k, v, do, S, dS, dq, dk, dtype, beta if wants("beta") else None)
+    return call.made(
+        q=sweep.summed_of_keys(dq, inputs.q),
+        k=sweep.summed_of_keys(dk, inputs.k),
+        v=None if dv is None else sweep.batched(dv),
+        g=dg,
+        g_gamma=dg.sum((0, 1)) if dg is not None and wants("g_gamma") else None,
+        beta=dbeta,
+        initial_state=d_initial_state,
+    )
 
 
-chunk.backward = backward
-
-
-def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
+def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return _launch.recurrent(**Inputs(*args)._asdict())
+    return _launch.recurrent(**inputs._asdict())
 
 
-def steps(*args: Any) -> tuple[Tensor, Tensor]:
+def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], states [N, count, HV, K, V])``."""
-    *inputs, count, stride = args
-    return _launch.recurrent(**Inputs(*inputs)._asdict(), count=count, stride=stride)
+    return _launch.recurrent(**inputs._asdict(), count=count, stride=stride)
 
 
 class _Launches(MatrixSequences):

@@ -10,13 +10,12 @@ All is functional and differentiable to any order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from flacompose.ops._dtype import upcast
-from flacompose.ops.families._chunks import Chunks, gradients
+from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families._signature import BackwardCall, Gradients
+from flacompose.ops.families._token import token
 from flacompose.ops.families.scalar_decay.inputs import Inputs
 
 
@@ -24,7 +23,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale = inputs
     if q.shape[1] == 1 and cu_seqlens is None:
-        return _token(inputs)
+        return token(**inputs._asdict())
     chunks = Chunks(q, cu_seqlens)
     q_, k_, v_ = _by_group(chunks, q, k, v)
     v_ = _times(v_, _strength(chunks, q, beta))
@@ -35,78 +34,55 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return chunks.join(o.flatten(1, 2)).to(v.dtype), final_state
 
 
-def _token(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """`forward` of one token: the recurrence itself."""
-    q, k, v, g, g_gamma, beta, initial_state, _, scale = inputs
-    q_, k_, v_ = (upcast(x[:, 0]) for x in (q, k, v))  # [B, H, D]
-    if beta is not None:
-        v_ = v_ * beta[:, 0].to(v_.dtype).unsqueeze(-1)
-    H, HV = q.shape[2], v.shape[2]
-    if HV != H:
-        q_, k_ = (x.repeat_interleave(HV // H, 1) for x in (q_, k_))
-    S = k_.unsqueeze(-1) * v_.unsqueeze(-2)
-    if initial_state is not None:
-        before = initial_state.to(S.dtype)
-        if g is not None or g_gamma is not None:
-            before = before * _gates(q_, None if g is None else g[:, 0], g_gamma).exp().unsqueeze(-1)
-        S = S + before
-    o = ((q_ * scale).unsqueeze(-2) @ S).squeeze(-2)
-    return o.unsqueeze(1).to(v.dtype, copy=True), S.contiguous()  # an op returns no view
-
-
 def _gates(x: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> Tensor:
     """``[B, T, HV, 1]``, or ``[HV, 1]`` without `g`: the sum of both decays, in the dtype of `x`."""
     gates = [y.to(x.dtype) for y in (g, g_gamma) if y is not None]
     return sum(gates[1:], start=gates[0]).unsqueeze(-1)
 
 
-def backward(
-    inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dg, dg_gamma, dbeta, d_initial_state)``, empty where `output_mask` is False or an input absent."""
-    q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale = inputs
-    want_q, want_k, want_v, want_g, want_g_gamma, want_beta, want_state = output_mask
-    gates_wanted = want_g or want_g_gamma
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale = call.inputs
+    wants, gates = call.wants, ("g", "g_gamma")
     chunks = Chunks(q, cu_seqlens)
-    do = torch.zeros_like(v) if do is None else do
-    q_, k_, values, do_ = _by_group(chunks, q, k, v, do)
+    q_, k_, values, do_ = _by_group(chunks, q, k, v, call.do)
     strength = _strength(chunks, q, beta)
     v_ = _times(values, strength)  # what is written
     q_, decay = q_ * scale, Decay(chunks, q, g, g_gamma)
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it.
-    if want_q or gates_wanted:
+    if wants("q", *gates):
         S, _ = _sweep(chunks, k_ * decay.write, v_, decay, initial_state)
         dq = do_ @ S.mT * decay.read
-    if want_k or want_v or want_beta or gates_wanted or want_state:
-        dS, d_initial_state = _sweep(chunks, q_ * decay.read, do_, decay, d_final_state, reverse=True)
-    if want_k or gates_wanted:
+    if wants("k", "v", "beta", "initial_state", *gates):
+        dS, d_initial_state = _sweep(
+            chunks, q_ * decay.read, do_, decay, call.arriving.final_state, reverse=True
+        )
+    if wants("k", *gates):
         dk = v_ @ dS.mT * decay.write
 
     # From this chunk, and together.
-    if want_v or want_beta or gates_wanted:
+    if wants("v", "beta", *gates):
         A = (q_ @ k_.mT).tril()
-    if want_q or want_k or gates_wanted:
+    if wants("q", "k", *gates):
         dA = (do_ @ v_.mT).tril() * decay.pair
-    if gates_wanted:
+    if wants(*gates):
         d_total = (S * dS).sum((-2, -1), keepdim=True) * decay.total
         dg = decay.gradient(A * dA, (q_ * dq).sum(-1, True), (k_ * dk).sum(-1, True), d_total)
         dg = chunks.join(dg.flatten(1, 2)).squeeze(-1)
-    if want_v or want_beta:
+    if wants("v", "beta"):
         d_written = (A * decay.pair).mT @ do_ + (k_ * decay.write) @ dS
-    if want_q or want_k:
+    if wants("q", "k"):
         dA = dA.sum(2, True)
 
-    return gradients(
-        inputs,
-        output_mask,
-        lambda: chunks.join((dq.sum(2, True) + dA @ k_).flatten(1, 2)) * scale,
-        lambda: chunks.join((dk.sum(2, True) + dA.mT @ q_).flatten(1, 2)),
-        lambda: chunks.join(_times(d_written, strength).flatten(1, 2)),
-        lambda: dg,
-        lambda: dg.sum((0, 1)),
-        lambda: chunks.join((d_written * values).sum(-1, True).flatten(1, 2)).squeeze(-1),
-        lambda: d_initial_state,
+    return call.made(
+        q=lambda: chunks.join((dq.sum(2, True) + dA @ k_).flatten(1, 2)) * scale,
+        k=lambda: chunks.join((dk.sum(2, True) + dA.mT @ q_).flatten(1, 2)),
+        v=lambda: chunks.join(_times(d_written, strength).flatten(1, 2)),
+        g=lambda: dg,
+        g_gamma=lambda: dg.sum((0, 1)),
+        beta=lambda: chunks.join((d_written * values).sum(-1, True).flatten(1, 2)).squeeze(-1),
+        initial_state=lambda: d_initial_state,
     )
 
 

@@ -1,21 +1,33 @@
-"""What the ops of scalar decay take."""
+"""What the ops of scalar decay take and return."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+
 
 class Inputs(NamedTuple):
-    """The arguments of the forms, in the order of their schema; the backward takes these first."""
+    """The arguments of every form, in the order of the schema."""
 
-    q: Tensor  # [B, T, H, K]
-    k: Tensor  # [B, T, H, K]
-    v: Tensor  # [B, T, HV, V], HV a multiple of H
-    g: Tensor | None = None  # [B, T, HV], a decay per token and head
-    g_gamma: Tensor | None = None  # [HV], a decay per head, the same for every token
-    beta: Tensor | None = None  # [B, T, HV], how strongly a token is written, 1 if absent
-    initial_state: Tensor | None = None  # [N, HV, K, V]
+    q: Annotated[Tensor, "B T H K", AUTOCAST]
+    k: Annotated[Tensor, "B T H K", AUTOCAST]
+    v: Annotated[Tensor, "B T HV V", AUTOCAST]  # HV a multiple of H
+    g: Annotated[Tensor | None, "B T HV"] = None  # a decay per token and head
+    g_gamma: Annotated[Tensor | None, "HV"] = None  # a decay per head, the same for every token
+    beta: Annotated[Tensor | None, "B T HV"] = None  # how strongly a token is written, 1 if absent
+    initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0
+
+
+class Outputs(NamedTuple):
+    """The results."""
+
+    o: Annotated[Tensor, "B T HV V", Dtype("v")]
+    final_state: Annotated[Tensor, "N HV K V"]
+
+
+SIGNATURE = Signature(Inputs, Outputs)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import launch
-from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._launch import block, none_as_empty, tile_count
+from flacompose.ops._launching import launch
+from flacompose.ops.families._launch import block, tile_count
 from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.scan.inputs import Inputs
 from flacompose.ops.families.scan.kernels import scan_kernel
 
@@ -18,54 +16,44 @@ from flacompose.ops.families.scan.kernels import scan_kernel
 SCAN_CONFIG, END_CONFIG, TOKEN_CONFIG = (8, 4), (16, 1), (1, 1)
 
 
-@compile_ahead
-def chunk(*args: Any) -> tuple[Tensor, Tensor]:
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
-    x, g, initial_state, cu_seqlens = Inputs(*args)
+    x, g, initial_state, cu_seqlens = inputs
     return _Launches(x, cu_seqlens).forward(x, g, initial_state)
 
 
-def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
+def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
-    x, g, initial_state, cu_seqlens = Inputs(*args)
+    x, g, initial_state, cu_seqlens = inputs
     return _Launches(x, cu_seqlens, by_token=True).forward(x, g, initial_state)
 
 
-def steps(*args: Any) -> tuple[Tensor, Tensor]:
+def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], states [N, count, D])``."""
-    *inputs, count, stride = args
-    x, g, initial_state, cu_seqlens = Inputs(*inputs)
+    x, g, initial_state, cu_seqlens = inputs
     return _Launches(x, cu_seqlens, by_token=True).forward(x, g, initial_state, count, stride)
 
 
-@compile_ahead
-def backward(*args: Any) -> tuple[Tensor, ...]:
-    """``(dx, dg, d_initial_state)``, empty where `output_mask` does not want them."""
-    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    x, g, initial_state, cu_seqlens = inputs
-    wants_x, wants_g, wants_state = output_mask
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    x, g, initial_state, cu_seqlens = call.inputs
     scan = _Launches(x, cu_seqlens)
-    dx = scan.per_token(scan.D, dtype=x.dtype) if wants_x else None
-    d_initial_state = None
-    if initial_state is not None and wants_state:
-        d_initial_state = scan.per_sequence(scan.D, dtype=initial_state.dtype)
+    dx = scan.per_token(scan.D, dtype=x.dtype) if call.wants("x") else None
+    start = call.wanted_input("initial_state")
+    d_initial_state = None if start is None else scan.per_sequence(scan.D, dtype=start.dtype)
     dg = decayed = None
-    do = torch.zeros_like(x) if do is None else do
     g = g.contiguous()
-    if wants_g:
+    if call.wants("g"):
         dg = scan.per_token(scan.D, dtype=g.dtype)
         # The decayed states are in `dg` until it overwrites them, unless it is float16, whose range does not reach
         # down to what strong gates leave of them.
         decayed = dg if g.dtype != torch.float16 else scan.per_token(scan.D, dtype=torch.float32)
         scan(x.contiguous(), g, initial_state, out=decayed, only_decayed=True)
     decayed = None if decayed is dg else decayed
-    do = do.contiguous()
-    scan(do, g, d_final_state, decayed, out=dx, dg=dg, final=d_initial_state, reverse=True)
+    do = call.do.contiguous()
+    scan(do, g, call.arriving.final_state, decayed, out=dx, dg=dg, final=d_initial_state, reverse=True)
     dx, dg = (None if y is None else scan.batched(y) for y in (dx, dg))
-    return none_as_empty(x, dx, dg, d_initial_state)
-
-
-chunk.backward = backward
+    return call.made(x=dx, g=dg, initial_state=d_initial_state)
 
 
 class _Launches(Sequences):

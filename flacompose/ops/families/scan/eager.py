@@ -10,13 +10,12 @@ differentiable to any order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import upcast
-from flacompose.ops.families._chunks import Chunks, gradients
+from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.scan.inputs import Inputs
 
 
@@ -39,36 +38,31 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return scan.join(o).to(x.dtype), final_state
 
 
-def backward(
-    inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """``(dx, dg, d_initial_state)``, empty where `output_mask` is False or the state is absent."""
-    x, g, initial_state, cu_seqlens = inputs
-    want_x, want_g, want_state = output_mask
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    x, g, initial_state, cu_seqlens = call.inputs
     scan = _Scan(x, g, cu_seqlens)
-    x_, do_ = scan.tokens(x), scan.tokens(torch.zeros_like(x) if do is None else do)
+    x_, do_ = scan.tokens(x), scan.tokens(call.do)
     # exp(g_t) * h_{t-1}, what is left of the state.
     left = []
-    if want_g:
+    if call.wants("g"):
         h, _ = scan.states(x_, initial_state)
         for a, x_t in zip(scan.decay, x_, strict=True):
             left.append(a * h)
             h = left[-1] + x_t
 
     # dh_t = do_t + exp(g_{t+1}) * dh_{t+1}; `dh` is its second term.
-    dh, d_initial_state = scan.states(do_, d_final_state, reverse=True)
+    dh, d_initial_state = scan.states(do_, call.arriving.final_state, reverse=True)
     dx = []
-    if want_x or want_g:
+    if call.wants("x", "g"):
         for a, do_t in zip(reversed(scan.decay), reversed(do_), strict=True):
             dx.append(do_t + dh)
             dh = a * dx[-1]
         dx.reverse()
-    return gradients(
-        inputs,
-        output_mask,
-        lambda: scan.join(dx),
-        lambda: scan.join([d * h for d, h in zip(dx, left, strict=True)]),
-        lambda: d_initial_state,
+    return call.made(
+        x=lambda: scan.join(dx),
+        g=lambda: scan.join([d * h for d, h in zip(dx, left, strict=True)]),
+        initial_state=d_initial_state,
     )
 
 

@@ -1,16 +1,28 @@
-"""What the ops of the elementwise scan take."""
+"""What the ops of the elementwise scan take and return."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+
 
 class Inputs(NamedTuple):
-    """The arguments of the forms, in the order of their schema; the backward takes these first."""
+    """The arguments of every form, in the order of the schema."""
 
-    x: Tensor  # [B, T, D]
-    g: Tensor  # [B, T, D]
-    initial_state: Tensor | None = None  # [N, D]
+    x: Annotated[Tensor, "B T D", AUTOCAST]
+    g: Annotated[Tensor, "B T D"]
+    initial_state: Annotated[Tensor | None, "N D"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
+
+
+class Outputs(NamedTuple):
+    """The results."""
+
+    o: Annotated[Tensor, "B T D", Dtype("x")]
+    final_state: Annotated[Tensor, "N D"]
+
+
+SIGNATURE = Signature(Inputs, Outputs)

@@ -6,17 +6,9 @@ from math import prod
 
 from torch import Tensor
 
-from flacompose.ops._dtype import state_dtype
-from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families._op import define_forms
 from flacompose.ops.families.scan import eager
-from flacompose.ops.families.scan.inputs import Inputs
-
-
-def _fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    x, g, initial_state, cu_seqlens = inputs
-    N = sequence_count(x, cu_seqlens)
-    return x.new_empty(x.shape), x.new_empty(N, x.shape[2], dtype=state_dtype(x.dtype))
+from flacompose.ops.families.scan.inputs import SIGNATURE, Inputs
 
 
 def _flops(x, *_, **__) -> int:
@@ -24,14 +16,19 @@ def _flops(x, *_, **__) -> int:
     return 2 * prod(x)
 
 
-chunk, recurrent, steps = define_forms(
-    "scan",
-    eager,
-    Inputs,
-    arguments="Tensor x, Tensor g, Tensor? initial_state, Tensor? cu_seqlens",
-    gradients="Tensor dx, Tensor dg, Tensor d_initial_state",
-    axes={"x": "B T D", "g": "B T D", "o": "B T D", "initial_state": "N D", "final_state": "N D"},
-    autocast={"x": None},
-    fake=_fake,
-    flops=_flops,
-)
+_chunk, _recurrent, _steps = define_forms("scan", SIGNATURE, eager, flops=_flops)
+
+
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o, final_state)``, in chunks of tokens: for training and for prompts."""
+    return _chunk(*inputs)
+
+
+def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o, final_state)``, token by token: for decoding."""
+    return _recurrent(*inputs)
+
+
+def steps(inputs: Inputs, count: int, stride: int = 1) -> tuple[Tensor, Tensor]:
+    """`recurrent` with `count` states, ``[N, count, ...]``, those after the last tokens that are `stride` apart."""
+    return _steps(*inputs, count, stride)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import launch
-from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._launch import none_as_empty, tile_count
+from flacompose.ops._launching import launch
+from flacompose.ops.families._launch import tile_count
 from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.selective_scan.inputs import Inputs
 from flacompose.ops.families.selective_scan.kernels import gradient_kernel, sweep_kernel
 
@@ -22,10 +22,9 @@ STATES = 16
 SWEEP, GRADIENT = (16, 32), (8, 16)
 
 
-@compile_ahead
-def forward(*args: Any) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, S])``."""
-    x, dt, A, B, C, initial_state, cu_seqlens = Inputs(*args)
+    x, dt, A, B, C, initial_state, cu_seqlens = inputs
     scan = _Launches(x, dt, A, B, C, cu_seqlens)
     y = scan.per_channel(x.dtype)
     final_state = scan.per_sequence(scan.D, scan.S)
@@ -34,40 +33,33 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
     return scan.summed(y, x.dtype), final_state
 
 
-@compile_ahead
-def backward(*args: Any) -> tuple[Tensor, ...]:
-    """``(dx, ddt, dA, dB, dC, d_initial_state)``, empty where `output_mask` does not want them."""
-    inputs, (dy, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    x, dt, A, B, C, initial_state, cu_seqlens = inputs
-    wants_x, wants_dt, wants_A, wants_B, wants_C, wants_state = output_mask
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    wants = call.wants
+    x, dt, A, B, C, initial_state, cu_seqlens = call.inputs
     scan = _Launches(x, dt, A, B, C, cu_seqlens)
     D, S = scan.D, scan.S
-    dy = (torch.zeros_like(x) if dy is None else dy).contiguous()
+    dy = call.do.contiguous()
     x = x.contiguous()
     before = None
-    if wants_dt or wants_A or wants_C:
+    if wants("dt", "A", "C"):
         before = scan.per_chunk(D, S)
         initial = None if initial_state is None else initial_state.contiguous()
         scan.sweep(x, initial=initial, before=before)
-    dx, ddt = (scan.per_channel(y.dtype) if want else None for y, want in ((x, wants_x), (dt, wants_dt)))
-    dB, dC = (scan.per_group() if want else None for want in (wants_B, wants_C))
-    d_initial = None
-    if initial_state is not None and wants_state:
-        d_initial = scan.per_sequence(D, S, dtype=initial_state.dtype)
+    dx, ddt = (scan.per_channel(y.dtype) if wants(name) else None for name, y in (("x", x), ("dt", dt)))
+    dB, dC = (scan.per_group() if wants(name) else None for name in ("B", "C"))
+    start = call.wanted_input("initial_state")
+    d_initial = None if start is None else scan.per_sequence(D, S, dtype=start.dtype)
     outputs = {"dx": dx, "ddt": ddt, "dB": dB, "dC": dC, "d_initial": d_initial}
-    dA = scan.gradients(x, dy, d_final_state, wants_A, before=before, **outputs)
-    return none_as_empty(
-        x,
-        None if dx is None else scan.summed(dx, x.dtype),
-        None if ddt is None else scan.summed(ddt, dt.dtype),
-        None if dA is None else dA.to(A.dtype),
-        None if dB is None else scan.batched(dB).sum(2).to(B.dtype),
-        None if dC is None else scan.batched(dC).sum(2).to(C.dtype),
-        d_initial,
+    dA = scan.gradients(x, dy, call.arriving.final_state, wants("A"), before=before, **outputs)
+    return call.made(
+        x=None if dx is None else scan.summed(dx, x.dtype),
+        dt=None if ddt is None else scan.summed(ddt, dt.dtype),
+        A=dA,
+        B=None if dB is None else scan.batched(dB).sum(2),
+        C=None if dC is None else scan.batched(dC).sum(2),
+        initial_state=d_initial,
     )
-
-
-forward.backward = backward
 
 
 class _Launches(Sequences):

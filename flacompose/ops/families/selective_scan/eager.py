@@ -11,12 +11,11 @@ computed again from the states before its chunks. All is functional and differen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from flacompose.ops.families._chunks import Chunks, Sweep, gradients
+from flacompose.ops.families._chunks import Chunks, Sweep
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.selective_scan.inputs import Inputs
 
 
@@ -33,55 +32,50 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return scan.join(y).flatten(2).to(inputs.x.dtype, copy=True), scan.final(sweep)
 
 
-def backward(
-    inputs: Inputs, dy: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """``(dx, ddt, dA, dB, dC, d_initial_state)``, empty where `output_mask` is False or the state is absent."""
-    want_x, want_dt, want_A, want_B, want_C, _ = output_mask
-    want_states = want_dt or want_A or want_C
-    scan = _Scan(inputs, torch.zeros_like(inputs.x) if dy is None else dy)
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    wants = call.wants
+    scan = _Scan(call.inputs, call.do)
     before = []
-    if want_states:
-        sweep = Sweep(scan.chunks, scan.initial(inputs.initial_state))
+    if wants("dt", "A", "C"):
+        sweep = Sweep(scan.chunks, scan.initial(call.inputs.initial_state))
         for chunks in scan.segments:
             segment = _Segment(scan, chunks)
             before.append(segment.sweep(sweep, segment.ends()))
 
-    sweep = Sweep(scan.chunks, scan.initial(d_final_state), reverse=True)
+    sweep = Sweep(scan.chunks, scan.initial(call.arriving.final_state), reverse=True)
     dx, ddt, dB, dC = [], [], [], []
     dA = torch.zeros_like(scan.A)
     for chunks in reversed(scan.segments):
         segment = _Segment(scan, chunks)
         x, dt = segment.x, segment.dt
         after = segment.sweep(sweep, segment.ends(reverse=True))
-        if want_states:
+        if wants("dt", "A", "C"):
             # exp(dt_t A) * h_{t-1}, what is left of the state, and what the token adds.
             left, writes = (torch.stack(parts) for parts in zip(*segment.states(before.pop()), strict=True))
-        if want_C:
+        if wants("C"):
             dC.append((segment.dy.unsqueeze(-2) @ (left + writes)).squeeze(-2))
-        if not (want_x or want_dt or want_A or want_B):
+        if not wants("x", "dt", "A", "B"):
             continue
         dh = segment.d_states(after)
-        if want_x or want_dt:
+        if wants("x", "dt"):
             d_product = (dh @ segment.B.unsqueeze(-1)).squeeze(-1)  # the gradient of dt * x
             dx.append(dt * d_product)
-        if want_dt or want_A:
+        if wants("dt", "A"):
             d_exponent = dh * left
-        if want_dt:
+        if wants("dt"):
             ddt.append(x * d_product + (d_exponent * scan.A_of_dt).sum(-1))
-        if want_A:
+        if wants("A"):
             dA = dA + (d_exponent * dt.unsqueeze(-1)).sum((0, 1, 3)).unsqueeze(1)
-        if want_B:
+        if wants("B"):
             dB.append(((dt * x).unsqueeze(-2) @ dh).squeeze(-2))
-    return gradients(
-        inputs,
-        output_mask,
-        lambda: scan.join(dx[::-1]).flatten(2).clone(),
-        lambda: scan.join(ddt[::-1]).flatten(2).clone(),
-        lambda: dA.flatten(0, 2).clone(),
-        lambda: scan.join(dB[::-1]),
-        lambda: scan.join(dC[::-1]),
-        lambda: scan.final(sweep),
+    return call.made(
+        x=lambda: scan.join(dx[::-1]).flatten(2).clone(),
+        dt=lambda: scan.join(ddt[::-1]).flatten(2).clone(),
+        A=lambda: dA.flatten(0, 2).clone(),
+        B=lambda: scan.join(dB[::-1]),
+        C=lambda: scan.join(dC[::-1]),
+        initial_state=lambda: scan.final(sweep),
     )
 
 

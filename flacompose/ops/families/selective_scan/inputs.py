@@ -1,19 +1,31 @@
-"""What the op of the selective scan takes."""
+"""What the op of the selective scan takes and returns."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+
 
 class Inputs(NamedTuple):
-    """The arguments of the op, in the order of its schema; the backward takes these first."""
+    """The arguments of the op, in the order of the schema."""
 
-    x: Tensor  # [B, T, D]
-    dt: Tensor  # [B, T, D], any float dtype
-    A: Tensor  # [D, S], any float dtype
-    B: Tensor  # [B, T, G, S]; each of the G groups of channels has its own
-    C: Tensor  # [B, T, G, S]
-    initial_state: Tensor | None = None  # [N, D, S]
+    x: Annotated[Tensor, "B T D", AUTOCAST]
+    dt: Annotated[Tensor, "B T D"]  # any float dtype
+    A: Annotated[Tensor, "D S"]  # any float dtype
+    B: Annotated[Tensor, "B T H S", AUTOCAST]  # each of the H groups of channels has its own
+    C: Annotated[Tensor, "B T H S", AUTOCAST]
+    initial_state: Annotated[Tensor | None, "N D S"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
+
+
+class Outputs(NamedTuple):
+    """The results."""
+
+    o: Annotated[Tensor, "B T D", Dtype("x")]
+    final_state: Annotated[Tensor, "N D S"]
+
+
+SIGNATURE = Signature(Inputs, Outputs)

@@ -12,17 +12,9 @@ from math import prod
 
 from torch import Tensor
 
-from flacompose.ops._dtype import state_dtype
-from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families._op import define_forms
 from flacompose.ops.families.selective_scan import eager
-from flacompose.ops.families.selective_scan.inputs import Inputs
-
-
-def _fake(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    x, A = inputs.x, inputs.A
-    N = sequence_count(x, inputs.cu_seqlens)
-    return x.new_empty(x.shape), x.new_empty(N, *A.shape, dtype=state_dtype(x.dtype))
+from flacompose.ops.families.selective_scan.inputs import SIGNATURE, Inputs
 
 
 def _flops(x, dt, A, *_, **__) -> int:
@@ -30,24 +22,9 @@ def _flops(x, dt, A, *_, **__) -> int:
     return 7 * prod(x) * A[1]
 
 
-(forward,) = define_forms(
-    "selective_scan",
-    eager,
-    Inputs,
-    forms=("forward",),
-    arguments="Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? initial_state, Tensor? cu_seqlens",
-    gradients="Tensor dx, Tensor ddt, Tensor dA, Tensor dB, Tensor dC, Tensor d_initial_state",
-    axes={
-        "x": "B T D",
-        "dt": "B T D",
-        "A": "D S",
-        "B": "B T H S",
-        "C": "B T H S",
-        "o": "B T D",
-        "initial_state": "N D S",
-        "final_state": "N D S",
-    },
-    autocast={"x": None, "B": None, "C": None},
-    fake=_fake,
-    flops=_flops,
-)
+(_forward,) = define_forms("selective_scan", SIGNATURE, eager, forms=("forward",), flops=_flops)
+
+
+def forward(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(y, final_state)``."""
+    return _forward(*inputs)

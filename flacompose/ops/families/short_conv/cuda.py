@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import always_true, launch, launches_into_graph
-from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._launch import block, none_as_empty, tile_count
+from flacompose.ops._launching import launch, launches_into_graph
+from flacompose.ops._sizes import always_true
+from flacompose.ops.families._launch import block, tile_count
 from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.short_conv import eager
 from flacompose.ops.families.short_conv.inputs import Inputs
 from flacompose.ops.families.short_conv.kernels import backward_kernel, forward_kernel
@@ -22,10 +23,8 @@ MAX_WIDTH = 8
 FORWARD, TOKEN, BACKWARD = (64, 4, 32), (1, 1, 32), (128, 4, 16)
 
 
-@compile_ahead
-def forward(*args: Any) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, W])``."""
-    inputs = Inputs(*args)
     x, weight, bias, initial_state, cu_seqlens, silu = inputs
     one_token = always_true(x.shape[1] == 1)
     # In a graph, Inductor makes one token's few products a part of its own kernels.
@@ -38,25 +37,22 @@ def forward(*args: Any) -> tuple[Tensor, Tensor]:
     return walk.batched(y), final_state
 
 
-@compile_ahead
-def backward(*args: Any) -> tuple[Tensor, ...]:
-    """``(dx, dweight, dbias, d_initial_state)``, empty where `output_mask` does not want them."""
-    inputs, (dy, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    x, weight, bias, initial_state, cu_seqlens, silu = inputs
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    x, weight, bias, initial_state, cu_seqlens, silu = call.inputs
     if weight.shape[1] > MAX_WIDTH:
-        return eager.backward(inputs, dy, d_final_state, output_mask)
-    wants_x, wants_weight, wants_bias, wants_state = output_mask
+        return eager.backward(call)
+    wants, d_final_state = call.wants, call.arriving.final_state
     steps, together, columns = BACKWARD
     # The walk also covers the tokens after a chunk that read its last inputs.
     walk = _Launches(x, weight, cu_seqlens, silu, steps - weight.shape[1] + 1, together, columns)
     D, W = walk.D, walk.W
-    dx = walk.per_token(D, dtype=x.dtype, every=True) if wants_x else None
-    d_weight = walk.per_chunk(W, D) if wants_weight else None
-    d_bias = walk.per_chunk(D) if bias is not None and wants_bias else None
-    d_initial_state = None
-    if initial_state is not None and wants_state:
-        d_initial_state = walk.per_sequence(D, W, dtype=initial_state.dtype)
-    dy = _with_unit_stride(torch.zeros_like(x) if dy is None else dy)
+    dx = walk.per_token(D, dtype=x.dtype, every=True) if wants("x") else None
+    d_weight = walk.per_chunk(W, D) if wants("weight") else None
+    d_bias = walk.per_chunk(D) if wants("bias") else None
+    start = call.wanted_input("initial_state")
+    d_initial_state = None if start is None else walk.per_sequence(D, W, dtype=start.dtype)
+    dy = _with_unit_stride(call.do)
     walk(
         backward_kernel,
         x,
@@ -74,12 +70,12 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
     )
     if d_weight is not None:
         d_weight = d_weight.sum(0).mT.to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
-    if d_bias is not None and bias is not None:
-        d_bias = d_bias.sum(0).to(bias.dtype)
-    return none_as_empty(x, None if dx is None else walk.batched(dx), d_weight, d_bias, d_initial_state)
-
-
-forward.backward = backward
+    return call.made(
+        x=None if dx is None else walk.batched(dx),
+        weight=d_weight,
+        bias=None if d_bias is None else d_bias.sum(0),
+        initial_state=d_initial_state,
+    )
 
 
 class _Launches(Sequences):

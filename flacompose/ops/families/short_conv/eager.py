@@ -9,15 +9,13 @@ Backwards in time likewise. All is functional and differentiable to any order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops._dtype import upcast
 from flacompose.ops._varlen import bounds, inside, sequence_of
-from flacompose.ops.families._chunks import gradients
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.short_conv.inputs import Inputs
 
 
@@ -31,15 +29,13 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return _new(y, x.dtype), _new(rows.last(history).mT)
 
 
-def backward(
-    inputs: Inputs, dy: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """``(dx, dweight, dbias, d_initial_state)``, empty where `output_mask` is False or the input is absent."""
-    x, weight, bias, initial_state, cu_seqlens, silu = inputs
-    W = weight.shape[1]
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    x, weight, bias, initial_state, cu_seqlens, silu = call.inputs
+    W, d_final_state = weight.shape[1], call.arriving.final_state
     rows = _rows(x, weight, cu_seqlens)
     history = rows.history(upcast(x), initial_state)  # [R, W + L, D]
-    da = rows.at_tokens(history.new_zeros(x.shape) if dy is None else dy.to(history.dtype))  # [R, L, D]
+    da = rows.at_tokens(call.do.to(history.dtype))  # [R, L, D]
     if silu:
         a = _preactivation(history, weight, bias)
         s = a.sigmoid()
@@ -50,18 +46,16 @@ def backward(
         L = da.shape[1]
         return _new(torch.stack([(da * history[:, 1 + w : 1 + w + L]).sum((0, 1)) for w in range(W)], 1))
 
-    if output_mask[0] or output_mask[3]:
+    if call.wants("x", "initial_state"):
         # An input is read by its own token with the last column of the weight, and by the later ones with those before.
         d_history = _sums(F.pad(da, (0, 0, W, W - 1)), weight.flip(1), history.shape[1])
         if d_final_state is not None:
             d_history = d_history + rows.at_last(d_final_state.to(history.dtype).mT)
-    return gradients(
-        inputs,
-        output_mask,
-        lambda: _new(rows.of_tokens(d_history[:, W:])),
-        d_weight,
-        lambda: da.sum((0, 1)),
-        lambda: _new(rows.first(d_history).mT),
+    return call.made(
+        x=lambda: _new(rows.of_tokens(d_history[:, W:])),
+        weight=d_weight,
+        bias=lambda: da.sum((0, 1)),
+        initial_state=lambda: _new(rows.first(d_history).mT),
     )
 
 

@@ -1,18 +1,30 @@
-"""What the op of the short convolution takes."""
+"""What the op of the short convolution takes and returns."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+
 
 class Inputs(NamedTuple):
-    """The arguments of the op, in the order of its schema; the backward takes these first."""
+    """The arguments of the op, in the order of the schema."""
 
-    x: Tensor  # [B, T, D]
-    weight: Tensor  # [D, W]
-    bias: Tensor | None = None  # [D]
-    initial_state: Tensor | None = None  # [N, D, W]
+    x: Annotated[Tensor, "B T D", AUTOCAST]
+    weight: Annotated[Tensor, "D W"]
+    bias: Annotated[Tensor | None, "D"] = None
+    initial_state: Annotated[Tensor | None, "N D W"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     silu: bool = False  # whether silu is applied to the sums
+
+
+class Outputs(NamedTuple):
+    """The results."""
+
+    o: Annotated[Tensor, "B T D", Dtype("x")]
+    final_state: Annotated[Tensor, "N D W"]
+
+
+SIGNATURE = Signature(Inputs, Outputs)

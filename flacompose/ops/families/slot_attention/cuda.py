@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from flacompose.ops._define import launch
+from flacompose.ops._launching import launch
 from flacompose.ops.families._launch import block, operand, tile_count
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.slot_attention import eager
 from flacompose.ops.families.slot_attention.inputs import Inputs
 from flacompose.ops.families.slot_attention.kernels import token_kernel
 from flacompose.ops.families.vector_decay import cuda as vector_decay
-from flacompose.ops.families.vector_decay.inputs import Inputs as Pass
 
 
-def token(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def token(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """``(o [B, 1, H, G, V], final_k [B, H, K, M], final_v [B, H, M, V])``."""
-    q, k, v, s, g, initial_k, initial_v, scale = Inputs(*args)
+    q, k, v, s, g, initial_k, initial_v, scale = inputs
     (B, _, H, G, K), M, V = q.shape, s.shape[3], v.shape[3]
     o = torch.empty(B, 1, H, G, V, dtype=v.dtype, device=q.device)
     final_k, final_v = (
@@ -31,11 +29,9 @@ def token(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return o, final_k, final_v
 
 
-def backward(*args: Any) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, ds, dg, d_initial_k, d_initial_v)``, empty where `output_mask` does not want them."""
-    *inputs, do, d_final_k, d_final_v, output_mask = args
-    passes = _pass_forward, _pass_backward
-    return eager.backward(Inputs(*inputs), do, d_final_k, d_final_v, output_mask, passes)
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    return eager.backward(call, vector_decay.recurrent, vector_decay.backward)
 
 
 def token_config(K: int, M: int, V: int) -> dict[str, int]:
@@ -46,11 +42,3 @@ def token_config(K: int, M: int, V: int) -> dict[str, int]:
     BK = block(K, 512)
     BM = block(M, min(8192 // BK, 64))
     return {"BK": BK, "BM": BM, "BV": block(V, 128)}
-
-
-def _pass_forward(inputs: Pass) -> tuple[Tensor, Tensor]:
-    return vector_decay.recurrent(*inputs)
-
-
-def _pass_backward(inputs: Pass, *args: Any) -> tuple[Tensor, ...]:
-    return vector_decay.backward(*inputs, *args)

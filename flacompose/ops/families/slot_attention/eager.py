@@ -9,18 +9,20 @@ softmax of the logits and has its gate on the key axis. The queries of a group a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from flacompose.ops._groups import by_head, in_turn, spread
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.slot_attention.inputs import Inputs
 from flacompose.ops.families.vector_decay import eager as vector_decay
+from flacompose.ops.families.vector_decay.inputs import SIGNATURE as PASS
 from flacompose.ops.families.vector_decay.inputs import Inputs as Pass
 
 Forward = Callable[[Pass], tuple[Tensor, Tensor]]
-Backward = Callable[..., tuple[Tensor, ...]]
+Backward = Callable[[BackwardCall[Pass]], Gradients]
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -32,39 +34,49 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(
-    inputs: Inputs,
-    do: Tensor | None,
-    d_final_k: Tensor | None,
-    d_final_v: Tensor | None,
-    output_mask: Sequence[bool],
-    passes: tuple[Forward, Backward] = (vector_decay.forward, vector_decay.backward),
-) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, ds, dg, d_initial_k, d_initial_v)``, empty where `output_mask` is False or the input is absent.
-
-    `passes` are the forward and the backward of vector decay.
-    """
-    pass_forward, pass_backward = passes
-    want_q, want_k, want_v, want_s, want_g, want_initial_k, want_initial_v = output_mask
+    call: BackwardCall[Inputs],
+    pass_forward: Forward = vector_decay.forward,
+    pass_backward: Backward = vector_decay.backward,
+) -> Gradients:
+    """The gradients that `call` wants, by the forward and the backward of vector decay."""
+    inputs, (do, d_final_k, d_final_v) = call.inputs, call.arriving
     keys = _keys(inputs)
-    dq = dk = dv = ds = dg = d_initial_k = d_initial_v = d_logits = None
+    of_values: Gradients = {}
+    of_keys: Gradients = {}
     if do is not None or d_final_v is not None:
-        through_logits = want_q or want_k or want_s or want_g or want_initial_k
-        wanted = [through_logits, want_s, want_v, want_g, False, False, want_initial_v]
+        # The names of a pass, and those of what it gets: logits read with queries' names, slots written as keys.
+        names = {"k": "s", "v": "v", "gk": "g", "initial_state": "initial_v"}
+        wanted = {x for x, name in names.items() if name in call.wanted}
+        if call.wants("q", "k", "s", "g", "initial_k"):
+            wanted.add("q")
         values = _values(inputs, keys, pass_forward(keys)[0])
-        found = pass_backward(values, None if do is None else in_turn(do), d_final_v, wanted)
-        d_logits, ds, dv, dg, _, _, d_initial_v = _wanted(found, wanted)
-    wanted = [want_q, want_k, want_s, False, want_g, False, want_initial_k]
-    if (d_logits is not None or d_final_k is not None) and any(wanted):
-        found = pass_backward(keys, d_logits, d_final_k, wanted)
-        dq, dk, written, _, decayed, _, d_initial_k = _wanted(found, wanted)
-        ds, dg = _sum(ds, written), _sum(dg, decayed)
-    dq = None if dq is None else _by_head(dq)
-    dk, dv, ds, dg = (None if x is None else _new(x[:, :1]) for x in (dk, dv, ds, dg))
-    made = dq, dk, dv, ds, dg, d_initial_k, d_initial_v
-    return tuple(
-        inputs.q.new_empty(0) if x is None or not wanted else x.new_zeros(x.shape) if dx is None else dx
-        for x, dx, wanted in zip(inputs[:7], made, output_mask, strict=True)
-    )
+        arriving = PASS.outputs(None if do is None else in_turn(do), d_final_v)
+        of_values = pass_backward(BackwardCall(PASS, values, arriving, frozenset(wanted)))
+    d_logits = of_values.pop("q", None)
+    names = {"q": "q", "k": "k", "v": "s", "gv": "g", "initial_state": "initial_k"}
+    wanted = {x for x, name in names.items() if name in call.wanted}
+    if (d_logits is not None or d_final_k is not None) and wanted:
+        of_keys = pass_backward(
+            BackwardCall(PASS, keys, PASS.outputs(d_logits, d_final_k), frozenset(wanted))
+        )
+
+    def of_tokens(*gradients: Tensor | None) -> Tensor | None:
+        """The gradient of what the first query of each group is read with."""
+        found = [x for x in gradients if x is not None]
+        return _new(sum(found[1:], start=found[0])[:, :1]) if found else None
+
+    dq = of_keys.get("q")
+    made = {
+        "q": None if dq is None else _by_head(dq),
+        "k": of_tokens(of_keys.get("k")),
+        "v": of_tokens(of_values.get("v")),
+        "s": of_tokens(of_values.get("k"), of_keys.get("v")),
+        "g": of_tokens(of_values.get("gk"), of_keys.get("gv")),
+        "initial_k": of_keys.get("initial_state"),
+        "initial_v": of_values.get("initial_state"),
+    }
+    nothing = {name: torch.zeros_like(getattr(inputs, name)) for name in call.wanted if made[name] is None}
+    return call.made(**made | nothing)
 
 
 def _keys(inputs: Inputs) -> Pass:
@@ -86,11 +98,3 @@ def _by_head(o: Tensor) -> Tensor:
 
 def _new(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)  # an op returns no view
-
-
-def _wanted(gradients: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor | None]:
-    return [dx if wanted else None for dx, wanted in zip(gradients, mask, strict=True)]
-
-
-def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    return y if x is None else x if y is None else x + y

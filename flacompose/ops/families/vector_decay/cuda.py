@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import Chip
-from flacompose.ops._define import launch
+from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
-from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._launch import block, none_as_empty, operand, operand_dtype, tile_count
+from flacompose.ops.families._launch import block, operand, operand_dtype, tile_count
 from flacompose.ops.families._sequences import MatrixSequences
+from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.vector_decay import slots
+from flacompose.ops.families.vector_decay.gates import C
 from flacompose.ops.families.vector_decay.inputs import Inputs
 from flacompose.ops.families.vector_decay.kernels import (
-    C,
     gated_kernel,
     plain_kernel,
     score_kernel,
@@ -27,10 +25,9 @@ from flacompose.ops.families.vector_decay.kernels import (
 CHUNK = C.value
 
 
-@compile_ahead
-def chunk(*args: Any) -> tuple[Tensor, Tensor]:
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    inputs = _with_probabilities(Inputs(*args))
+    inputs = _with_probabilities(inputs)
     chunks = _Launches(inputs)
     o = chunks.per_token(
         *inputs.v.shape[2:], dtype=torch.float32 if inputs.full_precision else inputs.v.dtype
@@ -45,27 +42,24 @@ def chunk(*args: Any) -> tuple[Tensor, Tensor]:
     return chunks.batched(o), final_state
 
 
-@compile_ahead
-def backward(*args: Any) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty where `output_mask` does not want them."""
-    inputs, (do, d_final_state, output_mask) = Inputs(*args[:-3]), args[-3:]
-    logits, inputs = inputs.q, _with_probabilities(inputs)
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    inputs, d_final_state = _with_probabilities(call.inputs), call.arriving.final_state
     q, k, v, gk, gv, u, initial_state, *_ = inputs
     chunks = _Launches(inputs)
     dq, dk, dv, dgk, dgv = (
-        # The gradient of probabilities is float32: its terms cancel, and may be larger than float16 can hold.
-        chunks.per_token(*x.shape[2:], dtype=torch.float32 if inputs.softmax and x is q else x.dtype)
-        if x is not None and wanted
-        else None
-        for x, wanted in zip(inputs[:5], output_mask)
+        None if x is None else chunks.per_token(*x.shape[2:], dtype=dtype or x.dtype)
+        for x, dtype in (
+            # The gradient of probabilities is float32: its terms cancel, and may be larger than float16 can hold.
+            (call.wanted_input("q"), torch.float32 if inputs.softmax else None),
+            *((call.wanted_input(name), None) for name in ("k", "v", "gk", "gv")),
+        )
     )
-    du = d_initial_state = None
-    if u is not None and output_mask[5]:
-        # By chunk, and zeros where there is none.
-        du = q.new_zeros(chunks.chunks + 1, *u.shape, dtype=torch.float32)
-    if initial_state is not None and output_mask[6]:
-        d_initial_state = chunks.state(initial_state.dtype)
-    q, k, v, do = map(operand, (q, k, v, torch.zeros_like(v) if do is None else do))
+    start, of_u = call.wanted_input("initial_state"), call.wanted_input("u")
+    d_initial_state = None if start is None else chunks.state(start.dtype)
+    # By chunk, and zeros where there is none.
+    du = None if of_u is None else q.new_zeros(chunks.chunks + 1, *of_u.shape, dtype=torch.float32)
+    q, k, v, do = map(operand, (q, k, v, call.do))
 
     S = dS = mild_k = mild_v = None
     of_gates = dgk is not None or dgv is not None
@@ -88,24 +82,19 @@ def backward(*args: Any) -> tuple[Tensor, ...]:
 
     dq, dk, dv, dgk, dgv = (None if x is None else chunks.batched(x) for x in (dq, dk, dv, dgk, dgv))
     if inputs.softmax and dq is not None:
-        dq = slots.softmax_gradient(logits, dq)
-    if u is not None and du is not None:
-        du = du.sum(0).to(u.dtype)
-    return none_as_empty(logits, dq, dk, dv, dgk, dgv, du, d_initial_state)
+        dq = slots.softmax_gradient(call.inputs.q, dq)
+    du = None if du is None else du.sum(0)
+    return call.made(q=dq, k=dk, v=dv, gk=dgk, gv=dgv, u=du, initial_state=d_initial_state)
 
 
-chunk.backward = backward
-
-
-def recurrent(*args: Any) -> tuple[Tensor, Tensor]:
+def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(**Inputs(*args)._asdict())
+    return _launch.recurrent(**inputs._asdict())
 
 
-def steps(*args: Any) -> tuple[Tensor, Tensor]:
+def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], states [N, count, H, K, V])``."""
-    *inputs, count, stride = args
-    return _launch.recurrent(**Inputs(*inputs)._asdict(), count=count, stride=stride)
+    return _launch.recurrent(**inputs._asdict(), count=count, stride=stride)
 
 
 def _with_probabilities(inputs: Inputs) -> Inputs:

@@ -14,27 +14,25 @@ bonus where there is one: then a read stops before its own gate. All is function
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flacompose.ops._dtype import state_dtype, upcast
-from flacompose.ops.families._chunks import Chunks, gradients
+from flacompose.ops.families._chunks import Chunks
+from flacompose.ops.families._signature import BackwardCall, Gradients
+from flacompose.ops.families._token import token
 from flacompose.ops.families.vector_decay.inputs import Inputs
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = inputs
-    dtype = state_dtype(q.dtype)
-    if softmax:
-        q = q.softmax(-1, dtype=dtype)
     if q.shape[1] == 1 and cu_seqlens is None:
-        o, final_state = _token(inputs._replace(q=q))
-        return o if full_precision else o.to(v.dtype), final_state
+        return token(**inputs._asdict())
     chunks = Chunks(q, cu_seqlens)
+    if softmax:
+        q = q.softmax(-1, dtype=chunks.dtype)
     q_, k_, v_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v)
     gate_k, gate_v = (None if g is None else Gate(chunks.split(g), u is not None) for g in (gk, gv))
 
@@ -45,54 +43,31 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return o if full_precision else o.to(v.dtype), final_state
 
 
-def _token(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """`forward` of one token, the recurrence itself; `o` in the dtype of states."""
-    q, k, v, gk, gv, u, initial_state, _, scale, *_ = inputs
-    q_, k_, v_ = (upcast(x[:, 0]) for x in (q, k, v))  # [B, H, D]
-    written = S = k_.unsqueeze(-1) * v_.unsqueeze(-2)
-    read = S if u is None else u.to(S.dtype).unsqueeze(-1) * written
-    if initial_state is not None:
-        before = initial_state.to(S.dtype)
-        read = read if u is None else read + before
-        if gk is not None:
-            before = before * gk[:, 0].to(S.dtype).exp().unsqueeze(-1)
-        if gv is not None:
-            before = before * gv[:, 0].to(S.dtype).exp().unsqueeze(-2)
-        S = written + before
-        read = S if u is None else read
-    o = ((q_ * scale).unsqueeze(-2) @ read).squeeze(-2)
-    return o.unsqueeze(1).clone(), S.contiguous()  # an op returns no view
-
-
-def backward(
-    inputs: Inputs, do: Tensor | None, d_final_state: Tensor | None, output_mask: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dgk, dgv, du, d_initial_state)``, empty where `output_mask` is False or the input is absent."""
-    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, full_precision = inputs
-    want_q, want_k, want_v, want_gk, want_gv, want_u, want_state = output_mask
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax, _ = call.inputs
+    wants = call.wants
     chunks = Chunks(q, cu_seqlens)
-    do = torch.zeros_like(v) if do is None else do
     if softmax:
         q = q.softmax(-1, dtype=chunks.dtype)
-    q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(do)
+    q_, k_, v_, do_ = chunks.split(q) * scale, chunks.split(k), chunks.split(v), chunks.split(call.do)
     gate_k, gate_v = (None if g is None else Gate(chunks.split(g), u is not None) for g in (gk, gv))
     bonus, diagonal = _bonus(u, k_), _dot(do_, v_)
 
     # From other chunks: S is what they wrote before this one, dS the gradient of what they read after it. From this
     # chunk, by exchange of roles: dq, dk and dgk along the key axis, dv and dgv along the value axis.
-    along_k = want_q or want_k or want_gk
-    along_v = want_v or want_gv
-    if want_q or want_gk or want_gv:
+    along_k, along_v = wants("q", "k", "gk"), wants("v", "gv")
+    if wants("q", "gk", "gv"):
         S, _ = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)
-    if want_k or want_gk or along_v or want_state:
-        dS, d_initial_state = _sweep(chunks, q_, do_, gate_k, gate_v, d_final_state, reverse=True)
+    if wants("k", "gk", "v", "gv", "initial_state"):
+        dS, d_initial_state = _sweep(chunks, q_, do_, gate_k, gate_v, call.arriving.final_state, reverse=True)
     if along_k:
         pairs_k = _pair(do_, v_, _times(diagonal, bonus), k_, q_, gate_v, gate_k)
     if along_v:
         pairs_v = _pair(q_, k_, _dot(q_, _times(k_, bonus)), v_, do_, gate_k, gate_v)
-    if want_q or want_gk:
+    if wants("q", "gk"):
         dq = _read(_read(do_, gate_v) @ S.mT, gate_k)
-    if want_k or want_gk:
+    if wants("k", "gk"):
         dk = _write(_write(v_, gate_v) @ dS.mT, gate_k)
     if along_v:
         dv = _write(_write(k_, gate_k) @ dS, gate_v)
@@ -115,16 +90,14 @@ def backward(
         total = (_decay(S, gate_k, gate_v) * dS).sum(-2)[..., None, :]
         return chunks.join(gate_v.gradient(pairs_v.exponents, do_ * o, v_ * dv, total))
 
-    return gradients(
-        inputs,
-        output_mask,
-        of_q,
-        lambda: chunks.join(dk + pairs_k.write),
-        lambda: chunks.join(dv + pairs_v.write),
-        of_gk,
-        of_gv,
-        lambda: (diagonal * q_ * k_).sum((0, 2, 3)),
-        lambda: d_initial_state,
+    return call.made(
+        q=of_q,
+        k=lambda: chunks.join(dk + pairs_k.write),
+        v=lambda: chunks.join(dv + pairs_v.write),
+        gk=of_gk,
+        gv=of_gv,
+        u=lambda: (diagonal * q_ * k_).sum((0, 2, 3)),
+        initial_state=lambda: d_initial_state,
     )
 
 
@@ -163,7 +136,13 @@ class Gate:
 
 
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The even and the odd blocks of ``[..., C / b, b, D]``."""
+    """The even and the odd blocks of ``[..., C / b, b, D]``.
+
+    Of four tokens in blocks of one:
+
+    >>> [x.flatten().tolist() for x in halves(torch.arange(4).view(4, 1, 1))]
+    [[0, 2], [1, 3]]
+    """
     return x[..., 0::2, :, :], x[..., 1::2, :, :]
 
 

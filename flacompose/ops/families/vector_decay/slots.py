@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._check import MAX_HEAD_SIZE
-from flacompose.ops._define import launch
+from flacompose.ops._launching import launch
 from flacompose.ops.families._launch import block, tile_count
 from flacompose.ops.families.vector_decay.kernels import softmax_kernel
 

@@ -1,0 +1,36 @@
+"""Conditions on sizes, which a graph may leave open, or which only the data know."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def always_true(condition: bool | torch.SymBool) -> bool:
+    """Whether `condition` holds whatever its symbols stand for; asking adds no guard."""
+    # By identity, since to isinstance under torch.compile a condition on symbols is a bool as well.
+    if condition is True or condition is False:
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(condition)
+
+
+def violated(condition: bool | torch.SymBool) -> bool:
+    """Whether `condition` on sizes is false.
+
+    On a size that a graph leaves open, the answer is that for the size at hand, which then guards the graph. Where only
+    the data know a size, the answer is no, and the graph asserts the condition when it runs.
+    """
+    if condition is True or condition is False:
+        return not condition
+    if isinstance(condition, Tensor):  # as sizes are under torch.jit.trace
+        return not bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true  # slow to import
+
+    if guard_or_false(condition):
+        return False
+    if not guard_or_true(condition):
+        return True
+    torch._check(condition)
+    return False

@@ -1,0 +1,206 @@
+"""What the operators of a family take and return, stated once in two named tuples, and all that follows from them.
+
+    class Inputs(NamedTuple):
+        q: Annotated[Tensor, "B T H K", AUTOCAST]
+        k: Annotated[Tensor, "B T H K", AUTOCAST]
+        v: Annotated[Tensor, "B T H V", AUTOCAST]
+        g: Annotated[Tensor | None, "B T H"] = None
+        initial_state: Annotated[Tensor | None, "N H K V"] = None
+        cu_seqlens: Tensor | None = None
+        scale: float = 1.0
+
+    class Outputs(NamedTuple):
+        o: Annotated[Tensor, "B T H V", Dtype("v")]
+        final_state: Annotated[Tensor, "N H K V"]
+
+A tensor with axes has a gradient, and one without them has none. `AUTOCAST` marks an argument that autocast casts. A
+result has the dtype of the argument that `Dtype` names; a state has none, and is float32, or float64 for float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._dtype import state_dtype
+from flacompose.ops._varlen import sequence_count
+
+AnyInputs = TypeVar("AnyInputs", bound=Any)
+Results = tuple[Tensor, ...]
+Gradients = dict[str, Tensor]
+
+
+class Autocast(NamedTuple):
+    """Marks an argument that autocast casts, unless the argument of the name `unless`, a bool, is true."""
+
+    unless: str | None = None
+
+
+class Dtype(NamedTuple):
+    """Marks a result with the dtype of the argument `of`, or with that of states where the bool `unless` is true."""
+
+    of: str
+    unless: str | None = None
+
+
+AUTOCAST = Autocast()
+SCHEMA_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
+
+
+class _Field(NamedTuple):
+    name: str
+    type: str  # as a schema has it
+    axes: str | None
+    autocast: Autocast | None
+    dtype: Dtype | None
+
+
+def _fields(named_tuple: type[Any]) -> list[_Field]:
+    fields = []
+    for name, hint in get_type_hints(named_tuple, include_extras=True).items():
+        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        of_kind: list[Any] = [
+            next((x for x in marks if isinstance(x, mark)), None) for mark in (str, Autocast, Dtype)
+        ]
+        fields.append(_Field(name, SCHEMA_TYPES[kind], *of_kind))
+    return fields
+
+
+def gradient_name(x: str) -> str:
+    """``dx``, or where that would be hard to read, ``d_x``."""
+    return f"d_{x}" if "_" in x else f"d{x}"
+
+
+def _schema(kind: str, names: Iterable[str]) -> str:
+    return ", ".join(f"{kind} {name}" for name in names)
+
+
+class Signature(Generic[AnyInputs]):
+    """The arguments and results of a family: their schema, axes, casts and gradients, as `define_op` takes them.
+
+    Args:
+        inputs: the named tuple of the arguments.
+        outputs: the named tuple of the results, of which the first is that of tokens.
+    """
+
+    def __init__(self, inputs: type[AnyInputs], outputs: type[Any]) -> None:
+        arguments, results = _fields(inputs), _fields(outputs)
+        self.inputs, self.outputs = inputs, outputs
+        self._results = results
+        self.axes = {x.name: x.axes for x in (*arguments, *results) if x.axes is not None}
+        self.autocast = {x.name: x.autocast.unless for x in arguments if x.autocast is not None}
+        self.differentiable = [x.name for x in arguments if x.axes is not None]
+        self.arguments = ", ".join(f"{x.type} {x.name}" for x in arguments)
+        self.results = _schema("Tensor", outputs._fields)
+        self.arriving = _schema("Tensor?", map(gradient_name, outputs._fields))
+        self.gradients = _schema("Tensor", map(gradient_name, self.differentiable))
+
+    def flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` of the inputs, and of what comes after them, as a function of the operator's arguments."""
+        n = len(self.inputs._fields)
+        return lambda *args: function(self.inputs(*args[:n]), *args[n:])
+
+    def flat_backward(
+        self, function: Callable[[BackwardCall[AnyInputs]], Gradients]
+    ) -> Callable[..., Results]:
+        """`function` of a call as a function of the operator's arguments, which returns its results."""
+        return lambda *args: self.gradients_of(self.backward_call(*args), function)
+
+    def backward_call(self, *args: Any) -> BackwardCall[AnyInputs]:
+        """The call of a backward operator, from its arguments."""
+        n, mask = len(self.inputs._fields), args[-1]
+        inputs = self.inputs(*args[:n])
+        wanted = (x for x, want in zip(self.differentiable, mask, strict=True) if want)
+        present = frozenset(x for x in wanted if getattr(inputs, x) is not None)
+        return BackwardCall(self, inputs, self.outputs(*args[n:-1]), present)
+
+    def gradients_of(
+        self, call: BackwardCall[AnyInputs], function: Callable[[BackwardCall[AnyInputs]], Gradients]
+    ) -> Results:
+        """What a backward operator returns: each gradient or, where it is not wanted, a tensor without elements."""
+        made = function(call)
+        absent = call.inputs[0]
+        return tuple(made[x] if x in call.wanted else absent.new_empty(0) for x in self.differentiable)
+
+    def fake(self, *args: Any) -> Results:
+        """The results of a forward operator, without values."""
+        inputs = self.inputs(*args)
+        return tuple(like.new_empty(shape, dtype=dtype) for like, shape, dtype in self._outputs(inputs))
+
+    def fake_backward(self, *args: Any) -> Results:
+        call = self.backward_call(*args)
+        return self.gradients_of(call, lambda _: {x: _empty(getattr(call.inputs, x)) for x in call.wanted})
+
+    def zeros(self, inputs: AnyInputs) -> Tensor:
+        """The first result, all zeros."""
+        like, shape, dtype = self._outputs(inputs)[0]
+        return like.new_zeros(shape, dtype=dtype)
+
+    def _outputs(self, inputs: AnyInputs) -> list[tuple[Tensor, Any, torch.dtype]]:
+        """Of each result a tensor that it is made like, its shape and its dtype."""
+        first = inputs[0]
+        sizes: dict[str, Any] = {}
+        for name in self.differentiable:
+            x = getattr(inputs, name)
+            if x is not None:
+                sizes = dict(zip(self.axes[name].split(), x.shape, strict=True)) | sizes
+        sizes["N"] = sequence_count(first, getattr(inputs, "cu_seqlens", None))
+        found = []
+        for _, _, axes, _, rule in self._results:
+            assert axes is not None
+            like, dtype = first, state_dtype(first.dtype)
+            if rule is not None:
+                like = getattr(inputs, rule.of)
+                dtype = dtype if rule.unless is not None and getattr(inputs, rule.unless) else like.dtype
+            same = rule is not None and self.axes[rule.of] == axes
+            found.append((like, like.shape if same else [sizes[axis] for axis in axes.split()], dtype))
+        return found
+
+
+def _empty(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@dataclass(frozen=True)
+class BackwardCall(Generic[AnyInputs]):
+    """One call of a family's backward.
+
+    `inputs` are those of the forward. `arriving` has the gradients of the results under the names of these; None stands
+    for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are wanted.
+    """
+
+    signature: Signature[AnyInputs]
+    inputs: AnyInputs
+    arriving: Any
+    wanted: frozenset[str]
+
+    def wants(self, *names: str) -> bool:
+        """Whether the gradient of one of these inputs is wanted."""
+        return not self.wanted.isdisjoint(names)
+
+    def wanted_input(self, name: str) -> Tensor | None:
+        """The input of this name, if its gradient is wanted."""
+        return getattr(self.inputs, name) if name in self.wanted else None
+
+    @property
+    def do(self) -> Tensor:
+        """The gradient of the first result; zeros if none arrives."""
+        do: Tensor | None = self.arriving[0]
+        return self.signature.zeros(self.inputs) if do is None else do
+
+    def made(self, **gradients: Tensor | Callable[[], Tensor] | None) -> Gradients:
+        """Those of the `gradients` that are wanted, by the names of their inputs and in the dtypes of these.
+
+        A gradient may be a function that computes it, which is called if it is wanted.
+        """
+        found = {}
+        for name, gradient in gradients.items():
+            if name in self.wanted:
+                x = gradient if isinstance(gradient, Tensor) else gradient() if gradient is not None else None
+                assert x is not None, f"no gradient of {name}"
+                found[name] = x.to(getattr(self.inputs, name).dtype)
+        return found
