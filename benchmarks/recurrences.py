@@ -24,6 +24,7 @@ from flacompose.ops import (
     chunk_delta_rule,
     chunk_gated_delta_product,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_gla,
     chunk_gsa,
     chunk_hgrn,
@@ -36,6 +37,7 @@ from flacompose.ops import (
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_product,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
     fused_recurrent_gla,
     fused_recurrent_gsa,
     fused_recurrent_hgrn,
@@ -99,6 +101,7 @@ class OpCase:
     not_cast: Axes = ()  # inputs of tokens that autocast leaves as they are
     operands: Mapping[str, str] = field(default_factory=dict)  # names that the registered op has for inputs
     nodes: int = 1  # calls of the registered op
+    prepared: bool = False  # whether arguments of the op are products of inputs
     # PyTorch's operations that a graph of the call has besides the registered op, with and without a state. None: many.
     other_ops: Axes | None = ()
     # A reference in which a gradient is only the first of two large terms that cancel in the true gradient. Errors of
@@ -190,6 +193,12 @@ def kda_reference(
     return delta_rule(q, k, v, beta, gk=g, **options)
 
 
+def gdn2_reference(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, **options
+) -> tuple[Tensor, Tensor]:
+    return delta_rule(q, k, w * v, torch.ones_like(v[..., 0]), gk=g, a=b * k, **options)
+
+
 def by_steps(
     form: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -230,15 +239,13 @@ def without_overwriting(
     """
 
     def uncancelled(
-        q: Tensor, k: Tensor, v: Tensor, beta: Tensor, initial_state: Tensor | None = None, **options
+        q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor | None = None, **options
     ) -> tuple[Tensor, Tensor]:
         if initial_state is None:
-            return reference(q, k, v, beta, **options)
-        results = reference(q, k, v, beta, initial_state=initial_state.detach(), **options)
+            return reference(q, k, v, **options)
+        results = reference(q, k, v, initial_state=initial_state.detach(), **options)
         fixed = {name: x.detach() if isinstance(x, Tensor) else x for name, x in options.items()}
-        kept = reference(
-            q.detach(), k.detach() * 0, v.detach(), beta.detach(), initial_state=initial_state, **fixed
-        )
+        kept = reference(q.detach(), k.detach() * 0, v.detach(), initial_state=initial_state, **fixed)
         o, S = (x + y - y.detach() for x, y in zip(results, kept))
         return o, S
 
@@ -485,6 +492,17 @@ delta = partial(
     draws={"k": unit_vectors, "beta": up_to_two},
 )
 kda = partial(delta, operands={"g": "gk"}, uncancelled=without_overwriting(kda_reference))
+gdn2 = partial(
+    delta,
+    inputs={**QKV_GROUPED, "b": K, "w": VG},
+    any_dtype=("b", "w"),
+    not_cast=("b", "w"),
+    operands={"g": "gk"},
+    uncancelled=without_overwriting(gdn2_reference),
+    draws={"k": unit_vectors, "b": torch.sigmoid, "w": torch.sigmoid},
+    other_ops=None,
+    prepared=True,
+)
 product = partial(
     delta,
     inputs={
@@ -556,6 +574,10 @@ CASES = [
     kda("chunk_kda", chunk, chunk_kda, fused_recurrent_kda, kda_reference, {"g": ("B", "T", "HV", "K")},
         groups=2, inductor=True),
     kda("fused_recurrent_kda", token, fused_recurrent_kda, chunk_kda, kda_reference, {"g": ("B", "T", "HV", "K")}),
+    gdn2("chunk_gdn2", chunk, chunk_gdn2, fused_recurrent_gdn2, gdn2_reference, {"g": ("B", "T", "HV", "K")},
+         groups=2),
+    gdn2("fused_recurrent_gdn2", token, fused_recurrent_gdn2, chunk_gdn2, gdn2_reference,
+         {"g": ("B", "T", "HV", "K")}),
     product("steps-chunk_gated_delta_product", chunk, by_steps(chunk_gated_delta_product),
             by_steps(fused_recurrent_gated_delta_product), delta_product_reference, {"g": G}, groups=2),
     product("steps-fused_recurrent_gated_delta_product", token, by_steps(fused_recurrent_gated_delta_product),

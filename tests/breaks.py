@@ -38,7 +38,7 @@ BREAKS = [
     Break("ops/families/_token.py", "else read + before", "else read", VALUES, "token and rwkv6"),
     Break("ops/families/scalar_decay/eager.py", "((q_ @ k_.mT).tril() * decay.pair) @ v_", "(q_ @ k_.mT).tril() @ v_", VALUES, "lengths and simple_gla"),
     Break("ops/families/_token.py", "((q * scale).unsqueeze(-2)", "(q.unsqueeze(-2)", VALUES, "token_by and simple_gla"),
-    Break("ops/families/_token.py", "v = v - (k.unsqueeze", "v = v + (k.unsqueeze", VALUES, "token_by and delta_rule"),
+    Break("ops/families/_token.py", "v = v - (a.unsqueeze", "v = v + (a.unsqueeze", VALUES, "token_by and delta_rule"),
     Break("ops/families/scan/eager.py", "scan.states(do_, call.arriving.final_state, reverse", "scan.states(do_, None, reverse", VALUES, "losses and hgrn"),
     Break("ops/families/short_conv/eager.py", "(1 + a * (1 - s))", "(1 + a * s)", VALUES, "lengths and causal_conv1d"),
     Break("ops/families/selective_scan/eager.py", "dA = dA + (d_exponent", "dA = dA - (d_exponent", VALUES, "lengths and selective_scan"),
@@ -60,7 +60,7 @@ BREAKS = [
     Break("ops/_wide.py", "state is not None and state.ndim == 4", "False", "layers/test_wide.py"),
     # What PyTorch is told of the operators
     Break("ops/_derivatives.py", "(distributed or ctx.needs_input_grad[i])", "True", "contract/test_pure.py", "not_wanted"),
-    Break("ops/_derivatives.py", "args[i].dtype is not torch.float64 and ", "", "contract/test_transforms.py", "keeps_float64"),
+    Break("ops/_derivatives.py", "x.dtype is not torch.float64 and ", "", "contract/test_transforms.py", "keeps_float64"),
     Break("ops/_derivatives.py", "(size, y.shape[dim] // size)", "(y.shape[dim] // size, size)", "contract/test_transforms.py", "vmap and chunk_gla"),
     Break("ops/_sharding.py", "Replicate() if name == primal else Partial()", "Replicate()", "contract/test_dtensor.py"),
     Break("ops/families/_op.py", "return 4 * B * T * HV", "return 2 * B * T * HV", "contract/test_transforms.py", "flops and chunk_gla"),

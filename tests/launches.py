@@ -228,10 +228,10 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             yield from _calls(
                 f"scalar_decay {gates} groups={groups} {at}", scalar_decay, args, v, masks, states
             )
-        for gates in ("", "g", "gk"):
-            g_, gk_ = (g if gates == "g" else None), (new(B, T, HV, K) if gates == "gk" else None)
-            args = q, k, v, beta, g_, gk_, states, cu_seqlens, 1.0
-            masks = _masks("q k v beta g gk initial_state", "q", "k", "v", "q k v")
+        for gates in ("", "g", "gk", "gk a"):
+            g_, gk_ = (g if "g" in gates.split() else None), (new(B, T, HV, K) if "gk" in gates else None)
+            args = q, k, v, beta, g_, gk_, k if "a" in gates else None, states, cu_seqlens, 1.0
+            masks = _masks("q k v beta g gk a initial_state", "q", "k", "v", "q k v")
             yield from _calls(f"delta_rule {gates} groups={groups} {at}", delta_rule, args, v, masks, states)
 
     v = new(B, T, H, V, dtype=dtype)

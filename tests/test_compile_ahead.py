@@ -273,13 +273,16 @@ def test_a_failure_leaves_nothing(form: str, compiled: Compiled, monkeypatch: py
     assert forward == len(compiled)
 
 
+@pytest.mark.parametrize("called", [False, True], ids=["of a kernel", "of a function that it calls"])
 @pytest.mark.parametrize("failures", [1, 4, 5])
-def test_parsing_that_fails_among_threads_is_tried_again(failures: int) -> None:
+def test_parsing_that_fails_among_threads_is_tried_again(failures: int, called: bool) -> None:
     results = iter([SystemError("AST constructor recursion depth mismatch")] * failures + ["kernel"])
 
     def compile_kernel() -> str:
         result = next(results)
         if isinstance(result, SystemError):
+            if called:
+                raise RuntimeError("at 74:36") from result
             raise result
         return result
 
@@ -288,7 +291,7 @@ def test_parsing_that_fails_among_threads_is_tried_again(failures: int) -> None:
         if failures < _compile.ATTEMPTS:
             assert future.result() == "kernel"
         else:  # something else is wrong
-            with pytest.raises(SystemError):
+            with pytest.raises(RuntimeError if called else SystemError):
                 future.result()
 
 

@@ -13,10 +13,12 @@ from flacompose.ops import (
     chunk_delta_rule,
     chunk_gated_delta_product,
     chunk_gated_delta_rule,
+    chunk_gdn2,
     chunk_kda,
     fused_recurrent_delta_rule,
     fused_recurrent_gated_delta_product,
     fused_recurrent_gated_delta_rule,
+    fused_recurrent_gdn2,
     fused_recurrent_kda,
 )
 from flacompose.ops.families import _chunks
@@ -399,3 +401,20 @@ def test_beta_keeps_its_precision(dtype: torch.dtype, device: torch.device) -> N
             # Where a GPU multiplies chunks in bfloat16, ``beta * k`` is rounded, but not `beta` before it.
             rounded = device.type == "cuda" and dtype == torch.bfloat16 and form is chunk_delta_rule
             assert error(result, exact) <= (3e-3 if rounded else 1e-6)
+
+
+@pytest.mark.parametrize("form", [chunk_gdn2, fused_recurrent_gdn2], ids=lambda form: form.__name__)
+@pytest.mark.parametrize("channels", ["alike", "unlike"])
+def test_how_far_erasing_enlarges_a_state(form, channels: str, device: torch.device) -> None:
+    """Without values and gates, by no token if all channels are erased alike, else by ``1 + |k| |b k|`` at most."""
+    x = inputs(device, HV=H)
+    q, k, v = x["q"], x["k"], x["v"]
+    b = 2 * torch.rand(*k.shape[:3], 1 if channels == "alike" else K, dtype=k.dtype, device=device).expand(
+        k.shape
+    )
+    bound = 1.0 if channels == "alike" else (1 + (b * k).norm(dim=-1)).log().sum(1).exp()
+    start = torch.randn(B, H, K, V, dtype=k.dtype, device=device)
+    _, end = form(
+        q, k, v, torch.zeros_like(k), b, torch.zeros_like(v), initial_state=start, output_final_state=True
+    )
+    assert (end.norm(dim=(-2, -1)) <= bound * start.norm(dim=(-2, -1)) * (1 + 1e-9)).all()

@@ -13,6 +13,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from families import flat  # noqa: E402
 from launches import CHIPS, Call, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
 
 from flacompose.ops._chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
@@ -169,7 +170,7 @@ def test_kernels_ahead_are_those_of_the_device(gpus: list[Properties], first: in
         gpus.reverse()
     q = torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta")
     args = q, q, q, q, q, None, None, None, 1.0, False, False
-    calls = [Call("", vector_decay.chunk, "vector_decay_chunk", args)]
+    calls = [Call("", flat(vector_decay, "chunk"), "vector_decay_chunk", args)]
     stages = [
         dict(launch.options)["num_stages"] for launch in recorded(calls) if launch.name == "state_kernel"
     ]

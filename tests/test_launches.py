@@ -177,8 +177,8 @@ def test_what_is_mild_is_found_once(gates: tuple[str, ...]) -> None:
 def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> None:
     q, k, v, do = torch.zeros(4, 1, 5, 2, 16)
     beta, g = torch.zeros(2, 1, 5, 2)
-    mask = [name == wanted for name in ("q", "k", "v", "beta", "g", "gk", "initial_state")]
-    args = q, k, v, beta, g, None, torch.zeros(1, 2, 16, 16), None, 1.0, do, None, mask
+    mask = [name == wanted for name in ("q", "k", "v", "beta", "g", "gk", "a", "initial_state")]
+    args = q, k, v, beta, g, None, None, torch.zeros(1, 2, 16, 16), None, 1.0, do, None, mask
     launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
     assert {kernel for kernel, _ in launches} == expected | {gate_kernel, pair_kernel}
 
@@ -198,7 +198,7 @@ def test_values_beside_others_are_not_copied(B: int, rows: int, copied: bool) ->
     """Those of a projection with more in it, unless there is also more between rows."""
     q, k = torch.zeros(2, B, 5, 2, 16)
     v = torch.zeros(B, rows, 96)[:, :5, 32:64].unflatten(2, (2, 16))
-    args = q, k, v, torch.zeros(B, 5, 2), None, None, None, None, 1.0
+    args = q, k, v, torch.zeros(B, 5, 2), None, None, None, None, None, 1.0
     launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args))
     (found,) = (arguments for kernel, arguments in launches if kernel is sweep_kernel)
     assert (found["v"].data_ptr() != v.data_ptr()) == copied
@@ -210,7 +210,7 @@ FAMILIES = {"delta": delta_rule, "scalar": scalar_decay, "vector": vector_decay}
 
 def launch_recurrent(family: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
     """The recurrent form of a family, and the form that stores states."""
-    gates = {"delta": (v[..., 0], None, None), "scalar": (None,) * 3, "vector": (None,) * 3}[family]
+    gates = {"delta": (v[..., 0], *(None,) * 3), "scalar": (None,) * 3, "vector": (None,) * 3}[family]
     args = q, k, v, *gates, None, cu_seqlens, 1.0, *((False, False) if family == "vector" else ())
     flat(FAMILIES[family], "recurrent")(*args)
     flat(FAMILIES[family], "steps")(*args, 1, 1)
@@ -298,7 +298,7 @@ def test_many_sequences_are_not_cut(family: Any, sequences: int) -> None:
     T = 200 * 64
     q, k, v = torch.empty(3, 1, T, 2, 16, device="meta")
     cu_seqlens = torch.empty(sequences + 1, dtype=torch.int64, device="meta")
-    gates = {delta_rule: (v[..., 0], None, None)}.get(family, (None,) * 3)
+    gates = {delta_rule: (v[..., 0], None, None, None)}.get(family, (None,) * 3)
     options = (False, False) if family is vector_decay else ()
     args = q, k, v, *gates, None, cu_seqlens, 1.0, *options
     if family is scan:

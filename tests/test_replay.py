@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import flat
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
 from torch._ops import OpOverload
@@ -258,7 +259,7 @@ def test_nothing_but_allocations_and_launches_is_repeated(
         recorder.lines.append(recorder.call(print, *args, **kwargs))
 
     monkeypatch.setattr(_replay._Recorder, "launch", launched)
-    calls = (module.chunk, args), (module.backward, (*args, do, None, mask))
+    calls = (flat(module, "chunk"), args), (flat(module, "backward"), (*args, do, None, mask))
     for implementation, arguments in calls:
         replay = Replay(implementation)
         with _AutoDispatchBelowAutograd():

@@ -36,6 +36,8 @@ class Decoder:
     - Calls follow one another in one thread and on one stream. Decoders cannot be copied, pickled, traced or compiled,
       and take no sharded tensors.
 
+    Its `model` is what it was made of.
+
     Args:
         model: ``model(tokens, state)`` returns ``(outputs, state)``. The new state has the structure, the shapes and
             the dtypes of the old one, and `outputs` is a tensor or a pytree of tensors.
@@ -131,6 +133,11 @@ class Decoder:
                 self._graph.replay()
                 outputs = self._outputs
             return pytree.tree_map(torch.clone, outputs)
+
+    @property
+    def example(self) -> Tensor:
+        """The tokens of the last call, or those that the decoder was made with: what a call reads is like them."""
+        return self._tokens
 
     @property
     def state(self) -> Any:

@@ -23,7 +23,7 @@ from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
 from flacompose.ops._check import kind
 from flacompose.ops._states import MAX_STATES
-from flacompose.ops._varlen import bounds
+from flacompose.ops._varlen import bounds, sequence_count
 
 States = tuple[RecurrentState, ...]
 NewStates = States | tuple[RecurrentStates, ...]
@@ -179,11 +179,28 @@ class RecurrentLM(nn.Module):
             TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong type.
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
+        try:
+            return self._computed(input_ids, state, attention_mask, cu_seqlens, last_only, num_states)
+        except (TypeError, ValueError) as error:
+            if state is not None and str(error).startswith("state."):
+                self._check_entries(state, input_ids, cu_seqlens)
+            raise
+
+    def _computed(
+        self,
+        input_ids: Tensor,
+        state: Sequence[RecurrentState] | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        last_only: bool,
+        num_states: int | None,
+    ) -> tuple[Tensor, NewStates]:
+        """`forward`, but for its errors: a layer does not know which entry of the model's state it was given."""
         _check.indices("input_ids", input_ids)
         if input_ids.ndim != 2 or _check.is_empty(input_ids):
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
         _check.flags(last_only=last_only)
-        old = self._checked(state, input_ids, cu_seqlens)
+        old = self._checked(state)
         x = self.embeddings(input_ids)
         if self.config.norm_embeddings:
             x = self.embeddings_norm(x)
@@ -239,8 +256,8 @@ class RecurrentLM(nn.Module):
                 host for each such call. Default: none.
             num_assistant_tokens: How many tokens it proposes at a time, from 1 to 15.
             decoder: A [Decoder][flacompose.models.Decoder] of this model for tokens ``[B, 1]``, int64, which makes the
-                steps after the prompts. It may have been used before, and is left in the state before the last token.
-                Not with an assistant. Default: the model makes them.
+                steps after the prompts. It may have been used before. Afterwards it holds the state in which the last
+                new token has not been read. Not with an assistant. Default: the model makes them.
 
         Returns:
             The new tokens, without the prompts, ``[B, max_new_tokens]`` or fewer, int64.
@@ -262,7 +279,7 @@ class RecurrentLM(nn.Module):
                 self, assistant, input_ids, max_new_tokens, num_assistant_tokens, ends or (), attention_mask
             )
         if decoder is not None:
-            self._check_decoder(decoder)
+            self._check_decoder(decoder, input_ids)
         logits, state = self(input_ids, None, attention_mask=attention_mask, last_only=True)
         if decoder is not None:
             decoder.load(state)
@@ -280,12 +297,20 @@ class RecurrentLM(nn.Module):
             else:
                 logits = decoder(token[:, None])[:, -1]
 
-    def _check_decoder(self, decoder: Any) -> None:
+    def _check_decoder(self, decoder: Any, input_ids: Tensor) -> None:
         if not isinstance(decoder, Decoder):
             raise TypeError(f"decoder must be a Decoder, got {type(decoder).__name__}")
-        if decoder.model is not self:
-            other = "another model" if isinstance(decoder.model, RecurrentLM) else f"a {kind(decoder.model)}"
-            raise ValueError(f"decoder must be one of this model, got one of {other}")
+        if getattr(decoder.model, "_orig_mod", decoder.model) is not self:
+            other = "another model" if isinstance(decoder.model, RecurrentLM) else kind(decoder.model)
+            raise ValueError(f"decoder must be made of this model, but was made of {other}")
+        _check.indices("input_ids", input_ids)
+        tokens = decoder.example
+        if (tokens.shape, tokens.dtype) != ((input_ids.shape[0], 1), torch.int64):
+            raise ValueError(
+                f"decoder must be made for tokens of shape {(input_ids.shape[0], 1)} in torch.int64, but was made for "
+                f"{tuple(tokens.shape)} in {tokens.dtype}"
+            )
+        _check.same_device("decoder", tokens, input_ids)
 
     def _check_assistant(self, assistant: Any, num_assistant_tokens: int, temperature: float) -> None:
         if not isinstance(assistant, RecurrentLM):
@@ -322,10 +347,8 @@ class RecurrentLM(nn.Module):
     def _stateful(self) -> list[StatefulLayer]:
         return [layer for block in self._blocks() for layer in block.stateful()]
 
-    def _checked(
-        self, state: Sequence[RecurrentState] | None, input_ids: Tensor, cu_seqlens: Tensor | None
-    ) -> Sequence[RecurrentState | None]:
-        """`state`, or None for each entry of one. Layers check the same, but do not know which entry they are given."""
+    def _checked(self, state: Sequence[RecurrentState] | None) -> Sequence[RecurrentState | None]:
+        """`state`, or None for each entry of one; layers check the parts of their own."""
         layers = self._stateful()
         if state is None:
             return [None] * len(layers)
@@ -337,10 +360,15 @@ class RecurrentLM(nn.Module):
         for i, part in enumerate(state):
             if not isinstance(part, RecurrentState):
                 raise TypeError(f"state[{i}] must be a RecurrentState, got {kind_of(part)}")
-        N = input_ids.shape[0] if cu_seqlens is None else _check.packed("input_ids", input_ids, cu_seqlens)
-        for i, (layer, part) in enumerate(zip(layers, state, strict=True)):
-            layer.state_shapes.check(part, N, input_ids, f"state[{i}]")
         return state
+
+    def _check_entries(
+        self, state: Sequence[RecurrentState], input_ids: Tensor, cu_seqlens: Tensor | None
+    ) -> None:
+        """Check `state` as the layers do, and name the entry that is wrong."""
+        N = sequence_count(input_ids, cu_seqlens)
+        for i, (layer, part) in enumerate(zip(self._stateful(), state, strict=True)):
+            layer.state_shapes.check(part, N, input_ids, f"state[{i}]")
 
     def _lower_bounds(self) -> list[Tensor | None]:
         """Of the forget gates of each block: a cumulative softmax over the blocks, 0 in the first."""

@@ -8,6 +8,7 @@ from flacompose.ops.gated_delta_product import (
     fused_recurrent_gated_delta_product,
 )
 from flacompose.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from flacompose.ops.gdn2 import chunk_gdn2, fused_recurrent_gdn2
 from flacompose.ops.gla import chunk_gla, fused_recurrent_gla
 from flacompose.ops.gsa import chunk_gsa, fused_recurrent_gsa
 from flacompose.ops.hgrn import chunk_hgrn, fused_recurrent_hgrn
@@ -26,6 +27,7 @@ __all__ = [
     "chunk_delta_rule",
     "chunk_gated_delta_product",
     "chunk_gated_delta_rule",
+    "chunk_gdn2",
     "chunk_gla",
     "chunk_gsa",
     "chunk_hgrn",
@@ -38,6 +40,7 @@ __all__ = [
     "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_product",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gdn2",
     "fused_recurrent_gla",
     "fused_recurrent_gsa",
     "fused_recurrent_hgrn",

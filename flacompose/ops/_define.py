@@ -77,7 +77,7 @@ def define_op(
             may be sharded as well. A tensor without a batch axis is the same for all rows, and its gradient is a sum
             over them. Tensors that join rows (``cu_seqlens``) are left out: when one is given, the batch is not
             sharded.
-        autocast: the arguments that autocast casts, none of which may be absent. Each has the name of a ``bool``
+        autocast: the arguments that autocast casts. Each has the name of a ``bool``
             argument that exempts it where it is true, or None. All other arguments keep their dtype.
         flops: formula for ``FlopCounterMode``, from the arguments with shapes for tensors, and ``out_shape``.
 

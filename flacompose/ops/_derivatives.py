@@ -139,8 +139,9 @@ def differentiate(
         dtype = torch.get_autocast_dtype(device)
         args = list(args)
         for i, exempt in cast:
-            if args[i].dtype is not torch.float64 and (exempt is None or not args[exempt]):
-                args[i] = args[i].to(dtype)
+            x = args[i]
+            if x is not None and x.dtype is not torch.float64 and (exempt is None or not args[exempt]):
+                args[i] = x.to(dtype)
         return args
 
     def functorch_kernel(*args: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from flacompose.ops import _check
@@ -101,14 +103,15 @@ def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Any,
     scale: float | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
+    optional_beta: bool = False,
 ) -> tuple[int, int]:
     """Check the arguments that all rules have; ``(HV, K)``."""
     HV, K, V = _check.qkv(q, k, v, grouped=True)
-    _check.like(q, "beta", beta, (*q.shape[:2], HV))
+    (_check.optional if optional_beta else _check.like)(q, "beta", beta, (*q.shape[:2], HV))
     N = _check.sequences(q, cu_seqlens)
     _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
     _check.scale(scale, K)
@@ -120,17 +123,23 @@ def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     gate: Mapping[str, Tensor | None],
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    a: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One form of the family's op on checked arguments; `gate` has its gate, if there is one, by its name there."""
+    """One form of the family's op on checked arguments; `gate` has its gate, if there is one, by its name there.
+
+    Without `beta` it is 1; `a` reads what is replaced, if that is not the key.
+    """
+    if beta is None:
+        beta = torch.ones_like(v[..., 0])
     scale = _check.scale(scale, q.shape[3])
     g, gk = gate.get("g"), gate.get("gk")
-    o, final_state = form(op.Inputs(q, k, v, beta, g, gk, initial_state, cu_seqlens, scale))
+    o, final_state = form(op.Inputs(q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale))
     return o, final_state if output_final_state else None
 
 

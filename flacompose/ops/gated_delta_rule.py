@@ -148,10 +148,31 @@ def run_gated(
         use_beta_sigmoid_in_kernel=sigmoid,
         allow_neg_eigval=neg_eigval,
     )
-    of_a_gate = (HV,) if gate == "g" else (HV, K)
-    _check.like(q, "g", g, (*q.shape[:2], *of_a_gate))
-    _check.parameter(q, "A_log", A_log, (HV,))
-    _check.parameter(q, "dt_bias", dt_bias, of_a_gate)
+    g = decay(q, g, (HV,) if gate == "g" else (HV, K), use_gate, A_log, dt_bias, lower_bound)
+    if neg_eigval and not sigmoid:
+        raise ValueError(
+            "allow_neg_eigval must not be True without use_beta_sigmoid_in_kernel: it scales sigmoid(beta)"
+        )
+    if normalize:
+        q, k = normalized(q), normalized(k)
+    if sigmoid:
+        beta = upcast(beta, q).sigmoid() * (2 if neg_eigval else 1)
+    return run(form, q, k, v, beta, {gate: g}, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def decay(
+    q: Tensor,
+    g: Tensor,
+    of_a_token: tuple[int, ...],
+    use_gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> Tensor:
+    """Check ``g [B, T, *of_a_token]`` and what belongs to it, and make the decay of them."""
+    _check.like(q, "g", g, (*q.shape[:2], *of_a_token))
+    _check.parameter(q, "A_log", A_log, of_a_token[:1])
+    _check.parameter(q, "dt_bias", dt_bias, of_a_token)
     if lower_bound is not None:
         _check.finite("lower_bound", lower_bound)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
@@ -161,20 +182,12 @@ def run_gated(
             )
     if lower_bound is not None and lower_bound >= 0:
         raise ValueError(f"lower_bound must be below 0, got {lower_bound}")
-    if use_gate and A_log is None and lower_bound is None:
+    if not use_gate:
+        return g
+    if A_log is None and lower_bound is None:
         raise ValueError("A_log must be given with use_gate_in_kernel, got None")
-    if neg_eigval and not sigmoid:
-        raise ValueError(
-            "allow_neg_eigval must not be True without use_beta_sigmoid_in_kernel: it scales sigmoid(beta)"
-        )
-    if normalize:
-        q, k = normalized(q), normalized(k)
-    if sigmoid:
-        beta = upcast(beta, q).sigmoid() * (2 if neg_eigval else 1)
-    if use_gate:
-        bias = None if dt_bias is None else dt_bias.reshape(of_a_gate)
-        g = log_decay(upcast(g, q), A_log, bias, lower_bound)
-    return run(form, q, k, v, beta, {gate: g}, scale, initial_state, output_final_state, cu_seqlens)
+    bias = None if dt_bias is None else dt_bias.reshape(of_a_token)
+    return log_decay(upcast(g, q), A_log, bias, lower_bound)
 
 
 def _shown(x: Tensor | float) -> str:

@@ -31,6 +31,7 @@ NAMES = (
     "chunk_simple_gla-g",
     "chunk_gated_delta_rule",
     "chunk_kda",
+    "chunk_gdn2",
 )
 # Sizes at which some chip has a configuration of its own.
 SIZES = [

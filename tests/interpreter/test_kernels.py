@@ -511,7 +511,16 @@ def test_large_gradients_of_the_softmax_in_float16() -> None:
         ),
         (
             "delta_rule",
-            [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34, 2), None, (1, 2, 5, 6)],
+            [
+                (1, 34, 1, 5),
+                (1, 34, 1, 5),
+                (1, 34, 2, 6),
+                (1, 34, 2),
+                (1, 34, 2),
+                None,
+                (1, 34, 1, 5),
+                (1, 2, 5, 6),
+            ],
             (0.7,),
         ),
         (
@@ -523,6 +532,7 @@ def test_large_gradients_of_the_softmax_in_float16() -> None:
                 (1, 34, 2),
                 (1, 34, 2),
                 (1, 34, 2, 5),
+                (1, 34, 1, 5),
                 (1, 2, 5, 6),
             ],
             (0.7,),
@@ -557,5 +567,14 @@ def test_one_gradient(
 def test_one_gradient_from_stored_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a gradient of queries needs is given to the kernels, if it is the only one."""
     monkeypatch.setattr(delta_rule, "stores_pairs", lambda *_: True)
-    shapes = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34, 2), None, (1, 2, 5, 6)]
+    shapes = [
+        (1, 34, 1, 5),
+        (1, 34, 1, 5),
+        (1, 34, 2, 6),
+        (1, 34, 2),
+        (1, 34, 2),
+        None,
+        (1, 34, 1, 5),
+        (1, 2, 5, 6),
+    ]
     test_one_gradient("delta_rule", shapes, (0.7,))

@@ -105,13 +105,15 @@ def test_generate(device: torch.device) -> None:
         (
             {"decoder": Decoder(other, ids[:, :1], other.init_state(2))},
             ValueError,
-            "got one of another model",
+            "made of another model",
         ),
         ({"decoder": decoder, "assistant": other}, ValueError, "must not be given with an assistant"),
     ):
         with pytest.raises(kind, match=message):
             model.generate(ids, 3, **changes)
-    with pytest.raises(ValueError, match=r"state\[0\].recurrent must have shape \(2, "):
+    with pytest.raises(
+        ValueError, match=r"made for tokens of shape \(1, 1\) in .*, but was made for \(2, 1\)"
+    ):
         model.generate(ids[:1], 3, decoder=decoder)
 
 

@@ -117,13 +117,21 @@ def _persistent(compile_kernel: Callable[[], Any]) -> Any:
 
     Before 3.11.8 and 3.12.2, Python counts the depth of what it parses for all threads together (CPython's issue
     106905). So a thread can fail with a SystemError when another parses at the same time, and not when it tries again.
+    Of a function that a kernel calls, Triton reports it as the cause of an error of its own.
     """
     for _ in range(ATTEMPTS - 1):
         try:
             return compile_kernel()
-        except SystemError:
-            pass
+        except Exception as error:
+            if not _failed_to_parse(error):
+                raise
     return compile_kernel()
+
+
+def _failed_to_parse(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, SystemError):
+        error = error.__cause__
+    return error is not None
 
 
 @contextmanager

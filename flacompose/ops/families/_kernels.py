@@ -182,6 +182,7 @@ def recurrent_kernel(
     gk,  # [tokens, HG, K]
     gv,  # [tokens, HV, V]
     u,  # [H, K]
+    a,  # [tokens, H, K], with the delta rule, what reads the old value; the key if it is None
     initial,  # [N, HV, K, V]
     o,  # [tokens, HV, V]
     final,  # [N, HV, K, V], or [N, count, HV, K, V]
@@ -249,7 +250,10 @@ def recurrent_kernel(
         if gv is not None:
             S = decayed(S, tl.load(gv + at_v, mask=in_v, other=0.0)[None, :])
         if DELTA_RULE:
-            v_ -= tl.sum(S * k_[:, None], 0)
+            a_ = k_
+            if a is not None:
+                a_ = tl.load(a + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
+            v_ -= tl.sum(S * a_[:, None], 0)
         if beta is not None:
             v_ *= tl.load(beta + token * HV + hv).to(tl.float32)
         S += k_[:, None] * v_[None, :]

@@ -56,7 +56,7 @@ class _Field(NamedTuple):
     type: str  # as a schema has it
     axes: str | None
     autocast: Autocast | None
-    dtype: Dtype | None
+    rule: Dtype | None
 
 
 def _fields(named_tuple: type[Any]) -> list[_Field]:
@@ -66,6 +66,8 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
         of_kind: list[Any] = [
             next((x for x in marks if isinstance(x, mark)), None) for mark in (str, Autocast, Dtype)
         ]
+        if kind not in SCHEMA_TYPES:
+            raise TypeError(f"{named_tuple.__qualname__}.{name}: no schema has {kind}")
         fields.append(_Field(name, SCHEMA_TYPES[kind], *of_kind))
     return fields
 
@@ -150,7 +152,8 @@ class Signature(Generic[AnyInputs]):
                 sizes = dict(zip(self.axes[name].split(), x.shape, strict=True)) | sizes
         sizes["N"] = sequence_count(first, getattr(inputs, "cu_seqlens", None))
         found = []
-        for _, _, axes, _, rule in self._results:
+        for field in self._results:
+            axes, rule = field.axes, field.rule
             assert axes is not None
             like, dtype = first, state_dtype(first.dtype)
             if rule is not None:

@@ -21,6 +21,7 @@ def token(
     gv: Tensor | None = None,  # [B, 1, HV, V]
     u: Tensor | None = None,  # [H, K]
     beta: Tensor | None = None,  # [B, 1, HV]
+    a: Tensor | None = None,  # [B, 1, H, K]
     delta_rule: bool = False,
     softmax: bool = False,
     full_precision: bool = False,
@@ -30,10 +31,10 @@ def token(
     o_dtype = dtype if full_precision else v.dtype
     if softmax:
         q = q.softmax(-1, dtype=dtype)
-    q, k, v = (upcast(x[:, 0]) for x in (q, k, v))
+    q, k, v, a = (upcast(x[:, 0]) for x in (q, k, v, k if a is None else a))
     groups = v.shape[1] // q.shape[1]
     if groups > 1:
-        q, k = (x.repeat_interleave(groups, 1) for x in (q, k))
+        q, k, a = (x.repeat_interleave(groups, 1) for x in (q, k, a))
 
     # 1. What was there decays.
     before = S = None if initial_state is None else initial_state.to(dtype)
@@ -45,9 +46,9 @@ def token(
             S = S * gk[:, 0, :, :, None].to(dtype).exp()
         if gv is not None:
             S = S * gv[:, 0, :, None, :].to(dtype).exp()
-    # 2. The token is written, by the delta rule in the place of what its key holds.
+    # 2. The token is written, by the delta rule in the place of what its key, or `a`, reads.
     if delta_rule and S is not None:
-        v = v - (k.unsqueeze(-2) @ S).squeeze(-2)
+        v = v - (a.unsqueeze(-2) @ S).squeeze(-2)
     if beta is not None:
         v = v * beta[:, 0, :, None].to(dtype)
     written = k.unsqueeze(-1) * v.unsqueeze(-2)

@@ -1,12 +1,13 @@
 """Triton kernels for the delta rule with a gate per channel: the pairs of each chunk, and the gradients.
 
 With such gates, `channel_pair_kernel` takes the place of `pair_kernel` before the sweeps of `kernels`. The other two
-kernels make the gradients of queries, keys, beta and gates.
+kernels make the gradients of queries, keys, `a`, beta and gates.
 
-Each token reads the state twice: by its key, before it writes and with the gradient ``-dv``, and by its query, with the
-gradient ``do``. It writes ``u = beta r`` by its key. `S` is the state before a chunk, ``dS`` the gradient of the state
-after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for each channel. `pair_gradient_kernel`
-makes the gradients of the products of queries and keys, without the factor beta. They are the same for all channels:
+Each token reads the state twice: by its key, or by `a` where that is given, before it writes and with the gradient
+``-dv``, and by its query, with the gradient ``do``. It writes ``u = beta r`` by its key. `S` is the state before a
+chunk, ``dS`` the gradient of the state after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for
+each channel. `pair_gradient_kernel` makes the gradients of the products of queries and keys, without the factor beta.
+They are the same for all channels:
 
     of_q[t, s] = scale * do_t . r_s  for s <= t        of_k[t, s] = -dv_t . r_s  for s < t
 
@@ -14,8 +15,10 @@ makes the gradients of the products of queries and keys, without the factor beta
 
     dq_t      = scale * exp(D[t, start]) S do_t + sum over s of beta_s of_q[t, s] exp(D[t, s]) k_s
     dk_read_t =       - exp(D[t, start]) S dv_t + sum over s of beta_s of_k[t, s] exp(D[t, s]) k_s
-    written_s = exp(D[end, s]) dS r_s + sum over t of exp(D[t, s]) (of_q[t, s] q_t + of_k[t, s] k_t)
-    dk_s      = dk_read_s + beta_s written_s        dbeta_s = written_s . k_s
+    written_s = exp(D[end, s]) dS r_s + sum over t of exp(D[t, s]) (of_q[t, s] q_t + of_k[t, s] a_t)
+    da_t      = dk_read_t        dk_s = beta_s written_s        dbeta_s = written_s . k_s
+
+Where `a` is the key, both of its gradients are added.
 
 The gradient of a gate is the sum of all of these terms whose exponents contain it, each multiplied by its query or key.
 As in vector decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates
@@ -70,7 +73,23 @@ def _mild_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def _mild_pairs(
-    g, middle, q, k, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K: tl.constexpr, DOT: tl.constexpr
+    g,
+    middle,
+    q,
+    k,
+    a,
+    q_read,
+    k_read,
+    total,
+    of_q,
+    of_k,
+    i,
+    size,
+    d,
+    H,
+    HV,
+    K: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     """`of_q` and `of_k` with the products of channels `d`, the keys that write, and the decay from the chunk's middle.
 
@@ -89,7 +108,10 @@ def _mild_pairs(
     store_tile(q_read, reader * from_start, *at_g)
     reader_q = in_parts(tl.trans(reader), DOT)
     writer = k_ / to_middle
-    reader = k_ * to_middle
+    if a is None:
+        reader = k_ * to_middle
+    else:
+        reader = load_tile(a, *at_q) * to_middle
     store_tile(k_read, reader * from_start, *at_g)
     reader_k = in_parts(tl.trans(reader), DOT)
     of_q = dot_of_parts(writer, reader_q, DOT, of_q)
@@ -101,6 +123,7 @@ def _mild_pairs(
 def channel_pair_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
+    a,  # [tokens, H, K], the keys that read, if they are not `k`
     beta,  # [tokens, HV]
     gk,  # [tokens, HV, K]
     W,  # [tokens, HV, K]
@@ -143,6 +166,8 @@ def channel_pair_kernel(
     first = lo * HV + h
     q += (lo * H + h // (HV // H)) * K
     k += (lo * H + h // (HV // H)) * K
+    if a is not None:
+        a += (lo * H + h // (HV // H)) * K
     gk += first * K
     W += first * K
     q_read += first * K
@@ -166,7 +191,7 @@ def channel_pair_kernel(
                 tl.store(mild + rh, 0)  # the second launch overwrites what is stored until here
                 return
             of_q, of_k, writer, late = _mild_pairs(
-                g, middle, q, k, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
+                g, middle, q, k, a, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
             )
             writers += (in_parts(writer, DOT),)
             to_end += (late,)
@@ -179,7 +204,7 @@ def channel_pair_kernel(
             largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
             if tl.max(largest) < MILD_BOUND:
                 of_q, of_k, writer, late = _mild_pairs(
-                    g, middle, q, k, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
+                    g, middle, q, k, a, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
                 )
         if not tl.max(largest) < MILD_BOUND:
             tl.store(mild + rh, 0)
@@ -195,10 +220,13 @@ def channel_pair_kernel(
             k_ = load_tile(k, *at_q)
             read = tl.exp(select(t <= s, g_, DOT))
             store_tile(q_read, q_ * read, *at_g)
-            store_tile(k_read, k_ * read, *at_g)
+            a_ = k_
+            if a is not None:
+                a_ = load_tile(a, *at_q)
+            store_tile(k_read, a_ * read, *at_g)
             tl.store(total + d, tl.exp(tl.sum(g, 0)), mask=d < K)
             of_q += exact_pairs(q_, k_, g_, s, t, False, DOT)
-            of_k += exact_pairs(k_, k_, g_, s, t, False, DOT)
+            of_k += exact_pairs(a_, k_, g_, s, t, False, DOT)
     if MILD:
         tl.store(mild + rh, 1)
     beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
@@ -300,6 +328,7 @@ def _by_levels(x, k_beta, g, pairs, d_reader, written, d_gates, GATES: tl.conste
 def channel_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
+    a,  # [tokens, H, K], the keys that read, if they are not `k`
     beta,  # [tokens, HV]
     gk,  # [tokens, HV, K]
     r,  # [tokens, HV, V]
@@ -311,6 +340,7 @@ def channel_kernel(
     d_states,  # [chunks, HV, K, V], after it
     dq,  # [tokens, HV, K]
     dk,  # [tokens, HV, K]
+    da,  # [tokens, HV, K], if `a` is given
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
     mild,  # [chunks, HV, tiles of K]
@@ -353,6 +383,9 @@ def channel_kernel(
     first = lo * HV + h
     q += (lo * H + h // (HV // H)) * K
     k += (lo * H + h // (HV // H)) * K
+    key_reader = k
+    if a is not None:
+        key_reader = a + (lo * H + h // (HV // H)) * K
     gk += first * K
     r += first * V
     do += first * V
@@ -402,7 +435,7 @@ def channel_kernel(
             d_gates += select(t > s, load_tile(k, *at_q) * beta_t * written, DOT)
     for reader in range(2):
         of_q = reader == 0
-        x = load_tile(q if of_q else k, *at_q)
+        x = load_tile(q if of_q else key_reader, *at_q)
         d_reader = _of_state(do if of_q else dv, states, size, HV, V, d, K, BV, DOT)
         d_reader *= (scale if of_q else -1.0) * from_start
         of_pairs = pairs + reader * C * C
@@ -441,4 +474,8 @@ def channel_kernel(
     written += tl.load(diagonal + i)[:, None] * load_tile(q, *at_q)
     d_beta = tl.sum(written * load_tile(k, *at_q), 1)
     tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
-    store_tile(dk + first * K, d_reader + written * beta_t, *at_g)
+    if a is None:
+        store_tile(dk + first * K, d_reader + written * beta_t, *at_g)
+    else:
+        store_tile(dk + first * K, written * beta_t, *at_g)
+        store_tile(da + first * K, d_reader, *at_g)

@@ -53,7 +53,7 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs = call.wants, call.inputs
-    by_writes = wants("k", "beta", "g", "gk")
+    by_writes = wants("k", "a", "beta", "g", "gk")
     by_reads = by_writes or wants("q")
     rule = _Launches(inputs, with_r=by_reads)
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
@@ -100,12 +100,13 @@ class _Launches(MatrixSequences):
     """The launches of one call, and what they have in common."""
 
     def __init__(self, inputs: Inputs, with_r: bool = False) -> None:
-        q, k, v, beta, g, gk, initial_state, cu_seqlens, scale = inputs
+        q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale = inputs
         bfloat16 = q.dtype == torch.bfloat16
         super().__init__(q, v, cu_seqlens, chunk_size(bfloat16, gk is not None))
         self.HV = self.arguments.pop("H")
         self.dtype = operand_dtype(q)
         self.q, self.k, self.beta = map(operand, (q, k, beta))
+        self.a = operand(a)
         self.v, self.v_token = operand_by_token(v)
         self.initial = operand(initial_state)
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
@@ -124,15 +125,15 @@ class _Launches(MatrixSequences):
             "P": self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype),
         }
         self.Y = self.per_chunk(self.HV, self.C, self.C) if with_r else None
-        self.reads = {"q": self.q, "k": self.k}
-        arguments = (
-            self.arguments | {"beta": self.beta, "H": q.shape[2], "Y": self.Y} | self.reads | self.pairs
-        )
+        self.reads = {"q": self.q, "k": self.k if self.a is None else self.a}
+        tensors = {"q": self.q, "k": self.k, "a": self.a, "beta": self.beta, "Y": self.Y} | self.pairs
+        arguments = self.arguments | {"H": q.shape[2]} | tensors
         self.arguments |= {"HK": q.shape[2], "SEGMENTS": self.SEGMENTS}
         if self.gk is not None:
             self.channel_pairs(arguments)
         else:
             arguments |= {name: self.gates[name] for name in ("sums", "rest")}
+            del arguments["a"]
             launch(pair_kernel, (self.chunks * self.HV,), **arguments, **pair_config(bfloat16))
 
     def channel_pairs(self, arguments: dict[str, Any]) -> None:
@@ -248,14 +249,13 @@ class _Launches(MatrixSequences):
             kernel, config = gradient_from_pairs_kernel, gradient_from_pairs_config(self.bfloat16)
             arguments |= self.pair_gradients(dv=None if dS is None else dv, **arguments)
         tiles = tile_count(self.K, config["BK"])
-        dq, dk, dbeta = self.of_tiles(tiles)
+        outputs = self.of_tiles(tiles)
         # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
         gated = self.gates["sums"] is not None
         d_sums = self.per_chunk(3 * tiles, HV, self.C) if gated else None
         d_total = self.per_chunk(HV, self.K) if gated else None
-        of_writes = {"dk": dk, "dbeta": dbeta, "d_sums": d_sums, "d_total": d_total}
-        if dS is None:
-            of_writes = dict.fromkeys(of_writes)
+        if dS is None:  # queries alone
+            outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
         launch(
             kernel,
             (tiles * self.chunks * HV,),
@@ -265,13 +265,14 @@ class _Launches(MatrixSequences):
             dv=dv,
             states=S,
             d_states=dS,
-            dq=dq,
-            **of_writes,
+            **{name: x for name, x in outputs.items() if name != "da"},
+            d_sums=d_sums,
+            d_total=d_total,
             **arguments,
             H=self.q.shape[2],
             **config,
         )
-        made = self.added_up(q=dq) if dS is None else self.added_up(q=dq, k=dk, beta=dbeta)
+        made = self.added_up(outputs)
         if gates:
             assert d_sums is not None and d_total is not None
             made["g"] = scalar_decay.gate_gradient(self, d_sums, (tiles,) * 3, d_total, 1.0, torch.float32)
@@ -298,7 +299,7 @@ class _Launches(MatrixSequences):
         dS: Tensor | None,
         gates: bool,
     ) -> dict[str, Tensor]:
-        """The gradients of queries, keys, `beta` and, if wanted, of the gates of channels, by their names."""
+        """The gradients of queries, keys, `a`, `beta` and, if wanted, of the gates of channels, by their names."""
         assert self.gk is not None
         HV, H = self.HV, self.q.shape[2]
         arguments = {
@@ -311,7 +312,7 @@ class _Launches(MatrixSequences):
         launch(pair_gradient_kernel, (self.chunks * HV,), **vectors, **products, **arguments, **config)
         config = channel_config(self.chip, self.bfloat16)
         parts = tile_count(self.K, config["BK"])
-        dq, dk, dbeta = self.of_tiles(parts)
+        outputs = self.of_tiles(parts)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
         mild = self.per_chunk(HV, parts, dtype=torch.int8)
         for only_mild in (True, False):
@@ -320,15 +321,14 @@ class _Launches(MatrixSequences):
                 (parts * self.chunks * HV,),
                 q=self.q,
                 k=self.k,
+                a=self.a,
                 beta=self.beta,
                 gk=self.gk,
                 **vectors,
                 **products,
                 states=S,
                 d_states=dS,
-                dq=dq,
-                dk=dk,
-                dbeta=dbeta,
+                **outputs,
                 dgk=dgk,
                 mild=mild,
                 **arguments,
@@ -337,29 +337,34 @@ class _Launches(MatrixSequences):
                 MILD=only_mild,
                 **config,
             )
-        made = self.added_up(q=dq, k=dk, beta=dbeta)
+        made = self.added_up(outputs)
         if dgk is not None:
             made["gk"] = self.batched(dgk)
             made["g"] = made["gk"].sum(-1)
         return made
 
-    def of_tiles(self, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Memory for dq, dk and dbeta, as `added_up` takes them."""
-        dq, dk = (self.per_token(self.HV, self.K, dtype=self.dtype) for _ in range(2))
-        return dq, dk, self.per_token(tiles, self.HV, dtype=torch.float32)
+    def of_tiles(self, tiles: int) -> dict[str, Any]:
+        """Memory for dq, dk, da and dbeta, as `added_up` takes them."""
+        outputs: dict[str, Any] = {
+            name: None if x is None else self.per_token(self.HV, self.K, dtype=self.dtype)
+            for name, x in (("dq", self.q), ("dk", self.k), ("da", self.a))
+        }
+        return outputs | {"dbeta": self.per_token(tiles, self.HV, dtype=torch.float32)}
 
-    def added_up(self, **made: Tensor) -> dict[str, Tensor]:
-        """The gradients of queries, keys and `beta`: sums over the heads of values, and over tiles of the key axis."""
-        H = self.q.shape[2]
-        for name, x in made.items():
+    def added_up(self, outputs: dict[str, Any]) -> dict[str, Tensor]:
+        """The gradients of queries, keys, `a` and `beta`: sums over heads of values, and over tiles of the key axis."""
+        H, made = self.q.shape[2], {}
+        for name, x in outputs.items():
+            if x is None:
+                continue
             x = self.batched(x)
-            if name == "beta":
+            if name == "dbeta":
                 x = x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
             elif self.HV != H:
                 x = x.unflatten(2, (H, -1))
                 # PyTorch's sum of two takes twice as long as an addition.
                 x = x[:, :, :, 0] + x[:, :, :, 1] if self.HV == 2 * H else x.sum(3)
-            made[name] = x
+            made[name.removeprefix("d")] = x
         return made
 
     def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:

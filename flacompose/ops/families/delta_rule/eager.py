@@ -1,12 +1,15 @@
 """Chunked PyTorch for the delta rule: what every device without a Triton kernel runs.
 
-    S' = diag(exp g_t) S_{t-1}      u_t = beta_t (v_t - S'^T k_t)      S_t = S' + k_t u_t^T      o_t = scale * S_t^T q_t
+    S' = diag(exp g_t) S_{t-1}      u_t = beta_t (v_t - S'^T a_t)      S_t = S' + k_t u_t^T      o_t = scale * S_t^T q_t
+
+where `a` is the key, if it is not given.
 
 Given ``u``, this is linear attention with the values ``u``. Within a chunk that begins with the state S, the tokens'
 equations are one triangular system, ``(I + diag(beta) A) u = diag(beta) (v - k_read S)``, where ``A[t, s]`` is the
-product of the keys of tokens ``s < t``, decayed by the gates between them, and `k_read` the keys decayed by the gates
-since the chunk's start. With the inverse ``Y`` of the system, which does not depend on S, a sweep over the chunks takes
-three products for each: ``k_read S``, ``u = Y diag(beta) (v - k_read S)``, and ``k_write^T u``, which the state gains.
+product of the reading key of token `t` and the writing one of ``s < t``, decayed by the gates between them, and
+`k_read` the reading keys decayed by the gates since the chunk's start. With the inverse ``Y`` of the system, which does
+not depend on S, a sweep over the chunks takes three products for each: ``k_read S``, ``u = Y diag(beta) (v - k_read
+S)``, and ``k_write^T u``, which the state gains.
 
 Backwards in time the gradient du obeys the transposed equations, ``Y^T`` solves them, and ``dv = beta * solved``. The
 gradients of the rest are those of two reads from linear attention: of the queries, with the gradient do, and of the
@@ -62,7 +65,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     rules = [_Rule(inputs, segment) for segment in segments]
 
     written: list[tuple[Tensor, Tensor] | None] = [None] * len(rules)
-    if call.wants("q", "k", "beta", *GATES):
+    if call.wants("q", "k", "a", "beta", *GATES):
         forwards = Sweep(chunks, _start(inputs, inputs.initial_state))
         written = [rule.states(forwards) for rule in rules]
     backwards = Sweep(chunks, _start(inputs, call.arriving.final_state), reverse=True)
@@ -70,7 +73,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         _segment_gradients(call, rule, do, states, backwards)
         for rule, states in zip(reversed(rules), reversed(written))
     ]
-    dq, dk, dv, dbeta, d_gates = (x[::-1] for x in zip(*made))
+    dq, dk, dv, dbeta, d_gates, da = (x[::-1] for x in zip(*made))
 
     return call.made(
         q=lambda: _join(chunks, dq),
@@ -79,6 +82,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         beta=lambda: _join(chunks, dbeta).squeeze(-1),
         g=lambda: _join(chunks, d_gates).sum(-1),
         gk=lambda: _join(chunks, d_gates),
+        a=lambda: _join(chunks, da),
         initial_state=backwards.end,
     )
 
@@ -90,27 +94,27 @@ def _segment_gradients(
     written: tuple[Tensor, Tensor] | None,
     backwards: Sweep,
 ) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dbeta, d_gates)`` of a segment's chunks, those that are wanted."""
+    """``(dq, dk, dv, dbeta, d_gates, da)`` of a segment's chunks, those that are wanted."""
     wants, gates_wanted = call.wants, call.wants(*GATES)
-    dq = dk = dv = dbeta = d_gates = do.new_empty(0)
+    dq = dk = dv = dbeta = d_gates = da = do.new_empty(0)
     do = rule.split(do)
-    if wants("k", "v", "beta", "initial_state", *GATES):
+    if wants("k", "a", "v", "beta", "initial_state", *GATES):
         dS, solved = rule.gradients_of_states(do, backwards)
         dv = rule.beta * solved
     if written is not None:
         S, u = written
     if wants("beta"):
         dbeta = (solved * rule.errors(S, u)).sum(-1, True)
-    # The state is read by queries, with the gradient do, and by keys, before they write, with -dv.
-    if wants("q", "k", *GATES):
+    # The state is read by queries, with the gradient do, and by `a`, before the keys write, with -dv.
+    if wants("q", "k", "a", *GATES):
         dq_read = rule.read(do @ S.mT)
         of_q = _pair_gradient(rule.q, rule.k, rule.P, (do @ u.mT).tril(), rule.gate)
-    if wants("k", *GATES):
+    if wants("k", "a", *GATES):
         minus_dv = -dv
         dk_read, dk_write = rule.read(minus_dv @ S.mT), rule.write(u @ dS.mT)
-        of_k = _pair_gradient(rule.k, rule.k, rule.A, (minus_dv @ u.mT).tril(-1), rule.gate)
+        of_k = _pair_gradient(rule.a, rule.k, rule.A, (minus_dv @ u.mT).tril(-1), rule.gate)
     if gates_wanted:
-        reads, writes = rule.q * dq_read + rule.k * dk_read, rule.k * dk_write
+        reads, writes = rule.q * dq_read + rule.a * dk_read, rule.k * dk_write
         total = rule.gate.total * (S * dS).sum(-1).unsqueeze(-2)
         if rule.gate.total.shape[-1] != rule.k.shape[-1]:
             reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
@@ -119,8 +123,11 @@ def _segment_gradients(
     if wants("q"):
         dq = rule.of_group(dq_read + of_q.a) * rule.scale
     if wants("k"):
-        dk = rule.of_group(dk_read + dk_write + of_q.b + of_k.a + of_k.b)
-    return dq, dk, dv, dbeta, d_gates
+        reads = dk_read + dk_write + of_q.b + of_k.a if call.inputs.a is None else dk_write + of_q.b
+        dk = rule.of_group(reads + of_k.b)
+    if wants("a"):
+        da = rule.of_group(dk_read + of_k.a)
+    return dq, dk, dv, dbeta, d_gates, da
 
 
 def _cut(inputs: Inputs) -> tuple[Chunks, list[Chunks]]:
@@ -148,18 +155,19 @@ class _Rule:
     """The tokens of a segment in chunks, ``[B, H, n, R, C, D]``, and what each chunk does to a state."""
 
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
-        q, k, v, beta, g, gk, _, _, self.scale = inputs
+        q, k, v, beta, g, gk, a, _, _, self.scale = inputs
         self.chunks, self.heads, self._q = chunks, q.shape[2], q
         self.k, self.v, self.beta = self.split(k), self.split(v), self.split(beta.unsqueeze(-1))
+        self.a = self.k if a is None else self.split(a)
         self.gate: Gate | Decay
         if gk is None:
             self.gate = Decay(chunks, q, g, None)
         else:
             gates = self.split(gk)
             self.gate = Gate(gates if g is None else gates + self.split(g.unsqueeze(-1)), read_before=False)
-        self.A = _pair(self.k, self.k, self.gate, -1)
+        self.A = _pair(self.a, self.k, self.gate, -1)
         self.Y = _inverse(self.beta * self.A)
-        self.k_read, self.k_write = self.read(self.k), self.write(self.k)
+        self.k_read, self.k_write = self.read(self.a), self.write(self.k)
 
     @cached_property
     def q(self) -> Tensor:
@@ -183,7 +191,7 @@ class _Rule:
         return x.sum(2, True) if x.shape[2] > 1 else x
 
     def errors(self, S: Tensor, u: Tensor) -> Tensor:
-        """``v_t - S'^T k_t``: what each value differs by from the one that its key had."""
+        """``v_t - S'^T a_t``: what each value differs by from the one that is read in its place."""
         return self.v - self.k_read @ S - self.A @ u
 
     def states(self, sweep: Sweep) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
 """Triton kernels for the delta rule: the pairs of each chunk, and a sweep over the chunks in either direction.
 
-Within a chunk that begins with the state S, ``r_t = v_t - S'^T k_t``, what a value differs by from the one that its
-key had, solves ``(I + A diag(beta)) r = e`` with ``e = v - k_read S``. Here ``A[t, s]`` is the product of the keys of
-tokens ``s < t``, decayed by the gates between them, and `k_read` are the keys, decayed by the gates since the chunk's
-start. So what the chunk adds to the state and to the outputs is linear in ``e``:
+Within a chunk that begins with the state S, ``r_t = v_t - S'^T a_t``, what a value differs by from the one that is read
+in its place, solves ``(I + A diag(beta)) r = e`` with ``e = v - k_read S``. Here ``A[t, s]`` is the product of the
+reading key ``a`` of token `t`, mostly its key, and the key of ``s < t``, decayed by the gates between them, and
+`k_read` are the reading keys, decayed by the gates since the chunk's start. So what the chunk adds to the state and to
+the outputs is linear in ``e``:
 
     r = Y e, with Y = (I + A diag(beta))^-1        W = Y^T diag(beta) k_write        P = scale * (q . k) diag(beta) Y
 
@@ -238,7 +239,7 @@ def _read_parts(
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
     q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
-    k,  # [tokens, HK, K]; likewise `k_read`
+    k,  # [tokens, HK, K], the keys that read; likewise `k_read`
     v,  # [tokens, HV, V], zeros if there is none; from token to token it is v_token elements
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
@@ -345,7 +346,7 @@ def sweep_kernel(
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def reverse_kernel(
     q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
-    k,  # [tokens, HK, K]; likewise `k_read`
+    k,  # [tokens, HK, K], the keys that read; likewise `k_read`
     do,  # [tokens, HV, V]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]

@@ -56,7 +56,7 @@ def rounded_dot(a, b, DOT: tl.constexpr):
 
 
 @triton.jit
-def _reads(t, j, READ_BEFORE: tl.constexpr):
+def reads_gate(t, j, READ_BEFORE: tl.constexpr):
     """Whether the gate of token `j` lies between the start of a block and the read of token `t` in it."""
     if READ_BEFORE:
         return j < t
@@ -70,7 +70,7 @@ def in_local_sum(t, j, level, READ_BEFORE: tl.constexpr):
     in_t = t & ((1 << level) - 1)
     in_j = j & ((1 << level) - 1)
     odd = ((t >> level) & 1) == 1
-    return ((t >> level) == (j >> level)) & tl.where(odd, _reads(in_t, in_j, READ_BEFORE), in_j > in_t)
+    return ((t >> level) == (j >> level)) & tl.where(odd, reads_gate(in_t, in_j, READ_BEFORE), in_j > in_t)
 
 
 @triton.jit

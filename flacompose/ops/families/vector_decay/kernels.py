@@ -43,7 +43,6 @@ from flacompose.ops.families.vector_decay.gates import (
     LEVELS,
     MILD_BOUND,
     C,
-    _reads,
     exact_pairs,
     from_middle,
     in_local_sum,
@@ -51,6 +50,7 @@ from flacompose.ops.families.vector_decay.gates import (
     load_gates,
     middle_sums,
     mild_for_gradient,
+    reads_gate,
     rounded_dot,
     select,
     siblings,
@@ -142,14 +142,14 @@ def state_kernel(
             a_ = a_ * scale
         if gk is not None:
             g = bounded(tl.load(gk + at_k, mask=in_k, other=0.0)).to(gk.dtype.element_ty)
-            to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
+            to_edge = reads_gate(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             a_ = a_ * tl.exp(tl.trans(select(to_edge, tl.trans(g), DOT)))
             total = tl.sum(g.to(tl.float32), 1)
             S *= tl.exp(total)[:, None]
             sum_k += total
         if gv is not None:
             g = load_gates(gv, token, hi, h, dv, H, V)
-            to_edge = _reads(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
+            to_edge = reads_gate(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             x_ = x_ * tl.exp(select(to_edge, g, DOT))
             total = tl.sum(g.to(tl.float32), 0)
             S *= tl.exp(total)[None, :]
@@ -315,7 +315,7 @@ def plain_kernel(
         if u is not None:
             diagonal += _diagonal(a_, b_, u, h, d1, D1)
         if g is not None:
-            a_ = a_ * tl.exp(select(s > t if REVERSE else _reads(t, s, READ_BEFORE), g_, DOT))
+            a_ = a_ * tl.exp(select(s > t if REVERSE else reads_gate(t, s, READ_BEFORE), g_, DOT))
         at = (row * H + h) * D1 * D2 + d1[:, None] * stride1 + d2[None, :] * stride2
         acc += dot(a_, tl.load(S + at, mask=(d1 < D1)[:, None] & (d2 < D2)[None, :], other=0.0), DOT)
     if not REVERSE:
@@ -329,7 +329,9 @@ def plain_kernel(
         tl.store(mild + row * H + h, is_mild.to(tl.int8))
         if not is_mild:
             return
-    pairs = tl.where(_reads(s, t, READ_BEFORE) if REVERSE else _reads(t, s, READ_BEFORE), pairs * scale, 0.0)
+    pairs = tl.where(
+        reads_gate(s, t, READ_BEFORE) if REVERSE else reads_gate(t, s, READ_BEFORE), pairs * scale, 0.0
+    )
     if u is not None:
         pairs = tl.where(t == s, diagonal[:, None] * scale, pairs)
     acc += split_dot(pairs, load_tile(x, token, hi, h, d2, H, D2), DOT)
@@ -366,7 +368,7 @@ def _other_chunks(
             gate = load_gates(g1, token, end, h, d1, H, D1)
         if S is not None:
             if g1 is not None:
-                a_ = a_ * tl.exp(select(_reads(t, s, READ_BEFORE), gate, DOT))
+                a_ = a_ * tl.exp(select(reads_gate(t, s, READ_BEFORE), gate, DOT))
             S_ = tl.load(S + at, mask=in_state, other=0.0)
             before += dot(a_, S_, DOT)
         if dS is not None:
@@ -443,12 +445,12 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
     g = load_gates(g2, *tile)
     if S is not None:
         x_ = load_tile(x, *tile)
-        before *= tl.exp(select(_reads(t, s, READ_BEFORE), g, DOT))
+        before *= tl.exp(select(reads_gate(t, s, READ_BEFORE), g, DOT))
     if dS is not None:
         y_ = load_tile(y, *tile)
         after *= tl.exp(select(s > t, g, DOT))
     if dg2 is not None:
-        dg = select(_reads(s, t, READ_BEFORE), y_ * before, DOT) + select(t > s, x_ * after, DOT)
+        dg = select(reads_gate(s, t, READ_BEFORE), y_ * before, DOT) + select(t > s, x_ * after, DOT)
         dg += (d_total * tl.exp(tl.sum(g.to(tl.float32), 0)))[None, :]
     for level in range(LEVELS):
         odd = ((t >> level) & 1) == 1

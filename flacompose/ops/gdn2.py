@@ -1,0 +1,164 @@
+"""Gated DeltaNet-2, which erases and writes by gates of channels, https://arxiv.org/abs/2605.22791."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._states import recurrent_form
+from flacompose.ops._varlen import inside
+from flacompose.ops.delta_rule import check, normalized, run
+from flacompose.ops.families.delta_rule import op
+from flacompose.ops.gated_delta_rule import decay
+
+
+def chunk_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The delta rule of Gated DeltaNet-2, computed in chunks: the form for training and for prompts.
+
+    $$S'_t = \operatorname{diag}(e^{g_t})\, S_{t-1} \qquad
+    S_t = S'_t + k_t (w_t \odot v_t - {S'_t}^\top (b_t \odot k_t))^\top \qquad
+    o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    ``b`` gates what is erased, each channel of the key by itself, and ``w`` what is written, each channel of the value.
+    With ``b = w = beta``, a number per head, it is [chunk_kda][flacompose.ops.chunk_kda]. The products ``b * k`` and
+    ``w * v`` have the dtype of `k`, so that in bfloat16 they are rounded to it. From "Gated DeltaNet-2"
+    (<https://arxiv.org/abs/2605.22791>).
+
+    A token multiplies what the state holds by ``I - k (b k)^T``. Where the channels of ``b`` are alike and from 0 to 2,
+    and keys have norm 1, no token enlarges it. Otherwise its norm may be as large as ``1 + |k| |b k|``, and the
+    recurrence itself may grow exponentially.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; mostly of norm 1.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys.
+        g: Decay of the key axis, ``[B, T, HV, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+            With `use_gate_in_kernel`, the numbers that it is computed from.
+        b: Gate of what is erased, ``[B, T, H, K]``, mostly from 0 to 1 or to 2; any float dtype.
+        w: Gate of what is written, ``[B, T, HV, V]``, mostly from 0 to 1; any float dtype.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide queries and keys by their norms first, the roots of the sums
+            of their squares and 1e-6.
+        use_gate_in_kernel: Whether the decay is ``-exp(A_log) * softplus(g + dt_bias)`` or, with `lower_bound`,
+            ``lower_bound * sigmoid(exp(A_log) * (g + dt_bias))``.
+        A_log: ``HV`` numbers in any shape, in any float dtype; given with `use_gate_in_kernel` alone. With
+            `lower_bound` it may be absent, and its exponential is then 1.
+        dt_bias: ``[HV, K]``, or as many numbers in another shape, in any float dtype; given with `use_gate_in_kernel`
+            alone. Default: 0.
+        lower_bound: The lowest decay, below 0 and finite; given with `use_gate_in_kernel` alone. Default: none.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
+            `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, `lower_bound`
+            is not finite or not below 0, or an option lacks the one that it belongs to.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return _run(
+        op.chunk, q, k, v, g, b, w, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, A_log, dt_bias, lower_bound, cu_seqlens,
+    )  # fmt: skip
+
+
+def fused_recurrent_gdn2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_gdn2][flacompose.ops.chunk_gdn2], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: How many states to return in place of the final one, as
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+            Default: the final state alone.
+    """
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    return _run(
+        form, q, k, v, g, b, w, scale, initial_state, wanted, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, A_log, dt_bias, lower_bound, cu_seqlens,
+    )  # fmt: skip
+
+
+def _run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    normalize: bool,
+    use_gate: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments, apply the gates, and call one form of the family's op."""
+    HV, K = check(q, k, v, None, scale, initial_state, cu_seqlens, optional_beta=True)
+    _check.flags(use_qk_l2norm_in_kernel=normalize, use_gate_in_kernel=use_gate)
+    _check.like(q, "g", g, (*q.shape[:2], HV, K))
+    _check.like(q, "b", b, k.shape)
+    _check.like(q, "w", w, v.shape)
+    if cu_seqlens is not None:
+        # A token in no sequence may hold anything. As 0 it has a gradient of 0.
+        tokens = inside(cu_seqlens, q.shape[1])[:, None, None]
+        q, k, v, g, b, w = (x.where(tokens, 0) for x in (q, k, v, g, b, w))
+    g = decay(q, g, (HV, K), use_gate, A_log, dt_bias, lower_bound)
+    if normalize:
+        q, k = normalized(q), normalized(k)
+    dtype = autocast_dtype(q.device)
+    if dtype is not None and q.dtype != torch.float64:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    erased = (upcast(k, b) * b).to(k.dtype)
+    written = (upcast(v, w) * w).to(v.dtype)
+    return run(
+        form, q, k, written, None, {"gk": g}, scale, initial_state, output_final_state, cu_seqlens, a=erased
+    )
