@@ -101,6 +101,7 @@ class _Launches(MatrixSequences):
 
     def __init__(self, inputs: Inputs, with_r: bool = False) -> None:
         q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale = inputs
+        assert a is None or gk is not None, "the kernels for gates of heads read with the key"
         bfloat16 = q.dtype == torch.bfloat16
         super().__init__(q, v, cu_seqlens, chunk_size(bfloat16, gk is not None))
         self.HV = self.arguments.pop("H")
