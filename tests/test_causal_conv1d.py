@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 from flacompose.layers import ShortConvolution
-from flacompose.ops import _launching, causal_conv1d
+from flacompose.ops import causal_conv1d
+from flacompose.ops._launching import launching_by
 from flacompose.ops.families.short_conv import eager
 from flacompose.ops.families.short_conv.inputs import Inputs
 
@@ -180,10 +181,9 @@ def test_in_a_graph_one_token_is_pytorch(monkeypatch: pytest.MonkeyPatch) -> Non
     """Its few products become part of Inductor's own kernels; longer inputs and packed ones are a kernel."""
     cuda = pytest.importorskip("flacompose.ops.families.short_conv.cuda")
     launched: list[str] = []
-    monkeypatch.setattr(_launching, "record", lambda kernel, *_, **__: launched.append(kernel.__name__))
     x, weight, state = torch.randn(2, 3, 6), torch.randn(6, 4), torch.randn(2, 6, 4)
     args = weight, None, state, None, True
-    with _launching.launching_by(_launching.record):
+    with launching_by(lambda kernel, *_, **__: launched.append(kernel.__name__), into_graph=True):
         token = flat(cuda, "forward")(x[:, :1], *args)
         assert launched == []
         flat(cuda, "forward")(x, *args)

@@ -36,8 +36,6 @@ class Decoder:
     - Calls follow one another in one thread and on one stream. Decoders cannot be copied, pickled, traced or compiled,
       and take no sharded tensors.
 
-    Its `model` is what it was made of.
-
     Args:
         model: ``model(tokens, state)`` returns ``(outputs, state)``. The new state has the structure, the shapes and
             the dtypes of the old one, and `outputs` is a tensor or a pytree of tensors.
@@ -75,7 +73,7 @@ class Decoder:
         for name, x in named.items():
             _check_tensor(name, x)
             _check.same_device(name, x, tokens)
-        self.model = model
+        self._model = model
         self._structure, self._names = structure, list(named)
 
         from flacompose._inductor import config
@@ -133,11 +131,6 @@ class Decoder:
                 self._graph.replay()
                 outputs = self._outputs
             return pytree.tree_map(torch.clone, outputs)
-
-    @property
-    def example(self) -> Tensor:
-        """The tokens of the last call, or those that the decoder was made with: what a call reads is like them."""
-        return self._tokens
 
     @property
     def state(self) -> Any:
@@ -207,6 +200,24 @@ class Decoder:
         raise TypeError(
             "a Decoder cannot be copied or pickled: make another one of the model and decoder.state"
         )
+
+
+def check_decoder(decoder: Any, model: nn.Module, input_ids: Tensor) -> None:
+    """Check that `decoder` is a decoder of this model that reads one token for each row of `input_ids`."""
+    if not isinstance(decoder, Decoder):
+        raise TypeError(f"decoder must be a Decoder, got {type(decoder).__name__}")
+    made_of, tokens = decoder._model, decoder._tokens
+    if getattr(made_of, "_orig_mod", made_of) is not model:
+        other = "another model" if isinstance(made_of, type(model)) else kind(made_of)
+        raise ValueError(f"decoder must be made of this model, but was made of {other}")
+    _check.indices("input_ids", input_ids)
+    shape = (input_ids.shape[0], 1)
+    if tokens.shape != shape or tokens.dtype != torch.int64:
+        raise ValueError(
+            f"decoder must be made for tokens of shape {shape} in torch.int64, but was made for "
+            f"{tuple(tokens.shape)} in {tokens.dtype}"
+        )
+    _check.same_device("decoder", tokens, input_ids)
 
 
 def _named(name: str, tree: Any) -> dict[str, Any]:

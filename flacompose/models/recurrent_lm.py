@@ -18,10 +18,9 @@ from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.state import RecurrentState, RecurrentStates, kind_of
 from flacompose.models import sampling, speculative
 from flacompose.models.config import RecurrentConfig
-from flacompose.models.decoder import Decoder
+from flacompose.models.decoder import Decoder, check_decoder
 from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
-from flacompose.ops._check import kind
 from flacompose.ops._states import MAX_STATES
 from flacompose.ops._varlen import bounds, sequence_count
 
@@ -279,7 +278,7 @@ class RecurrentLM(nn.Module):
                 self, assistant, input_ids, max_new_tokens, num_assistant_tokens, ends or (), attention_mask
             )
         if decoder is not None:
-            self._check_decoder(decoder, input_ids)
+            check_decoder(decoder, self, input_ids)
         logits, state = self(input_ids, None, attention_mask=attention_mask, last_only=True)
         if decoder is not None:
             decoder.load(state)
@@ -296,21 +295,6 @@ class RecurrentLM(nn.Module):
                 logits, state = self(token[:, None], state, last_only=True)
             else:
                 logits = decoder(token[:, None])[:, -1]
-
-    def _check_decoder(self, decoder: Any, input_ids: Tensor) -> None:
-        if not isinstance(decoder, Decoder):
-            raise TypeError(f"decoder must be a Decoder, got {type(decoder).__name__}")
-        if getattr(decoder.model, "_orig_mod", decoder.model) is not self:
-            other = "another model" if isinstance(decoder.model, RecurrentLM) else kind(decoder.model)
-            raise ValueError(f"decoder must be made of this model, but was made of {other}")
-        _check.indices("input_ids", input_ids)
-        tokens = decoder.example
-        if (tokens.shape, tokens.dtype) != ((input_ids.shape[0], 1), torch.int64):
-            raise ValueError(
-                f"decoder must be made for tokens of shape {(input_ids.shape[0], 1)} in torch.int64, but was made for "
-                f"{tuple(tokens.shape)} in {tokens.dtype}"
-            )
-        _check.same_device("decoder", tokens, input_ids)
 
     def _check_assistant(self, assistant: Any, num_assistant_tokens: int, temperature: float) -> None:
         if not isinstance(assistant, RecurrentLM):

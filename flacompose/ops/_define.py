@@ -1,7 +1,7 @@
 """Registration of operators, which every part of PyTorch takes as one node, from a schema and functions in PyTorch.
 
-`define_op` registers the implementations. `_derivatives` and `_sharding` register how an operator is differentiated,
-mapped, cast and distributed.
+This is the one file that talks to ``torch.library``. `_derivatives` and `_sharding` say how an operator is
+differentiated, mapped, cast and distributed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from flacompose._torch import (
     triton_ops_to_kernels,
 )
 from flacompose.ops._chip import chip_of, is_here, runs_kernels, warn_of_eager
-from flacompose.ops._derivatives import differentiate, vmap_rule_of
-from flacompose.ops._launching import launching_by, record
+from flacompose.ops._derivatives import derivative_kernels, vmap_rule_of
+from flacompose.ops._launching import launching_by
 from flacompose.ops._schema import axis_position
 from flacompose.ops._sharding import shardings_of
 
@@ -63,8 +63,8 @@ def define_op(
         fake: shapes, dtypes, devices and strides of the outputs.
         triton: returns the implementation for CUDA, which computes every dtype but float64. It is called at the first
             use where Triton is installed, and may import Triton. The implementation launches its kernels through
-            `launch`. GPUs that the kernels do not run on, which are NVIDIA's before Ampere and all others,
-            compute `eager`, and a warning says so once.
+            `launch`. GPUs that the kernels do not run on, which are NVIDIA's before Ampere and all others, compute
+            `eager`, and a warning says so once.
         one_launch: tells whether the implementation launches at most one kernel for these arguments. Inductor then gets
             that kernel, and the operations of PyTorch before and after it, instead of the operator.
         backward: the operator of the gradient. It takes the arguments of this one, then the gradient of each output
@@ -77,8 +77,8 @@ def define_op(
             may be sharded as well. A tensor without a batch axis is the same for all rows, and its gradient is a sum
             over them. Tensors that join rows (``cu_seqlens``) are left out: when one is given, the batch is not
             sharded.
-        autocast: the arguments that autocast casts. Each has the name of a ``bool``
-            argument that exempts it where it is true, or None. All other arguments keep their dtype.
+        autocast: the arguments that autocast casts. Each has the name of a ``bool`` argument that exempts it where it
+            is true, or None. All other arguments keep their dtype.
         flops: formula for ``FlopCounterMode``, from the arguments with shapes for tensors, and ``out_shape``.
 
     Returns:
@@ -103,9 +103,10 @@ def define_op(
             LIBRARY.impl(name, _with_warning(eager, gpu), "CUDA")
         for key, device in DEVICES_WITHOUT_KERNELS.items():
             LIBRARY.impl(name, _with_warning(eager, device), key)
-    differentiate(
-        LIBRARY, op, eager, fake, backward, vmap_rule_of(op, heads), autocast, shardings_of(op, heads, batch)
-    )
+    vmap_rule, shardings = vmap_rule_of(op, heads), shardings_of(op, heads, batch)
+    kernels = derivative_kernels(op, eager, fake, backward, vmap_rule, autocast, shardings)
+    for key, kernel in kernels.items():
+        LIBRARY.impl(name, kernel, key)
     if flops is not None:
         register_flop_formula(packet)(flops)
     return op
@@ -161,13 +162,19 @@ def _implement_cuda(
             return mode.__torch_dispatch__(op, types, args, kwargs)
         if any(t is not Tensor and not issubclass(t, (FakeTensor, FunctionalTensor)) for t in types):
             return NotImplemented
-        with mode, launching_by(record):
+        with mode, launching_by(_record, into_graph=True):
             return load()(*args, **kwargs)
 
     LIBRARY.impl(op._opname, cuda, "CUDA")
     torch.library.register_torch_dispatch(op, FunctionalTensorMode, functionalize, lib=LIBRARY)
     if one_launch is not None:
         triton_ops_to_kernels[op._name] = [_SOURCES]
+
+
+def _record(kernel: Any, grid: Any, *args: Any, maxnreg: int | None = None, **kwargs: Any) -> None:
+    """Launch a kernel into the graph that is being traced."""
+    # Inductor refuses `maxnreg`, the limit of registers, which changes how fast a kernel is and no result.
+    torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
 
 
 def _runs_kernels(device: torch.device) -> bool:

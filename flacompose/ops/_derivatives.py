@@ -33,8 +33,7 @@ FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 vjp: Callable[..., Any] = torch.func.vjp
 
 
-def differentiate(
-    library: torch.library.Library,
+def derivative_kernels(
     op: OpOverload,
     eager: Callable[..., Any],
     fake: Callable[..., Any],
@@ -42,8 +41,8 @@ def differentiate(
     vmap_rule: Callable[..., Any],
     autocast: Mapping[str, str | None],
     shardings: Callable[..., Any],
-) -> None:
-    """Register what the operator does at the Autograd, functorch and autocast dispatch keys.
+) -> dict[str, Callable[..., Any]]:
+    """What the operator does at the Autograd, functorch and autocast dispatch keys.
 
     The first two run one ``autograd.Function``, to which every transform of ``torch.func`` applies the rules that
     PyTorch has for such functions. An operator of ``register_autograd`` has nothing at the functorch key: transforms of
@@ -155,10 +154,8 @@ def differentiate(
         with ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
             return op(*cast_for(device, args))
 
-    library.impl(op._opname, autograd_kernel, "Autograd")
-    library.impl(op._opname, functorch_kernel, FUNCTORCH_KEY)
-    for device in AUTOCAST_DEVICES:
-        library.impl(op._opname, partial(autocast_kernel, device), f"Autocast{device.upper()}")
+    casting = {f"Autocast{device.upper()}": partial(autocast_kernel, device) for device in AUTOCAST_DEVICES}
+    return {"Autograd": autograd_kernel, FUNCTORCH_KEY: functorch_kernel, **casting}
 
 
 def _without_gradient(op: OpOverload, args: Sequence[Any]) -> Any:

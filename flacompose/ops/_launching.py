@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from threading import local
 from typing import Any
 
-import torch
-
 
 class _Launching(local):
     """What launches kernels for this thread, called with the kernel, its grid and its arguments; None is Triton."""
 
     launcher: Callable[..., None] | None = None
+    into_graph = False
 
 
 launching = _Launching()
@@ -32,20 +31,18 @@ def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
 
 def launches_into_graph() -> bool:
     """Whether the kernels that this thread launches become parts of a graph."""
-    return launching.launcher is record
-
-
-def record(kernel: Any, grid: Any, *args: Any, maxnreg: int | None = None, **kwargs: Any) -> None:
-    """Launch a kernel into the graph that is being traced."""
-    # Inductor refuses `maxnreg`, the limit of registers, which changes how fast a kernel is and no result.
-    torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
+    return launching.into_graph
 
 
 @contextmanager
-def launching_by(launcher: Callable[..., None]) -> Iterator[None]:
-    """Within it, each call of `launch` in this thread calls `launcher` instead of Triton."""
-    previous, launching.launcher = launching.launcher, launcher
+def launching_by(launcher: Callable[..., None], into_graph: bool = False) -> Iterator[None]:
+    """Within it, each call of `launch` in this thread calls `launcher` instead of Triton.
+
+    `into_graph` says that what it launches becomes part of the graph of a trace.
+    """
+    previous = launching.launcher, launching.into_graph
+    launching.launcher, launching.into_graph = launcher, into_graph
     try:
         yield
     finally:
-        launching.launcher = previous
+        launching.launcher, launching.into_graph = previous

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from flacompose.ops import _check
@@ -67,7 +65,7 @@ def chunk_delta_rule(
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
-    return run(op.chunk, q, k, v, beta, {}, scale, initial_state, output_final_state, cu_seqlens)
+    return run(op.chunk, q, k, v, beta, scale, initial_state, output_final_state, cu_seqlens)
 
 
 def fused_recurrent_delta_rule(
@@ -96,26 +94,37 @@ def fused_recurrent_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = normalized(q), normalized(k)
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, beta, {}, scale, initial_state, wanted, cu_seqlens)
+    return run(form, q, k, v, beta, scale, initial_state, wanted, cu_seqlens)
 
 
 def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Any,
+    beta: Tensor,
     scale: float | None,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
-    optional_beta: bool = False,
 ) -> tuple[int, int]:
-    """Check the arguments that all rules have; ``(HV, K)``."""
+    """Check the arguments of a rule with a `beta`; ``(HV, K)``."""
     HV, K, V = _check.qkv(q, k, v, grouped=True)
-    (_check.optional if optional_beta else _check.like)(q, "beta", beta, (*q.shape[:2], HV))
-    N = _check.sequences(q, cu_seqlens)
+    _check.like(q, "beta", beta, (*q.shape[:2], HV))
+    check_sequences(q, HV, V, scale, initial_state, cu_seqlens)
+    return HV, K
+
+
+def check_sequences(
+    q: Tensor,
+    HV: int,
+    V: int,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Check the arguments that all rules have beside tokens."""
+    N, K = _check.sequences(q, cu_seqlens), q.shape[3]
     _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
     _check.scale(scale, K)
-    return HV, K
 
 
 def run(
@@ -123,22 +132,18 @@ def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor | None,
-    gate: Mapping[str, Tensor | None],
+    beta: Tensor,
     scale: float | None,
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    *,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
     a: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One form of the family's op on checked arguments; `gate` has its gate, if there is one, by its name there.
-
-    Without `beta` it is 1; `a` reads what is replaced, if that is not the key.
-    """
-    if beta is None:
-        beta = torch.ones_like(v[..., 0])
+    """One form of the family's op on checked arguments; `g`, `gk` and `a` are its own."""
     scale = _check.scale(scale, q.shape[3])
-    g, gk = gate.get("g"), gate.get("gk")
     o, final_state = form(op.Inputs(q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale))
     return o, final_state if output_final_state else None
 

@@ -142,6 +142,6 @@ def _product(
         g = torch.where(upcast(g).exp() == 0, g.detach(), g)
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
     o, final_state = run(
-        form, q, k, v, beta, {"g": g}, scale, initial_state, output_final_state, stretched(cu_seqlens, n)
+        form, q, k, v, beta, scale, initial_state, output_final_state, stretched(cu_seqlens, n), g=g
     )
     return o.unflatten(1, (T, n))[:, :, -1].contiguous(), final_state

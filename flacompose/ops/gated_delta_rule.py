@@ -157,7 +157,7 @@ def run_gated(
         q, k = normalized(q), normalized(k)
     if sigmoid:
         beta = upcast(beta, q).sigmoid() * (2 if neg_eigval else 1)
-    return run(form, q, k, v, beta, {gate: g}, scale, initial_state, output_final_state, cu_seqlens)
+    return run(form, q, k, v, beta, scale, initial_state, output_final_state, cu_seqlens, **{gate: g})
 
 
 def decay(

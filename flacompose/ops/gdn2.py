@@ -11,7 +11,7 @@ from flacompose.ops import _check
 from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import inside
-from flacompose.ops.delta_rule import check, normalized, run
+from flacompose.ops.delta_rule import check_sequences, normalized, run
 from flacompose.ops.families.delta_rule import op
 from flacompose.ops.gated_delta_rule import decay
 
@@ -142,7 +142,8 @@ def _run(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, apply the gates, and call one form of the family's op."""
-    HV, K = check(q, k, v, None, scale, initial_state, cu_seqlens, optional_beta=True)
+    HV, K, V = _check.qkv(q, k, v, grouped=True)
+    check_sequences(q, HV, V, scale, initial_state, cu_seqlens)
     _check.flags(use_qk_l2norm_in_kernel=normalize, use_gate_in_kernel=use_gate)
     _check.like(q, "g", g, (*q.shape[:2], HV, K))
     _check.like(q, "b", b, k.shape)
@@ -159,6 +160,7 @@ def _run(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     erased = (upcast(k, b) * b).to(k.dtype)
     written = (upcast(v, w) * w).to(v.dtype)
+    beta = torch.ones_like(written[..., 0])
     return run(
-        form, q, k, written, None, {"gk": g}, scale, initial_state, output_final_state, cu_seqlens, a=erased
+        form, q, k, written, beta, scale, initial_state, output_final_state, cu_seqlens, gk=g, a=erased
     )

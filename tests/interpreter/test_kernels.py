@@ -496,6 +496,9 @@ def test_large_gradients_of_the_softmax_in_float16() -> None:
     check(replace(problem, do=problem.do * 2**12), "o")
 
 
+DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34, 2)]  # q, k, v, beta and g
+
+
 @pytest.mark.parametrize(
     "family, shapes, constants",
     [
@@ -509,34 +512,8 @@ def test_large_gradients_of_the_softmax_in_float16() -> None:
             [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 1, 6), (1, 34, 1, 5), (1, 34, 1, 6), (1, 5), (1, 1, 5, 6)],
             (0.7, False, False),
         ),
-        (
-            "delta_rule",
-            [
-                (1, 34, 1, 5),
-                (1, 34, 1, 5),
-                (1, 34, 2, 6),
-                (1, 34, 2),
-                (1, 34, 2),
-                None,
-                None,
-                (1, 2, 5, 6),
-            ],
-            (0.7,),
-        ),
-        (
-            "delta_rule",
-            [
-                (1, 34, 1, 5),
-                (1, 34, 1, 5),
-                (1, 34, 2, 6),
-                (1, 34, 2),
-                (1, 34, 2),
-                (1, 34, 2, 5),
-                (1, 34, 1, 5),
-                (1, 2, 5, 6),
-            ],
-            (0.7,),
-        ),
+        ("delta_rule", [*DELTA_TOKENS, None, None, (1, 2, 5, 6)], (0.7,)),
+        ("delta_rule", [*DELTA_TOKENS, (1, 34, 2, 5), (1, 34, 1, 5), (1, 2, 5, 6)], (0.7,)),
         ("scan", [(1, 34, 3), (1, 34, 3), (1, 3)], ()),
         ("short_conv", [(1, 34, 3), (3, 4), (3,), (1, 3, 4)], (True,)),
         ("selective_scan", [(1, 18, 3), (1, 18, 3), (3, 2), (1, 18, 1, 2), (1, 18, 1, 2), (1, 3, 2)], ()),
@@ -567,14 +544,5 @@ def test_one_gradient(
 def test_one_gradient_from_stored_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a gradient of queries needs is given to the kernels, if it is the only one."""
     monkeypatch.setattr(delta_rule, "stores_pairs", lambda *_: True)
-    shapes = [
-        (1, 34, 1, 5),
-        (1, 34, 1, 5),
-        (1, 34, 2, 6),
-        (1, 34, 2),
-        (1, 34, 2),
-        None,
-        None,
-        (1, 2, 5, 6),
-    ]
+    shapes = [*DELTA_TOKENS, None, None, (1, 2, 5, 6)]
     test_one_gradient("delta_rule", shapes, (0.7,))

@@ -100,6 +100,8 @@ class Signature(Generic[AnyInputs]):
         self.results = _schema("Tensor", outputs._fields)
         self.arriving = _schema("Tensor?", map(gradient_name, outputs._fields))
         self.gradients = _schema("Tensor", map(gradient_name, self.differentiable))
+        # As `primal_of` would take it for the argument.
+        assert not {*map(gradient_name, self.differentiable)} & {*inputs._fields}
 
     def flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` of the inputs, and of what comes after them, as a function of the operator's arguments."""
@@ -202,8 +204,9 @@ class BackwardCall(Generic[AnyInputs]):
         """
         found = {}
         for name, gradient in gradients.items():
-            if name in self.wanted:
-                x = gradient if isinstance(gradient, Tensor) else gradient() if gradient is not None else None
-                assert x is not None, f"no gradient of {name}"
-                found[name] = x.to(getattr(self.inputs, name).dtype)
+            if name not in self.wanted:
+                continue
+            x = gradient() if callable(gradient) else gradient
+            assert x is not None, f"no gradient of {name}"
+            found[name] = x.to(getattr(self.inputs, name).dtype)
         return found

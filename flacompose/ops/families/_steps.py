@@ -62,12 +62,12 @@ class Steps:
             part = BackwardCall(self.signature, self._part(window, start), arriving, wanted)
             made.append(self.eager.backward(part))
             d_state = made[-1].pop("initial_state", None)
-        found = {
-            name: torch.cat(parts, 1) if name in self.of_tokens else torch.stack(parts).sum(0)
-            for name in made[0]
-            for parts in [[part[name] for part in reversed(made)]]
-        }
+        found = {name: self._combined(name, [part[name] for part in reversed(made)]) for name in made[0]}
         return found if d_state is None else found | {"initial_state": d_state}
+
+    def _combined(self, name: str, parts: list[Tensor]) -> Tensor:
+        """The gradient of an input from those of all parts: joined along the tokens, or added up if it has none."""
+        return torch.cat(parts, 1) if name in self.of_tokens else torch.stack(parts).sum(0)
 
     def _part(self, window: slice, state: Tensor | None) -> Any:
         tokens = {

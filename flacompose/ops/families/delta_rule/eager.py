@@ -55,7 +55,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         rule = _Rule(inputs, segment)
         S, u = rule.states(sweep)
         outputs.append((rule.read(rule.q) @ S + rule.P @ u).to(inputs.v.dtype))
-    return _join(chunks, outputs), sweep.end().clone()  # an op returns no view
+    # A state that is a view would be compiled for once more, beside those that are none.
+    return _join(chunks, outputs), sweep.end().clone()
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
