@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -418,3 +420,50 @@ def test_how_far_erasing_enlarges_a_state(form, channels: str, device: torch.dev
         q, k, v, torch.zeros_like(k), b, torch.zeros_like(v), initial_state=start, output_final_state=True
     )
     assert (end.norm(dim=(-2, -1)) <= bound * start.norm(dim=(-2, -1)) * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("rule", ["delta", "product", "gated", "kda", "gdn2"])
+def test_what_a_tail_holds_reaches_no_gradient(rule: str, device: torch.device) -> None:
+    """Also through norms, gates and sigmoids in front of the op: parameters get what they get without the tail."""
+    n = 2 if rule == "product" else 1
+    x = inputs(device, B=1, HV=H)
+    tokens = {
+        "q": x["q"],
+        "k": x["k"].repeat(1, n, 1, 1),
+        "v": x["v"].repeat(1, n, 1, 1),
+        "beta": x["beta"].repeat(1, n, 1),
+    }
+    of_a_gate = (H,) if rule in ("product", "gated") else (H, K)
+    if rule != "delta":
+        tokens["g"] = -torch.rand(1, T, *of_a_gate, dtype=torch.float64, device=device)
+    if rule == "gdn2":
+        del tokens["beta"]
+        tokens |= {"b": torch.rand_like(x["k"]), "w": torch.rand_like(x["v"])}
+    parameters = {}
+    if rule in ("gated", "kda", "gdn2"):
+        parameters = {
+            "A_log": torch.rand(H).to(tokens["g"]),
+            "dt_bias": torch.rand(of_a_gate).to(tokens["g"]),
+        }
+    form = {
+        "delta": chunk_delta_rule,
+        "product": partial(chunk_gated_delta_product, num_householder=n),
+        "gated": partial(chunk_gated_delta_rule, use_beta_sigmoid_in_kernel=True),
+        "kda": partial(chunk_kda, use_beta_sigmoid_in_kernel=True),
+        "gdn2": chunk_gdn2,
+    }[rule]
+    options = {"use_gate_in_kernel": True} if parameters else {}
+    cu_seqlens = torch.tensor([0, 30, 61], device=device)
+
+    def gradients(held: float) -> dict[str, Tensor]:
+        given = {}
+        for name, y in tokens.items():
+            given[name] = y.clone()
+            given[name][:, 61 * y.shape[1] // T :] = held
+        leaves = {name: y.detach().requires_grad_() for name, y in (given | parameters).items()}
+        o, _ = form(**leaves, **options, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+        return dict(zip(leaves, torch.autograd.grad(o.sin().sum(), leaves.values()), strict=True))
+
+    expected = gradients(0.0)
+    for name, y in gradients(torch.nan).items():
+        assert torch.equal(y, expected[name]), name

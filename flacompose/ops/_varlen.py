@@ -32,6 +32,18 @@ def inside(cu_seqlens: Tensor, T: int) -> Tensor:
     return (t >= cu[0]) & (t < cu[-1])
 
 
+def without_tail(cu_seqlens: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Each ``x [1, T, ...]`` with zeros for the tokens that are in no sequence; without `cu_seqlens` as it is.
+
+    It is for what is computed in front of an op. Such a token may hold anything, and its gradient is 0 times what it
+    holds, which is NaN where that is not finite, and in the gradient of a parameter would be added to all others.
+    """
+    if cu_seqlens is None:
+        return tensors
+    tokens = inside(cu_seqlens, tensors[0].shape[1])
+    return tuple(x.where(tokens.view(-1, *[1] * (x.ndim - 2)), 0) for x in tensors)
+
+
 def sequence_of(t: Tensor, cu: Tensor) -> Tensor:
     """The sequence, within `bounds` ``cu``, that token ``t`` is in; for a token in none, the first or the last."""
     return (torch.searchsorted(cu, t, right=True) - 1).clamp(0, cu.shape[0] - 2)

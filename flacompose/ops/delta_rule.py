@@ -9,6 +9,7 @@ from torch import Tensor
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
 from flacompose.ops._states import recurrent_form
+from flacompose.ops._varlen import without_tail
 from flacompose.ops.families.delta_rule import op
 
 NORM_EPS = 1e-6  # added to the squared norm of queries and keys
@@ -64,7 +65,7 @@ def chunk_delta_rule(
     check(q, k, v, beta, scale, initial_state, cu_seqlens)
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
-        q, k = normalized(q), normalized(k)
+        q, k = map(normalized, without_tail(cu_seqlens, q, k))
     return run(op.chunk, q, k, v, beta, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -92,7 +93,7 @@ def fused_recurrent_delta_rule(
     check(q, k, v, beta, scale, initial_state, cu_seqlens)
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
-        q, k = normalized(q), normalized(k)
+        q, k = map(normalized, without_tail(cu_seqlens, q, k))
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     return run(form, q, k, v, beta, scale, initial_state, wanted, cu_seqlens)
 

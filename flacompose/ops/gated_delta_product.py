@@ -11,7 +11,7 @@ from torch import Tensor
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
 from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import stretched
+from flacompose.ops._varlen import stretched, without_tail
 from flacompose.ops.delta_rule import normalized, run
 from flacompose.ops.families.delta_rule import op
 
@@ -133,6 +133,8 @@ def _product(
     _check.scale(scale, K)
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
+        (q,) = without_tail(cu_seqlens, q)
+        (k,) = without_tail(stretched(cu_seqlens, n), k)
         q, k = normalized(q), normalized(k)
     # The first step of a token decays, the last is read; the others have no gate and no query.
     q = F.pad(q.unsqueeze(2), (0, 0, 0, 0, n - 1, 0)).flatten(1, 2)

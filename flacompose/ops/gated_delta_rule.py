@@ -13,6 +13,7 @@ from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
 from flacompose.ops._gates import bounded
 from flacompose.ops._states import recurrent_form
+from flacompose.ops._varlen import without_tail
 from flacompose.ops.delta_rule import check, normalized, run
 from flacompose.ops.families.delta_rule import op
 
@@ -148,14 +149,16 @@ def run_gated(
         use_beta_sigmoid_in_kernel=sigmoid,
         allow_neg_eigval=neg_eigval,
     )
-    g = decay(q, g, (HV,) if gate == "g" else (HV, K), use_gate, A_log, dt_bias, lower_bound)
+    of_a_token = (HV,) if gate == "g" else (HV, K)
+    g = decay(q, g, of_a_token, use_gate, A_log, dt_bias, lower_bound, cu_seqlens)
     if neg_eigval and not sigmoid:
         raise ValueError(
             "allow_neg_eigval must not be True without use_beta_sigmoid_in_kernel: it scales sigmoid(beta)"
         )
     if normalize:
-        q, k = normalized(q), normalized(k)
+        q, k = map(normalized, without_tail(cu_seqlens, q, k))
     if sigmoid:
+        (beta,) = without_tail(cu_seqlens, beta)
         beta = upcast(beta, q).sigmoid() * (2 if neg_eigval else 1)
     return run(form, q, k, v, beta, scale, initial_state, output_final_state, cu_seqlens, **{gate: g})
 
@@ -168,6 +171,7 @@ def decay(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     lower_bound: float | None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
     """Check ``g [B, T, *of_a_token]`` and what belongs to it, and make the decay of them."""
     _check.like(q, "g", g, (*q.shape[:2], *of_a_token))
@@ -187,6 +191,7 @@ def decay(
     if A_log is None and lower_bound is None:
         raise ValueError("A_log must be given with use_gate_in_kernel, got None")
     bias = None if dt_bias is None else dt_bias.reshape(of_a_token)
+    (g,) = without_tail(cu_seqlens, g)
     return log_decay(upcast(g, q), A_log, bias, lower_bound)
 
 

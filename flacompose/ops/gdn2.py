@@ -10,7 +10,7 @@ from torch import Tensor
 from flacompose.ops import _check
 from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import inside
+from flacompose.ops._varlen import without_tail
 from flacompose.ops.delta_rule import check_sequences, normalized, run
 from flacompose.ops.families.delta_rule import op
 from flacompose.ops.gated_delta_rule import decay
@@ -145,14 +145,10 @@ def _run(
     HV, K, V = _check.qkv(q, k, v, grouped=True)
     check_sequences(q, HV, V, scale, initial_state, cu_seqlens)
     _check.flags(use_qk_l2norm_in_kernel=normalize, use_gate_in_kernel=use_gate)
-    _check.like(q, "g", g, (*q.shape[:2], HV, K))
+    g = decay(q, g, (HV, K), use_gate, A_log, dt_bias, lower_bound, cu_seqlens)
     _check.like(q, "b", b, k.shape)
     _check.like(q, "w", w, v.shape)
-    if cu_seqlens is not None:
-        # A token in no sequence may hold anything. As 0 it has a gradient of 0.
-        tokens = inside(cu_seqlens, q.shape[1])[:, None, None]
-        q, k, v, g, b, w = (x.where(tokens, 0) for x in (q, k, v, g, b, w))
-    g = decay(q, g, (HV, K), use_gate, A_log, dt_bias, lower_bound)
+    q, k, v, b, w = without_tail(cu_seqlens, q, k, v, b, w)
     if normalize:
         q, k = normalized(q), normalized(k)
     dtype = autocast_dtype(q.device)
