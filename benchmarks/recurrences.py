@@ -21,36 +21,45 @@ from flacompose.ops import (
     _check,
     causal_conv1d,
     chunk_abc,
+    chunk_comba,
     chunk_delta_rule,
+    chunk_dplr_delta_rule,
     chunk_gated_delta_product,
     chunk_gated_delta_rule,
     chunk_gdn2,
     chunk_gla,
     chunk_gsa,
     chunk_hgrn,
+    chunk_iplr_delta_rule,
     chunk_kda,
     chunk_lightning_attn,
     chunk_linear_attn,
     chunk_retention,
     chunk_rwkv6,
+    chunk_rwkv7,
     chunk_simple_gla,
+    fused_recurrent_comba,
     fused_recurrent_delta_rule,
+    fused_recurrent_dplr_delta_rule,
     fused_recurrent_gated_delta_product,
     fused_recurrent_gated_delta_rule,
     fused_recurrent_gdn2,
     fused_recurrent_gla,
     fused_recurrent_gsa,
     fused_recurrent_hgrn,
+    fused_recurrent_iplr_delta_rule,
     fused_recurrent_kda,
     fused_recurrent_lightning_attn,
     fused_recurrent_linear_attn,
     fused_recurrent_retention,
     fused_recurrent_rwkv6,
+    fused_recurrent_rwkv7,
     fused_recurrent_simple_gla,
     mamba_chunk_scan_combined,
     selective_scan_fn,
 )
 from flacompose.ops.families.delta_rule.reference import delta_rule
+from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
 from flacompose.ops.families.selective_scan.reference import selective_scan
@@ -197,6 +206,22 @@ def gdn2_reference(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, **options
 ) -> tuple[Tensor, Tensor]:
     return delta_rule(q, k, w * v, torch.ones_like(v[..., 0]), gk=g, a=b * k, **options)
+
+
+def comba_reference(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, beta: Tensor, g: Tensor, *, before: bool = False, **options
+) -> tuple[Tensor, Tensor]:
+    if not before:
+        return delta_rule(q, k, v, beta, g, a=p, **options)
+    q, k, p = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k, p))
+    k = beta[..., None] * k
+    return low_rank(q, k, v, p, -k, g[..., None].expand(q.shape), **options)
+
+
+def rwkv7_reference(
+    r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **options
+) -> tuple[Tensor, Tensor]:
+    return low_rank(r, k, v, a, b, w, **options)
 
 
 def by_steps(
@@ -433,8 +458,8 @@ SLOTS = {"initial_state[0]": ("N", "H", "K", "M"), "initial_state[1]": ("N", "H"
 
 def _case(family: str, inputs: Mapping[str, Axes], states: Mapping[str, Axes]) -> Callable[..., OpCase]:
     def case(name: str, form: str, function, other, reference, gates=None, **fields) -> OpCase:
-        fields = {"inputs": inputs, "states": states, **fields}
-        return OpCase(name, function, reference, family, form, gates or {}, other=other, **fields)
+        fields = {"family": family, "inputs": inputs, "states": states, **fields}
+        return OpCase(name, function, reference, form=form, gates=gates or {}, other=other, **fields)
 
     return case
 
@@ -502,6 +527,23 @@ gdn2 = partial(
     draws={"k": unit_vectors, "b": torch.sigmoid, "w": torch.sigmoid},
     other_ops=None,
     prepared=True,
+)
+comba = partial(
+    delta,
+    inputs={**QKV_GROUPED, "p": K, "beta": G},
+    operands={"p": "a", "g": "gk"},
+    uncancelled=without_overwriting(comba_reference),
+    draws={"k": unit_vectors, "p": unit_vectors, "beta": torch.sigmoid},
+    other_ops=None,
+    prepared=True,
+)
+low_rank_case = partial(
+    _case("low_rank", {**QKV, "a": K, "b": K}, MATRIX),
+    flops=8,
+    draws={"a": unit_vectors, "b": lambda x: unit_vectors(x) / 4},
+)
+rwkv7 = partial(
+    low_rank_case, inputs={"r": Q, "k": K, "v": V, "a": K, "b": K}, operands={"r": "q", "w": "gk"}
 )
 product = partial(
     delta,
@@ -578,6 +620,16 @@ CASES = [
          groups=2),
     gdn2("fused_recurrent_gdn2", token, fused_recurrent_gdn2, chunk_gdn2, gdn2_reference,
          {"g": ("B", "T", "HV", "K")}),
+    comba("chunk_comba", chunk, chunk_comba, fused_recurrent_comba, comba_reference, {"g": G}, groups=2),
+    comba("chunk_comba-before", chunk, partial(chunk_comba, erase="before"),
+          partial(fused_recurrent_comba, erase="before"), partial(comba_reference, before=True), {"g": G},
+          family="low_rank", groups=2, flops=8),
+    low_rank_case("chunk_dplr_delta_rule", chunk, chunk_dplr_delta_rule, fused_recurrent_dplr_delta_rule, low_rank,
+                  {"gk": K}, inductor=True),
+    low_rank_case("fused_recurrent_dplr_delta_rule", token, fused_recurrent_dplr_delta_rule, chunk_dplr_delta_rule,
+                  low_rank, {"gk": K}, inductor=True),
+    low_rank_case("chunk_iplr_delta_rule", chunk, chunk_iplr_delta_rule, fused_recurrent_iplr_delta_rule, low_rank),
+    rwkv7("chunk_rwkv7", chunk, chunk_rwkv7, fused_recurrent_rwkv7, rwkv7_reference, {"w": K}),
     product("steps-chunk_gated_delta_product", chunk, by_steps(chunk_gated_delta_product),
             by_steps(fused_recurrent_gated_delta_product), delta_product_reference, {"g": G}, groups=2),
     product("steps-fused_recurrent_gated_delta_product", token, by_steps(fused_recurrent_gated_delta_product),

@@ -21,6 +21,7 @@ from flacompose.ops._chip import ADA, AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.low_rank import cuda as low_rank
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scan import cuda as scan
 from flacompose.ops.families.selective_scan import cuda as selective_scan
@@ -235,6 +236,10 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             yield from _calls(f"delta_rule {gates} groups={groups} {at}", delta_rule, args, v, masks, states)
 
     v = new(B, T, H, V, dtype=dtype)
+    for gates, read_before in (("", True), ("gk", True), ("gk", False)):
+        args = q, k, v, k, k, gk if gates else None, state, cu_seqlens, 1.0, read_before
+        masks = _masks("q k v a b gk initial_state", "q k v a b", "v")
+        yield from _calls(f"low_rank {gates} {read_before} {at}", low_rank, args, v, masks, state)
     u = new(H, K)
     gate_dtypes = (dtype, torch.float64 if dtype == torch.float32 else torch.float32)
     gated = (

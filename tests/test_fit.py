@@ -18,6 +18,7 @@ from launches import CHIPS, Call, Launch, every_call, matrix_calls, recorded, ta
 
 from flacompose.ops._chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
 from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
+from flacompose.ops.families.delta_rule import sweeps as delta_rule_sweeps  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 
@@ -86,8 +87,8 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     [
         (vector_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
         (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
-        (delta_rule.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "b01a8d0fe84f9bf9"),
-        (delta_rule.join_config, (BOTH, SIZES), "65fbc21e32172651"),
+        (delta_rule_sweeps.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "b01a8d0fe84f9bf9"),
+        (delta_rule_sweeps.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (delta_rule.channel_config, (BOTH,), "52e3d26836d43c16"),
         (delta_rule.channel_pair_config, (BOTH, SIZES), "c60be015d29a92d4"),
     ],

@@ -182,7 +182,8 @@ def recurrent_kernel(
     gk,  # [tokens, HG, K]
     gv,  # [tokens, HV, V]
     u,  # [H, K]
-    a,  # [tokens, H, K], with the delta rule, what reads the old value; the key if it is None
+    a,  # [tokens, H, K], what reads that which `b` writes, or the delta rule replaces; there the key if it is None
+    b,  # [tokens, H, K], writes what `a` reads
     initial,  # [N, HV, K, V]
     o,  # [tokens, HV, V]
     final,  # [N, HV, K, V], or [N, count, HV, K, V]
@@ -203,6 +204,7 @@ def recurrent_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     DELTA_RULE: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):
     """The recurrence as it is written, one program per sequence, head and block of the value axis."""
@@ -238,6 +240,9 @@ def recurrent_kernel(
         v_ = tl.load(v + token * v_token + hv * V + dv, mask=in_v, other=0.0).to(tl.float32)
         if u is not None:
             o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_
+        if b is not None and READ_BEFORE:
+            a_ = tl.load(a + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
+            read = tl.sum(S * a_[:, None], 0)
         if g is not None:
             g_ = tl.load(g + token * HV + hv).to(tl.float32)
             if gamma is not None:
@@ -249,6 +254,12 @@ def recurrent_kernel(
             S = decayed(S, tl.load(gk + (token * HG + hg) * K + dk, mask=in_k, other=0.0)[:, None])
         if gv is not None:
             S = decayed(S, tl.load(gv + at_v, mask=in_v, other=0.0)[None, :])
+        if b is not None:
+            if not READ_BEFORE:
+                a_ = tl.load(a + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
+                read = tl.sum(S * a_[:, None], 0)
+            b_ = tl.load(b + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
+            S += b_[:, None] * read[None, :]
         if DELTA_RULE:
             a_ = k_
             if a is not None:

@@ -75,6 +75,8 @@ def recurrent(
     u: Tensor | None = None,
     beta: Tensor | None = None,
     a: Tensor | None = None,
+    b: Tensor | None = None,
+    read_before: bool = False,
     delta_rule: bool = False,
     softmax: bool = False,
     full_precision: bool = False,
@@ -85,8 +87,9 @@ def recurrent(
 
     The gates are ``g [B, T, HV]`` and ``g_gamma [HV]``, which add, ``gk [B, T, HG, K]`` for HG heads that divide HV,
     and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. ``beta [B, T, HV]`` is how strongly a token is written, and
-    with `delta_rule` how much it replaces of what is there, which ``a [B, T, H, K]`` or else the key reads. `softmax`
-    reads with the softmax of `q`. `full_precision` gives the output in float32.
+    with `delta_rule` how much it replaces of what is there, which ``a [B, T, H, K]`` or else the key reads. ``b`` of
+    the shape of `a` writes back what that reads, before the state decays if `read_before`. `softmax` reads with the
+    softmax of `q`. `full_precision` gives the output in float32.
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
@@ -96,7 +99,7 @@ def recurrent(
     final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
     BK = block(K, MAX_HEAD_SIZE)  # a program has all keys
     BV = block(V, 4096 // BK)
-    gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, a, initial_state))
+    gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, a, b, initial_state))
     (q, q_token), (k, k_token), (v, v_token) = map(by_token, (q, k, v))
     launch(
         recurrent_kernel,
@@ -117,6 +120,7 @@ def recurrent(
         BK=BK,
         BV=BV,
         DELTA_RULE=delta_rule,
+        READ_BEFORE=read_before,
         SOFTMAX=softmax,
     )
     return o, final_state

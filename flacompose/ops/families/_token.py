@@ -22,6 +22,8 @@ def token(
     u: Tensor | None = None,  # [H, K]
     beta: Tensor | None = None,  # [B, 1, HV]
     a: Tensor | None = None,  # [B, 1, H, K]
+    b: Tensor | None = None,  # [B, 1, H, K]
+    read_before: bool = False,
     delta_rule: bool = False,
     softmax: bool = False,
     full_precision: bool = False,
@@ -46,14 +48,17 @@ def token(
             S = S * gk[:, 0, :, :, None].to(dtype).exp()
         if gv is not None:
             S = S * gv[:, 0, :, None, :].to(dtype).exp()
-    # 2. The token is written, by the delta rule in the place of what its key, or `a`, reads.
+    # 2. What `a` reads, `b` writes back.
+    if b is not None and before is not None and S is not None:
+        S = S + upcast(b[:, 0]).unsqueeze(-1) * (a.unsqueeze(-2) @ (before if read_before else S))
+    # 3. The token is written, by the delta rule in the place of what its key, or `a`, reads.
     if delta_rule and S is not None:
         v = v - (a.unsqueeze(-2) @ S).squeeze(-2)
     if beta is not None:
         v = v * beta[:, 0, :, None].to(dtype)
     written = k.unsqueeze(-1) * v.unsqueeze(-2)
     S = written if S is None else written + S
-    # 3. The query reads the new state, or, with a bonus for the token, the state before.
+    # 4. The query reads the new state, or, with a bonus for the token, the state before.
     read = S
     if u is not None:
         read = u.to(dtype).unsqueeze(-1) * written

@@ -292,7 +292,7 @@ def pair_gradient_kernel(
 
 
 @triton.jit
-def _of_state(x, S, size, HV, V: tl.constexpr, d, K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
+def of_state(x, S, size, HV, V: tl.constexpr, d, K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
     """``x S^T`` of ``x [C, V]`` and the rows `d` of ``S [K, V]``."""
     out = tl.zeros([C, d.shape[0]], dtype=tl.float32)
     for v0 in range(0, V, BV):
@@ -303,8 +303,19 @@ def _of_state(x, S, size, HV, V: tl.constexpr, d, K: tl.constexpr, BV: tl.conste
 
 
 @triton.jit
-def _by_levels(x, k_beta, g, pairs, d_reader, written, d_gates, GATES: tl.constexpr, DOT: tl.constexpr):
-    """Adds the pairs of readers `x`, one product for each level of blocks, to `d_reader`, `written` and `d_gates`.
+def by_levels(
+    x,
+    writer,
+    g,
+    pairs,
+    d_reader,
+    written,
+    d_gates,
+    GATES: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Adds the pairs of readers `x` and `writer`, one product for each level of blocks, to the three gradients.
 
     In it, readers are the rows of odd blocks, and writers those of even ones.
     """
@@ -312,15 +323,16 @@ def _by_levels(x, k_beta, g, pairs, d_reader, written, d_gates, GATES: tl.conste
     s = tl.arange(0, C)[None, :]
     for level in range(LEVELS):
         odd = ((t >> level) & 1) == 1
-        weight = tl.exp(select(in_local_sum(t, s, level, False), g, DOT))
-        role = tl.where(odd, x, k_beta)
+        weight = tl.exp(select(in_local_sum(t, s, level, READ_BEFORE), g, DOT))
+        role = tl.where(odd, x, writer)
         # The pairs where a reader is the row, and their transpose where a writer is.
         between = tl.load(pairs + tl.where(odd, t * C + s, s * C + t), mask=siblings(t, s, level), other=0.0)
+        between = between.to(tl.float32)
         out = weight * rounded_dot(between, tf32_rounded(role * weight, DOT), DOT)
         d_reader += tl.where(odd, out, 0.0)
         written += tl.where(odd, 0.0, out)
         if GATES:
-            d_gates += select(in_local_sum(s, t, level, False), role * out, DOT)
+            d_gates += select(in_local_sum(s, t, level, READ_BEFORE), role * out, DOT)
     return d_reader, written, d_gates
 
 
@@ -405,7 +417,7 @@ def channel_kernel(
     d_states += rh * K * V
     beta_t = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)[:, None]
 
-    written = _of_state(r, d_states, size, HV, V, d, K, BV, DOT)
+    written = of_state(r, d_states, size, HV, V, d, K, BV, DOT)
     d_total = tl.zeros([BK], dtype=tl.float32)
     if dgk is not None:
         # Not in the loop of the product: Triton 3.6 overwrites what a product still reads where it is read twice.
@@ -436,7 +448,7 @@ def channel_kernel(
     for reader in range(2):
         of_q = reader == 0
         x = load_tile(q if of_q else key_reader, *at_q)
-        d_reader = _of_state(do if of_q else dv, states, size, HV, V, d, K, BV, DOT)
+        d_reader = of_state(do if of_q else dv, states, size, HV, V, d, K, BV, DOT)
         d_reader *= (scale if of_q else -1.0) * from_start
         of_pairs = pairs + reader * C * C
         if MILD:
@@ -454,8 +466,8 @@ def channel_kernel(
             if dgk is not None:
                 d_gates += select(t <= s, x * d_reader, DOT)
             k_beta = load_tile(k, *at_q) * beta_t
-            d_reader, written, d_gates = _by_levels(
-                x, k_beta, g, of_pairs, d_reader, written, d_gates, dgk is not None, DOT
+            d_reader, written, d_gates = by_levels(
+                x, k_beta, g, of_pairs, d_reader, written, d_gates, dgk is not None, False, DOT
             )
         if of_q:
             # No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others

@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from flacompose.ops._chip import HOPPER, Chip
+from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import (
     block,
     operand,
-    operand_by_token,
-    operand_dtype,
     tile_count,
 )
-from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
@@ -28,15 +24,13 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.delta_rule.kernels import (
-    join_kernel,
     pair_kernel,
-    reverse_kernel,
-    sweep_kernel,
 )
 from flacompose.ops.families.delta_rule.stored_pairs import (
     decayed_pair_gradient_kernel,
     gradient_from_pairs_kernel,
 )
+from flacompose.ops.families.delta_rule.sweeps import Sweeps
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 
@@ -63,7 +57,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         r = rule.scratch(rule.HV, rule.V)
         S = rule.per_chunk_state()
         rule.sweep(r=r, states=S)
-        rule.Y = None  # gives its memory back for what follows
+        rule.factors["Y"] = None  # gives its memory back for what follows
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else rule.state(start.dtype)
     if by_writes or (of_channels and by_reads):
@@ -96,51 +90,40 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
     return gk if g is None else gk.float() + g.unsqueeze(-1)
 
 
-class _Launches(MatrixSequences):
+class _Launches(Sweeps):
     """The launches of one call, and what they have in common."""
 
     def __init__(self, inputs: Inputs, with_r: bool = False) -> None:
         q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale = inputs
         assert a is None or gk is not None, "the kernels for gates of heads read with the key"
-        bfloat16 = q.dtype == torch.bfloat16
-        super().__init__(q, v, cu_seqlens, chunk_size(bfloat16, gk is not None))
-        self.HV = self.arguments.pop("H")
-        self.dtype = operand_dtype(q)
+        C = chunk_size(q.dtype == torch.bfloat16, gk is not None)
+        super().__init__(q, v, initial_state, cu_seqlens, scale, C)
         self.q, self.k, self.beta = map(operand, (q, k, beta))
         self.a = operand(a)
-        self.v, self.v_token = operand_by_token(v)
-        self.initial = operand(initial_state)
-        self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
-        self.arguments["DOT"] = tl.bfloat16 if bfloat16 else tl.float32
-        # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
-        self.SEGMENTS, self.split = self.segments(self.chunks_of_row, 4 * self.HV, least=4)
-        self.transitions: Tensor | None = None
         if gk is not None:
             gk, g = _gates_of_channels(g, gk), None
         self.gk = operand(gk)
-        self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         if g is not None:
             self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
-        self.pairs: dict[str, Tensor | None] = {
+        made = {
             "W": self.scratch(self.HV, self.K),
             "P": self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype),
+            "Y": self.per_chunk(self.HV, self.C, self.C) if with_r else None,
         }
-        self.Y = self.per_chunk(self.HV, self.C, self.C) if with_r else None
-        self.reads = {"q": self.q, "k": self.k if self.a is None else self.a}
-        tensors = {"q": self.q, "k": self.k, "a": self.a, "beta": self.beta, "Y": self.Y} | self.pairs
-        arguments = self.arguments | {"H": q.shape[2]} | tensors
+        self.factors |= {"q": self.q, "k": self.k} | made
+        arguments = self.arguments | {"H": q.shape[2], "q": self.q, "k": self.k, "beta": self.beta} | made
         self.arguments |= {"HK": q.shape[2], "SEGMENTS": self.SEGMENTS}
         if self.gk is not None:
             self.channel_pairs(arguments)
         else:
             arguments |= {name: self.gates[name] for name in ("sums", "rest")}
-            del arguments["a"]
-            launch(pair_kernel, (self.chunks * self.HV,), **arguments, **pair_config(bfloat16))
+            launch(pair_kernel, (self.chunks * self.HV,), **arguments, **pair_config(self.bfloat16))
 
     def channel_pairs(self, arguments: dict[str, Any]) -> None:
         """Fill what the sweeps take, where gates are of channels."""
         del arguments["C"]
-        self.reads = {name: self.scratch(self.HV, self.K) for name in ("q", "k")}
+        q_read, k_read = (self.scratch(self.HV, self.K) for _ in range(2))
+        self.factors |= {"q": q_read, "k": k_read}
         self.gates["total"] = self.per_chunk(self.HV, self.K)
         self.arguments["HK"] = self.HV
         mild = self.per_chunk(self.HV, dtype=torch.int8)
@@ -148,89 +131,16 @@ class _Launches(MatrixSequences):
             launch(
                 channel_pair_kernel,
                 (self.chunks * self.HV,),
+                a=self.a,
                 gk=self.gk,
-                q_read=self.reads["q"],
-                k_read=self.reads["k"],
+                q_read=q_read,
+                k_read=k_read,
                 total=self.gates["total"],
                 mild=mild,
                 MILD=only_mild,
                 **arguments,
                 **channel_pair_config(self.chip, self.bfloat16, self.K),
             )
-
-    def scratch(self, *shape: int) -> Tensor:
-        """Memory for a factor of products, of each token in a sequence."""
-        return torch.empty(*self.tokens, *shape, dtype=self.dtype, device=self.device)
-
-    def free_sweep_memory(self) -> None:
-        """Give back the memory that only sweeps need."""
-        self.pairs.clear()
-        self.Y = self.transitions = None
-
-    def per_chunk_state(self) -> Tensor:
-        """Memory for a state of each chunk."""
-        return self.per_chunk(self.HV, self.K, self.V, dtype=self.dtype)
-
-    def sweep(
-        self,
-        o: Tensor | None = None,
-        r: Tensor | None = None,
-        states: Tensor | None = None,
-        final: Tensor | None = None,
-    ) -> None:
-        """Forwards in time: fill what is given."""
-        initial = self.initial
-        if self.split:
-            ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
-            self._sweep(v=self.v, ends=ends)
-            initial = self._join(ends, initial)
-        Y = self.Y if r is not None else None
-        P = self.pairs["P"] if o is not None else None
-        self._sweep(v=self.v, initial=initial, o=o, r=r, states=states, final=final, P=P, Y=Y)
-
-    def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
-        V = self.V if V is None else V
-        outputs = dict.fromkeys(("v", "P", "Y", "initial", "o", "r", "states", "ends", "final")) | tensors
-        arguments = {**self.reads, **self.gates, **outputs, **self.arguments, "W": self.pairs["W"]}
-        arguments["v_token"] = self.v_token
-        grid, config = self.sweep_launch(V)
-        launch(sweep_kernel, grid, **arguments, V=V, IDENTITY=IDENTITY, **config)
-
-    def reverse(self, do: Tensor, d_final: Tensor | None, dv: Tensor, **tensors: Tensor | None) -> None:
-        """Backwards in time: fill `dv` and what else is given."""
-        if self.split:
-            ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
-            self._reverse(do, d_ends=ends)
-            d_final = self._join(ends, d_final, reverse=True)
-        self._reverse(do, d_final=d_final, dv=dv, **tensors)
-
-    def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
-        others = ("d_final", "dv", "d_states", "d_ends", "d_initial")
-        arguments = {**self.reads, **self.gates, **self.pairs, **dict.fromkeys(others), **tensors}
-        grid, config = self.sweep_launch(self.V)
-        launch(reverse_kernel, grid, do=do, **arguments, **self.arguments, V=self.V, **config)
-
-    def _join(self, ends: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor:
-        """The state before each segment, from the first one's, or with `reverse` its gradient after it."""
-        if self.transitions is None:  # what each segment does to a state, backwards in time transposed
-            self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
-            self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
-        starts = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
-        config = join_config(self.chip, self.bfloat16, self.K)
-        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
-        launch(
-            join_kernel,
-            (tile_count(self.V, config["BV"]) * self.HV * self.N,),
-            transitions=self.transitions,
-            ends=ends,
-            initial=initial,
-            starts=starts,
-            **arguments,
-            V=self.V,
-            REVERSE=reverse,
-            **config,
-        )
-        return starts
 
     def gradients(
         self,
@@ -368,12 +278,6 @@ class _Launches(MatrixSequences):
             made[name.removeprefix("d")] = x
         return made
 
-    def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
-        """The grid of a sweep over states of `V` values, and its configuration."""
-        states = self.SEGMENTS * self.N * self.HV
-        config = sweep_config(self.chip, self.bfloat16, self.K, V, states)
-        return (tile_count(V, config["BV"]) * states,), config
-
 
 def chunk_size(bfloat16: bool, of_channels: bool) -> int:
     """Tokens of a chunk. Where gates are of channels, chunks are those of vector decay."""
@@ -401,44 +305,6 @@ def channel_pair_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
         BK = 32
         keep = 65 * 1024 + 512 * BK * tile_count(K, BK) <= chip.shared_memory
     return {"BK": BK, "KEEP": keep, "num_warps": 4, "num_stages": 1}
-
-
-def wide_warps(chip: Chip, K: int) -> int:
-    """Warps of a program that holds a state of more than 128 keys.
-
-    Such a state does not fit in tensor memory, which Triton does not use where a program has 16 warps.
-    """
-    return 16 if chip.has_tensor_memory and K > 128 else 8
-
-
-def sweep_config(chip: Chip, bfloat16: bool, K: int, V: int, states: int) -> dict[str, int]:
-    """Block sizes of the contracted axis, of which a program has all blocks, and of the other, warps and stages.
-
-    Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
-    """
-    # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
-    if not bfloat16:
-        return {
-            "BK": block(K, 128 if K <= 128 else 64),
-            "BV": 16 if K > 128 else 32,
-            "num_warps": 4,
-            "num_stages": 1,
-        }
-    BK = 128 if K > 256 else block(K, 256)
-    # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
-    if K > 256 or (K > 128 and chip.capability != HOPPER.capability):
-        return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
-    few = isinstance(states, int) and states * tile_count(V, 64) <= 128
-    BV = 64 if V <= 64 or few else 128
-    return {"BK": 64 if K > 128 else max(BK, 64), "BV": BV, "num_warps": BV // 16, "num_stages": 2}
-
-
-def join_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
-    """Block sizes of the keys' axis, of the other, and of the former where it is contracted, warps, pipeline stages."""
-    BK = block(K, 256)
-    if bfloat16:
-        return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
-    return {"BK": BK, "BV": 16, "BD": 16, "num_warps": 8, "num_stages": 1}
 
 
 def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:

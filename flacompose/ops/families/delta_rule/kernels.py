@@ -17,6 +17,14 @@ chunk. `sweep_kernel` goes from chunk to chunk, the state in registers:
 
     dv = P^T do + W dS        dS <- total dS + scale * q_read^T do - k_read^T dv
 
+Where other keys `b` write what the reading ones read, as in the family of low rank, which makes the matrices for it,
+the same kernels compute
+
+    u = k_read S            o = scale * q_read S + P v            S <- total S + b^T u + W^T v
+    dv = P^T do + W dS      du = b dS                             dS <- total dS + scale * q_read^T do + k_read^T du
+
+and in the place of r the sum ``u + Y v``.
+
 Both hold the state, and all that they compute, transposed (`[V, K]`): the result of each product is then the left
 factor of the next, and stays in registers.
 
@@ -245,6 +253,7 @@ def sweep_kernel(
     rest,  # [chunks, HV, C]
     total,  # [chunks, HV, K]
     W,  # [tokens, HV, K]
+    b,  # [tokens, HV, K], keys that write what `k` reads, if it is not taken from the values first
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
@@ -310,7 +319,10 @@ def sweep_kernel(
             C,
             DOT,
         )
-        e = -read_by_k
+        if b is None:
+            e = -read_by_k
+        else:
+            e = tl.zeros([BV, C], dtype=tl.float32)
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
             from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
@@ -318,8 +330,11 @@ def sweep_kernel(
         if v is not None:
             e += _load_transposed(v + start * v_token + h * V, i, size, v_token, dv, V)
         if r is not None:
-            # In two parts: where keys are alike, gradients are sums of `r` in which most of it cancels.
-            r_ = fine_dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
+            if b is None:
+                # In two parts: where keys are alike, gradients are sums of `r` in which most of it cancels.
+                r_ = fine_dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
+            else:
+                r_ = read_by_k + dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
             _store_transposed(r + first * V, r_, i, size, 0, dv, HV, V)
         if o is not None:
             read *= scale
@@ -335,7 +350,14 @@ def sweep_kernel(
                 S_ *= of_chunk
             if total is not None:
                 S_ *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
-            S += (split_dot(e, load_tile(W + first * K, i, size, 0, dk, HV, K), DOT, S_),)
+            W_ = None if v is None and b is not None else load_tile(W + first * K, i, size, 0, dk, HV, K)
+            if b is None:
+                S_ = split_dot(e, W_, DOT, S_)
+            else:
+                S_ = split_dot(read_by_k, load_tile(b + first * K, i, size, 0, dk, HV, K), DOT, S_)
+                if v is not None:
+                    S_ += dot(e, W_, DOT)
+            S += (S_,)
     if ends is not None:
         _store_parts(ends + at_end, S, dv, K, V, BK)
     if final is not None:
@@ -352,9 +374,11 @@ def reverse_kernel(
     rest,  # [chunks, HV, C]
     total,  # [chunks, HV, K]
     W,  # [tokens, HV, K]
+    b,  # [tokens, HV, K], as in `sweep_kernel`
     P,  # [chunks, HV, C, C], transposed
     d_final,  # [SEGMENTS, N, HV, K, V], after each segment
     dv,  # [tokens, HV, V]
+    du,  # [tokens, HV, V], with `b`: what it reads of the state's gradient
     d_states,  # [chunks, HV, K, V], after each chunk
     d_ends,  # [SEGMENTS, N, HV, K, V], before each segment
     d_initial,  # [N, HV, K, V]
@@ -372,7 +396,7 @@ def reverse_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Backwards in time: fills what is given of `dv`, `d_states`, `d_ends` and `d_initial`."""
+    """Backwards in time: fills what is given of `dv`, `du`, `d_states`, `d_ends` and `d_initial`."""
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
@@ -398,12 +422,18 @@ def reverse_kernel(
         do_ = _load_transposed(do + first * V, i, size, HV * V, d2, V)
         dv_ = dot(do_, tl.trans(P_), DOT)
         d_state = None if d_states is None else d_states + rh * K * V
-        written, _ = _read_parts(W + first * K, None, dS, d_state, size, HV, d2, K, V, BK, C, DOT)
+        b_ = None if b is None else b + first * K
+        written, read_by_b = _read_parts(W + first * K, b_, dS, d_state, size, HV, d2, K, V, BK, C, DOT)
         dv_ += written
         if dv is not None:
             _store_transposed(dv + first * V, dv_, i, size, 0, d2, HV, V)
         do_ *= scale
-        dv_ = -dv_
+        if b is None:
+            dv_ = -dv_
+        else:
+            dv_ = read_by_b
+            if du is not None:
+                _store_transposed(du + first * V, read_by_b, i, size, 0, d2, HV, V)
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
             from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)

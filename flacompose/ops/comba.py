@@ -1,0 +1,193 @@
+"""Comba, a delta rule that reads what it replaces with a vector of its own, https://arxiv.org/abs/2506.02475."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._states import recurrent_form
+from flacompose.ops._varlen import without_tail
+from flacompose.ops.delta_rule import check, normalized
+from flacompose.ops.delta_rule import run as run_delta_rule
+from flacompose.ops.dplr_delta_rule import run_checked
+from flacompose.ops.families.delta_rule import op as delta_rule
+from flacompose.ops.families.low_rank import op as low_rank
+
+
+def chunk_comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    erase: str = "after",
+) -> tuple[Tensor, Tensor | None]:
+    r"""Comba, computed in chunks: the form for training and for prompts.
+
+    $$S'_t = e^{g_t} S_{t-1} \qquad S_t = S'_t + \beta_t\, k_t (v_t - {S^*_t}^\top p_t)^\top \qquad
+    o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    It is the gated delta rule in which ``p`` reads what is replaced, in the place of the key. ``S*`` is ``S'``, the
+    state after its decay, or with ``erase="before"`` the state before it, ``S_{t-1}``. flash-linear-attention computes
+    the former in its reference and the latter in its kernels, which is the transition ``exp(g) - beta k p^T``, a scalar
+    plus low rank, of "Comba: Improving Bilinear RNNs with Closed-loop Control" (<https://arxiv.org/abs/2506.02475>): so
+    models that were trained with its kernels need ``erase="before"``.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`; mostly of norm 1.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys.
+        p: What reads that which is replaced, ``[B, T, H, K]``, in the dtype of `q`; mostly the key times a number.
+        g: Decay, ``[B, T, HV]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+        beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1; any float dtype.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: Whether to divide queries, keys and ``p`` by their norms first, the roots of the sums
+            of their squares and 1e-6.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+        erase: Whether ``p`` reads the state "after" its decay or "before" it. Default: "after".
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
+            `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, or `erase` is
+            not one of the two.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return _run(
+        q,
+        k,
+        v,
+        p,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        cu_seqlens,
+        erase,
+    )
+
+
+def fused_recurrent_comba(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Tensor | None = None,
+    erase: str = "after",
+    output_states: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_comba][flacompose.ops.chunk_comba], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: How many states to return in place of the final one, as
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
+            Default: the final state alone.
+    """
+    return _run(
+        q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, erase,
+        chunked=False, output_states=output_states,
+    )  # fmt: skip
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    normalize: bool,
+    cu_seqlens: Tensor | None,
+    erase: str,
+    chunked: bool = True,
+    output_states: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments, normalise, and call one form of the op that has such an `erase`."""
+    HV, _ = check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    _check.like(q, "p", p, k.shape)
+    _check.same_dtype(q, "p", p)
+    _check.like(q, "g", g, (*q.shape[:2], HV))
+    check_erase(erase)
+    _check.flags(use_qk_l2norm_in_kernel=normalize)
+    if normalize:
+        q, k, p = map(normalized, without_tail(cu_seqlens, q, k, p))
+    gk = g.unsqueeze(-1).expand(*g.shape, q.shape[3])
+    return erasing(
+        q, k, v, p, gk, beta, scale, initial_state, output_final_state, cu_seqlens, erase,
+        chunked=chunked, output_states=output_states,
+    )  # fmt: skip
+
+
+def check_erase(erase: Any) -> None:
+    if erase not in ("after", "before"):
+        raise ValueError(f'erase must be "after" or "before", got {_check.shown(erase)}')
+
+
+def erasing(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    gk: Tensor | None,
+    beta: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    erase: str,
+    *,
+    chunked: bool = True,
+    output_states: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """One form of the delta rule in which ``p [B, T, H, K]`` reads what is replaced, on checked arguments.
+
+    The kernels of the delta rule read after the decay, ``gk [B, T, HV, K]``. Before it, the rule is one of low rank,
+    which has as many queries, keys and ``p`` as values.
+    """
+    op: Any = delta_rule if erase == "after" else low_rank
+    form, wanted = op.chunk, output_final_state
+    if not chunked:
+        form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    if erase == "after":
+        return run_delta_rule(form, q, k, v, beta, scale, initial_state, wanted, cu_seqlens, gk=gk, a=p)
+    groups = v.shape[2] // q.shape[2]
+    if groups > 1:
+        q, k, p = (x.repeat_interleave(groups, 2) for x in (q, k, p))
+    dtype = autocast_dtype(q.device)
+    if dtype is not None and q.dtype != torch.float64:
+        q, k, v, p = (x.to(dtype) for x in (q, k, v, p))
+    # `beta` would have a gradient from tokens that are in no sequence, and that need not be finite.
+    k, beta = without_tail(cu_seqlens, k, beta)
+    written = (upcast(k, beta) * beta.unsqueeze(-1)).to(k.dtype)
+    return run_checked(form, q, written, v, p, -written, gk, scale, initial_state, wanted, cu_seqlens)

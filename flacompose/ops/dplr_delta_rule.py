@@ -1,0 +1,142 @@
+"""Diagonal plus low rank, the generalized delta rule of RWKV7, https://arxiv.org/abs/2503.14456."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._states import recurrent_form
+from flacompose.ops.families.low_rank import op
+
+
+def chunk_dplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The generalized delta rule, diagonal plus low rank, in chunks: the form for training and for prompts.
+
+    $$S_t = \operatorname{diag}(e^{gk_t})\, S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad
+    o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    What ``a`` reads of the state, before the state decays, ``b`` writes back: with ``a = -k`` and ``b = beta k`` a
+    token erases as in the delta rule. It is the recurrence of RWKV7 (<https://arxiv.org/abs/2503.14456>).
+
+    A token multiplies what the state holds by ``diag(exp(gk)) + b a^T``, whose norm is at most ``1 + |a| |b|``, so that
+    the state may grow by this factor with every token. Without a decay and with ``b = -c a`` for a ``c`` that is not
+    negative, the norm is at most 1 as long as ``|a| |b|`` is at most 2.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, H, V]``, in the dtype of `q`.
+        a: What reads the state, ``[B, T, H, K]``, in the dtype of `q`.
+        b: What is written back, ``[B, T, H, K]``, in the dtype of `q`.
+        gk: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``[N, H, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
+            `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return run(op.chunk, q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def fused_recurrent_dplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: How many states to return in place of the final one, as
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, H, K, V]``.
+            Default: the final state alone.
+    """
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    return run(form, q, k, v, a, b, gk, scale, initial_state, wanted, cu_seqlens)
+
+
+def run(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    q_name: str = "q",
+    gk_name: str = "gk",
+) -> tuple[Tensor, Tensor | None]:
+    """Check the arguments and call one form of the family's op. Errors call `q` and `gk` by the names given."""
+    check(q, k, v, a, b, q_name)
+    _check.like(q, gk_name, gk, q.shape, q_name)
+    return run_checked(
+        form, q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens, q_name=q_name
+    )
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, q_name: str = "q") -> None:
+    """Check the vectors of every token."""
+    _check.qkv(q, k, v, q_name=q_name)
+    for name, x in (("a", a), ("b", b)):
+        _check.like(q, name, x, q.shape, q_name)
+        _check.same_dtype(q, name, x, q_name)
+
+
+def run_checked(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    *,
+    read_before: bool = True,
+    q_name: str = "q",
+) -> tuple[Tensor, Tensor | None]:
+    """Check what all recurrences have beside tokens, and call one form of the family's op."""
+    N, (H, K), V = _check.sequences(q, cu_seqlens, q_name), q.shape[2:], v.shape[3]
+    _check.optional(q, "initial_state", initial_state, (N, H, K, V), q_name)
+    scale = _check.scale(scale, K)
+    o, final_state = form(op.Inputs(q, k, v, a, b, gk, initial_state, cu_seqlens, scale, read_before))
+    return o, final_state if output_final_state else None

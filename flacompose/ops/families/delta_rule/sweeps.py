@@ -1,0 +1,192 @@
+"""The sweeps over the chunks of rules that erase, in segments of long rows: their launches.
+
+A segment of a row is an affine map of the state: `ends` are where it takes the state zero, and `transitions` what it
+does to any other. The two are joined to the state that each segment begins at, `starts`, and all segments are then
+swept at the same time, forwards or backwards in time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flacompose.ops._chip import HOPPER, Chip
+from flacompose.ops._launching import launch
+from flacompose.ops.families._launch import block, operand, operand_by_token, operand_dtype, tile_count
+from flacompose.ops.families._sequences import MatrixSequences
+from flacompose.ops.families.delta_rule.kernels import join_kernel, reverse_kernel, sweep_kernel
+
+
+class Sweeps(MatrixSequences):
+    """The sweeps of one call, and what they have in common.
+
+    They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, the keys "W" that
+    write values, "b" that write what "k" reads if it is not taken from the values before, and the products "P" and "Y"
+    of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        v: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        scale: float,
+        C: int,
+    ) -> None:
+        super().__init__(q, v, cu_seqlens, C)
+        self.HV = self.arguments.pop("H")
+        self.dtype = operand_dtype(q)
+        self.v, self.v_token = operand_by_token(v)
+        self.initial = operand(initial_state)
+        self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
+        self.arguments["DOT"] = tl.bfloat16 if self.bfloat16 else tl.float32
+        # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
+        self.SEGMENTS, self.split = self.segments(self.chunks_of_row, 4 * self.HV, least=4)
+        self.transitions: Tensor | None = None
+        self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
+        self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
+
+    def scratch(self, *shape: int) -> Tensor:
+        """Memory for a factor of products, of each token in a sequence."""
+        return torch.empty(*self.tokens, *shape, dtype=self.dtype, device=self.device)
+
+    def free_sweep_memory(self) -> None:
+        """Give back the memory that only sweeps need."""
+        self.factors.clear()
+        self.transitions = None
+
+    def per_chunk_state(self) -> Tensor:
+        """Memory for a state of each chunk."""
+        return self.per_chunk(self.HV, self.K, self.V, dtype=self.dtype)
+
+    def sweep(
+        self,
+        o: Tensor | None = None,
+        r: Tensor | None = None,
+        states: Tensor | None = None,
+        final: Tensor | None = None,
+    ) -> None:
+        """Forwards in time: fill what is given."""
+        initial = self.initial
+        if self.split:
+            ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
+            self._sweep(v=self.v, ends=ends)
+            initial = self._join(ends, initial)
+        self._sweep(v=self.v, initial=initial, o=o, r=r, states=states, final=final)
+
+    def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
+        V = self.V if V is None else V
+        arguments = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final")) | tensors
+        factors = dict(self.factors)
+        factors["P"] = None if arguments["o"] is None else factors["P"]
+        factors["Y"] = None if arguments["r"] is None else factors["Y"]
+        grid, config = self.sweep_launch(V)
+        launch(
+            sweep_kernel,
+            grid,
+            **factors,
+            **self.gates,
+            **arguments,
+            **self.arguments,
+            v_token=self.v_token,
+            V=V,
+            IDENTITY=IDENTITY,
+            **config,
+        )
+
+    def reverse(self, do: Tensor, d_final: Tensor | None, dv: Tensor, **tensors: Tensor | None) -> None:
+        """Backwards in time: fill `dv` and what else is given."""
+        if self.split:
+            ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
+            self._reverse(do, d_ends=ends)
+            d_final = self._join(ends, d_final, reverse=True)
+        self._reverse(do, d_final=d_final, dv=dv, **tensors)
+
+    def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
+        arguments = dict.fromkeys(("d_final", "dv", "du", "d_states", "d_ends", "d_initial")) | tensors
+        factors = {name: x for name, x in self.factors.items() if name != "Y"}
+        grid, config = self.sweep_launch(self.V)
+        launch(
+            reverse_kernel,
+            grid,
+            do=do,
+            **factors,
+            **self.gates,
+            **arguments,
+            **self.arguments,
+            V=self.V,
+            **config,
+        )
+
+    def _join(self, ends: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor:
+        """The state before each segment, from the first one's, or with `reverse` its gradient after it."""
+        if self.transitions is None:  # what each segment does to a state, backwards in time transposed
+            self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
+            self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
+        starts = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
+        config = join_config(self.chip, self.bfloat16, self.K)
+        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
+        launch(
+            join_kernel,
+            (tile_count(self.V, config["BV"]) * self.HV * self.N,),
+            transitions=self.transitions,
+            ends=ends,
+            initial=initial,
+            starts=starts,
+            **arguments,
+            V=self.V,
+            REVERSE=reverse,
+            **config,
+        )
+        return starts
+
+    def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
+        """The grid of a sweep over states of `V` values, and its configuration."""
+        states = self.SEGMENTS * self.N * self.HV
+        low_rank = self.factors["b"] is not None
+        config = sweep_config(self.chip, self.bfloat16, self.K, V, states, low_rank)
+        return (tile_count(V, config["BV"]) * states,), config
+
+
+def wide_warps(chip: Chip, K: int) -> int:
+    """Warps of a program that holds a state of more than 128 keys.
+
+    Such a state does not fit in tensor memory, which Triton does not use where a program has 16 warps.
+    """
+    return 16 if chip.has_tensor_memory and K > 128 else 8
+
+
+def sweep_config(
+    chip: Chip, bfloat16: bool, K: int, V: int, states: int, low_rank: bool = False
+) -> dict[str, int]:
+    """Block sizes of the contracted axis, of which a program has all blocks, and of the other, warps and stages.
+
+    Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
+    """
+    # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
+    if not bfloat16:
+        return {
+            "BK": block(K, 128 if K <= 128 else 64),
+            "BV": 16 if K > 128 else 32,
+            "num_warps": 4,
+            "num_stages": 1,
+        }
+    BK = 128 if K > 256 else block(K, 256)
+    # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
+    if K > 256 or (K > 128 and chip.capability != HOPPER.capability):
+        return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
+    few = isinstance(states, int) and states * tile_count(V, 64) <= 128
+    BV = 64 if V <= 64 or few else 128
+    # A fourth factor of keys, that of low rank, leaves no room for a second stage beside larger heads.
+    stages = 1 if low_rank and (K > 128 or (chip.is_small and K > 64)) else 2
+    return {"BK": 64 if K > 128 else max(BK, 64), "BV": BV, "num_warps": BV // 16, "num_stages": stages}
+
+
+def join_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
+    """Block sizes of the keys' axis, of the other, and of the former where it is contracted, warps, pipeline stages."""
+    BK = block(K, 256)
+    if bfloat16:
+        return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
+    return {"BK": BK, "BV": 16, "BD": 16, "num_warps": 8, "num_stages": 1}

@@ -1,0 +1,217 @@
+"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._launching import launch
+from flacompose.ops.families import _launch
+from flacompose.ops.families._launch import operand, tile_count
+from flacompose.ops.families._signature import BackwardCall, Gradients
+from flacompose.ops.families.delta_rule.sweeps import Sweeps
+from flacompose.ops.families.low_rank.gradients import (
+    pair_gradient_kernel,
+    read_gradient_kernel,
+    weigh_kernel,
+    write_gradient_kernel,
+)
+from flacompose.ops.families.low_rank.inputs import Inputs
+from flacompose.ops.families.low_rank.kernels import pair_kernel
+from flacompose.ops.families.vector_decay.cuda import CHUNK
+
+OF_KEYS = ("q", "k", "a", "b")
+
+
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    rule = _Launches(inputs, backward=False)
+    o = rule.per_token(rule.HV, rule.V, dtype=inputs.v.dtype)
+    final_state = rule.state(torch.float32)
+    rule.sweep(o=o, final=final_state)
+    return rule.batched(o), final_state
+
+
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    rule = _Launches(call.inputs, backward=True)
+    do, d_final_state = operand(call.do), operand(call.arriving.final_state)
+    start = call.wanted_input("initial_state")
+    d_initial_state = None if start is None else rule.state(start.dtype)
+    dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
+    if not call.wants(*OF_KEYS, "gk"):
+        rule.reverse(do, d_final_state, dv=dv, d_initial=d_initial_state)
+        return call.made(v=rule.batched(dv), initial_state=d_initial_state)
+    u, du, S, dS = (
+        *(rule.scratch(rule.HV, rule.V) for _ in range(2)),
+        *(rule.per_chunk_state() for _ in range(2)),
+    )
+    rule.sweep(r=u, states=S)
+    rule.reverse(do, d_final_state, dv=dv, du=du, d_states=dS, d_initial=d_initial_state)
+    made = rule.gradients(do, u, du, S, dS, gates=call.wants("gk"))
+    return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
+
+
+def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    return _launch.recurrent(**inputs._asdict())
+
+
+def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], states [N, count, H, K, V])``."""
+    return _launch.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+class _Launches(Sweeps):
+    """The launches of one call, and what they have in common."""
+
+    def __init__(self, inputs: Inputs, backward: bool) -> None:
+        q, k, v, a, b, gk, initial_state, cu_seqlens, scale, read_before = inputs
+        super().__init__(q, v, initial_state, cu_seqlens, scale, CHUNK)
+        H, C = self.HV, self.C
+        self.vectors: dict[str, Tensor | None] = {
+            name: operand(x) for name, x in zip((*OF_KEYS, "gk"), (q, k, a, b, gk))
+        }
+        self.values = operand(v)
+        # What all kernels of this family take. The first launch of each finds the chunks whose gates are mild.
+        self.common = {name: x for name, x in self.arguments.items() if name not in ("HV", "C")} | {"H": H}
+        self.launches = (True,) if gk is None else (True, False)
+        self.read_before = read_before and gk is not None
+        Q, W_a, W, b_write = (self.scratch(H, self.K) for _ in range(4))
+        P, M, Y, Z = (
+            self.per_chunk(H, C, C, dtype=self.dtype) if wanted else None
+            for wanted in (True, *[backward] * 3)
+        )
+        self.Y, self.Z = Y, Z
+        if gk is not None:
+            self.gates["total"] = self.per_chunk(H, self.K)
+        mild = None if gk is None else self.per_chunk(H, dtype=torch.int8)
+        for only_mild in self.launches:
+            launch(
+                pair_kernel,
+                (self.chunks * H,),
+                **self.vectors,
+                Q=Q,
+                W_a=W_a,
+                W=W,
+                b_write=b_write,
+                total=self.gates["total"],
+                P=P,
+                M=M,
+                Y=Y,
+                Z=Z,
+                mild=mild,
+                **self.common,
+                MILD=only_mild,
+                READ_BEFORE=self.read_before,
+                **pair_config(self.bfloat16),
+            )
+        self.factors |= {"q": Q, "k": W_a, "W": W, "b": b_write, "P": P, "Y": M}
+        self.arguments |= {"HK": H, "SEGMENTS": self.SEGMENTS}
+
+    def gradients(
+        self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool
+    ) -> dict[str, Tensor]:
+        """The gradients of all vectors and, if wanted, of gates, by the names of the inputs."""
+        self.free_sweep_memory()
+        H, K, C = self.HV, self.K, self.C
+        of_values = {"u": u, "v": self.values, "do": do, "z": self.scratch(H, self.V)}
+        products = {
+            "pairs": self.per_chunk(H, 6 if self.bfloat16 else 4, C, C, dtype=self.dtype),
+            "diagonal": self.per_chunk(H, 2, C),
+        }
+        arguments: dict[str, Any] = {**self.common, "V": self.V}
+        del arguments["K"]
+        launch(
+            pair_gradient_kernel,
+            (2 * self.chunks * H,),
+            **of_values,
+            du=du,
+            Y=self.Y,
+            Z=self.Z,
+            **products,
+            **arguments,
+            **pair_gradient_config(self.bfloat16),
+        )
+        self.Y = self.Z = None
+        config = gradient_config(self.bfloat16)
+        tiles = tile_count(K, config["BK"])
+        at_middle, mild = self.at_middle(tiles, config["BK"])
+        made = {name: self.per_token(H, K, dtype=self.dtype) for name in OF_KEYS}
+        of_writes = None
+        if gates:
+            gk = self.vectors["gk"]
+            assert gk is not None
+            made["gk"] = self.per_token(H, K, dtype=gk.dtype)
+            of_writes = torch.empty(*self.tokens, H, K, device=self.device)
+        outputs = {f"d{name}": made.get(name) for name in (*OF_KEYS, "gk")}
+        arguments |= {
+            **self.vectors,
+            **at_middle,
+            **products,
+            "mild": mild,
+            "states": S,
+            "of_writes": of_writes,
+        }
+        scale = arguments.pop("scale")
+        for kernel, more, filled in (
+            (write_gradient_kernel, {"u": u, "v": self.values, "d_states": dS}, ("db", "dk")),
+            (read_gradient_kernel, {"do": do, "z": of_values["z"], "scale": scale}, ("dq", "da", "dgk")),
+        ):
+            for only_mild in self.launches:
+                launch(
+                    kernel,
+                    (tiles * self.chunks * H,),
+                    **more,
+                    **{name: outputs[name] for name in filled},
+                    **arguments,
+                    K=K,
+                    MILD=only_mild,
+                    READ_BEFORE=self.read_before,
+                    **config,
+                )
+        return {name: self.batched(x) for name, x in made.items()}
+
+    def at_middle(self, tiles: int, BK: int) -> tuple[dict[str, Tensor | None], Tensor | None]:
+        """The vectors decayed to the middle of their chunks, and which tiles of channels have mild gates."""
+        if self.vectors["gk"] is None:
+            return {f"{name}_middle": self.vectors[name] for name in OF_KEYS}, None
+        decayed: dict[str, Tensor | None] = {
+            f"{name}_middle": self.scratch(self.HV, self.K) for name in OF_KEYS
+        }
+        mild = self.per_chunk(self.HV, tiles, dtype=torch.int8)
+        arguments = {name: x for name, x in self.common.items() if name != "scale"}
+        launch(
+            weigh_kernel,
+            (tiles * self.chunks * self.HV,),
+            **self.vectors,
+            **decayed,
+            mild=mild,
+            **arguments,
+            BK=BK,
+            READ_BEFORE=self.read_before,
+            num_warps=4,
+            num_stages=1,
+        )
+        return decayed, mild
+
+
+# Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.
+
+
+def pair_config(bfloat16: bool) -> dict[str, int]:
+    """Block size of the contracted axis, warps and pipeline stages."""
+    return {"BK": 64 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
+
+
+def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
+    """Block size of the contracted axis, warps and pipeline stages."""
+    return {"BV": 128 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
+
+
+def gradient_config(bfloat16: bool) -> dict[str, int]:
+    """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
+    B = 64 if bfloat16 else 32
+    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 3}

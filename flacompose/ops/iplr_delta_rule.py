@@ -1,0 +1,81 @@
+"""Identity plus low rank, the generalized delta rule without a decay, https://arxiv.org/abs/2406.06484."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flacompose.ops._states import recurrent_form
+from flacompose.ops.dplr_delta_rule import check, run_checked
+from flacompose.ops.families.low_rank import op
+
+
+def chunk_iplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The generalized delta rule without a decay, identity plus low rank: the form for training and for prompts.
+
+    $$S_t = S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    What ``a`` reads of the state, ``b`` writes back: with ``a = -k`` and ``b = beta k`` a token erases as in the delta
+    rule. It is the generalisation that "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
+    (<https://arxiv.org/abs/2406.06484>) names. On how large states become, see
+    [chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule].
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, H, V]``, in the dtype of `q`.
+        a: What reads the state, ``[B, T, H, K]``, in the dtype of `q`.
+        b: What is written back, ``[B, T, H, K]``, in the dtype of `q`.
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``[N, H, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
+            `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    check(q, k, v, a, b)
+    return run_checked(op.chunk, q, k, v, a, b, None, scale, initial_state, output_final_state, cu_seqlens)
+
+
+def fused_recurrent_iplr_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_iplr_delta_rule][flacompose.ops.chunk_iplr_delta_rule], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: How many states to return in place of the final one, as
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, H, K, V]``.
+            Default: the final state alone.
+    """
+    check(q, k, v, a, b)
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    return run_checked(form, q, k, v, a, b, None, scale, initial_state, wanted, cu_seqlens)

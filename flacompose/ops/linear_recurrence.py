@@ -1,0 +1,190 @@
+"""Every recurrence with a matrix state that the families compute, by the choice of arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._sizes import always_true
+from flacompose.ops.comba import check_erase, erasing
+from flacompose.ops.delta_rule import run as run_delta_rule
+from flacompose.ops.dplr_delta_rule import run_checked
+from flacompose.ops.families.delta_rule import op as delta_rule
+from flacompose.ops.families.low_rank import op as low_rank
+from flacompose.ops.families.scalar_decay import op as scalar_decay
+from flacompose.ops.families.vector_decay import op as vector_decay
+from flacompose.ops.gla import run as run_vector_decay
+from flacompose.ops.simple_gla import run as run_scalar_decay
+
+
+def linear_recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    erase: str = "after",
+    u: Tensor | None = None,
+    read: str = "after",
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The linear recurrence with a matrix state that the arguments describe, by the cheapest kernels that compute it.
+
+    $$S'_t = e^{g_t} \operatorname{diag}(e^{gk_t})\, S_{t-1} \operatorname{diag}(e^{gv_t}) \qquad
+    S_t = S'_t + b_t ({S^*_t}^\top a_t)^\top + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
+
+    Without gates nothing decays, and without `a` and `b` nothing is erased. With `beta` the write is the delta rule's,
+    ``beta_t k_t (v_t - S*_t^T a_t)^T``, where ``a`` is the key unless it is given. ``S*`` is the state after its decay,
+    ``S'``, or with ``erase="before"`` the state before it, ``S_{t-1}``. With ``read="before"`` the query reads that as
+    well, and the token's own write by the weights `u`: ``o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
+
+    One call is one registered operator, which compiles and exports as one node, with all derivatives; for one token,
+    as in decoding, it is one kernel. Its page has a table of the published recurrences as choices of its arguments.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys.
+        g: Decay of the whole state, ``[B, T, HV]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+            Default: none, as of the next two, which may be given beside it and beside each other.
+        gk: Decay of the key axis, ``[B, T, HV, K]``, likewise.
+        gv: Decay of the value axis, ``[B, T, HV, V]``, likewise; without `beta`, `a` and `b`.
+        beta: How much of a value is replaced, ``[B, T, HV]``, mostly from 0 to 1 or to 2; any float dtype.
+        a: What reads that which is erased, ``[B, T, H, K]``, in the dtype of `q`; with `b` or with `beta`.
+        b: What is written back of it, ``[B, T, H, K]``, in the dtype of `q`; with `a`, and without `beta`.
+        erase: Whether what is erased is read "after" the decay or "before" it. Default: "after".
+        u: Weights of the token's own write, ``[H, K]``; any float dtype; with ``read="before"`` alone. Default: 0.
+        read: Whether the query reads the state "after" the token's decay and write, or "before" both; the latter
+            without `beta`, `a` and `b`. Default: "after".
+        scale: Factor of the output. Default: ``K ** -0.5``.
+        initial_state: State before the first token, ``[N, HV, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``[N, HV, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
+            `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, an argument
+            lacks the one that it belongs to, or two are given which no family has together.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    HV, K, V = _check.qkv(q, k, v, grouped=True)
+    of_heads = (*q.shape[:2], HV)
+    _check.optional(q, "g", g, of_heads)
+    _check.optional(q, "gk", gk, (*of_heads, K))
+    _check.optional(q, "gv", gv, (*of_heads, V))
+    _check.optional(q, "beta", beta, of_heads)
+    for name, x in (("a", a), ("b", b)):
+        _check.optional(q, name, x, q.shape)
+        if x is not None:
+            _check.same_dtype(q, name, x)
+    _check.optional(q, "u", u, (q.shape[2], K))
+    check_erase(erase)
+    _check_combination(gv, beta, a, b, erase, u, read)
+    N = _check.sequences(q, cu_seqlens)
+    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
+    scale = _check.scale(scale, K)
+
+    options = scale, initial_state, output_final_state, cu_seqlens
+    groups = HV // q.shape[2]
+    if beta is None and a is None:
+        if gk is None and gv is None and read == "after":
+            return run_scalar_decay(_form(scalar_decay, q), q, k, v, g, None, *options)
+        if gv is not None and gk is None and g is not None:
+            gates = {"gk": None, "gv": _with(g, gv)}
+        else:
+            gates = {"gk": _with(g, gk, K), "gv": gv}
+        q, k = _for_each_value(groups, q, k)
+        if read == "before":
+            gates["u"] = q.new_zeros(HV, K) if u is None else _for_each_value(groups, u, axis=0)[0]
+        return run_vector_decay(_form(vector_decay, q), q, k, v, gates, *options)
+    if beta is not None:
+        if a is None and erase == "after":
+            return run_delta_rule(_form(delta_rule, q), q, k, v, beta, *options, g=g, gk=gk)
+        decay = _with(g, gk, K)
+        if (
+            decay is None and erase == "after"
+        ):  # the kernels read with another vector where gates are of channels
+            decay = beta.new_zeros(*of_heads, K)
+        chunked = not always_true(q.shape[1] == 1)
+        return erasing(q, k, v, k if a is None else a, decay, beta, *options, erase, chunked=chunked)
+    assert a is not None and b is not None
+    q, k, a, b = _for_each_value(groups, q, k, a, b)
+    return run_checked(
+        _form(low_rank, q), q, k, v, a, b, _with(g, gk, K), *options, read_before=erase == "before"
+    )
+
+
+def _check_combination(
+    gv: Tensor | None,
+    beta: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    erase: str,
+    u: Tensor | None,
+    read: Any,
+) -> None:
+    """Check that each argument has the one that it belongs to, and that a family has them together."""
+    if read not in ("after", "before"):
+        raise ValueError(f'read must be "after" or "before", got {_check.shown(read)}')
+    if a is None and b is not None:
+        raise ValueError("a must be given with b, which writes back what a reads, got None")
+    if a is not None and b is None and beta is None:
+        raise ValueError("b or beta must be given with a, which reads what they erase, got neither")
+    if u is not None and read == "after":
+        raise ValueError(
+            'u must not be given with read="after", where a query reads the whole of its own write'
+        )
+    if beta is not None and b is not None:
+        raise ValueError("beta and b must not be given together: no family has both ways of erasing")
+    erasing_by = "beta" if beta is not None else "a" if a is not None else None
+    if erasing_by is None:
+        if erase == "before":
+            raise ValueError('beta or a must be given with erase="before", got neither')
+        return
+    if gv is not None:
+        raise ValueError(
+            f"gv and {erasing_by} must not be given together: no family decays values and erases"
+        )
+    if read == "before":
+        raise ValueError(
+            f'read="before" and {erasing_by} must not be given together: no family reads before it erases'
+        )
+
+
+def _form(op: Any, q: Tensor) -> Any:
+    """The form of a family that computes this fastest: one kernel for one token."""
+    return op.recurrent if always_true(q.shape[1] == 1) else op.chunk
+
+
+def _with(g: Tensor | None, of_channels: Tensor | None, size: int | None = None) -> Tensor | None:
+    """The decay of heads and that of channels as one of channels, of which there are `size`."""
+    if g is None:
+        return of_channels
+    if of_channels is None:
+        assert size is not None
+        return g.unsqueeze(-1).expand(*g.shape, size)
+    dtype = torch.promote_types(torch.promote_types(g.dtype, of_channels.dtype), torch.float32)
+    return g.to(dtype).unsqueeze(-1) + of_channels
+
+
+def _for_each_value(groups: int, *tensors: Tensor, axis: int = 2) -> list[Tensor]:
+    """Heads of queries or keys, once for each head of values that shares them."""
+    return [x.repeat_interleave(groups, axis) if groups > 1 else x for x in tensors]

@@ -1,0 +1,97 @@
+"""RWKV7, https://arxiv.org/abs/2503.14456."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flacompose.ops._states import recurrent_form
+from flacompose.ops.dplr_delta_rule import run
+from flacompose.ops.families.low_rank import op
+
+
+def chunk_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    r"""The recurrence of RWKV7, computed in chunks: the form for training and for prompts.
+
+    $$S_t = \operatorname{diag}(e^{w_t})\, S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad
+    o_t = \text{scale} \cdot S_t^\top r_t$$
+
+    In RWKV7, ``a`` is ``-kappa``, a key of norm 1 that says what is removed, and ``b`` is ``kappa * eta``, where each
+    channel of ``eta``, the in-context learning rate, is between 0 and 1. From "RWKV-7 Goose with Expressive Dynamic
+    State Evolution" (<https://arxiv.org/abs/2503.14456>), equation 17. It is
+    [chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule] in another order, where more is said on states.
+
+    Args:
+        r: Receptances, the queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        w: Decay of the key axis, ``[B, T, H, K]``, per token, as natural logarithms from 0 to -inf; any float dtype.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `r`.
+        v: Values, ``[B, T, H, V]``, in the dtype of `r`.
+        a: What reads the state, ``[B, T, H, K]``, in the dtype of `r`.
+        b: What is written back, ``[B, T, H, K]``, in the dtype of `r`.
+        scale: Factor of the output. None stands for ``K ** -0.5``. Default: 1.
+        initial_state: State before the first token, ``[N, H, K, V]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, H, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``[N, H, K, V]`` in float32 (float64 for float64 inputs), a new tensor, or None unless
+            `output_final_state`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return run(
+        op.chunk,
+        r,
+        k,
+        v,
+        a,
+        b,
+        w,
+        scale,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        q_name="r",
+        gk_name="w",
+    )
+
+
+def fused_recurrent_rwkv7(
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None = 1.0,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """[chunk_rwkv7][flacompose.ops.chunk_rwkv7], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: How many states to return in place of the final one, as
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, H, K, V]``.
+            Default: the final state alone.
+    """
+    form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
+    return run(form, r, k, v, a, b, w, scale, initial_state, wanted, cu_seqlens, q_name="r", gk_name="w")
