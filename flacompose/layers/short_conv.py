@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.layout import Layout, distributed_like, take
+from flacompose.layers.layout import distributed_like, take
 from flacompose.ops import _states
 from flacompose.ops._dtype import upcast
 from flacompose.ops._varlen import bounds, sequence_of
@@ -216,22 +216,6 @@ class ShortConvolution(nn.Module):
     def extra_repr(self) -> str:
         D, W, bias = self.hidden_size, self.kernel_size, self.bias is not None
         return f"{D}, kernel_size={W}, bias={bias}, activation={self.activation}"
-
-
-def convolved(
-    inputs: tuple[Tensor, ...],
-    convolutions: tuple[ShortConvolution, ...],
-    states: tuple[Tensor | None, ...],
-    tokens: Layout,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Each input through its convolution: the outputs, and the new states."""
-    results = [
-        convolution(
-            x, state, lengths=tokens.lengths, cu_seqlens=tokens.cu_seqlens, num_states=tokens.num_states
-        )
-        for x, convolution, state in zip(inputs, convolutions, states, strict=True)
-    ]
-    return tuple(y for y, _ in results), tuple(state for _, state in results)
 
 
 def _as_state(last: Tensor) -> Tensor:
