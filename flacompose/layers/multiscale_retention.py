@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.gated_output import GatedOutputLayer
 from flacompose.layers.heads import heads_of, in_heads, repeat_heads
