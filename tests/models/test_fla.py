@@ -200,7 +200,7 @@ def test_keys_without_effect() -> None:
     """Those of transformers, and those that the peer's models had, leave a config as it is."""
     transformers = pytest.importorskip("transformers")
     assert set(transformers.PreTrainedConfig().to_dict()) - {"model_type"} <= WITHOUT_EFFECT
-    extras = dict.fromkeys(WITHOUT_EFFECT - {"use_gk", "use_gv"} - set(_FAMILIES["gla"].options))
+    extras = dict.fromkeys(WITHOUT_EFFECT - {"use_gk", "use_gv"} - set(_FAMILIES["gla"].options.split()))
     assert config_from_fla(GLA | extras) == config_from_fla(GLA)
     assert config_from_fla(GLA | {"num_labels": 2}) == config_from_fla(GLA)
 
