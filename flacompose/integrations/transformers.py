@@ -58,17 +58,14 @@ FUNCTIONS: Mapping[str, Function] = {
 # The recurrence of MiniMax is written out in its forward.
 FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
 
-_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
+    """By the names of single classes, what `functions` has by the names of several."""
+    return {name: function for names, function in functions.items() for name in names.split()}
 
 
-def _of_classes(wrappers: Mapping[str, _Wrapper]) -> Mapping[str, _Wrapper]:
-    """By the names of single classes, what `wrappers` has by the names of several."""
-    return {name: wrapper for names, wrapper in wrappers.items() for name in names.split()}
-
-
-# What `_modeling.checked` gets in place of the forward of a class that calls them, made of that forward: where a
-# recurrence is written out in it, where it makes copies of queries and keys for an op that needs none, where it keeps
-# bounds or states to itself.
+# How `_modeling.checked` calls the forward of a class that calls them: where a recurrence is written out in it, where
+# it makes copies of queries and keys for an op that needs none, where it keeps bounds or states to itself.
 FORWARDS = _of_classes(
     {
         "MiniMaxLightningAttention": _modeling.lightning,
@@ -82,8 +79,8 @@ FORWARDS = _of_classes(
     }
 )
 
-# The same for modules around them, which call them without the bounds of packed sequences, and for modules that mix
-# such sequences and are no op of this library.
+# What stands in for the forward of a module around them, made of that forward: of those that call them without the
+# bounds of packed sequences, and of those that mix such sequences and are no op of this library.
 AROUND = _of_classes(
     {
         "BambaModel": _modeling.counting,
@@ -387,8 +384,7 @@ def _replacement(owner: type) -> Callable[[Callable[..., Any]], Callable[..., An
     """What makes the forward that stands in for that of a class."""
     if owner.__name__ in AROUND:
         return AROUND[owner.__name__]
-    replacement = FORWARDS.get(owner.__name__, _modeling.unchanged)
-    return lambda forward: _modeling.checked(replacement(forward))
+    return partial(_modeling.checked, FORWARDS.get(owner.__name__, _modeling.unchanged))
 
 
 def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
