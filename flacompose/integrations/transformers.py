@@ -33,21 +33,19 @@ class Function(NamedTuple):
     op: str | None = None
 
 
+def _delta_rule(form: Callable[..., Any]) -> Function:
+    return Function(_modeling.delta_rule(form), form.__name__)
+
+
 # By the names in modeling files, which look them up when they call them, whether transformers has bound a name to
 # PyTorch, to flash-linear-attention, to mamba-ssm or to a kernel of the hub.
 FUNCTIONS: Mapping[str, Function] = {
     "causal_conv1d_fn": Function(_modeling.convolve, "causal_conv1d"),
     "causal_conv1d_update": Function(_modeling.convolve_step, "causal_conv1d"),
-    "torch_chunk_gated_delta_rule": Function(
-        _modeling.delta_rule(chunk_gated_delta_rule), "chunk_gated_delta_rule"
-    ),
-    "torch_recurrent_gated_delta_rule": Function(
-        _modeling.delta_rule(fused_recurrent_gated_delta_rule), "fused_recurrent_gated_delta_rule"
-    ),
-    "chunk_kimi_delta_attention": Function(_modeling.delta_rule(chunk_kda), "chunk_kda"),
-    "recurrent_kimi_delta_attention": Function(
-        _modeling.delta_rule(fused_recurrent_kda), "fused_recurrent_kda"
-    ),
+    "torch_chunk_gated_delta_rule": _delta_rule(chunk_gated_delta_rule),
+    "torch_recurrent_gated_delta_rule": _delta_rule(fused_recurrent_gated_delta_rule),
+    "chunk_kimi_delta_attention": _delta_rule(chunk_kda),
+    "recurrent_kimi_delta_attention": _delta_rule(fused_recurrent_kda),
     "mamba2_chunk_scan": Function(_modeling.ssd, "mamba_chunk_scan_combined"),
     "mamba2_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
     "mamba2_split_conv1d_scan_combined": Function(_modeling.no_fused_block),

@@ -114,8 +114,7 @@ class ABCAttention(RecurrentLayer):
             self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
         self.s_proj = nn.Linear(hidden_size, H * M, bias=False, **factory)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
-        convolutions = {"q_conv1d": H * K, "k_conv1d": H * K, "v_conv1d": H * V}
-        conv = self._add_convolutions(convolutions, use_short_conv, conv_size, conv_bias, factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
         if use_norm and use_output_gate:
             self.g_norm: RMSNorm = GatedRMSNorm(V, affine, norm_eps, **factory)
         elif use_norm:

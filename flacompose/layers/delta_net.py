@@ -102,8 +102,8 @@ class DeltaNet(RecurrentLayer):
             self.b_proj = nn.Linear(hidden_size, H, bias=False, **factory)
         options = use_short_conv, conv_size, conv_bias, factory
         act = "silu" if qk_activation == "silu" else None
-        conv = self._add_convolutions({"q_conv1d": H * K, "k_conv1d": H * K}, *options, act)
-        conv += self._add_convolutions({"v_conv1d": H * V}, *options)
+        conv = self._add_convolutions("q k", *options, act)
+        conv += self._add_convolutions("v", *options)
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
             self.o_norm: RMSNorm = GatedRMSNorm(V, True, norm_eps, **factory)

@@ -96,8 +96,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.a_proj, self.b_proj = linears(hidden_size, (HV, HV), factory)
         self.A_log = nn.Parameter(torch.empty(HV, device=device, dtype=dtype or torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(HV, **factory))
-        convolutions = {"q_conv1d": H * K, "k_conv1d": H * K, "v_conv1d": HV * V}
-        conv = self._add_convolutions(convolutions, use_short_conv, conv_size, conv_bias, factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, HV * V, bias=False, **factory)
             self.o_norm: RMSNorm = GatedRMSNorm(

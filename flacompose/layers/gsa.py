@@ -113,8 +113,7 @@ class GatedSlotAttention(RecurrentLayer):
             self.feature_map = T2RFeatureMap(K, **factory)
         self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, HKV * K, HKV * V), factory)
         self.f_proj = nn.Linear(hidden_size, HKV * M, bias=False, **factory)
-        convolutions = {"q_conv1d": H * K, "k_conv1d": HKV * K, "v_conv1d": HKV * V}
-        conv = self._add_convolutions(convolutions, use_short_conv, conv_size, conv_bias, factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
         self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, device, dtype or torch.float32)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
         self.state_shapes = StateShapes(((HKV, K, M), (HKV, M, V)), conv)

@@ -72,8 +72,7 @@ class HGRNAttention(ForgetGateLayer):
 
         factory = factory_of(device, dtype)
         self.i_proj, self.f_proj, self.g_proj = linears(hidden_size, (input_dim,) * 3, factory)
-        convolutions = {"f_conv1d": input_dim, "i_conv1d": input_dim}
-        conv = self._add_convolutions(convolutions, use_short_conv, conv_size, conv_bias, factory, None)
+        conv = self._add_convolutions("f i", use_short_conv, conv_size, conv_bias, factory, None)
         self.convolutions = self.convolutions[::-1]  # the state of i comes first
         self.g_norm = GatedRMSNorm(input_dim, elementwise_affine, norm_eps, **factory)
         self.o_proj = nn.Linear(input_dim, hidden_size, bias=False, **factory)

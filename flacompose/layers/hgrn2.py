@@ -79,8 +79,7 @@ class HGRN2Attention(ForgetGateLayer):
 
         factory = factory_of(device, dtype)
         self.q_proj, self.f_proj, self.i_proj = linears(hidden_size, (H * K, H * K, H * V), factory)
-        convolutions = {"q_conv1d": H * K, "f_conv1d": H * K, "i_conv1d": H * V}
-        conv = self._add_convolutions(convolutions, use_short_conv, conv_size, conv_bias, factory, None)
+        conv = self._add_convolutions("q f i", use_short_conv, conv_size, conv_bias, factory, None)
         self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, device, dtype or torch.float32)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
         self.state_shapes = StateShapes(((H, K, V),), conv)

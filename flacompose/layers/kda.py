@@ -102,8 +102,7 @@ class KimiDeltaAttention(RecurrentLayer):
 
         factory = factory_of(device, dtype)
         self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, H * K, HV * V), factory)
-        convolutions = {"q_conv1d": H * K, "k_conv1d": H * K, "v_conv1d": HV * V}
-        conv = self._add_convolutions(convolutions, use_short_conv, conv_size, conv_bias, factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
         self.f_proj = low_rank(hidden_size, V, HV * K, False, factory)
         self.b_proj = nn.Linear(hidden_size, HV, bias=False, **factory)
         self.A_log = nn.Parameter(torch.empty(HV, device=device, dtype=dtype or torch.float32))

@@ -79,8 +79,7 @@ class LightNetAttention(RecurrentLayer):
 
         factory = factory_of(device, dtype)
         self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, H * K, H * V), factory)
-        convolutions = {"q_conv1d": H * K, "k_conv1d": H * K, "v_conv1d": H * V}
-        conv = self._add_convolutions(convolutions, use_short_conv, conv_size, conv_bias, factory, None)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory, None)
         self.g_proj = low_rank(hidden_size, gate_low_rank_dim, hidden_size, False, factory)
         self.g_norm = GatedRMSNorm(hidden_size, elementwise_affine, norm_eps, **factory)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)

@@ -97,8 +97,7 @@ class MultiScaleRetention(GatedOutputLayer):
         self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, HKV * K, HKV * V), factory)
         if use_output_gate:
             self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
-        convolutions = {"q_conv1d": H * K, "k_conv1d": HKV * K, "v_conv1d": HKV * V}
-        conv = self._add_convolutions(convolutions, use_short_conv, conv_size, conv_bias, factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
         self._add_output_norm(
             V, elementwise_affine, norm_eps, gate_fn, fuse_norm and use_output_gate, factory

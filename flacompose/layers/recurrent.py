@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, TypedDict
 
@@ -194,22 +194,28 @@ class RecurrentLayer(StatefulLayer):
 
     def _add_convolutions(
         self,
-        channels: Mapping[str, int],
+        names: str,
         use_short_conv: bool,
         conv_size: int,
         conv_bias: bool,
         factory: Factory,
         activation: str | None = "silu",
     ) -> tuple[tuple[int, int], ...]:
-        """Make short convolutions of these names and channels, if the layer has any; return the shapes of states."""
+        """Make short convolutions of some projections, if the layer has any; return the shapes of their states.
+
+        For "q" of `names` it is ``q_conv1d``, of the outputs of ``q_proj``.
+        """
         self._keep_flags(use_short_conv=use_short_conv)
         _check.flags(conv_bias=conv_bias)
         if not use_short_conv:
             return ()
-        for name, D in channels.items():
-            setattr(self, name, ShortConvolution(D, conv_size, conv_bias, activation, **factory))
-        self.convolutions += tuple(channels)
-        return tuple((D, conv_size) for D in channels.values())
+        shapes = []
+        for name in names.split():
+            D = getattr(self, f"{name}_proj").out_features
+            setattr(self, f"{name}_conv1d", ShortConvolution(D, conv_size, conv_bias, activation, **factory))
+            self.convolutions += (f"{name}_conv1d",)
+            shapes.append((D, conv_size))
+        return tuple(shapes)
 
     def _convolved(
         self, inputs: tuple[Tensor, ...], past: RecurrentState, tokens: Layout
