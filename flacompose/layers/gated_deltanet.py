@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.decay import set_first_decays
+from flacompose.layers.first_values import set_first_decays
 from flacompose.layers.heads import in_heads, repeat_heads, sharded_like_values, value_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
+from flacompose.layers.first_values import before_softplus
 from flacompose.layers.heads import in_heads, sharded_like_values
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm, rms_norm
@@ -158,8 +159,7 @@ class Mamba2(RecurrentLayer):
     def reset_parameters(self) -> None:
         """Set the first values of the parameters that no submodule has."""
         log_dt = torch.empty_like(self.dt_bias).uniform_(math.log(self.dt_min), math.log(self.dt_max))
-        dt = log_dt.exp().clamp(min=self.dt_init_floor)
-        self.dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # the inverse of softplus
+        self.dt_bias.copy_(before_softplus(log_dt.exp().clamp(min=self.dt_init_floor)))
         self.A_log.uniform_(*self.A_init_range).log_()
         nn.init.ones_(self.D)
 
