@@ -10,7 +10,7 @@ from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Lock
-from types import CellType, FunctionType, ModuleType, TracebackType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -130,9 +130,7 @@ class Enabled:
     def __enter__(self) -> Enabled:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
 
