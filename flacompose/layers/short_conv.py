@@ -198,11 +198,16 @@ class ShortConvolution(nn.Module):
         """
         # The gradient of `unbind` is one `stack`; each index would have a gradient of its own, padded with zeros.
         weights = self.weight.squeeze(1).unbind(1)
-        products = [h[:, 1 + w : 1 + w + T] * weight for w, weight in enumerate(weights)]
-        if age is not None:
-            *older, newest = products  # the newest is of the token itself
-            products = [torch.where(age >= len(older) - w, y, 0) for w, y in enumerate(older)] + [newest]
-        return sum(products[1:], start=products[0])
+
+        def product(w: int) -> Tensor:
+            y, tokens_before = h[:, 1 + w : 1 + w + T] * weights[w], len(weights) - 1 - w
+            return y if age is None or tokens_before == 0 else torch.where(age >= tokens_before, y, 0)
+
+        # One after the other: without the compiler, all products together would take the memory of as many inputs.
+        total = product(0)
+        for w in range(1, len(weights)):
+            total = total + product(w)
+        return total
 
     def extra_repr(self) -> str:
         D, W, bias = self.hidden_size, self.kernel_size, self.bias is not None

@@ -34,8 +34,10 @@ class SwiGLU(Joinable):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self._projections(x)
-        return self.down_proj(F.silu(gate) * up)
+        y, up = self._projections(x)
+        y = F.silu(y)  # under names of their own, what is no longer needed would stay in memory
+        y = y * up
+        return self.down_proj(y)
 
 
 class RWKV6FeedForward(StatefulLayer):
