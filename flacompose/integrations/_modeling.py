@@ -180,47 +180,44 @@ def no_fused_block(*_: Any, **__: Any) -> None:
     """Of the functions that compute a whole block in one: transformers then calls its parts."""
 
 
-def lightning(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of MiniMax's lightning attention: one op for its loop over blocks and its loop over tokens.
+def lightning(
+    forward: Callable[..., Any],
+    layer: Any,
+    cache: Any,
+    /,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """MiniMax's lightning attention, in place of its forward: one op for its loops over blocks and over tokens.
 
     The state is where other models have theirs, in a layer of the cache for linear attention. In the list that
     transformers keeps it in for MiniMax, beams would not reorder it, and the cache would take this layer for one of
     softmax attention that has seen no token, and count positions and masks by it.
     """
+    from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
+
     from flacompose.integrations._minimax import linear_layer
 
-    @wraps(forward)
-    def lightning_forward(
-        self: Any,
-        cache: Any,
-        /,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states))
+    qkv = apply_mask_to_padding_states(qkv, attention_mask)
+    q, k, v = qkv.unflatten(-1, (layer.num_attention_heads, 3 * layer.head_dim)).split(layer.head_dim, -1)
 
-        qkv = self.act_fn(self.qkv_proj(hidden_states))
-        qkv = apply_mask_to_padding_states(qkv, attention_mask)
-        q, k, v = qkv.unflatten(-1, (self.num_attention_heads, 3 * self.head_dim)).split(self.head_dim, -1)
+    cached = None if cache is None else linear_layer(cache, layer.layer_idx, layer.num_hidden_layers)
+    state = None if cached is None else cached.recurrent_states[0]
+    attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
+    o, state = attention(
+        q, k, v, g_gamma=-layer.slope_rate.flatten(), scale=1.0,
+        initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs),
+    )  # fmt: skip
+    if cached is not None:
+        cached.recurrent_states[0], cached.device = state, q.device
+        cached.is_recurrent_states_initialized[0] = cached.has_previous_state[0] = True
 
-        cached = None if cache is None else linear_layer(cache, self.layer_idx, self.num_hidden_layers)
-        state = None if cached is None else cached.recurrent_states[0]
-        attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
-        o, state = attention(
-            q, k, v, g_gamma=-self.slope_rate.flatten(), scale=1.0,
-            initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs),
-        )  # fmt: skip
-        if cached is not None:
-            cached.recurrent_states[0], cached.device = state, q.device
-            cached.is_recurrent_states_initialized[0] = cached.has_previous_state[0] = True
-
-        o = self.norm(o.flatten(2)) * torch.sigmoid(self.output_gate(hidden_states))
-        return self.out_proj(o), state
-
-    return lightning_forward
+    o = layer.norm(o.flatten(2)) * torch.sigmoid(layer.output_gate(hidden_states))
+    return layer.out_proj(o), state
 
 
 class _With:
@@ -237,31 +234,21 @@ class _With:
         return getattr(self._module, name)
 
 
-def grouped(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer of the gated delta rule, which then leaves queries and keys as they are.
+def grouped(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a layer of the gated delta rule, which then leaves queries and keys as they are.
 
     It reads ``num_v_heads`` for one purpose: to repeat them for each value head. The op takes groups of value heads.
     """
-
-    @wraps(forward)
-    def grouped_forward(self: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return forward(_With(self, num_v_heads=self.num_k_heads), *args, **kwargs)
-
-    return grouped_forward
+    return forward(_With(layer, num_v_heads=layer.num_k_heads), *args, **kwargs)
 
 
-def unchanged(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer that needs nothing but the functions that it calls replaced."""
-
-    @wraps(forward)
-    def unchanged_forward(self: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
-
-    return unchanged_forward
+def unchanged(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a layer that needs nothing but the functions that it calls replaced."""
+    return forward(layer, *args, **kwargs)
 
 
-def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer, made of one that takes the cache, or None, before its other arguments.
+def checked(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for the forward of a layer: `call` is given it, the layer, the cache or None, and the arguments.
 
     It refuses what a cache cannot have, before it writes to that: packed sequences, and a record of the past, by which
     `Cache.crop` would take tokens back out of the convolution's state and leave that of the recurrence as it is.
@@ -272,7 +259,7 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = cache_in(args, kwargs)
         if cache is None:
-            return forward(self, None, *args, **kwargs)
+            return call(forward, self, None, *args, **kwargs)
         for key in PACKED:
             if kwargs.get(key) is not None:
                 raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
@@ -282,23 +269,18 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
                 f"the cache must not record the past (activate_past_recording) for a {type(self).__name__}, since no "
                 "token can be taken back out of its recurrent state: copy the cache instead"
             )
-        return forward(self, cache, *args, **kwargs)
+        return call(forward, self, cache, *args, **kwargs)
 
     return checked_forward
 
 
-def convolved_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer that is a convolution and nothing else, which gives that `seq_idx` and no bounds."""
-
-    @wraps(forward)
-    def packed_forward(self: nn.Module, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-        bounds = _given_bounds(kwargs)
-        if bounds is not None:
-            kwargs = {key: x for key, x in kwargs.items() if key not in PACKED}
-            kwargs["seq_idx"] = _Bounds(bounds)
-        return forward(self, *args, **kwargs)
-
-    return packed_forward
+def convolved_apart(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a layer that is a convolution and nothing else, which gives that `seq_idx` and no bounds."""
+    bounds = _given_bounds(kwargs)
+    if bounds is not None:
+        kwargs = {key: x for key, x in kwargs.items() if key not in PACKED}
+        kwargs["seq_idx"] = _Bounds(bounds)
+    return forward(layer, *args, **kwargs)
 
 
 class _Bounds(NamedTuple):
@@ -325,25 +307,22 @@ class _Scanned:
         return _Scanned(None if self.D is None else self.D.float(), self.cu_seqlens, self.initial_state)
 
 
-def scanned(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer of Mamba, whose scan then gets the bounds of packed sequences, and the cached state."""
-
-    @wraps(forward)
-    def scanned_forward(self: Any, cache: Any, /, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        bounds, state, T = _bounds(kwargs), None, hidden_states.shape[1]
-        mask = kwargs.get("attention_mask")
-        if cache is not None and cache.has_previous_state(self.layer_idx):
-            state = cache.layers[self.layer_idx].recurrent_states[0]
-            if mask is not None:
-                kwargs["attention_mask"] = mask[:, -T:]  # Mamba gives that of the cached tokens too
-        if bounds is not None:
-            kwargs["seq_idx"] = _Bounds(bounds)  # Zamba's convolution gets nothing else
-        # One token goes through the function for steps, which gets the state.
-        if bounds is None and (state is None or T == 1):
-            return forward(self, hidden_states, *args, **kwargs)
-        return forward(_With(self, D=_Scanned(self.D, bounds, state)), hidden_states, *args, **kwargs)
-
-    return scanned_forward
+def scanned(
+    forward: Callable[..., Any], layer: Any, cache: Any, /, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Call the forward of a layer of Mamba, whose scan then gets bounds of packed sequences, and the cached state."""
+    bounds, state, T = _bounds(kwargs), None, hidden_states.shape[1]
+    mask = kwargs.get("attention_mask")
+    if cache is not None and cache.has_previous_state(layer.layer_idx):
+        state = cache.layers[layer.layer_idx].recurrent_states[0]
+        if mask is not None:
+            kwargs["attention_mask"] = mask[:, -T:]  # Mamba gives that of the cached tokens too
+    if bounds is not None:
+        kwargs["seq_idx"] = _Bounds(bounds)  # Zamba's convolution gets nothing else
+    # One token goes through the function for steps, which gets the state.
+    if bounds is not None or (state is not None and T > 1):
+        layer = _With(layer, D=_Scanned(layer.D, bounds, state))
+    return forward(layer, hidden_states, *args, **kwargs)
 
 
 class _Limited:
@@ -360,20 +339,16 @@ class _Limited:
         return _Limited(self.D.expand(*shape), self.step_limit)
 
 
-def limited(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a layer of Mamba-2, whose steps of decoding then keep within its limits of time steps.
+def limited(forward: Callable[..., Any], layer: Any, cache: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a layer of Mamba-2, whose steps of decoding then keep within its limits of time steps.
 
     Transformers does not limit the step of a single token, so decoding would differ from the whole sequence. `D` is
     what each of these layers gives to its function for steps.
     """
 
-    @wraps(forward)
-    def limited_forward(self: Any, cache: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if cache is None or tuple(self.time_step_limit) == (0.0, float("inf")):
-            return forward(self, *args, **kwargs)
-        return forward(_With(self, D=_Limited(self.D, self.time_step_limit)), *args, **kwargs)
-
-    return limited_forward
+    if cache is not None and tuple(layer.time_step_limit) != (0.0, float("inf")):
+        layer = _With(layer, D=_Limited(layer.D, layer.time_step_limit))
+    return forward(layer, *args, **kwargs)
 
 
 def counting(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flacompose import layers
 from flacompose.integrations._fla_configs import WITHOUT_EFFECT
 from flacompose.layers import _check
 from flacompose.layers.activation import ACTIVATIONS
@@ -22,14 +24,19 @@ class _Family(NamedTuple):
     """The models of one `model_type`: their layer, and what their config holds."""
 
     layer: str
-    # Arguments of the layer that are keys of the config, and the defaults of these.
-    options: dict[str, Any]
-    # Other keys that a model depends on, and their defaults, where these are not `_COMMON`.
-    others: dict[str, Any] = {}
+    # Arguments of the layer that are keys of the config.
+    options: str
+    # Defaults of keys where they are not those of the layer or, of what is no argument of it, those of `_COMMON`.
+    defaults: dict[str, Any] = {}
     # Keys of older versions, or that the models of 0.6 no longer read, with the one value that says what they do.
     fixed: dict[str, Any] = {}
     # Arguments of the layer that no key changes.
     constant: dict[str, Any] = {}
+
+    def values(self) -> dict[str, Any]:
+        """All keys that a model depends on, with their defaults."""
+        arguments = inspect.signature(getattr(layers, self.layer)).parameters
+        return _COMMON | {key: arguments[key].default for key in self.options.split()} | self.defaults
 
 
 # In these layers of the peer, the norm of the output adds 1e-5 to the mean square, whatever `norm_eps` is.
@@ -52,61 +59,26 @@ _FIXED = {"attnres_block_size": None}
 _FAMILIES = {
     "gla": _Family(
         "GatedLinearAttention",
-        {
-            "expand_k": 0.5,
-            "expand_v": 1.0,
-            "num_heads": 4,
-            "num_kv_heads": None,
-            "feature_map": None,
-            "use_short_conv": False,
-            "conv_size": 4,
-            "use_output_gate": True,
-            "elementwise_affine": True,
-            "clamp_min": None,
-            "fuse_norm": True,
-        },
+        "expand_k expand_v num_heads num_kv_heads feature_map use_short_conv conv_size use_output_gate "
+        "elementwise_affine clamp_min fuse_norm",
         fixed={"use_gk": True, "use_gv": False},
     ),
     "retnet": _Family(
         "MultiScaleRetention",
-        {
-            "expand_k": 1.0,
-            "expand_v": 2.0,
-            "num_heads": 8,
-            "num_kv_heads": None,
-            "feature_map": None,
-            "use_output_gate": True,
-            "elementwise_affine": True,
-            "fuse_norm": True,
-        },
+        "expand_k expand_v num_heads num_kv_heads feature_map use_output_gate elementwise_affine fuse_norm",
         {"hidden_ratio": 2},
     ),
     "gsa": _Family(
         "GatedSlotAttention",
-        {
-            "expand_k": 1,
-            "expand_v": 1,
-            "num_heads": 4,
-            "num_kv_heads": None,
-            "num_slots": 64,
-            "use_short_conv": False,
-            "conv_size": 4,
-            "feature_map": "swish",
-            "gate_logit_normalizer": 8,
-            "elementwise_affine": True,
-        },
+        "expand_k expand_v num_heads num_kv_heads num_slots use_short_conv conv_size feature_map "
+        "gate_logit_normalizer elementwise_affine",
+        {"num_slots": 64},
         fixed={"clamp_min": None, "clamp_max": None, "use_rope": False},
         constant=_NORM_EPS,
     ),
     "rwkv6": _Family(
         "RWKV6Attention",
-        {
-            "expand_k": 0.5,
-            "expand_v": 1.0,
-            "num_heads": 4,
-            "proj_low_rank_dim": 32,
-            "gate_low_rank_dim": 64,
-        },
+        "expand_k expand_v num_heads proj_low_rank_dim gate_low_rank_dim",
         {
             "hidden_ratio": 3.5,
             "hidden_act": "sqrelu",
@@ -117,60 +89,26 @@ _FAMILIES = {
     ),
     "hgrn2": _Family(
         "HGRN2Attention",
-        {
-            "num_heads": None,
-            "expand_ratio": 128,
-            "use_short_conv": False,
-            "conv_size": 4,
-            "elementwise_affine": True,
-        },
+        "num_heads expand_ratio use_short_conv conv_size elementwise_affine",
         {"use_lower_bound": True},
         constant=_NORM_EPS,
     ),
     "delta_net": _Family(
         "DeltaNet",
-        {
-            "expand_k": 1.0,
-            "expand_v": 1.0,
-            "num_heads": 16,
-            "use_beta": True,
-            "use_gate": False,
-            "use_short_conv": True,
-            "conv_size": 4,
-            "allow_neg_eigval": False,
-            "qk_activation": "silu",
-            "qk_norm": "l2",
-        },
+        "expand_k expand_v num_heads use_beta use_gate use_short_conv conv_size allow_neg_eigval qk_activation "
+        "qk_norm",
+        {"num_heads": 16},
         fixed={"use_rope": False},
     ),
     "gated_deltanet": _Family(
         "GatedDeltaNet",
-        {
-            "expand_v": 2.0,
-            "head_dim": 256,
-            "num_heads": 6,
-            "num_v_heads": None,
-            "use_gate": True,
-            "use_short_conv": True,
-            "allow_neg_eigval": False,
-            "conv_size": 4,
-            "output_gate_activation": "swish",
-        },
+        "expand_v head_dim num_heads num_v_heads use_gate use_short_conv allow_neg_eigval conv_size "
+        "output_gate_activation",
         {"num_hidden_layers": 21},
     ),
     "kda": _Family(
         "KimiDeltaAttention",
-        {
-            "expand_v": 1.0,
-            "head_dim": 128,
-            "num_heads": 16,
-            "num_v_heads": None,
-            "use_short_conv": True,
-            "allow_neg_eigval": False,
-            "safe_gate": False,
-            "lower_bound": None,
-            "conv_size": 4,
-        },
+        "expand_v head_dim num_heads num_v_heads use_short_conv allow_neg_eigval safe_gate lower_bound conv_size",
     ),
 }
 
@@ -223,7 +161,7 @@ def _read(config: Mapping[str, Any]) -> RecurrentConfig:
     if model_type == "gsa":  # the peer's constructor misspells them, and its config.json does not
         for spelt, key in (("exapnd_k", "expand_k"), ("exapnd_v", "expand_v")):
             given.setdefault(key, given.pop(spelt, 1))
-    values = _COMMON | family.others | family.options
+    values = family.values()
     fixed = _FIXED | family.fixed
     unknown = sorted(map(str, set(given) - set(values) - set(fixed) - WITHOUT_EFFECT))
     if unknown:
@@ -238,7 +176,7 @@ def _read(config: Mapping[str, Any]) -> RecurrentConfig:
 
 
 def _config(model_type: str, family: _Family, values: dict[str, Any]) -> RecurrentConfig:
-    options = {key: values[key] for key in family.options} | family.constant
+    options = {key: values[key] for key in family.options.split()} | family.constant
     options["mode"] = _mode(values["attn_mode"])
     rwkv6 = model_type == "rwkv6"
     if rwkv6:
@@ -434,16 +372,9 @@ def _name(ours: str, config: RecurrentConfig) -> str:
 
 def _mode(attn_mode: Any) -> str:
     """The mode of the layer, which changes no value."""
-    # The others are further kernels of the peer for the function that "chunk" is.
-    modes = {
-        "chunk": "chunk",
-        "fused_chunk": "chunk",
-        "parallel": "chunk",
-        "fused_recurrent": "fused_recurrent",
-    }
-    if not isinstance(attn_mode, str) or attn_mode not in modes:
-        raise ValueError(f"config: attn_mode must be one of {', '.join(modes)}, got {attn_mode!r}")
-    return modes[attn_mode]
+    _check.one_of("config: attn_mode", attn_mode, ("chunk", "fused_chunk", "parallel", "fused_recurrent"))
+    # The second and the third are further kernels of the peer for the function that "chunk" is.
+    return "fused_recurrent" if attn_mode == "fused_recurrent" else "chunk"
 
 
 def _intermediate_size(values: Mapping[str, Any], rwkv6: bool) -> Any:

@@ -10,7 +10,7 @@ from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Lock
-from types import CellType, FunctionType, ModuleType, TracebackType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -33,21 +33,19 @@ class Function(NamedTuple):
     op: str | None = None
 
 
+def _delta_rule(form: Callable[..., Any]) -> Function:
+    return Function(_modeling.delta_rule(form), form.__name__)
+
+
 # By the names in modeling files, which look them up when they call them, whether transformers has bound a name to
 # PyTorch, to flash-linear-attention, to mamba-ssm or to a kernel of the hub.
 FUNCTIONS: Mapping[str, Function] = {
     "causal_conv1d_fn": Function(_modeling.convolve, "causal_conv1d"),
     "causal_conv1d_update": Function(_modeling.convolve_step, "causal_conv1d"),
-    "torch_chunk_gated_delta_rule": Function(
-        _modeling.delta_rule(chunk_gated_delta_rule), "chunk_gated_delta_rule"
-    ),
-    "torch_recurrent_gated_delta_rule": Function(
-        _modeling.delta_rule(fused_recurrent_gated_delta_rule), "fused_recurrent_gated_delta_rule"
-    ),
-    "chunk_kimi_delta_attention": Function(_modeling.delta_rule(chunk_kda), "chunk_kda"),
-    "recurrent_kimi_delta_attention": Function(
-        _modeling.delta_rule(fused_recurrent_kda), "fused_recurrent_kda"
-    ),
+    "torch_chunk_gated_delta_rule": _delta_rule(chunk_gated_delta_rule),
+    "torch_recurrent_gated_delta_rule": _delta_rule(fused_recurrent_gated_delta_rule),
+    "chunk_kimi_delta_attention": _delta_rule(chunk_kda),
+    "recurrent_kimi_delta_attention": _delta_rule(fused_recurrent_kda),
     "mamba2_chunk_scan": Function(_modeling.ssd, "mamba_chunk_scan_combined"),
     "mamba2_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
     "mamba2_split_conv1d_scan_combined": Function(_modeling.no_fused_block),
@@ -58,65 +56,53 @@ FUNCTIONS: Mapping[str, Function] = {
 # The recurrence of MiniMax is written out in its forward.
 FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
 
-# What `_modeling.checked` gets in place of the forward of a class that calls them, made of that forward: where a
-# recurrence is written out in it, where it makes copies of queries and keys for an op that needs none, where it keeps
-# bounds or states to itself.
-FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "BambaMixer": _modeling.limited,
-    "FalconH1Mixer": _modeling.limited,
-    "FalconMambaMixer": _modeling.scanned,
-    "GraniteMoeHybridMambaLayer": _modeling.limited,
-    "Inkling2ShortConvolution": _modeling.convolved_apart,
-    "InklingShortConvolution": _modeling.convolved_apart,
-    "JambaMambaMixer": _modeling.scanned,
-    "Lfm2MoeShortConv": _modeling.convolved_apart,
-    "Lfm2ShortConv": _modeling.convolved_apart,
-    "Mamba2Mixer": _modeling.limited,
-    "MambaMixer": _modeling.scanned,
-    "MiniMaxLightningAttention": _modeling.lightning,
-    "NemotronHMamba2Mixer": _modeling.limited,
-    "OlmoHybridGatedDeltaNet": _modeling.grouped,
-    "Qwen3NextGatedDeltaNet": _modeling.grouped,
-    "Qwen3_5GatedDeltaNet": _modeling.grouped,
-    "Qwen3_5MoeGatedDeltaNet": _modeling.grouped,
-    "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
-    "Zamba2MambaMixer": _modeling.limited,
-    "ZambaMambaMixer": _modeling.scanned,
-}
 
-# The same for modules around them, which call them without the bounds of packed sequences, and for modules that mix
-# such sequences and are no op of this library.
-AROUND: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "BambaModel": _modeling.counting,
-    "FalconMambaBlock": _modeling.passing_to("mixer"),
-    "FalconMambaForCausalLM": _modeling.passing_to("backbone"),
-    "FalconMambaModel": _modeling.passing_to("layers"),
-    "Glm5NextTextAttention": _modeling.refusing,
-    "Inkling2DynamicShortConvolution": _modeling.refusing,
-    "Inkling2FullAttention": _modeling.passing_to("k_sconv", "v_sconv"),
-    "Inkling2FullDecoderLayer": _modeling.passing_to("post_attention_convolution", "post_mlp_convolution"),
-    "Inkling2SlidingAttention": _modeling.passing_to("k_sconv", "v_sconv"),
-    "Inkling2SlidingDecoderLayer": _modeling.passing_to("post_attention_convolution", "post_mlp_convolution"),
-    "InklingAttention": _modeling.passing_to("k_sconv", "v_sconv"),
-    "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
-    "JambaMambaDecoderLayer": _modeling.passing_to("mamba"),
-    "Lfm2DecoderLayer": _modeling.passing_to("conv"),
-    "Lfm2MoeDecoderLayer": _modeling.passing_to("conv"),
-    "Mamba2ForCausalLM": _modeling.passing_to("backbone"),
-    "MambaBlock": _modeling.passing_to("mixer"),
-    "MambaForCausalLM": _modeling.passing_to("backbone"),
-    "MambaModel": _modeling.passing_to("layers"),
-}
+def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
+    """By the names of single classes, what `functions` has by the names of several."""
+    return {name: function for names, function in functions.items() for name in names.split()}
+
+
+# How `_modeling.checked` calls the forward of a class that calls them: where a recurrence is written out in it, where
+# it makes copies of queries and keys for an op that needs none, where it keeps bounds or states to itself.
+FORWARDS = _of_classes(
+    {
+        "MiniMaxLightningAttention": _modeling.lightning,
+        "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
+        "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
+        "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer "
+        "Zamba2MambaMixer": _modeling.limited,
+        "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer": _modeling.scanned,
+        "Inkling2ShortConvolution InklingShortConvolution Lfm2MoeShortConv "
+        "Lfm2ShortConv": _modeling.convolved_apart,
+    }
+)
+
+# What stands in for the forward of a module around them, made of that forward: of those that call them without the
+# bounds of packed sequences, and of those that mix such sequences and are no op of this library.
+AROUND = _of_classes(
+    {
+        "BambaModel": _modeling.counting,
+        "Glm5NextTextAttention Inkling2DynamicShortConvolution": _modeling.refusing,
+        "FalconMambaForCausalLM Mamba2ForCausalLM MambaForCausalLM": _modeling.passing_to("backbone"),
+        "FalconMambaModel MambaModel": _modeling.passing_to("layers"),
+        "FalconMambaBlock MambaBlock": _modeling.passing_to("mixer"),
+        "JambaMambaDecoderLayer": _modeling.passing_to("mamba"),
+        "Lfm2DecoderLayer Lfm2MoeDecoderLayer": _modeling.passing_to("conv"),
+        "Inkling2FullAttention Inkling2SlidingAttention InklingAttention": _modeling.passing_to(
+            "k_sconv", "v_sconv"
+        ),
+        "Inkling2FullDecoderLayer Inkling2SlidingDecoderLayer": _modeling.passing_to(
+            "post_attention_convolution", "post_mlp_convolution"
+        ),
+        "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
+    }
+)
 
 # A function that their forwards call. It is bound to one that does the same, since what is compiled asks whether the
 # functions that it calls are the same as before, and does not ask that of forwards.
 REBOUND = "apply_mask_to_padding_states"
 
-MODELS = (
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "glm5_next", "granitemoehybrid", "inkling", "inkling2",
-    "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
-    "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp", "zamba", "zamba2",
-)  # fmt: skip
+MODELS = tuple(_tested.LAYERS)
 
 
 class Row(NamedTuple):
@@ -144,9 +130,7 @@ class Enabled:
     def __enter__(self) -> Enabled:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.disable()
 
 
@@ -396,8 +380,7 @@ def _replacement(owner: type) -> Callable[[Callable[..., Any]], Callable[..., An
     """What makes the forward that stands in for that of a class."""
     if owner.__name__ in AROUND:
         return AROUND[owner.__name__]
-    replacement = FORWARDS.get(owner.__name__, _modeling.unchanged)
-    return lambda forward: _modeling.checked(replacement(forward))
+    return partial(_modeling.checked, FORWARDS.get(owner.__name__, _modeling.unchanged))
 
 
 def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
@@ -541,11 +524,8 @@ def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
         closure = tuple(CellType(changed) if cell.cell_contents is inner else cell for cell in closure or ())
     copy = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__module__, copy.__qualname__, copy.__doc__ = (
-        function.__module__,
-        function.__qualname__,
-        function.__doc__,
-    )
+    for name in ("__module__", "__qualname__", "__doc__"):
+        setattr(copy, name, getattr(function, name))
     if inner is not None:
         copy.__wrapped__ = changed  # type: ignore[attr-defined]
     return copy

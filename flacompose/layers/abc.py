@@ -12,9 +12,8 @@ from flacompose.layers import _check
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of
+from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.rotary import positions, rotary
-from flacompose.layers.short_conv import ShortConvolution, convolved
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_abc, fused_recurrent_gsa
 
@@ -88,14 +87,8 @@ class ABCAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("chunk", hidden_size, norm_eps, layer_idx, conv_size)
-        _check.flags(
-            use_short_conv=use_short_conv,
-            conv_bias=conv_bias,
-            use_rope=use_rope,
-            use_input_gate=use_input_gate,
-            use_output_gate=use_output_gate,
-            use_norm=use_norm,
-        )
+        self._keep_flags(use_rope=use_rope, use_input_gate=use_input_gate)
+        self._keep_flags(use_output_gate=use_output_gate, use_norm=use_norm)
         affine = _check.optional_flag("elementwise_affine", elementwise_affine)
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v, use_rope, wide_keys=True)
         M = K if num_slots is None else num_slots
@@ -110,44 +103,30 @@ class ABCAttention(RecurrentLayer):
         self.num_heads = H
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.num_slots = M
-        self.use_short_conv = use_short_conv
         self.gate_low_rank_dim = gate_low_rank_dim
         self.gate_logit_normalizer = gate_logit_normalizer
-        self.use_rope = use_rope
-        self.use_input_gate = use_input_gate
-        self.use_output_gate = use_output_gate
-        self.use_norm = use_norm
         self.clamp_min = clamp_min
         self.clamp_max = clamp_max
 
         factory = factory_of(device, dtype)
-        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
+        self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, H * K, H * V), factory)
         if use_output_gate:
             self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
         self.s_proj = nn.Linear(hidden_size, H * M, bias=False, **factory)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
-        if use_short_conv:
-            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
-            self.k_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
-            self.v_conv1d = ShortConvolution(H * V, conv_size, conv_bias, **factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
         if use_norm and use_output_gate:
             self.g_norm: RMSNorm = GatedRMSNorm(V, affine, norm_eps, **factory)
         elif use_norm:
             self.g_norm = RMSNorm(V, affine, norm_eps, device, dtype or torch.float32)
-        conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((H, K, M), (H, M, V)), conv, (H, M), use_rope, log_normalizer=True)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        joint = self._joint(x)
-        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
-        if self.use_short_conv:
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
+        q, k, v, gate, s = self._projections(x)
+        (q, k, v), conv = self._convolved((q, k, v), past, tokens)
         if self.use_input_gate:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        q, k, v, s = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, self.s_proj(joint)))
+        q, k, v, s = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v, s))
         next_position: Tensor | tuple[()] = ()
         if self.use_rope:
             position, next_position = positions(x, past.position, tokens)
@@ -158,9 +137,9 @@ class ABCAttention(RecurrentLayer):
         initial_state = None if past.recurrent is None else (*past.recurrent, past.normalizer)
         abc = self._op(chunk_abc, fused_recurrent_gsa, x, initial_state, tokens)
         o, (Hk, Hv, z) = abc(q, k, v, tokens.masked(s, -torch.inf))
-        if self.use_output_gate:
-            g = self.g_proj(joint).unflatten(-1, (self.num_heads, -1))
-            o = self.g_norm(o, g) if self.use_norm else F.silu(g) * o
+        if gate is not None:
+            gate = gate.unflatten(-1, (self.num_heads, -1))
+            o = self.g_norm(o, gate) if self.use_norm else F.silu(gate) * o
         elif self.use_norm:
             o = self.g_norm(o)
         return self.o_proj(o.flatten(2)), RecurrentState((Hk, Hv), conv, z, next_position)

@@ -11,8 +11,7 @@ from flacompose.layers.feature_map import elu_plus_one
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of
-from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_delta_rule, fused_recurrent_delta_rule
 from flacompose.ops._dtype import upcast
@@ -88,52 +87,35 @@ class DeltaNet(RecurrentLayer):
             _check.count("d_model", d_model)
             hidden_size = d_model
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        _check.flags(
-            use_beta=use_beta,
-            use_gate=use_gate,
-            use_short_conv=use_short_conv,
-            conv_bias=conv_bias,
-            allow_neg_eigval=allow_neg_eigval,
-        )
+        self._keep_flags(use_beta=use_beta, use_gate=use_gate, allow_neg_eigval=allow_neg_eigval)
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
         _check.one_of("qk_activation", qk_activation, ("silu", "relu", "elu", "identity"))
         _check.one_of("qk_norm", qk_norm, ("l2", "sum"))
         self.num_heads = H
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
-        self.use_beta = use_beta
-        self.use_gate = use_gate
-        self.use_short_conv = use_short_conv
-        self.allow_neg_eigval = allow_neg_eigval
         self.qk_activation = qk_activation
         self.qk_norm = qk_norm
 
         factory = factory_of(device, dtype)
-        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
+        self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, H * K, H * V), factory)
         if use_beta:
             self.b_proj = nn.Linear(hidden_size, H, bias=False, **factory)
-        if use_short_conv:
-            act = "silu" if qk_activation == "silu" else None
-            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, act, **factory)
-            self.k_conv1d = ShortConvolution(H * K, conv_size, conv_bias, act, **factory)
-            self.v_conv1d = ShortConvolution(H * V, conv_size, conv_bias, **factory)
+        options = use_short_conv, conv_size, conv_bias, factory
+        act = "silu" if qk_activation == "silu" else None
+        conv = self._add_convolutions("q k", *options, act)
+        conv += self._add_convolutions("v", *options)
         if use_gate:
             self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
             self.o_norm: RMSNorm = GatedRMSNorm(V, True, norm_eps, **factory)
         else:
             self.o_norm = RMSNorm(V, True, norm_eps, device, dtype or torch.float32)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
-        conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((H, K, V),), conv)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        joint = self._joint(x)
-        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
-        if self.use_short_conv:
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        else:
+        q, k, v, gate, beta = self._projections(x)
+        (q, k, v), conv = self._convolved((q, k, v), past, tokens)
+        if not self.use_short_conv:
             v = F.silu(v)
             if self.qk_activation == "silu":
                 q, k = F.silu(q), F.silu(k)
@@ -144,19 +126,14 @@ class DeltaNet(RecurrentLayer):
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
         if self.qk_norm == "sum":
             q, k = _over_its_sum(q), _over_its_sum(k)
-        beta = (
-            upcast(self.b_proj(joint)).sigmoid() if self.use_beta else torch.ones_like(k[..., 0])
-        )  # [B, T, H]
+        beta = torch.ones_like(k[..., 0]) if beta is None else upcast(beta).sigmoid()  # [B, T, H]
         if self.allow_neg_eigval:
             beta = 2 * beta
 
         delta_rule = self._wide_op(chunk_delta_rule, fused_recurrent_delta_rule, x, past.recurrent, tokens)
         # A token whose beta is 0 writes nothing.
         o, recurrent = delta_rule(q, k, v, tokens.masked(beta), use_qk_l2norm_in_kernel=self.qk_norm == "l2")
-        if self.use_gate:
-            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (self.num_heads, -1)))
-        else:
-            o = self.o_norm(o)
+        o = self.o_norm(o) if gate is None else self.o_norm(o, gate.unflatten(-1, (self.num_heads, -1)))
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -61,3 +62,21 @@ def _copy(x: Tensor, values: Tensor) -> None:
 
         values = distribute_tensor(values, mesh)
     x.copy_(values)
+
+
+@torch.no_grad()
+def set_first_decays(A_log: Tensor, dt_bias: Tensor, low: float, high: float = 16) -> None:
+    """Rates ``exp(A_log)`` uniform from `low`, or above it if it is 0, to `high`; steps from 0.001 to 0.1.
+
+    The logarithms of the steps ``softplus(dt_bias)`` are uniform.
+    """
+    # In float32, since in half precision one rate of several hundred would be 0, and its logarithm -inf.
+    rate = high - torch.empty_like(A_log, dtype=torch.float32).uniform_(0, high - low)
+    A_log.copy_(rate.log())
+    log_dt = torch.empty_like(dt_bias, dtype=torch.float32).uniform_(math.log(0.001), math.log(0.1))
+    dt_bias.copy_(before_softplus(log_dt.exp()))
+
+
+def before_softplus(y: Tensor) -> Tensor:
+    """The numbers of which ``y`` are the softplus."""
+    return y + (-torch.expm1(-y)).log()

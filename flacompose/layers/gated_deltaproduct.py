@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.decay import set_first_decays
+from flacompose.layers.first_values import set_first_decays
 from flacompose.layers.heads import in_heads, repeat_heads, sharded_like_values, value_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of
-from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gated_delta_product, fused_recurrent_gated_delta_product
 from flacompose.ops._dtensor import unflatten
@@ -90,44 +89,29 @@ class GatedDeltaProduct(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        _check.flags(
-            use_output_gate=use_output_gate,
-            use_short_conv=use_short_conv,
-            conv_bias=conv_bias,
-            use_forget_gate=use_forget_gate,
-            allow_neg_eigval=allow_neg_eigval,
-        )
+        self._keep_flags(use_output_gate=use_output_gate, use_forget_gate=use_forget_gate)
+        self._keep_flags(allow_neg_eigval=allow_neg_eigval)
         HV, V, parts = value_heads(num_heads, num_v_heads, head_dim, expand_v)
         _check.count("num_householder", num_householder)
         H, K, n = num_heads, head_dim, num_householder
         self.num_heads, self.num_v_heads, self.head_dim, self.value_parts = H, HV, head_dim, parts
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, HV * V, K, V
-        self.use_output_gate = use_output_gate
-        self.use_short_conv = use_short_conv
-        self.use_forget_gate = use_forget_gate
-        self.allow_neg_eigval = allow_neg_eigval
         self.num_householder = n
 
         factory = factory_of(device, dtype)
-        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.k_proj = nn.Linear(hidden_size, n * H * K, bias=False, **factory)
-        self.v_proj = nn.Linear(hidden_size, n * HV * V, bias=False, **factory)
-        self.b_proj = nn.Linear(hidden_size, n * HV, bias=False, **factory)
+        sizes = H * K, n * H * K, n * HV * V, n * HV
+        self.q_proj, self.k_proj, self.v_proj, self.b_proj = linears(hidden_size, sizes, factory)
         if use_forget_gate:
             self.a_proj = nn.Linear(hidden_size, HV, bias=False, **factory)
             self.A_log = nn.Parameter(torch.empty(HV, device=device, dtype=dtype or torch.float32))
             self.dt_bias = nn.Parameter(torch.empty(HV, **factory))
-        if use_short_conv:
-            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
-            self.k_conv1d = ShortConvolution(n * H * K, conv_size, conv_bias, **factory)
-            self.v_conv1d = ShortConvolution(n * HV * V, conv_size, conv_bias, **factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
         if use_output_gate:
             self.g_proj = nn.Linear(hidden_size, HV * V, bias=False, **factory)
             self.o_norm: RMSNorm = GatedRMSNorm(V, True, norm_eps, **factory)
         else:
             self.o_norm = RMSNorm(V, True, norm_eps, device, dtype or torch.float32)
         self.o_proj = nn.Linear(HV * V, hidden_size, bias=False, **factory)
-        conv = ((H * K, conv_size), (n * H * K, conv_size), (n * HV * V, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((HV * parts, K, V // parts),), conv)
         self.reset_parameters()
 
@@ -138,20 +122,17 @@ class GatedDeltaProduct(RecurrentLayer):
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, HV, n = self.num_heads, self.num_v_heads, self.num_householder
-        joint = self._joint(x)
-        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
-        if self.use_short_conv:
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        else:
+        q, k, v, gate, a, b = self._projections(x)
+        (q, k, v), conv = self._convolved((q, k, v), past, tokens)
+        if not self.use_short_conv:
             q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        beta = upcast(self.b_proj(joint)).sigmoid()
+        beta = upcast(b).sigmoid()
         if self.allow_neg_eigval:
             beta = 2 * beta
         # A token whose decay and betas are 0 leaves the state as it is.
         beta, g = tokens.masked(beta), None
-        if self.use_forget_gate:
-            g = log_decay(upcast(self.a_proj(joint)), self.A_log, self.dt_bias)  # [B, T, HV]
+        if a is not None:
+            g = log_decay(upcast(a), self.A_log, self.dt_bias)  # [B, T, HV]
             g = repeat_heads(tokens.masked(g), self.value_parts)
         # The n steps of a token beside each other: [B, T * n, heads, ...].
         heads = HV * self.value_parts
@@ -165,8 +146,5 @@ class GatedDeltaProduct(RecurrentLayer):
         )
         o, recurrent = gated_delta_product(q, k, v, g, beta, n, use_qk_l2norm_in_kernel=True)
         o = o.flatten(2).unflatten(-1, (HV, -1))
-        if self.use_output_gate:
-            o = self.o_norm(o, self.g_proj(joint).unflatten(-1, (HV, -1)))
-        else:
-            o = self.o_norm(o)
+        o = self.o_norm(o) if gate is None else self.o_norm(o, gate.unflatten(-1, (HV, -1)))
         return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)

@@ -12,8 +12,7 @@ from flacompose.layers.feature_map import T2RFeatureMap
 from flacompose.layers.heads import heads_of, in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of
-from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
 from flacompose.ops._dtype import upcast
@@ -91,12 +90,7 @@ class GatedSlotAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        _check.flags(
-            use_short_conv=use_short_conv,
-            conv_bias=conv_bias,
-            use_output_gate=use_output_gate,
-            use_norm=use_norm,
-        )
+        self._keep_flags(use_output_gate=use_output_gate, use_norm=use_norm)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v, wide_keys=True)
         if H * V != hidden_size:
             raise ValueError(f"expand_v must be 1, since the norm has hidden_size channels, got {expand_v}")
@@ -110,36 +104,24 @@ class GatedSlotAttention(RecurrentLayer):
         self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.num_slots = M
-        self.use_short_conv = use_short_conv
         self.gate_logit_normalizer = gate_logit_normalizer
-        self.use_output_gate = use_output_gate
-        self.use_norm = use_norm
         self.scale = scale
 
         factory = factory_of(device, dtype)
         self.feature_map: nn.Module = nn.SiLU() if feature_map == "swish" else nn.ReLU()
         if feature_map == "t2r":
             self.feature_map = T2RFeatureMap(K, **factory)
-        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
-        self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
+        self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, HKV * K, HKV * V), factory)
         self.f_proj = nn.Linear(hidden_size, HKV * M, bias=False, **factory)
-        if use_short_conv:
-            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
-            self.k_conv1d = ShortConvolution(HKV * K, conv_size, conv_bias, **factory)
-            self.v_conv1d = ShortConvolution(HKV * V, conv_size, conv_bias, **factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
         self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, device, dtype or torch.float32)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
-        conv = ((H * K, conv_size), (HKV * K, conv_size), (HKV * V, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((HKV, K, M), (HKV, M, V)), conv)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        joint = self._joint(x)
-        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
-        if self.use_short_conv:
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        g = log_sigmoid(upcast(self.f_proj(joint))) / self.gate_logit_normalizer
+        q, k, v, g = self._projections(x)
+        (q, k, v), conv = self._convolved((q, k, v), past, tokens)
+        g = log_sigmoid(upcast(g)) / self.gate_logit_normalizer
         q = q.unflatten(-1, (self.num_heads, -1))
         k, v, g = (in_heads(y, self.num_kv_heads) for y in (k, v, g))
         q, k, v, g = self.feature_map(q), self.feature_map(k), F.silu(v), tokens.masked(g)

@@ -10,8 +10,7 @@ from flacompose.layers import _check
 from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.recurrent import factory_of
-from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.recurrent import factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_hgrn, fused_recurrent_hgrn
 from flacompose.ops._dtype import upcast
@@ -65,38 +64,30 @@ class HGRNAttention(ForgetGateLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        _check.flags(use_short_conv=use_short_conv, conv_bias=conv_bias)
         _check.number("expand_ratio", expand_ratio)
         input_dim = _check.positive_int("hidden_size * expand_ratio", hidden_size * expand_ratio)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
         self.input_dim = self.gate_channels = input_dim
-        self.use_short_conv = use_short_conv
 
         factory = factory_of(device, dtype)
-        self.i_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
-        self.f_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
-        self.g_proj = nn.Linear(hidden_size, input_dim, bias=False, **factory)
-        if use_short_conv:
-            self.f_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None, **factory)
-            self.i_conv1d = ShortConvolution(input_dim, conv_size, conv_bias, activation=None, **factory)
+        self.i_proj, self.f_proj, self.g_proj = linears(hidden_size, (input_dim,) * 3, factory)
+        conv = self._add_convolutions("f i", use_short_conv, conv_size, conv_bias, factory, None)
+        self.convolutions = self.convolutions[::-1]  # the state of i comes first
         self.g_norm = GatedRMSNorm(input_dim, elementwise_affine, norm_eps, **factory)
         self.o_proj = nn.Linear(input_dim, hidden_size, bias=False, **factory)
-        conv = ((input_dim, conv_size), (input_dim, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((input_dim,),), conv)
 
     def _compute(
         self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
     ) -> tuple[Tensor, RecurrentState]:
         lower_bound = self._bound(x, lower_bound)
-        joint = self._joint(x)
-        i, f, conv = self.i_proj(joint), self.f_proj(joint), past.conv
-        if self.use_short_conv:
-            (i, f), conv = convolved((i, f), (self.i_conv1d, self.f_conv1d), past.conv, tokens)
+        i, f, gate = self._projections(x)
+        (i, f), conv = self._convolved((i, f), past, tokens)
         forgotten, g = forget_gate(f, lower_bound)
         i = (forgotten * F.silu(upcast(i))).to(i.dtype)
         i, g = tokens.masked(i), tokens.masked(g)
 
         hgrn = self._op(chunk_hgrn, fused_recurrent_hgrn, x, past.recurrent, tokens)
         h, recurrent = hgrn(i, g)
-        return self.o_proj(self.g_norm(h, self.g_proj(joint))), RecurrentState(recurrent, conv)
+        return self.o_proj(self.g_norm(h, gate)), RecurrentState(recurrent, conv)

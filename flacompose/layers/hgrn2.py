@@ -11,8 +11,7 @@ from flacompose.layers.forget_gate import ForgetGateLayer, forget_gate
 from flacompose.layers.heads import expanded_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import factory_of
-from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.recurrent import factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
 
@@ -71,37 +70,26 @@ class HGRN2Attention(ForgetGateLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        _check.flags(use_short_conv=use_short_conv, conv_bias=conv_bias)
         H, K, V = expanded_heads(hidden_size, num_heads, expand_ratio, agree=True)
         if layer_idx is not None:
             _check.integer("layer_idx", layer_idx)
         self.num_heads, self.expand_ratio = H, K
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.gate_channels = H * K
-        self.use_short_conv = use_short_conv
 
         factory = factory_of(device, dtype)
-        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.f_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.i_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
-        if use_short_conv:
-            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, activation=None, **factory)
-            self.f_conv1d = ShortConvolution(H * K, conv_size, conv_bias, activation=None, **factory)
-            self.i_conv1d = ShortConvolution(H * V, conv_size, conv_bias, activation=None, **factory)
+        self.q_proj, self.f_proj, self.i_proj = linears(hidden_size, (H * K, H * K, H * V), factory)
+        conv = self._add_convolutions("q f i", use_short_conv, conv_size, conv_bias, factory, None)
         self.g_norm = RMSNorm(hidden_size, elementwise_affine, norm_eps, device, dtype or torch.float32)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
-        conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((H, K, V),), conv)
 
     def _compute(
         self, x: Tensor, past: RecurrentState, tokens: Layout, lower_bound: Tensor | None
     ) -> tuple[Tensor, RecurrentState]:
         lower_bound = self._bound(x, lower_bound)
-        joint = self._joint(x)
-        q, f, i, conv = self.q_proj(joint), self.f_proj(joint), self.i_proj(joint), past.conv
-        if self.use_short_conv:
-            convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d
-            (q, f, i), conv = convolved((q, f, i), convolutions, past.conv, tokens)
+        q, f, i = self._projections(x)
+        (q, f, i), conv = self._convolved((q, f, i), past, tokens)
         q, f, i = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, f, i))
         k, g = forget_gate(f, lower_bound)
         k, g = tokens.masked(k), tokens.masked(g)

@@ -25,13 +25,15 @@ class Joinable(nn.Module):
     joint_sizes: tuple[int, ...] = ()
     joint_proj: nn.Module
 
-    def _joint(self, x: Tensor) -> Any:
-        """What these maps are called with: `x`, or, once they are joined, the parts of the one product of `x`."""
-        return split(self.joint_proj(x), self.joint_sizes, -1) if self.joint_sizes else x
+    def _projections(self, x: Tensor) -> list[Any]:
+        """What `x` becomes in each child that `joinable` names, in the same order; None for a child that is absent."""
+        given: Any = split(self.joint_proj(x), self.joint_sizes, -1) if self.joint_sizes else x
+        children = [self._modules.get(path.partition(".")[0]) for path in self.joinable]
+        return [None if child is None else child(given) for child in children]
 
 
 class Part(nn.Module):
-    """What stands in the place of a joined map: it returns the part of the joint product that is that map's."""
+    """What stands in the place of a joined map: of the parts of the joint product, it returns that map's."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

@@ -10,8 +10,7 @@ from flacompose.layers import _check
 from flacompose.layers.heads import expanded_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of
-from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
 from flacompose.ops._dtype import upcast
@@ -72,41 +71,27 @@ class LightNetAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        _check.flags(use_short_conv=use_short_conv, conv_bias=conv_bias)
         H, K, V = expanded_heads(hidden_size, num_heads, expand_ratio)
         _check.count("gate_low_rank_dim", gate_low_rank_dim)
         self.num_heads, self.expand_ratio = H, K
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
-        self.use_short_conv = use_short_conv
         self.gate_low_rank_dim = gate_low_rank_dim
 
         factory = factory_of(device, dtype)
-        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.k_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.v_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
-        if use_short_conv:
-            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, activation=None, **factory)
-            self.k_conv1d = ShortConvolution(H * K, conv_size, conv_bias, activation=None, **factory)
-            self.v_conv1d = ShortConvolution(H * V, conv_size, conv_bias, activation=None, **factory)
-        self.g_proj = nn.Sequential(
-            nn.Linear(hidden_size, gate_low_rank_dim, bias=False, **factory),
-            nn.Linear(gate_low_rank_dim, hidden_size, bias=False, **factory),
-        )
+        self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, H * K, H * V), factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory, None)
+        self.g_proj = low_rank(hidden_size, gate_low_rank_dim, hidden_size, False, factory)
         self.g_norm = GatedRMSNorm(hidden_size, elementwise_affine, norm_eps, **factory)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
-        conv = ((H * K, conv_size), (H * K, conv_size), (H * V, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((H, K, V),), conv, normalizer=(H, K), log_normalizer=True)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        joint = self._joint(x)
-        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
-        if self.use_short_conv:
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
+        q, k, v, gate = self._projections(x)
+        (q, k, v), conv = self._convolved((q, k, v), past, tokens)
         q, k, v = (y.unflatten(-1, (self.num_heads, -1)) for y in (q, k, v))
         logits = upcast(tokens.masked(k, -torch.inf))
         g, k, z = running_logsumexp(logits, past.normalizer, tokens.cu_seqlens, tokens.num_states)
 
         gla = self._wide_op(chunk_gla, fused_recurrent_gla, x, past.recurrent, tokens)
         o, recurrent = gla(F.silu(q), k.to(v.dtype), v, g)
-        return self.o_proj(self.g_norm(o.flatten(2), self.g_proj(joint))), RecurrentState(recurrent, conv, z)
+        return self.o_proj(self.g_norm(o.flatten(2), gate)), RecurrentState(recurrent, conv, z)

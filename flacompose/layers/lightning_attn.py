@@ -91,14 +91,14 @@ class LightningAttention(RecurrentLayer):
         self.state_shapes = StateShapes(((num_heads, head_dim, head_dim),))
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        joint = self._joint(x)
+        qkv, gate = self._projections(x)
         # Each head has its q, k and v side by side.
-        qkv = self.act(self.qkv_proj(joint)).unflatten(-1, (self.num_heads, 3 * self.head_dim))
+        qkv = self.act(qkv).unflatten(-1, (self.num_heads, 3 * self.head_dim))
         q, k, v = qkv.split(self.head_dim, -1)
         decay = log_decay(self.num_heads, self.layer_idx, self.num_layers, self.decay, q)
         # Lightning attention would decay at pads too.
         g = None if tokens.lengths is None else tokens.masked(decay.expand(q.shape[:3]))
         simple_gla = self._op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, tokens.masked(k), v, g, decay if g is None else None, scale=1.0)
-        o = self.norm(o.flatten(-2)) * self.output_gate(joint).sigmoid()
+        o = self.norm(o.flatten(-2)) * gate.sigmoid()
         return self.out_proj(o), RecurrentState(recurrent)

@@ -10,7 +10,7 @@ from flacompose.layers.feature_map import FEATURE_MAPS
 from flacompose.layers.heads import heads_of, in_heads, repeat_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of
+from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops._check import MAX_HEAD_SIZE
@@ -82,13 +82,8 @@ class LinearAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx)
-        _check.flags(
-            tie_feature_map_qk=tie_feature_map_qk,
-            norm_q=norm_q,
-            norm_k=norm_k,
-            do_feature_map_norm=do_feature_map_norm,
-            elementwise_affine=elementwise_affine,
-        )
+        self._keep_flags(norm_q=norm_q, norm_k=norm_k, do_feature_map_norm=do_feature_map_norm)
+        _check.flags(tie_feature_map_qk=tie_feature_map_qk, elementwise_affine=elementwise_affine)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
         _check.one_of("feature_map", feature_map, FEATURE_MAPS)
         make_map, expansion = FEATURE_MAPS[feature_map]
@@ -102,16 +97,11 @@ class LinearAttention(RecurrentLayer):
             raise ValueError(f"output_norm must be 'rmsnorm' or 'identity', got {output_norm!r}")
         self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
-        self.norm_q = norm_q
-        self.norm_k = norm_k
-        self.do_feature_map_norm = do_feature_map_norm
 
         factory = factory_of(device, dtype)
         self.feature_map_q = make_map(K, **factory)
         self.feature_map_k = self.feature_map_q if tie_feature_map_qk else make_map(K, **factory)
-        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
-        self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
+        self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, HKV * K, HKV * V), factory)
         self.norm: nn.Module = nn.Identity()
         if output_norm == "rmsnorm":
             self.norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
@@ -121,10 +111,10 @@ class LinearAttention(RecurrentLayer):
         )
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        joint = self._joint(x)
-        q = self.feature_map_q(self.q_proj(joint).unflatten(-1, (self.num_heads, -1)))
-        k = self.feature_map_k(in_heads(self.k_proj(joint), self.num_kv_heads))
-        v = in_heads(self.v_proj(joint), self.num_kv_heads)
+        q, k, v = self._projections(x)
+        q = self.feature_map_q(q.unflatten(-1, (self.num_heads, -1)))
+        k = self.feature_map_k(in_heads(k, self.num_kv_heads))
+        v = in_heads(v, self.num_kv_heads)
         if self.norm_q:
             q = _over_its_sum(q)
         if self.norm_k:

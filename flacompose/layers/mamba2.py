@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
+from flacompose.layers.first_values import before_softplus
 from flacompose.layers.heads import in_heads, sharded_like_values
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm, rms_norm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
-from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops._dtensor import flatten, split
@@ -71,6 +72,8 @@ class Mamba2(RecurrentLayer):
         TypeError: If an argument has the wrong type.
     """
 
+    convolutions = ("conv1d",)
+
     def __init__(
         self,
         num_heads: int | None = None,
@@ -100,13 +103,9 @@ class Mamba2(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("chunk", hidden_size, norm_eps, layer_idx)
-        _check.flags(
-            use_conv_bias=use_conv_bias,
-            D_has_hdim=D_has_hdim,
-            rmsnorm=rmsnorm,
-            norm_before_gate=norm_before_gate,
-            use_bias=use_bias,
-        )
+        self._keep_flags(D_has_hdim=D_has_hdim)
+        _check.flags(rmsnorm=rmsnorm, norm_before_gate=norm_before_gate)
+        _check.flags(use_conv_bias=use_conv_bias, use_bias=use_bias)
         _check.count("head_dim", head_dim)
         _check.head_size("state_size", state_size)
         _check.number("expand", expand)
@@ -137,7 +136,6 @@ class Mamba2(RecurrentLayer):
         self.state_size = state_size
         self.n_groups = n_groups
         self.A_init_range = A_init_range
-        self.D_has_hdim = D_has_hdim
         self.dt_min = dt_min
         self.dt_max = dt_max
         self.dt_init_floor = dt_init_floor
@@ -161,15 +159,14 @@ class Mamba2(RecurrentLayer):
     def reset_parameters(self) -> None:
         """Set the first values of the parameters that no submodule has."""
         log_dt = torch.empty_like(self.dt_bias).uniform_(math.log(self.dt_min), math.log(self.dt_max))
-        dt = log_dt.exp().clamp(min=self.dt_init_floor)
-        self.dt_bias.copy_(dt + (-torch.expm1(-dt)).log())  # the inverse of softplus
+        self.dt_bias.copy_(before_softplus(log_dt.exp().clamp(min=self.dt_init_floor)))
         self.A_log.uniform_(*self.A_init_range).log_()
         nn.init.ones_(self.D)
 
     def _compute(self, u: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, P, G, S = self.num_heads, self.head_dim, self.n_groups, self.state_size
         z, xBC, dt = split(self.in_proj(u), [H * P, H * P + 2 * G * S, H], -1)
-        (xBC,), conv = convolved((xBC,), (self.conv1d,), past.conv, tokens)
+        (xBC,), conv = self._convolved((xBC,), past, tokens)
         x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
         x, B, C = x.unflatten(-1, (H, P)), in_heads(B, G), in_heads(C, G)
         # The limits of the time step are applied before the softplus, so that step and decay come from the same clamped

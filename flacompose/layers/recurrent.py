@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.joint import Joinable
 from flacompose.layers.layout import Layout, distributed_like, layout
+from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.ops._dtype import autocast_dtype
 from flacompose.ops._varlen import sequence_count
@@ -34,6 +35,17 @@ def factory_of(device: torch.device | str | None, dtype: torch.dtype | None) -> 
     """The `Factory` of these, once `dtype` is checked."""
     _check.optional_float_dtype(dtype)
     return Factory(device=device, dtype=dtype)
+
+
+def linears(inputs: int, outputs: tuple[int, ...], factory: Factory) -> list[nn.Linear]:
+    """A projection without bias to each of these numbers of outputs."""
+    return [nn.Linear(inputs, n, bias=False, **factory) for n in outputs]
+
+
+def low_rank(inputs: int, rank: int, outputs: int, bias: bool, factory: Factory) -> nn.Sequential:
+    """A projection as the product of two, the second of which may have a bias."""
+    first, second = nn.Linear(inputs, rank, False, **factory), nn.Linear(rank, outputs, bias, **factory)
+    return nn.Sequential(first, second)
 
 
 class StatefulLayer(Joinable):
@@ -159,6 +171,8 @@ class RecurrentLayer(StatefulLayer):
 
     # Other names of "chunk" in flash-linear-attention, which are refused.
     chunk_modes: ClassVar[tuple[str, ...]] = ()
+    # The names of the short convolutions, in the order of their states; none in a layer that is made without them.
+    convolutions: tuple[str, ...] = ()
 
     def __init__(
         self, mode: str, hidden_size: int, norm_eps: float, layer_idx: int | None, conv_size: int = 1
@@ -172,6 +186,51 @@ class RecurrentLayer(StatefulLayer):
         _check.count("conv_size", conv_size)
         self.mode = mode
         self.layer_idx: Any = layer_idx  # layers that use it say what it may be
+
+    def _keep_flags(self, **flags: bool) -> None:
+        """Keep these options as attributes, once it is checked that they are bools."""
+        _check.flags(**flags)
+        vars(self).update(flags)
+
+    def _add_convolutions(
+        self,
+        names: str,
+        use_short_conv: bool,
+        conv_size: int,
+        conv_bias: bool,
+        factory: Factory,
+        activation: str | None = "silu",
+    ) -> tuple[tuple[int, int], ...]:
+        """Make short convolutions of some projections, if the layer has any; return the shapes of their states.
+
+        For "q" of `names` it is ``q_conv1d``, of the outputs of ``q_proj``.
+        """
+        self._keep_flags(use_short_conv=use_short_conv)
+        _check.flags(conv_bias=conv_bias)
+        if not use_short_conv:
+            return ()
+        shapes = []
+        for name in names.split():
+            D = getattr(self, f"{name}_proj").out_features
+            setattr(self, f"{name}_conv1d", ShortConvolution(D, conv_size, conv_bias, activation, **factory))
+            self.convolutions += (f"{name}_conv1d",)
+            shapes.append((D, conv_size))
+        return tuple(shapes)
+
+    def _convolved(
+        self, inputs: tuple[Tensor, ...], past: RecurrentState, tokens: Layout
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Each input through its short convolution, if the layer has any: the outputs, and the new states."""
+        if not self.convolutions:
+            return inputs, ()
+        results = [
+            getattr(self, name)(
+                x, state, lengths=tokens.lengths, cu_seqlens=tokens.cu_seqlens, num_states=tokens.num_states
+            )
+            for name, x, state in zip(self.convolutions, inputs, past.conv, strict=True)
+        ]
+        outputs, states = zip(*results, strict=True)
+        return outputs, states
 
     def _op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:
         """The form of an op that `mode` names, from `initial_state` on; for a single token the recurrent form.

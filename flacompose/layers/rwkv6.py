@@ -80,7 +80,7 @@ class RWKV6Attention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx)
-        _check.flags(fuse_norm=fuse_norm)
+        self._keep_flags(fuse_norm=fuse_norm)
         affine = _check.optional_flag("elementwise_affine", elementwise_affine)
         H, _, K, V = heads_of(hidden_size, num_heads, None, expand_k, expand_v)
         _check.count("proj_low_rank_dim", proj_low_rank_dim)
@@ -89,7 +89,6 @@ class RWKV6Attention(RecurrentLayer):
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
         self.proj_low_rank_dim = proj_low_rank_dim
         self.gate_low_rank_dim = gate_low_rank_dim
-        self.fuse_norm = fuse_norm
         self.gate_fn = activation("gate_fn", gate_fn)
 
         factory = factory_of(device, dtype)

@@ -7,17 +7,16 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation, log_sigmoid
+from flacompose.layers.gated_output import GatedOutputLayer
 from flacompose.layers.heads import heads_of, in_heads, repeat_heads
 from flacompose.layers.layout import Layout
-from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of
-from flacompose.layers.short_conv import ShortConvolution, convolved
+from flacompose.layers.recurrent import factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops._dtype import upcast
 
 
-class SimpleGatedLinearAttention(RecurrentLayer):
+class SimpleGatedLinearAttention(GatedOutputLayer):
     r"""A layer of gated linear attention with one decay per head and token, of $x$, per head:
 
     $$q = \phi(\operatorname{conv}(x W_q)) \quad k = \phi(\operatorname{conv}(x W_k)) \quad
@@ -84,42 +83,27 @@ class SimpleGatedLinearAttention(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
-        _check.flags(use_short_conv=use_short_conv, conv_bias=conv_bias, fuse_norm=fuse_norm)
+        _check.flags(fuse_norm=fuse_norm)
         H, HKV, K, V = heads_of(hidden_size, num_heads, num_kv_heads, expand_k, expand_v)
         _check.positive("gate_logit_normalizer", gate_logit_normalizer)
         self.num_heads, self.num_kv_heads, self.num_kv_groups = H, HKV, H // HKV
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, H * V, K, V
-        self.use_short_conv = use_short_conv
         self.gate_logit_normalizer = gate_logit_normalizer
         self.feature_map_fn = None if feature_map is None else activation("feature_map", feature_map)
-        self.gate_fn = activation("gate_fn", gate_fn)
-        self.fuse_norm_and_gate = fuse_norm and gate_fn == "swish"
 
         factory = factory_of(device, dtype)
-        self.q_proj = nn.Linear(hidden_size, H * K, bias=False, **factory)
-        self.k_proj = nn.Linear(hidden_size, HKV * K, bias=False, **factory)
-        self.v_proj = nn.Linear(hidden_size, HKV * V, bias=False, **factory)
+        self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, HKV * K, HKV * V), factory)
         self.g_proj = nn.Linear(hidden_size, H * V, bias=False, **factory)
-        if use_short_conv:
-            self.q_conv1d = ShortConvolution(H * K, conv_size, conv_bias, **factory)
-            self.k_conv1d = ShortConvolution(HKV * K, conv_size, conv_bias, **factory)
-            self.v_conv1d = ShortConvolution(HKV * V, conv_size, conv_bias, **factory)
+        conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
         self.gk_proj = nn.Linear(hidden_size, H, **factory)
-        if self.fuse_norm_and_gate:
-            self.g_norm_swish_gate = GatedRMSNorm(V, elementwise_affine, norm_eps, **factory)
-        else:
-            self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype or torch.float32)
+        self._add_output_norm(V, elementwise_affine, norm_eps, gate_fn, fuse_norm, factory)
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False, **factory)
-        conv = ((H * K, conv_size), (HKV * K, conv_size), (HKV * V, conv_size)) if use_short_conv else ()
         self.state_shapes = StateShapes(((H, K, V),), conv)
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        joint = self._joint(x)
-        q, k, v, conv = self.q_proj(joint), self.k_proj(joint), self.v_proj(joint), past.conv
-        if self.use_short_conv:
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            (q, k, v), conv = convolved((q, k, v), convolutions, past.conv, tokens)
-        g = log_sigmoid(upcast(self.gk_proj(joint))) / self.gate_logit_normalizer  # [B, T, H]
+        q, k, v, gate, g = self._projections(x)
+        (q, k, v), conv = self._convolved((q, k, v), past, tokens)
+        g = log_sigmoid(upcast(g)) / self.gate_logit_normalizer  # [B, T, H]
         q = q.unflatten(-1, (self.num_heads, -1))
         k, v = in_heads(k, self.num_kv_heads), in_heads(v, self.num_kv_heads)
         if self.feature_map_fn is not None:
@@ -128,9 +112,4 @@ class SimpleGatedLinearAttention(RecurrentLayer):
 
         simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, x, past.recurrent, tokens)
         o, recurrent = simple_gla(q, k, v, tokens.masked(g))
-        gate = self.g_proj(joint).unflatten(-1, (self.num_heads, -1))
-        if self.fuse_norm_and_gate:
-            o = self.g_norm_swish_gate(o, gate)
-        else:
-            o = self.g_norm(o) * self.gate_fn(gate)
-        return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)
+        return self.o_proj(self._normed(o, gate)), RecurrentState(recurrent, conv)

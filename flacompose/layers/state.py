@@ -198,6 +198,24 @@ def kind_of(x: Any) -> str:
     return f"{type(x).__name__}{several}"
 
 
+class StateError(Exception):
+    """A layer has refused a state: the message, and the layer's `StateShapes`, by which a model tells its layers apart.
+
+    These are `args`, since Dynamo traces no constructor of an exception that does more.
+    """
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+class StateTypeError(StateError, TypeError):
+    """The state, or a part of it, has the wrong type."""
+
+
+class StateValueError(StateError, ValueError):
+    """A part of the state has a wrong shape, or is on another device."""
+
+
 class StateShapes(NamedTuple):
     """The shapes of a layer's state, each without its first dimension, ``N``; None for a part that is absent."""
 
@@ -232,17 +250,25 @@ class StateShapes(NamedTuple):
         conv: Any = (None,) * len(self.conv)
         return RecurrentState(None, conv, None, None, None, ())
 
-    def check(self, state: RecurrentState, N: int, x: Tensor, called: str = "state") -> None:
-        """Check that `state`, which errors call `called`, has these shapes, `N` sequences, and the device of `x`."""
+    def check(self, state: RecurrentState, N: int, x: Tensor) -> None:
+        """Check that `state` has these shapes, `N` sequences, and the device of `x`; else raise a `StateError`."""
+        try:
+            self._check(state, N, x)
+        except TypeError as error:
+            raise StateTypeError(error.args[0], self) from None
+        except ValueError as error:
+            raise StateValueError(error.args[0], self) from None
+
+    def _check(self, state: RecurrentState, N: int, x: Tensor) -> None:
         if not isinstance(state, RecurrentState):
             mask = "" if isinstance(state, RecurrentStates) else " (a mask is the keyword attention_mask)"
-            raise TypeError(f"{called} must be a RecurrentState, got {kind_of(state)}{mask}")
+            raise TypeError(f"state must be a RecurrentState, got {kind_of(state)}{mask}")
         if len(self.recurrent) == 1:
-            _check.like(x, f"{called}.recurrent", state.recurrent, (N, *self.recurrent[0]))
+            _check.like(x, "state.recurrent", state.recurrent, (N, *self.recurrent[0]))
         else:
-            _check_tensors(x, f"{called}.recurrent", state.recurrent, self.recurrent, N)
-        _check_tensors(x, f"{called}.conv", state.conv, self.conv, N)
-        _check_tensors(x, f"{called}.cache", state.cache, self._cached(state), N)
+            _check_tensors(x, "state.recurrent", state.recurrent, self.recurrent, N)
+        _check_tensors(x, "state.conv", state.conv, self.conv, N)
+        _check_tensors(x, "state.cache", state.cache, self._cached(state), N)
         kind: Callable[[str, Tensor], None]
         for name, value, shape, kind in (
             ("normalizer", state.normalizer, self.normalizer, _check.floating),
@@ -250,9 +276,9 @@ class StateShapes(NamedTuple):
             ("shift", state.shift, self.shift, _check.floating),
         ):
             if shape is not None:
-                _check.like(x, f"{called}.{name}", value, (N, *shape), kind)
+                _check.like(x, f"state.{name}", value, (N, *shape), kind)
             elif isinstance(value, Tensor) or value != ():
-                raise ValueError(f"{called}.{name} must be () in this layer, got {type(value).__name__}")
+                raise ValueError(f"state.{name} must be () in this layer, got {type(value).__name__}")
 
     def _cached(self, state: RecurrentState) -> tuple[tuple[int, ...], ...]:
         """The shapes of `state.cache`: keys and values have the same number of places, which may be any."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from flacompose.layers.activation import activation
 from flacompose.layers.joint import Joinable
 from flacompose.layers.layout import Layout
-from flacompose.layers.recurrent import StatefulLayer, factory_of
+from flacompose.layers.recurrent import StatefulLayer, factory_of, linears
 from flacompose.layers.rwkv6 import LerpLinear
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
@@ -30,13 +30,14 @@ class SwiGLU(Joinable):
     ) -> None:
         super().__init__()
         factory = factory_of(device, dtype)
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, **factory)
+        self.gate_proj, self.up_proj = linears(hidden_size, (intermediate_size,) * 2, factory)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        joint = self._joint(x)
-        return self.down_proj(F.silu(self.gate_proj(joint)) * self.up_proj(joint))
+        y, up = self._projections(x)
+        y = F.silu(y)  # under names of their own, what is no longer needed would stay in memory
+        y = y * up
+        return self.down_proj(y)
 
 
 class RWKV6FeedForward(StatefulLayer):

@@ -15,14 +15,14 @@ from flacompose.layers.first_values import with_first_values
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.layout import distributed_like, take
 from flacompose.layers.recurrent import StatefulLayer, factory_of
-from flacompose.layers.state import RecurrentState, RecurrentStates, kind_of
+from flacompose.layers.state import RecurrentState, RecurrentStates, StateError, kind_of
 from flacompose.models import sampling, speculative
 from flacompose.models.config import RecurrentConfig
 from flacompose.models.decoder import Decoder, check_decoder
 from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
 from flacompose.ops._states import MAX_STATES
-from flacompose.ops._varlen import bounds, sequence_count
+from flacompose.ops._varlen import bounds
 
 States = tuple[RecurrentState, ...]
 NewStates = States | tuple[RecurrentStates, ...]
@@ -178,23 +178,6 @@ class RecurrentLM(nn.Module):
             TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong type.
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
-        try:
-            return self._computed(input_ids, state, attention_mask, cu_seqlens, last_only, num_states)
-        except (TypeError, ValueError) as error:
-            if state is not None and str(error).startswith("state."):
-                self._check_entries(state, input_ids, cu_seqlens)
-            raise
-
-    def _computed(
-        self,
-        input_ids: Tensor,
-        state: Sequence[RecurrentState] | None,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        last_only: bool,
-        num_states: int | None,
-    ) -> tuple[Tensor, NewStates]:
-        """`forward`, but for its errors: a layer does not know which entry of the model's state it was given."""
         _check.indices("input_ids", input_ids)
         if input_ids.ndim != 2 or _check.is_empty(input_ids):
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
@@ -205,11 +188,14 @@ class RecurrentLM(nn.Module):
             x = self.embeddings_norm(x)
 
         new: list[Any] = []
-        for block, lower_bound in zip(self._blocks(), self._lower_bounds(), strict=True):
-            n = len(block.stateful())
-            given = old[len(new) : len(new) + n]
-            x, states = block(x, given, attention_mask, cu_seqlens, num_states, lower_bound)
-            new.extend(states)
+        try:
+            for block, lower_bound in zip(self._blocks(), self._lower_bounds(), strict=True):
+                n = len(block.stateful())
+                given = old[len(new) : len(new) + n]
+                x, states = block(x, given, attention_mask, cu_seqlens, num_states, lower_bound)
+                new.extend(states)
+        except StateError as error:
+            raise self._naming_the_entry(error) from None
         if last_only:
             x = _last(x, attention_mask, cu_seqlens)
         return self._logits(self.norm(x)), tuple(new)
@@ -346,13 +332,14 @@ class RecurrentLM(nn.Module):
                 raise TypeError(f"state[{i}] must be a RecurrentState, got {kind_of(part)}")
         return state
 
-    def _check_entries(
-        self, state: Sequence[RecurrentState], input_ids: Tensor, cu_seqlens: Tensor | None
-    ) -> None:
-        """Check `state` as the layers do, and name the entry that is wrong."""
-        N = sequence_count(input_ids, cu_seqlens)
-        for i, (layer, part) in enumerate(zip(self._stateful(), state, strict=True)):
-            layer.state_shapes.check(part, N, input_ids, f"state[{i}]")
+    def _naming_the_entry(self, error: StateError) -> Exception:
+        """The `error` of a layer, which calls "state" what is an entry of the model's state."""
+        message, shapes = error.args
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        for i, layer in enumerate(self._stateful()):
+            if layer.state_shapes is shapes:
+                return kind(message.replace("state", f"state[{i}]", 1))
+        return error
 
     def _lower_bounds(self) -> list[Tensor | None]:
         """Of the forget gates of each block: a cumulative softmax over the blocks, 0 in the first."""

@@ -88,9 +88,9 @@ class SoftmaxAttention(StatefulLayer):
                 "cu_seqlens must not be given where layers are softmax attention, whose keys and values "
                 "take a row for each sequence: put the sequences in rows, with an attention_mask"
             )
-        joint = self._joint(x)
-        q = self.q_proj(joint).unflatten(-1, (self.num_heads, -1))
-        k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (self.k_proj(joint), self.v_proj(joint)))
+        q, k, v = self._projections(x)
+        q = q.unflatten(-1, (self.num_heads, -1))
+        k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v))
         position, next_position = positions(x, past.position, tokens)  # [B, T], [B]
         q, k = rotary(q, k, position, self.rope_theta)
         first = past.position is None

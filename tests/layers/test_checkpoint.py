@@ -31,13 +31,6 @@ from flacompose.layers.feature_map import HedgehogFeatureMap
 
 from .truth import EVERY, LINEAR, build
 
-# As Layer(hidden_size=64, num_heads=4, **config).state_dict() of the peer lists them.
-PROJECTIONS = {
-    "q_proj.weight": (32, 64),
-    "k_proj.weight": (32, 64),
-    "v_proj.weight": (64, 64),
-    "g_proj.weight": (64, 64),
-}
 DECAY = {"gk_proj.0.weight": (16, 64), "gk_proj.1.weight": (32, 16), "gk_proj.1.bias": (32,)}
 OUTPUT = {"o_proj.weight": (64, 64)}
 FUSED = {"g_norm_swish_gate.weight": (16,)}
@@ -60,20 +53,28 @@ RWKV6 = {
     "g_norm.bias": (24,),
     "o_proj.weight": (24, 24),
 }
-HGRN = {"i_proj.weight": (64, 64), "f_proj.weight": (64, 64), "g_proj.weight": (64, 64)}
 HGRN_OUTPUT = {"g_norm.weight": (64,), "o_proj.weight": (64, 64)}
 MAMBA2 = {"hidden_size": 24, "num_heads": 6, "head_dim": 8, "state_size": 5}
 
-DELTA = {"q_proj.weight": (64, 64), "k_proj.weight": (64, 64), "v_proj.weight": (64, 64)}
 DECAYS = {"A_log": (4,), "dt_bias": (4,)}
 
 
-def delta_convs(*channels: int, bias: bool = False) -> dict[str, tuple[int, ...]]:
-    """Of the convolutions of q, k and v in layers of the delta rule."""
+def projections(**outputs: int) -> dict[str, tuple[int, ...]]:
+    """Those without bias, of an input of 64."""
+    return {f"{name}_proj.weight": (n, 64) for name, n in outputs.items()}
+
+
+def convs(names: str, *channels: int, width: int = 4, bias: bool = False) -> dict[str, tuple[int, ...]]:
+    """The short convolutions of projections of these names and outputs."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, D in zip("qkv", channels, strict=True):
-        shapes |= {f"{name}_conv1d.weight": (D, 1, 4)} | ({f"{name}_conv1d.bias": (D,)} if bias else {})
+    for name, D in zip(names, channels, strict=True):
+        shapes |= {f"{name}_conv1d.weight": (D, 1, width)} | ({f"{name}_conv1d.bias": (D,)} if bias else {})
     return shapes
+
+
+# As Layer(hidden_size=64, num_heads=4, **config).state_dict() of the peer lists them.
+PROJECTIONS = projections(q=32, k=32, v=64, g=64)
+HGRN, DELTA = projections(i=64, f=64, g=64), projections(q=64, k=64, v=64)
 
 
 def delta_output(head: int, values: int) -> dict[str, tuple[int, ...]]:
@@ -85,30 +86,15 @@ CHECKPOINTS = [
     pytest.param(
         GatedLinearAttention,
         {"use_short_conv": True, "conv_bias": True, "conv_size": 3},
-        PROJECTIONS
-        | {"q_conv1d.weight": (32, 1, 3), "q_conv1d.bias": (32,)}
-        | {"k_conv1d.weight": (32, 1, 3), "k_conv1d.bias": (32,)}
-        | {"v_conv1d.weight": (64, 1, 3), "v_conv1d.bias": (64,)}
-        | DECAY
-        | OUTPUT
-        | FUSED,
+        PROJECTIONS | convs("qkv", 32, 32, 64, width=3, bias=True) | DECAY | OUTPUT | FUSED,
         id="conv",
     ),
     pytest.param(
         GatedLinearAttention,
         {"num_kv_heads": 2, "use_short_conv": True},
-        {
-            "q_proj.weight": (32, 64),
-            "k_proj.weight": (16, 64),
-            "v_proj.weight": (32, 64),
-            "g_proj.weight": (64, 64),
-            "q_conv1d.weight": (32, 1, 4),
-            "k_conv1d.weight": (16, 1, 4),
-            "v_conv1d.weight": (32, 1, 4),
-            "gk_proj.0.weight": (16, 64),
-            "gk_proj.1.weight": (16, 16),
-            "gk_proj.1.bias": (16,),
-        }
+        projections(q=32, k=16, v=32, g=64)
+        | convs("qkv", 32, 16, 32)
+        | {"gk_proj.0.weight": (16, 64), "gk_proj.1.weight": (16, 16), "gk_proj.1.bias": (16,)}
         | OUTPUT
         | FUSED,
         id="grouped",
@@ -134,11 +120,8 @@ CHECKPOINTS = [
     pytest.param(
         GatedLinearAttention,
         {"expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 5},
-        {
-            "q_proj.weight": (64, 64),
-            "k_proj.weight": (64, 64),
-            "v_proj.weight": (128, 64),
-            "g_proj.weight": (128, 64),
+        projections(q=64, k=64, v=128, g=128)
+        | {
             "gk_proj.0.weight": (5, 64),
             "gk_proj.1.weight": (64, 5),
             "gk_proj.1.bias": (64,),
@@ -150,14 +133,9 @@ CHECKPOINTS = [
     pytest.param(
         SimpleGatedLinearAttention,
         {},
-        {
-            "q_proj.weight": (64, 64),
-            "k_proj.weight": (64, 64),
-            "v_proj.weight": (64, 64),
-            "g_proj.weight": (64, 64),
-            "q_conv1d.weight": (64, 1, 4),
-            "k_conv1d.weight": (64, 1, 4),
-            "v_conv1d.weight": (64, 1, 4),
+        projections(q=64, k=64, v=64, g=64)
+        | convs("qkv", 64, 64, 64)
+        | {
             "gk_proj.weight": (4, 64),
             "gk_proj.bias": (4,),
             "g_norm_swish_gate.weight": (16,),
@@ -168,17 +146,9 @@ CHECKPOINTS = [
     pytest.param(
         SimpleGatedLinearAttention,
         {"num_kv_heads": 2, "expand_k": 0.5, "conv_bias": True, "conv_size": 3, "fuse_norm": False},
-        {
-            "q_proj.weight": (32, 64),
-            "k_proj.weight": (16, 64),
-            "v_proj.weight": (32, 64),
-            "g_proj.weight": (64, 64),
-            "q_conv1d.weight": (32, 1, 3),
-            "q_conv1d.bias": (32,),
-            "k_conv1d.weight": (16, 1, 3),
-            "k_conv1d.bias": (16,),
-            "v_conv1d.weight": (32, 1, 3),
-            "v_conv1d.bias": (32,),
+        projections(q=32, k=16, v=32, g=64)
+        | convs("qkv", 32, 16, 32, width=3, bias=True)
+        | {
             "gk_proj.weight": (4, 64),
             "gk_proj.bias": (4,),
             "g_norm.weight": (16,),
@@ -198,12 +168,9 @@ CHECKPOINTS = [
             "feature_map_k.layer1.bias": (16,),
             "feature_map_k.layer2.weight": (16, 16),
             "feature_map_k.layer2.bias": (16,),
-            "q_proj.weight": (64, 64),
-            "k_proj.weight": (64, 64),
-            "v_proj.weight": (64, 64),
-            "norm.weight": (16,),
-            "o_proj.weight": (64, 64),
-        },
+        }
+        | projections(q=64, k=64, v=64)
+        | {"norm.weight": (16,), "o_proj.weight": (64, 64)},
         id="linear defaults",
     ),
     pytest.param(
@@ -214,37 +181,22 @@ CHECKPOINTS = [
             "feature_map_q.layer.bias": (16,),
             "feature_map_k.layer.weight": (16, 16),
             "feature_map_k.layer.bias": (16,),
-            "q_proj.weight": (64, 64),
-            "k_proj.weight": (32, 64),
-            "v_proj.weight": (32, 64),
-            "o_proj.weight": (64, 64),
-        },
+        }
+        | projections(q=64, k=32, v=32, o=64),
         id="hedgehog",
     ),
     pytest.param(
         LinearAttention,
         {"feature_map": "t2r", "expand_k": 0.5, "elementwise_affine": False},
-        {
-            "feature_map_q.layer.weight": (8, 8),
-            "feature_map_k.layer.weight": (8, 8),
-            "q_proj.weight": (32, 64),
-            "k_proj.weight": (32, 64),
-            "v_proj.weight": (64, 64),
-            "o_proj.weight": (64, 64),
-        },
+        {"feature_map_q.layer.weight": (8, 8), "feature_map_k.layer.weight": (8, 8)}
+        | projections(q=32, k=32, v=64, o=64),
         id="t2r",
     ),
     *(
         pytest.param(
             LinearAttention,
             {"feature_map": name},
-            {
-                "q_proj.weight": (64, 64),
-                "k_proj.weight": (64, 64),
-                "v_proj.weight": (64, 64),
-                "norm.weight": (16,),
-                "o_proj.weight": (64, 64),
-            },
+            projections(q=64, k=64, v=64) | {"norm.weight": (16,), "o_proj.weight": (64, 64)},
             id=name,
         )
         for name in ("dpfp", "elu", "relu", "identity")
@@ -252,101 +204,51 @@ CHECKPOINTS = [
     pytest.param(
         MultiScaleRetention,
         {},
-        {
-            "q_proj.weight": (64, 64),
-            "k_proj.weight": (64, 64),
-            "v_proj.weight": (128, 64),
-            "g_proj.weight": (128, 64),
-            "o_proj.weight": (64, 128),
-            "g_norm_swish_gate.weight": (32,),
-        },
+        projections(q=64, k=64, v=128, g=128)
+        | {"o_proj.weight": (64, 128), "g_norm_swish_gate.weight": (32,)},
         id="retention defaults",
     ),
     pytest.param(
         MultiScaleRetention,
         {"num_kv_heads": 2, "use_short_conv": True, "use_output_gate": False},
-        {
-            "q_proj.weight": (64, 64),
-            "k_proj.weight": (32, 64),
-            "v_proj.weight": (64, 64),
-            "q_conv1d.weight": (64, 1, 4),
-            "k_conv1d.weight": (32, 1, 4),
-            "v_conv1d.weight": (64, 1, 4),
-            "o_proj.weight": (64, 128),
-            "g_norm.weight": (32,),
-        },
+        projections(q=64, k=32, v=64)
+        | convs("qkv", 64, 32, 64)
+        | {"o_proj.weight": (64, 128), "g_norm.weight": (32,)},
         id="retention grouped",
     ),
     (
         GatedSlotAttention,
         {"num_heads": 4, "num_kv_heads": 2, "feature_map": "t2r", "use_short_conv": True, "num_slots": 8},
-        {
-            "feature_map.layer.weight": (16, 16),
-            "q_proj.weight": (64, 64),
-            "k_proj.weight": (32, 64),
-            "v_proj.weight": (32, 64),
-            "f_proj.weight": (16, 64),
-            "q_conv1d.weight": (64, 1, 4),
-            "k_conv1d.weight": (32, 1, 4),
-            "v_conv1d.weight": (32, 1, 4),
-            "g_norm.weight": (64,),
-            "o_proj.weight": (64, 64),
-        },
+        {"feature_map.layer.weight": (16, 16)}
+        | projections(q=64, k=32, v=32, f=16)
+        | convs("qkv", 64, 32, 32)
+        | {"g_norm.weight": (64,), "o_proj.weight": (64, 64)},
     ),
     (
         ABCAttention,
         {"num_heads": 4, "use_short_conv": True, "conv_bias": True, "num_slots": 3},
-        {
-            "q_proj.weight": (32, 64),
-            "k_proj.weight": (32, 64),
-            "v_proj.weight": (64, 64),
-            "g_proj.weight": (64, 64),
-            "s_proj.weight": (12, 64),
-            "o_proj.weight": (64, 64),
-            "q_conv1d.weight": (32, 1, 4),
-            "q_conv1d.bias": (32,),
-            "k_conv1d.weight": (32, 1, 4),
-            "k_conv1d.bias": (32,),
-            "v_conv1d.weight": (64, 1, 4),
-            "v_conv1d.bias": (64,),
-            "g_norm.weight": (16,),
-        },
+        projections(q=32, k=32, v=64, g=64, s=12, o=64)
+        | convs("qkv", 32, 32, 64, bias=True)
+        | {"g_norm.weight": (16,)},
     ),
     (
         ABCAttention,
         {"num_heads": 4, "use_output_gate": False, "use_norm": False},
-        {
-            "q_proj.weight": (32, 64),
-            "k_proj.weight": (32, 64),
-            "v_proj.weight": (64, 64),
-            "s_proj.weight": (32, 64),
-            "o_proj.weight": (64, 64),
-        },
+        projections(q=32, k=32, v=64, s=32, o=64),
     ),
     (
         HGRN2Attention,
         {"expand_ratio": 16, "use_short_conv": True},
-        {
-            "q_proj.weight": (64, 64),
-            "f_proj.weight": (64, 64),
-            "i_proj.weight": (64, 64),
-            "q_conv1d.weight": (64, 1, 4),
-            "f_conv1d.weight": (64, 1, 4),
-            "i_conv1d.weight": (64, 1, 4),
-            "g_norm.weight": (64,),
-            "o_proj.weight": (64, 64),
-        },
+        projections(q=64, f=64, i=64)
+        | convs("qfi", 64, 64, 64)
+        | {"g_norm.weight": (64,), "o_proj.weight": (64, 64)},
     ),
     (
         LightNetAttention,
         {"expand_ratio": 8, "num_heads": 4, "use_short_conv": True},
-        {
-            "q_proj.weight": (32, 64),
-            "k_proj.weight": (32, 64),
-            "v_proj.weight": (64, 64),
-            "q_conv1d.weight": (32, 1, 4),
-            "k_conv1d.weight": (32, 1, 4),
-            "v_conv1d.weight": (64, 1, 4),
+        projections(q=32, k=32, v=64)
+        | convs("qkv", 32, 32, 64)
+        | {
             "g_proj.0.weight": (128, 64),
             "g_proj.1.weight": (64, 128),
             "g_norm.weight": (64,),
@@ -372,16 +274,13 @@ CHECKPOINTS = [
     (
         HGRNAttention,
         {"use_short_conv": True, "conv_bias": True},
-        HGRN
-        | {"f_conv1d.weight": (64, 1, 4), "f_conv1d.bias": (64,)}
-        | {"i_conv1d.weight": (64, 1, 4), "i_conv1d.bias": (64,)}
-        | HGRN_OUTPUT,
+        HGRN | convs("fi", 64, 64, bias=True) | HGRN_OUTPUT,
     ),
     (
         HGRNAttention,
         {"expand_ratio": 2, "use_short_conv": True, "conv_size": 3},
         dict.fromkeys(HGRN, (128, 64))
-        | {"f_conv1d.weight": (128, 1, 3), "i_conv1d.weight": (128, 1, 3)}
+        | convs("fi", 128, 128, width=3)
         | {"g_norm.weight": (128,), "o_proj.weight": (64, 128)},
     ),
     (
@@ -416,7 +315,7 @@ CHECKPOINTS = [
     (
         DeltaNet,
         {},
-        DELTA | {"b_proj.weight": (4, 64)} | delta_convs(64, 64, 64) | delta_output(16, 64),
+        DELTA | {"b_proj.weight": (4, 64)} | convs("qkv", 64, 64, 64) | delta_output(16, 64),
     ),
     (
         DeltaNet,
@@ -429,7 +328,7 @@ CHECKPOINTS = [
         DECAYS
         | DELTA
         | {"v_proj.weight": (256, 64), "a_proj.weight": (4, 64), "b_proj.weight": (4, 64)}
-        | delta_convs(64, 64, 256, bias=True)
+        | convs("qkv", 64, 64, 256, bias=True)
         | {"g_proj.weight": (256, 64)}
         | delta_output(64, 256),
     ),
@@ -448,7 +347,7 @@ CHECKPOINTS = [
         | DELTA
         | {"k_proj.weight": (192, 64), "v_proj.weight": (768, 64), "b_proj.weight": (12, 64)}
         | {"a_proj.weight": (4, 64)}
-        | delta_convs(64, 192, 768)
+        | convs("qkv", 64, 192, 768)
         | {"g_proj.weight": (256, 64)}
         | delta_output(64, 256),
     ),
@@ -473,7 +372,7 @@ CHECKPOINTS = [
             {"A_log": (4,), "dt_bias": (128,)}
             | DELTA
             | {"v_proj.weight": (128, 64)}
-            | (delta_convs(64, 64, 128) if conv else {})
+            | (convs("qkv", 64, 64, 128) if conv else {})
             | {"f_proj.0.weight": (32, 64), "f_proj.1.weight": (128, 32), "b_proj.weight": (4, 64)}
             | {"g_proj.0.weight": (32, 64), "g_proj.1.weight": (128, 32), "g_proj.1.bias": (128,)}
             | delta_output(32, 128),

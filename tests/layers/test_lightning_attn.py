@@ -9,8 +9,6 @@ from flacompose.layers import LightningAttention
 
 from .truth import assert_close
 
-BASE = {"hidden_size": 24, "num_heads": 4, "layer_idx": 1, "num_layers": 3}
-
 
 def test_minimax_of_transformers(device):
     """The parameters of MiniMax in transformers load, and give what it gives, of a prompt and of what follows."""

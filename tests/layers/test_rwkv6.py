@@ -12,8 +12,6 @@ from flacompose.layers.token_shift import token_shift
 
 from .truth import EVERY, assert_close, build, random_state, tensors, tokens_of
 
-BASE = {"hidden_size": 24, "num_heads": 3, "proj_low_rank_dim": 4, "gate_low_rank_dim": 5}
-
 
 @pytest.mark.parametrize("T", [1, 5, 70])
 @pytest.mark.parametrize("logits", [-1e4, -100.0, 30.0, 80.0, 88.0, 89.0, 1e4])

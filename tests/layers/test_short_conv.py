@@ -102,45 +102,63 @@ def test_compiles_to_one_kernel(device):
         assert len(re.findall(r"= empty_strided", code)) == kernels
 
 
+X = torch.ones(2, 5, 6)
+BOUNDS = torch.tensor([0, 5])
+# The arguments in place of `X`, the message, and the error, where it is no ValueError.
+REFUSED = [
+    ({"x": None}, "x must be a tensor, got NoneType", TypeError),
+    ({"x": X.long()}, "x must be float32, bfloat16, float16 or float64, got int64", TypeError),
+    ({"x": X[0]}, "x must have shape (B, T, 6), got (5, 6)"),
+    ({"x": X[:, :, :4]}, "x must have shape (B, T, 6), got (2, 5, 4)"),
+    ({"state": (X,)}, "state must be a tensor, got tuple", TypeError),
+    ({"state": torch.ones(2, 6, 4).long()}, "state must be float32, bfloat16, float16 or ", TypeError),
+    ({"state": torch.ones(2, 6, 3)}, "state must have shape (2, 6, 4), got (2, 6, 3)"),
+    ({"lengths": [1, 5]}, "lengths must be a tensor, got list", TypeError),
+    ({"lengths": torch.ones(2)}, "lengths must be an integer dtype, got float32", TypeError),
+    ({"lengths": torch.ones(2).bool()}, "lengths must be an integer dtype, got bool", TypeError),
+    ({"lengths": torch.ones(3).long()}, "lengths must have shape (2,), got (3,)"),
+    ({"cu_seqlens": (0, 5)}, "cu_seqlens must be a tensor, got tuple", TypeError),
+    ({"cu_seqlens": BOUNDS}, "cu_seqlens needs x of one row (B = 1), got B = 2"),
+    ({"x": X[:1], "cu_seqlens": BOUNDS[:1]}, "cu_seqlens must have shape [N + 1] with N >= 1, got (1,)"),
+    ({"x": X[:1], "cu_seqlens": BOUNDS.float()}, "cu_seqlens must be int32 or int64, got float32", TypeError),
+    ({"lengths": BOUNDS, "cu_seqlens": BOUNDS}, "lengths and cu_seqlens exclude each other"),
+]
+
+
+@pytest.mark.parametrize(("call", "message", "error"), [(*row, ValueError)[:3] for row in REFUSED])
+def test_refused_inputs(call, message, error):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        ShortConvolution(6, 4)(**{"x": X} | call)
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"x": (2, 6)}, ValueError, r"x must have shape \(B, T, 6\), got \(2, 6\)"),
-        ({"x": (2, 5, 4)}, ValueError, r"x must have shape \(B, T, 6\), got \(2, 5, 4\)"),
-        ({"state": (2, 6, 3)}, ValueError, r"state must have shape \(2, 6, 4\), got \(2, 6, 3\)"),
-        (
-            {"lengths": torch.ones(3, dtype=torch.long)},
-            ValueError,
-            r"lengths must have shape \(2,\), got \(3,\)",
-        ),
-        (
-            {"cu_seqlens": torch.tensor([0, 5])},
-            ValueError,
-            r"cu_seqlens needs x of one row \(B = 1\), got B = 2",
-        ),
-        (
-            {"x": (1, 5, 6), "cu_seqlens": torch.tensor([0])},
-            ValueError,
-            r"cu_seqlens must have shape .* got \(1,\)",
-        ),
-        (
-            {"x": (1, 5, 6), "cu_seqlens": (2,)},
-            TypeError,
-            "cu_seqlens must be int32 or int64, got float32",
-        ),
-        ({"lengths": (2,), "cu_seqlens": (2,)}, ValueError, "lengths and cu_seqlens exclude each other"),
+        ((0, 4), ValueError, "hidden_size must be at least 1, got 0"),
+        ((16.0, 4), TypeError, "hidden_size must be an int, got float"),
+        ((16, 0), ValueError, "kernel_size must be at least 1, got 0"),
+        ((16, "4"), TypeError, "kernel_size must be an int, got str"),
+        ((16, 4, "no"), TypeError, "bias must be a bool, got 'no'"),
+        ((6, 4, False, "gelu"), ValueError, "activation must be 'silu', 'swish' or None, got 'gelu'"),
+        ((16, 4, False, None, None, torch.int32), TypeError, "dtype must be float32, .* got int32"),
     ],
 )
-def test_refused_inputs(call, error, message):
-    conv = ShortConvolution(6, 4)
-    call = {name: x if isinstance(x, torch.Tensor) else torch.ones(x) for name, x in call.items()}
+def test_refused_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
-        conv(call.pop("x", torch.ones(2, 5, 6)), call.pop("state", None), **call)
+        ShortConvolution(*arguments)
 
 
-def test_refused_activation():
-    with pytest.raises(ValueError, match="activation must be 'silu', 'swish' or None, got 'gelu'"):
-        ShortConvolution(6, 4, activation="gelu")
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64], ids=str)
+def test_lengths_outside_the_tokens(dtype, device):
+    """Lengths below 0 count as 0, those above the tokens as all of them, in any integer dtype."""
+    conv = ShortConvolution(16, 4, device=device)
+    x, state = torch.randn(2, 200, 16, device=device), torch.randn(2, 16, 4, device=device)
+    _, new = conv(x[:, :9], state, lengths=torch.tensor([-3, 99], device=device, dtype=dtype))
+    _, expected = conv(x[:, :9], state, lengths=torch.tensor([0, 9], device=device))
+    assert torch.equal(new, expected)
+    _, new = conv(x, state, lengths=torch.tensor([1, 100], device=device, dtype=dtype))  # T over int8
+    _, expected = conv(x, state, lengths=torch.tensor([1, 100], device=device))
+    assert torch.equal(new, expected)
 
 
 def test_bias_is_a_parameter_even_if_absent():

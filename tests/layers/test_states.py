@@ -18,7 +18,6 @@ from flacompose.layers import RecurrentState, RecurrentStates, ShortConvolution
 from flacompose.layers.recurrent import StatefulLayer
 from flacompose.models.feed_forward import RWKV6FeedForward
 from flacompose.models.softmax_attention import SoftmaxAttention
-from flacompose.ops import _logsumexp
 
 from .test_laws import LAYOUTS
 from .truth import (
@@ -141,12 +140,6 @@ def test_gradients(config, device):
     for actual, expected in zip(gradients(True), gradients(False), strict=True):
         # Of terms that cancel, as keys that are normed have: the largest gradient is the scale.
         assert (actual - expected).norm() <= 1e-9 * (1 + expected.norm())
-
-
-@pytest.fixture
-def few_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The running logsumexp is traced for at most 256 tokens, so that its compilation is short."""
-    monkeypatch.setattr(_logsumexp, "LEVELS", 8)
 
 
 def verify(layer, x, state, index):

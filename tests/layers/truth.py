@@ -102,12 +102,11 @@ ACTIVATIONS = {
     "gelu": lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
 }
 
-Parameters = dict[str, Tensor]
+Config, Parameters = dict[str, Any], dict[str, Tensor]
+Result = tuple[Tensor, RecurrentState]
 
 
-def sequence(
-    config: dict[str, Any], parameters: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def sequence(config: Config, parameters: Parameters, x: Tensor, state: RecurrentState) -> Result:
     """One sequence ``x [T, hidden]`` from a state of one row: ``[T, hidden]`` and the new state, on the CPU."""
     p = {name: value.detach().cpu().double() for name, value in parameters.items()}
     x = x.detach().cpu().double()
@@ -136,9 +135,7 @@ def sequence(
     return y, pytree.tree_map(lambda t: t[None], state)
 
 
-def gated_linear_attention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def gated_linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     q, k, v, conv = projected(config, p, x, state)
     g = x @ p["gk_proj.0.weight"].T @ p["gk_proj.1.weight"].T + p["gk_proj.1.bias"]
     g = ACTIVATIONS["logsigmoid"](g) / config.get("gate_logit_normalizer", 16)
@@ -149,9 +146,7 @@ def gated_linear_attention(
     return gated_output(config, p, x, o), RecurrentState(S, conv)
 
 
-def simple_gated_linear_attention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def simple_gated_linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     q, k, v, conv = projected({"use_short_conv": True} | config, p, x, state)
     g = x @ p["gk_proj.weight"].T + p["gk_proj.bias"]
     g = ACTIVATIONS["logsigmoid"](g) / config.get("gate_logit_normalizer", 16)
@@ -160,9 +155,7 @@ def simple_gated_linear_attention(
     return gated_output(config, p, x, o), RecurrentState(S, conv)
 
 
-def linear_attention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     q, k, v, _ = projected(config, p, x, state)
     q, k = feature_map(config, p, "q", q), feature_map(config, p, "k", k)
     if config.get("norm_q"):
@@ -181,9 +174,7 @@ def linear_attention(
     return o.flatten(1) @ p["o_proj.weight"].T, RecurrentState(S, normalizer=z)
 
 
-def multi_scale_retention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def multi_scale_retention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     q, k, v, conv = projected(config, p, x, state)
     q, k = activated(config, q), activated(config, k)
     start = int(state.position)
@@ -193,9 +184,7 @@ def multi_scale_retention(
     return gated_output(config, p, x, o), RecurrentState(S, conv, position=torch.tensor(start + len(x)))
 
 
-def lightning_attention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def lightning_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, depth, L = config["num_heads"], config["layer_idx"], config["num_layers"]
     D = len(p["norm.weight"]) // H
     if config.get("decay", "minimax") == "tnl":
@@ -214,9 +203,7 @@ def lightning_attention(
     return torch.stack(out), RecurrentState(S)
 
 
-def mamba2(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def mamba2(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, P, S, G = len(p["A_log"]), config["head_dim"], config["state_size"], config.get("n_groups", 1)
     low, high = config.get("dt_limit", (0, math.inf))
     act, silu = ACTIVATIONS[config.get("hidden_act", "silu")], ACTIVATIONS["silu"]
@@ -249,9 +236,7 @@ def mamba2(
     return torch.stack(out), RecurrentState(h, (window,))
 
 
-def rwkv6(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def rwkv6(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, eps = config["num_heads"], config.get("norm_eps", 1e-5)
     S, before, out = state.recurrent, state.shift, []
     for token in x:
@@ -278,9 +263,7 @@ def rwkv6(
     return torch.stack(out), RecurrentState(S, shift=before)
 
 
-def hgrn(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def hgrn(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     bound, silu = lower_bound(config, p), ACTIVATIONS["silu"]
     h, windows, out = state.recurrent, list(state.conv), []
     for token in x:
@@ -292,9 +275,7 @@ def hgrn(
     return torch.stack(out), RecurrentState(h, tuple(windows))
 
 
-def hgrn2_or_lightnet(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def hgrn2_or_lightnet(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, silu = config.get("num_heads") or config["hidden_size"] // config["expand_ratio"], ACTIVATIONS["silu"]
     lightnet = "k_proj.weight" in p
     h, z, windows, out = state.recurrent, state.normalizer, list(state.conv), []
@@ -316,9 +297,7 @@ def hgrn2_or_lightnet(
     return torch.stack(out), RecurrentState(h, tuple(windows), z)
 
 
-def slot_attention(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def slot_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, M, silu = config["num_heads"], state.recurrent[1].shape[1], ACTIVATIONS["silu"]
     gated = "f_proj.weight" in p
     low, high = config.get("clamp_min", -32), config.get("clamp_max", 32)
@@ -364,9 +343,7 @@ def slot_attention(
     return torch.stack(out), RecurrentState((Hk, Hv), tuple(windows), z, position)
 
 
-def delta_rule(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
-) -> tuple[Tensor, RecurrentState]:
+def delta_rule(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     """Without a decay DeltaNet, with one per head Gated DeltaNet, with one per channel of the keys KDA.
 
     Gated DeltaProduct has several steps a token, of which the first decays.
@@ -410,7 +387,7 @@ def delta_rule(
     return torch.stack(out), RecurrentState(S, tuple(windows))
 
 
-def delta_decay(config: dict[str, Any], p: Parameters, token: Tensor, HV: int) -> Tensor:
+def delta_decay(config: Config, p: Parameters, token: Tensor, HV: int) -> Tensor:
     """By what a token multiplies the state that it finds, ``[HV, 1]`` or ``[HV, K]``."""
     if "f_proj.0.weight" in p:
         a = p["f_proj.1.weight"] @ p["f_proj.0.weight"] @ token
@@ -436,14 +413,14 @@ def step(p: Parameters, names: str, token: Tensor, windows: list[Tensor]) -> lis
     return outputs
 
 
-def lower_bound(config: dict[str, Any], p: Parameters) -> Tensor:
+def lower_bound(config: Config, p: Parameters) -> Tensor:
     """The lower bound of the forget gates of every channel: none in layer 0."""
     none = torch.full([len(p["f_proj.weight"])], -torch.inf, dtype=torch.float64)
     return ACTIVATIONS["sigmoid"](none if config.get("layer_idx") == 0 else p.get("bound", none))
 
 
 def projected(
-    config: dict[str, Any], p: Parameters, x: Tensor, state: RecurrentState
+    config: Config, p: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
     """``q, k [T, H, K]`` and ``v [T, H, V]``, and the windows of the convolutions."""
     outputs, conv = [], []
@@ -463,18 +440,18 @@ def projected(
     return q, k, v, tuple(conv)
 
 
-def in_heads(config: dict[str, Any], h: Tensor, repeat: bool) -> Tensor:
+def in_heads(config: Config, h: Tensor, repeat: bool) -> Tensor:
     """``[T, H, D]`` of ``h [T, heads * D]``, neighbours sharing a head of keys and values."""
     heads = config["num_heads"]
     groups = heads // (config.get("num_kv_heads") or heads) if repeat else 1
     return torch.stack([h.chunk(heads // groups, 1)[i // groups] for i in range(heads)], 1)
 
 
-def activated(config: dict[str, Any], h: Tensor) -> Tensor:
+def activated(config: Config, h: Tensor) -> Tensor:
     return ACTIVATIONS[config["feature_map"]](h) if config.get("feature_map") else h
 
 
-def feature_map(config: dict[str, Any], p: Parameters, side: str, h: Tensor) -> Tensor:
+def feature_map(config: Config, p: Parameters, side: str, h: Tensor) -> Tensor:
     def linear(name: str) -> Tensor:
         name = f"feature_map_{side}.{name}"
         return h @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0)
@@ -517,11 +494,11 @@ def recurrence(
     return o, S
 
 
-def rms_norm(config: dict[str, Any], weight: Tensor | int, o: Tensor) -> Tensor:
+def rms_norm(config: Config, weight: Tensor | int, o: Tensor) -> Tensor:
     return o / (o.square().mean(-1, keepdim=True) + config.get("norm_eps", 1e-5)).sqrt() * weight
 
 
-def gated_output(config: dict[str, Any], p: Parameters, x: Tensor, o: Tensor) -> Tensor:
+def gated_output(config: Config, p: Parameters, x: Tensor, o: Tensor) -> Tensor:
     o = rms_norm(config, p.get("g_norm_swish_gate.weight", p.get("g_norm.weight", 1)), o).flatten(1)
     if config.get("use_output_gate", True):
         o = o * ACTIVATIONS[config.get("gate_fn", "swish")](x @ p["g_proj.weight"].T)
@@ -534,7 +511,7 @@ def precision(device: torch.device) -> tuple[torch.dtype, float]:
 
 
 def assert_true(
-    config: dict[str, Any],
+    config: Config,
     parameters: Parameters,
     x: Tensor,
     state: RecurrentState,
@@ -548,12 +525,12 @@ def assert_true(
     assert_states_close(new, after, relative)
 
 
-def described(config: dict[str, Any]) -> str:
+def described(config: Config) -> str:
     layer = config.get("layer", GatedLinearAttention).__name__
     return " ".join([layer, *(f"{name}={value}" for name, value in config.items() if name != "layer")])
 
 
-def build(config: dict[str, Any], **to: Any) -> nn.Module:
+def build(config: Config, **to: Any) -> nn.Module:
     """A layer with no parameter at its initial value, none of them small: the same on every device."""
     config = dict(config)
     layer = config.pop("layer")(**config).to(**to)

@@ -50,9 +50,8 @@ def test_logits_after_pads_are_those_of_the_peer(name: str, device: torch.device
 def test_every_model_has_goldens() -> None:
     assert {golden["config"]["model_type"] for golden in GOLDENS.values()} == set(_FAMILIES)
     assert set(GOLDENS) == set(CASES)
-    for (
-        golden
-    ) in GOLDENS.values():  # far from 0 and from one another, so that a wrong model cannot be near them
+    for golden in GOLDENS.values():
+        # Far from 0 and from one another, so that a wrong model cannot be near them.
         assert torch.tensor(golden["logits"]).std() > 1
 
 
@@ -141,7 +140,6 @@ def test_hgrn2_computes_its_heads_from_their_size() -> None:
         ({"attn_mode": "fast"}, r"attn_mode must be one of chunk, .* got 'fast'"),
         ({"feature_map": "cosine"}, r"config: feature_map must be one of"),
         ({"num_heads": 5}, r"config: hidden_size \* expand_k must be a positive multiple of num_heads = 5"),
-        ({"vocab_size": 0}, r"config: vocab_size must be"),
         ({"hidden_size": "32"}, r"config: hidden_size must be"),
         ({"tie_word_embeddings": 1}, r"config: tie_word_embeddings must be a bool, got 1"),
         (
@@ -171,22 +169,6 @@ def test_hgrn2_computes_its_heads_from_their_size() -> None:
                 ("delta_net", "use_rope", True, "False"),
             )
         ),
-        *(
-            (
-                {"model_type": model_type, "num_heads": 1, "expand_k": 17},
-                r"config: hidden_size \* expand_k / num_heads must be at most 512, got 544",
-            )
-            for model_type in ("gla", "retnet", "rwkv6", "delta_net")
-        ),
-        *(
-            ({"model_type": model_type, "head_dim": 544}, r"config: head_dim must be from 1 to 512, got 544")
-            for model_type in ("gated_deltanet", "kda")
-        ),
-        (
-            {"model_type": "gated_deltanet", "head_dim": 1, "expand_v": 513},
-            r"config: head_dim \* expand_v must have 2 equal parts of at most 512, got 513",
-        ),
-        ({"model_type": "gsa", "num_slots": 513}, r"config: num_slots must be from 1 to 512, got 513"),
     ],
 )
 def test_what_is_not_supported_in_a_config_is_named(given: dict[str, Any], message: str) -> None:
@@ -200,7 +182,7 @@ def test_keys_without_effect() -> None:
     """Those of transformers, and those that the peer's models had, leave a config as it is."""
     transformers = pytest.importorskip("transformers")
     assert set(transformers.PreTrainedConfig().to_dict()) - {"model_type"} <= WITHOUT_EFFECT
-    extras = dict.fromkeys(WITHOUT_EFFECT - {"use_gk", "use_gv"} - set(_FAMILIES["gla"].options))
+    extras = dict.fromkeys(WITHOUT_EFFECT - {"use_gk", "use_gv"} - set(_FAMILIES["gla"].options.split()))
     assert config_from_fla(GLA | extras) == config_from_fla(GLA)
     assert config_from_fla(GLA | {"num_labels": 2}) == config_from_fla(GLA)
 

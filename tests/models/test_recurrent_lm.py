@@ -478,6 +478,19 @@ def test_errors_of_a_call() -> None:
             call()
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_errors_of_a_compiled_call(fullgraph: bool) -> None:
+    """They name the entry of the state too, although Dynamo traces little of what exceptions can do."""
+    model = small()
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    wrong = (model.init_state(2)[0], model.init_state(3)[1])
+    error = torch._dynamo.exc.Unsupported if fullgraph else ValueError
+    with pytest.raises(
+        error, match=r"state\[1\].recurrent must have shape \(2, 2, 8, 16\), got \(3, 2, 8, 16\)"
+    ):
+        compiled(tokens(2, 5, VOCAB), wrong)
+
+
 def test_errors_of_a_hybrid() -> None:
     model, ids = loaded("gla hybrid"), tokens(1, 5, VOCAB)
     with pytest.raises(ValueError, match="cu_seqlens must not be given where layers are softmax attention"):

@@ -1,0 +1,44 @@
+"""The output of GLA and of its kin: each head normed, then gated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flacompose.layers.activation import activation
+from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.recurrent import Factory, RecurrentLayer
+
+
+class GatedOutputLayer(RecurrentLayer):
+    """A layer whose heads are normed and gated, in one step or in two, which round twice and have other names."""
+
+    num_heads: int
+
+    def _add_output_norm(
+        self,
+        V: int,
+        elementwise_affine: bool | None,
+        norm_eps: float,
+        gate_fn: str,
+        fuse_norm: bool,
+        factory: Factory,
+    ) -> None:
+        """Make the norm of heads of ``V`` values. `fuse_norm` joins it with a gate, if that is "swish"."""
+        self.gate_fn = activation("gate_fn", gate_fn)
+        self.fuse_norm_and_gate = fuse_norm and gate_fn == "swish"
+        if self.fuse_norm_and_gate:
+            self.g_norm_swish_gate = GatedRMSNorm(V, elementwise_affine, norm_eps, **factory)
+        else:
+            device, dtype = factory["device"], factory["dtype"] or torch.float32
+            self.g_norm = RMSNorm(V, elementwise_affine, norm_eps, device, dtype)
+
+    def _normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """``o [B, T, H, V]`` normed, and gated by ``gate [B, T, H * V]`` if there is one: ``[B, T, H * V]``."""
+        if gate is not None:
+            gate = gate.unflatten(-1, (self.num_heads, -1))
+        if self.fuse_norm_and_gate:
+            o = self.g_norm_swish_gate(o, gate)
+        else:
+            o = self.g_norm(o) if gate is None else self.g_norm(o) * self.gate_fn(gate)
+        return o.flatten(2)
