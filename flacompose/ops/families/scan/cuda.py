@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flacompose.ops._launching import launch
 from flacompose.ops.families._launch import block, tile_count
+from flacompose.ops.families._segments import join
 from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.scan.inputs import Inputs
@@ -109,18 +110,18 @@ class _Launches(Sequences):
         tiles = tile_count(self.D, BD)
         # A segment has 2,048 tokens at least, and so 64 times 32.
         SEGMENTS, split = (1, False) if self.by_token else self.segments(self.T // 32, tiles)
-        state, gate = (self.per_segment(SEGMENTS, self.D) if split else None for _ in range(2))
-        inputs = {"x": x, "g": g, "initial": None if initial is None else initial.contiguous()}
-        outputs = {"decayed_h": decayed, "out": out, "dg": dg, "final": final}
-        for find_ends in (True, False) if split else (False,):
-            C, stages = END_CONFIG if find_ends else TOKEN_CONFIG if self.by_token else SCAN_CONFIG
+        absent = ("initial", "decayed_h", "out", "dg", "ends", "sum_g", "final")
+
+        def sweep(
+            config: tuple[int, int] = END_CONFIG, DECAYED: bool = False, **tensors: Tensor | None
+        ) -> None:
+            C, stages = config
             launch(
                 scan_kernel,
                 (self.N * tiles * SEGMENTS,),
-                **inputs,
-                **(dict.fromkeys(outputs) if find_ends else outputs),
-                segment_state=state,
-                segment_gate=gate,
+                x=x,
+                g=g,
+                **(dict.fromkeys(absent) | tensors),
                 **self.arguments,
                 SEGMENTS=SEGMENTS,
                 D=self.D,
@@ -129,9 +130,16 @@ class _Launches(Sequences):
                 C=C,
                 BD=BD,
                 STAGES=stages,
-                SPLIT=split,
-                ENDS=find_ends,
-                DECAYED=only_decayed and not find_ends,
+                DECAYED=DECAYED,
                 REVERSE=reverse,
                 num_warps=1,
             )
+
+        initial = None if initial is None else initial.contiguous()
+        if split:
+            ends, sum_g = self.per_segment(SEGMENTS, 1, self.D, 1), self.per_segment(SEGMENTS, self.D)
+            sweep(ends=ends, sum_g=sum_g)
+            initial = join(ends, initial, gk=sum_g)
+        outputs = {"decayed_h": decayed, "out": out, "dg": dg, "final": final}
+        config = TOKEN_CONFIG if self.by_token else SCAN_CONFIG
+        sweep(config, only_decayed, initial=initial, **outputs)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flacompose.ops._launching import launch
 from flacompose.ops.families._launch import tile_count
+from flacompose.ops.families._segments import join
 from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.selective_scan.inputs import Inputs
@@ -28,8 +29,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     scan = _Launches(x, dt, A, B, C, cu_seqlens)
     y = scan.per_channel(x.dtype)
     final_state = scan.per_sequence(scan.D, scan.S)
-    initial = None if initial_state is None else initial_state.contiguous()
-    scan.sweep(x.contiguous(), initial=initial, y=y, final=final_state)
+    scan.sweep(x.contiguous(), initial_state, y=y, final=final_state)
     return scan.summed(y, x.dtype), final_state
 
 
@@ -44,8 +44,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     before = None
     if wants("dt", "A", "C"):
         before = scan.per_chunk(D, S)
-        initial = None if initial_state is None else initial_state.contiguous()
-        scan.sweep(x, initial=initial, before=before)
+        scan.sweep(x, initial_state, before=before)
     dx, ddt = (scan.per_channel(y.dtype) if wants(name) else None for name, y in (("x", x), ("dt", dt)))
     dB, dC = (scan.per_group() if wants(name) else None for name in ("B", "C"))
     start = call.wanted_input("initial_state")
@@ -101,12 +100,10 @@ class _Launches(Sequences):
         BD = min(1 << (P - 1).bit_length(), config[1])
         return BD, tile_count(P, BD)
 
-    def sweep(self, x: Tensor, **tensors: Tensor | None) -> None:
+    def sweep(self, x: Tensor, initial: Tensor | None, **tensors: Tensor | None) -> None:
         """Fill what is given of `y`, `before` and `final`, forwards in time."""
         SEGMENTS, split = self._segments(SWEEP)
-        if split:
-            tensors |= self._ends(SEGMENTS, x, reverse=False)
-        self._sweep(SEGMENTS, x, tensors)
+        self._sweep(SEGMENTS, x, False, initial=self._starts(SEGMENTS, split, x, initial), **tensors)
 
     def gradients(
         self,
@@ -118,9 +115,6 @@ class _Launches(Sequences):
     ) -> Tensor | None:
         """Fill what is given of the gradients, return that of A."""
         SEGMENTS, split = self._segments(GRADIENT)
-        ends: dict[str, Tensor | None] = dict.fromkeys(("segment_state", "segment_dt"))
-        if split:
-            ends = self._ends(SEGMENTS, dy, reverse=True)
         dA = None
         if wants_A:
             dA = self.per_segment(SEGMENTS, self.D, self.S) if split else self.per_sequence(self.D, self.S)
@@ -130,9 +124,8 @@ class _Launches(Sequences):
             (self.N * programs * SEGMENTS,),
             x=x,
             dy=dy,
-            d_final=None if d_final is None else d_final.contiguous(),
+            d_final=self._starts(SEGMENTS, split, dy, d_final, reverse=True),
             dA=dA,
-            **ends,
             **tensors,
             **self.arguments,
             SEGMENTS=SEGMENTS,
@@ -142,25 +135,20 @@ class _Launches(Sequences):
             return None
         return dA[:SEGMENTS].sum((0, 1)) if split else dA.sum(0)
 
-    def _ends(self, SEGMENTS: int, x: Tensor, reverse: bool) -> dict[str, Tensor | None]:
-        """The state at each segment's end, begun at 0, and its summed time steps: from x, or backwards from dy."""
-        ends: dict[str, Tensor | None] = {
-            "segment_state": self.per_segment(SEGMENTS, self.D, self.S),
-            "segment_dt": self.per_segment(SEGMENTS, self.D),
-        }
-        self._sweep(SEGMENTS, x, ends, ends=True, reverse=reverse)
-        return ends
+    def _starts(
+        self, SEGMENTS: int, split: bool, x: Tensor, initial: Tensor | None, reverse: bool = False
+    ) -> Tensor | None:
+        """The state before each segment or, from dy and with `reverse`, its gradient after it."""
+        initial = None if initial is None else initial.contiguous()
+        if not split:
+            return initial
+        ends, sum_dt = self.per_segment(SEGMENTS, 1, self.D, self.S), self.per_segment(SEGMENTS, self.D)
+        self._sweep(SEGMENTS, x, reverse, ends=ends, sum_dt=sum_dt)
+        return join(ends, initial, gk=sum_dt, rates=self.arguments["A"])
 
-    def _sweep(
-        self,
-        SEGMENTS: int,
-        x: Tensor,
-        tensors: dict[str, Tensor | None],
-        ends: bool = False,
-        reverse: bool = False,
-    ) -> None:
+    def _sweep(self, SEGMENTS: int, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
         programs, sizes = self._sizes(SWEEP)
-        absent = dict.fromkeys(("initial", "segment_state", "segment_dt", "y", "before", "final"))
+        absent = dict.fromkeys(("initial", "y", "before", "ends", "sum_dt", "final"))
         launch(
             sweep_kernel,
             (self.N * programs * SEGMENTS,),
@@ -169,7 +157,6 @@ class _Launches(Sequences):
             **self.arguments,
             SEGMENTS=SEGMENTS,
             **sizes,
-            ENDS=ends,
             REVERSE=reverse,
         )
 

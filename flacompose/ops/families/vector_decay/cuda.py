@@ -10,6 +10,7 @@ from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import block, operand, operand_dtype, tile_count
+from flacompose.ops.families._segments import join
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.vector_decay import slots
@@ -137,19 +138,22 @@ class _Launches(MatrixSequences):
         config = state_config(self.chip, self.bfloat16, K, V, gk is not None)
         tiles = tile_count(K, config["BK"]) * tile_count(V, config["BV"])
         SEGMENTS, split = self.segments(self.chunks_of_row, H * tiles)
-        grid = (tiles * SEGMENTS * self.N * H,)
+        sizes = {"K": K, "V": V, "SEGMENTS": SEGMENTS, "REVERSE": reverse, **config}
+
+        def sweep(**tensors: Tensor | None) -> None:
+            tensors = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final")) | tensors
+            grid = (tiles * SEGMENTS * self.N * H,)
+            launch(state_kernel, grid, a, x, gk, gv, **tensors, **self.arguments, **sizes)
+
+        initial = operand(initial)
+        if split:
+            ends = self.per_segment(SEGMENTS, H, K, V)
+            sum_gk = None if gk is None else self.per_segment(SEGMENTS, H, K)
+            sum_gv = None if gv is None else self.per_segment(SEGMENTS, H, V)
+            sweep(ends=ends, sum_gk=sum_gk, sum_gv=sum_gv)
+            initial = join(ends, initial, gk=sum_gk, gv=sum_gv)
         states = self.per_chunk(H, K, V, dtype=self.dtype) if stored else None
-        ends = (
-            self.per_segment(SEGMENTS, H, K, V) if split else None,
-            self.per_segment(SEGMENTS, H, K) if split and gk is not None else None,
-            self.per_segment(SEGMENTS, H, V) if split and gv is not None else None,
-        )
-        inputs = a, x, gk, gv, operand(initial), *ends
-        sizes = {"K": K, "V": V, "SEGMENTS": SEGMENTS, **config}
-        arguments = {**self.arguments, **sizes, "SPLIT": split, "REVERSE": reverse}
-        for find_ends in (True, False) if split else (False,):
-            outputs = (None, None) if find_ends else (states, final)
-            launch(state_kernel, grid, *inputs, *outputs, ENDS=find_ends, **arguments)
+        sweep(initial=initial, states=states, final=final)
         return states
 
     def score(
