@@ -33,6 +33,16 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return sweep.batched(o), final_state
 
 
+def ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(end [N, HV, K, V], sum_g [N, HV])``."""
+    assert inputs.g_gamma is None, "it is added to g before"
+    sweep = _Launches(inputs)
+    end, k, v = sweep.state(torch.float32), operand(inputs.k), operand(inputs.v)
+    sum_g = sweep.gate_sums()
+    sweep(None, k, v, initial=sweep.starts(k, v, None, sum_g), final=end, sum_g=sum_g)
+    return end, end.new_zeros(end.shape[:2]) if sum_g is None else sum_g[:-1].sum(0)
+
+
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs = call.wants, call.inputs
@@ -144,14 +154,20 @@ class _Launches(MatrixSequences):
         dtype = torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32
         return self.per_chunk(self.H, self.K, self.V, dtype=dtype)
 
-    def starts(self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor | None:
-        """The state before each segment, from the one before the sequence."""
+    def gate_sums(self) -> Tensor | None:
+        """Memory for the sum of each segment's gates, if there are any."""
+        return self.per_segment(self.SEGMENTS, self.H) if self.gated else None
+
+    def starts(
+        self, b: Tensor, x: Tensor, initial: Tensor | None, sum_g: Tensor | None = None, reverse: bool = False
+    ) -> Tensor | None:
+        """The state before each segment, from the one before the sequence. Fills `sum_g`, but for the last segment."""
         if not self.split:
             return initial
         ends = self.per_segment(self.SEGMENTS, self.H, self.K, self.V)
-        g = self.per_segment(self.SEGMENTS, self.H) if self.gated else None
-        self(None, b, x, reverse=reverse, ends=ends, sum_g=g)
-        return join(ends, initial, g)
+        sum_g = self.gate_sums() if sum_g is None else sum_g
+        self(None, b, x, reverse=reverse, ends=ends, sum_g=sum_g)
+        return join(ends, initial, sum_g)
 
     def __call__(
         self,

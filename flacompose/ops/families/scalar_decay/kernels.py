@@ -85,7 +85,7 @@ def sweep_kernel(
     out,  # [tokens, TILES, H, D2], the sums over each tile
     states,  # [chunks, H, D1, D2]: the state before each chunk of `CS` tokens, or with `REVERSE` after it
     ends,  # [SEGMENTS, N, H, D1, D2], after each segment but the last, with the strides of states
-    sum_g,  # [SEGMENTS, N, H], with `ends`: the sum of each segment's gates
+    sum_g,  # [SEGMENTS, N, H], the sum of each segment's gates
     final,  # [N, H, D1, D2], with the strides of states
     cu_seqlens,
     T,
@@ -203,7 +203,7 @@ def sweep_kernel(
         if GATED:
             read_decay = tl.exp2(to_end if REVERSE else to_start)
             write_decay = tl.exp2(to_start if REVERSE else to_end)
-            if ends is not None:
+            if sum_g is not None:
                 gates += total
         first = within == 0
         if REVERSE:

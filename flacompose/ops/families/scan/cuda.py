@@ -35,6 +35,14 @@ def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
     return _Launches(x, cu_seqlens, by_token=True).forward(x, g, initial_state, count, stride)
 
 
+def ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(end [N, D], sum_g [N, D])``."""
+    scan = _Launches(inputs.x, inputs.cu_seqlens)
+    end, sum_g = scan.per_sequence(scan.D), scan.per_segment(scan.SEGMENTS, scan.D)
+    scan(inputs.x.contiguous(), inputs.g.contiguous(), None, final=end, sum_g=sum_g)
+    return end, sum_g[:-1].sum(0)
+
+
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     x, g, initial_state, cu_seqlens = call.inputs
@@ -64,6 +72,10 @@ class _Launches(Sequences):
         super().__init__(x, cu_seqlens)
         self.D = x.shape[2]
         self.by_token = by_token
+        self.BD = block(self.D, 256 if by_token else 64)
+        self.tiles = tile_count(self.D, self.BD)
+        # A segment has 2,048 tokens at least, and so 64 times 32.
+        self.SEGMENTS, self.split = (1, False) if by_token else self.segments(self.T // 32, self.tiles)
 
     def forward(
         self,
@@ -94,22 +106,19 @@ class _Launches(Sequences):
         decayed: Tensor | None = None,
         out: Tensor | None = None,
         dg: Tensor | None = None,
+        sum_g: Tensor | None = None,
         final: Tensor | None = None,
         only_decayed: bool = False,
         reverse: bool = False,
         count: int | None = None,
         stride: int | None = None,
     ) -> None:
-        """Fill what is given of `out`, `dg` and `final` from the state `initial`.
+        """Fill what is given of `out`, `dg`, `sum_g` and `final` from the state `initial`.
 
         With `reverse`, backwards in time, where `x` is the gradient of h; only this fills `dg`. With `only_decayed`,
         `out` is the decayed state before each token, instead of h. With `count` and `stride`, of a sweep by token,
         `final` is that many states.
         """
-        BD = block(self.D, 256 if self.by_token else 64)
-        tiles = tile_count(self.D, BD)
-        # A segment has 2,048 tokens at least, and so 64 times 32.
-        SEGMENTS, split = (1, False) if self.by_token else self.segments(self.T // 32, tiles)
         absent = ("initial", "decayed_h", "out", "dg", "ends", "sum_g", "final")
 
         def sweep(
@@ -118,17 +127,17 @@ class _Launches(Sequences):
             C, stages = config
             launch(
                 scan_kernel,
-                (self.N * tiles * SEGMENTS,),
+                (self.N * self.tiles * self.SEGMENTS,),
                 x=x,
                 g=g,
                 **(dict.fromkeys(absent) | tensors),
                 **self.arguments,
-                SEGMENTS=SEGMENTS,
+                SEGMENTS=self.SEGMENTS,
                 D=self.D,
                 count=count,
                 stride=stride,
                 C=C,
-                BD=BD,
+                BD=self.BD,
                 STAGES=stages,
                 DECAYED=DECAYED,
                 REVERSE=reverse,
@@ -136,10 +145,11 @@ class _Launches(Sequences):
             )
 
         initial = None if initial is None else initial.contiguous()
-        if split:
-            ends, sum_g = self.per_segment(SEGMENTS, 1, self.D, 1), self.per_segment(SEGMENTS, self.D)
-            sweep(ends=ends, sum_g=sum_g)
-            initial = join(ends, initial, gk=sum_g)
-        outputs = {"decayed_h": decayed, "out": out, "dg": dg, "final": final}
+        if self.split:
+            ends = self.per_segment(self.SEGMENTS, 1, self.D, 1)
+            gates = self.per_segment(self.SEGMENTS, self.D) if sum_g is None else sum_g
+            sweep(ends=ends, sum_g=gates)
+            initial = join(ends, initial, gk=gates)
+        outputs = {"decayed_h": decayed, "out": out, "dg": dg, "sum_g": sum_g, "final": final}
         config = TOKEN_CONFIG if self.by_token else SCAN_CONFIG
         sweep(config, only_decayed, initial=initial, **outputs)

@@ -43,7 +43,7 @@ def scan_kernel(
     out,  # [tokens, D]: h or, with DECAYED, the decayed state before each token; backwards dx
     dg,  # [tokens, D], backwards
     ends,  # [SEGMENTS, N, D], after each segment but the last
-    sum_g,  # [SEGMENTS, N, D], with `ends`: the sum of each segment's gates
+    sum_g,  # [SEGMENTS, N, D], the sum of each segment's gates
     final,  # [N, D], or [N, count, D]
     cu_seqlens,
     T,
@@ -113,21 +113,22 @@ def scan_kernel(
                     tl.store(out + start + from_start, dh.to(out.dtype.element_ty), mask=mask)
                 if dg is not None:
                     tl.store(dg + start + from_start, (dh * h_).to(dg.dtype.element_ty), mask=mask)
-            else:
+            elif out is not None:
                 out_ = a_ * before if DECAYED else a_ * before + x_
                 tl.store(out + start + from_start, out_.to(out.dtype.element_ty), mask=mask)
         total = tl.sum(g_, 1)
         h = decayed(h, total) + end
-        if ends is not None:
+        if sum_g is not None:
             gates += total
         if count is not None:
             place = state_number(hi - lo - 1 - i, count, stride)
             if place >= 0:
                 tl.store(final + (n * count + place) * D + d, h, mask=in_d)
 
+    if sum_g is not None:
+        tl.store(sum_g + at_end, gates, mask=in_d)
     if ends is not None:
         tl.store(ends + at_end, h, mask=in_d)
-        tl.store(sum_g + at_end, gates, mask=in_d)
     elif final is not None and count is None:
         if segment == SEGMENTS - 1:
             tl.store(final + n * D + d, h.to(final.dtype.element_ty), mask=in_d)

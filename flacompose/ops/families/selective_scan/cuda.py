@@ -33,6 +33,16 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return scan.summed(y, x.dtype), final_state
 
 
+def ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(end [N, D, S], sum_dt [N, D])``."""
+    x, dt, A, B, C, _, cu_seqlens = inputs
+    scan = _Launches(x, dt, A, B, C, cu_seqlens)
+    SEGMENTS, _ = scan.split_for(SWEEP)
+    end, sum_dt = scan.per_sequence(scan.D, scan.S), scan.per_segment(SEGMENTS, scan.D)
+    scan.sweep(x.contiguous(), None, sum_dt=sum_dt, final=end)
+    return end, sum_dt[:-1].sum(0)
+
+
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants = call.wants
@@ -100,10 +110,13 @@ class _Launches(Sequences):
         BD = min(1 << (P - 1).bit_length(), config[1])
         return BD, tile_count(P, BD)
 
-    def sweep(self, x: Tensor, initial: Tensor | None, **tensors: Tensor | None) -> None:
-        """Fill what is given of `y`, `before` and `final`, forwards in time."""
-        SEGMENTS, split = self._segments(SWEEP)
-        self._sweep(SEGMENTS, x, False, initial=self._starts(SEGMENTS, split, x, initial), **tensors)
+    def sweep(
+        self, x: Tensor, initial: Tensor | None, sum_dt: Tensor | None = None, **tensors: Tensor | None
+    ) -> None:
+        """Fill what is given of `y`, `before`, `sum_dt` and `final`, forwards in time."""
+        SEGMENTS, split = self.split_for(SWEEP)
+        initial = self._starts(SEGMENTS, split, x, initial, sum_dt)
+        self._sweep(SEGMENTS, x, False, initial=initial, sum_dt=sum_dt, **tensors)
 
     def gradients(
         self,
@@ -114,7 +127,7 @@ class _Launches(Sequences):
         **tensors: Any,
     ) -> Tensor | None:
         """Fill what is given of the gradients, return that of A."""
-        SEGMENTS, split = self._segments(GRADIENT)
+        SEGMENTS, split = self.split_for(GRADIENT)
         dA = None
         if wants_A:
             dA = self.per_segment(SEGMENTS, self.D, self.S) if split else self.per_sequence(self.D, self.S)
@@ -136,13 +149,20 @@ class _Launches(Sequences):
         return dA[:SEGMENTS].sum((0, 1)) if split else dA.sum(0)
 
     def _starts(
-        self, SEGMENTS: int, split: bool, x: Tensor, initial: Tensor | None, reverse: bool = False
+        self,
+        SEGMENTS: int,
+        split: bool,
+        x: Tensor,
+        initial: Tensor | None,
+        sum_dt: Tensor | None = None,
+        reverse: bool = False,
     ) -> Tensor | None:
-        """The state before each segment or, from dy and with `reverse`, its gradient after it."""
+        """The state before each segment or, from dy and with `reverse`, its gradient after it. Fills `sum_dt`."""
         initial = None if initial is None else initial.contiguous()
         if not split:
             return initial
-        ends, sum_dt = self.per_segment(SEGMENTS, 1, self.D, self.S), self.per_segment(SEGMENTS, self.D)
+        ends = self.per_segment(SEGMENTS, 1, self.D, self.S)
+        sum_dt = self.per_segment(SEGMENTS, self.D) if sum_dt is None else sum_dt
         self._sweep(SEGMENTS, x, reverse, ends=ends, sum_dt=sum_dt)
         return join(ends, initial, gk=sum_dt, rates=self.arguments["A"])
 
@@ -165,6 +185,7 @@ class _Launches(Sequences):
         BD, tiles = self.tiles(config)
         return self.state_tiles * self.G * tiles, {"TOKENS": config[0], "BD": BD, "num_warps": 1}
 
-    def _segments(self, config: tuple[int, int]) -> tuple[int, bool]:
+    def split_for(self, config: tuple[int, int]) -> tuple[int, bool]:
+        """In how many segments a row is swept, and whether there may be several."""
         # A segment has 2,048 tokens at least, and so 64 times 32. Programs of one warp are small: twice as many.
         return self.segments(self.T // 32, tile_count(self._sizes(config)[0], 2))

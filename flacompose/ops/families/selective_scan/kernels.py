@@ -104,7 +104,7 @@ def sweep_kernel(
     y,  # [tokens, state tiles, D]
     before,  # [chunks, D, S]: the state before each chunk
     ends,  # [SEGMENTS, N, D, S], after each segment but the last
-    sum_dt,  # [SEGMENTS, N, D], with `ends`: the sum of each segment's time steps
+    sum_dt,  # [SEGMENTS, N, D], the sum of each segment's time steps
     final,  # [N, D, S]
     cu_seqlens,
     T,
@@ -129,6 +129,9 @@ def sweep_kernel(
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     if ends is not None:
         if segment == SEGMENTS - 1:
+            return
+    elif y is None and before is None:
+        if segment < SEGMENTS - 1:
             return
     state_tile, group, _, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
     in_state = in_s[:, None] & in_d[None, :]
@@ -183,13 +186,14 @@ def sweep_kernel(
                     tl.store(y_tile + j * tl.cdiv(S, BS) * D + d, y_, mask=in_d & (j < left))
             total += dt_
         h = decayed(begun, A_ * total[None, :]) + added
-        if ends is not None:
+        if sum_dt is not None:
             steps += total
 
-    if ends is not None:
-        tl.store(ends + at_end * D * S + at_state, h, mask=in_state)
+    if sum_dt is not None:
         # The tiles of the states all store the same.
         tl.store(sum_dt + at_end * D + d, steps, mask=in_d)
+    if ends is not None:
+        tl.store(ends + at_end * D * S + at_state, h, mask=in_state)
     elif final is not None:
         if segment == SEGMENTS - 1:
             tl.store(final + n * D * S + at_state, h.to(final.dtype.element_ty), mask=in_state)

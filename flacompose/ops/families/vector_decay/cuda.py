@@ -43,6 +43,15 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return chunks.batched(o), final_state
 
 
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, H, K, V], sum_gk [N, H, K], sum_gv [N, H, V])``."""
+    chunks = _Launches(inputs)
+    end, sums = chunks.state(torch.float32), chunks.gate_sums()
+    chunks.states(operand(inputs.k), operand(inputs.v), None, end, stored=False, sums=sums)
+    zeros = end.new_zeros(*end.shape[:2], chunks.K), end.new_zeros(*end.shape[:2], chunks.V)
+    return end, *(x if of_g is None else of_g[:-1].sum(0) for x, of_g in zip(zeros, sums.values()))
+
+
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     inputs, d_final_state = _with_probabilities(call.inputs), call.arriving.final_state
@@ -120,6 +129,17 @@ class _Launches(MatrixSequences):
             "READ_BEFORE": inputs.u is not None,
             "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
         }
+        self.state_config = state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
+        tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
+        self.SEGMENTS, self.split = self.segments(self.chunks_of_row, self.H * tiles)
+        self.state_grid = (tiles * self.SEGMENTS * self.N * self.H,)
+
+    def gate_sums(self) -> dict[str, Tensor | None]:
+        """Memory for the sums of each segment's gates, of those that there are."""
+        gates = {"sum_gk": self.gk, "sum_gv": self.gv}
+        return {
+            x: None if g is None else self.per_segment(self.SEGMENTS, *g.shape[2:]) for x, g in gates.items()
+        }
 
     def states(
         self,
@@ -129,31 +149,27 @@ class _Launches(MatrixSequences):
         final: Tensor | None = None,
         stored: bool = True,
         reverse: bool = False,
+        sums: dict[str, Tensor | None] | None = None,
     ) -> Tensor | None:
         """The state before each chunk, ``[chunks, H, K, V]``, if `stored`; with `reverse`, backwards in time.
 
-        Fills `final`, if it is given.
+        Fills `final` and `sums`, if they are given.
         """
-        H, K, V, gk, gv = self.H, self.K, self.V, self.gk, self.gv
-        config = state_config(self.chip, self.bfloat16, K, V, gk is not None)
-        tiles = tile_count(K, config["BK"]) * tile_count(V, config["BV"])
-        SEGMENTS, split = self.segments(self.chunks_of_row, H * tiles)
-        sizes = {"K": K, "V": V, "SEGMENTS": SEGMENTS, "REVERSE": reverse, **config}
+        H, K, V = self.H, self.K, self.V
+        absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
 
         def sweep(**tensors: Tensor | None) -> None:
-            tensors = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final")) | tensors
-            grid = (tiles * SEGMENTS * self.N * H,)
-            launch(state_kernel, grid, a, x, gk, gv, **tensors, **self.arguments, **sizes)
+            arguments = {**self.arguments, **self.state_config, **absent, **tensors}
+            arguments |= {"K": K, "V": V, "SEGMENTS": self.SEGMENTS, "REVERSE": reverse}
+            launch(state_kernel, self.state_grid, a, x, self.gk, self.gv, **arguments)
 
         initial = operand(initial)
-        if split:
-            ends = self.per_segment(SEGMENTS, H, K, V)
-            sum_gk = None if gk is None else self.per_segment(SEGMENTS, H, K)
-            sum_gv = None if gv is None else self.per_segment(SEGMENTS, H, V)
-            sweep(ends=ends, sum_gk=sum_gk, sum_gv=sum_gv)
-            initial = join(ends, initial, gk=sum_gk, gv=sum_gv)
+        if self.split:
+            ends, of_segments = self.per_segment(self.SEGMENTS, H, K, V), sums or self.gate_sums()
+            sweep(ends=ends, **of_segments)
+            initial = join(ends, initial, gk=of_segments["sum_gk"], gv=of_segments["sum_gv"])
         states = self.per_chunk(H, K, V, dtype=self.dtype) if stored else None
-        sweep(initial=initial, states=states, final=final)
+        sweep(initial=initial, states=states, final=final, **(sums or {}))
         return states
 
     def score(

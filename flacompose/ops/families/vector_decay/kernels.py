@@ -69,7 +69,7 @@ def state_kernel(
     initial,  # [SEGMENTS, N, H, K, V], before each segment
     states,  # [chunks, H, K, V], before each chunk
     ends,  # [SEGMENTS, N, H, K, V], after each segment but the last
-    sum_gk,  # [SEGMENTS, N, H, K], with `ends`: the sums of each segment's gates
+    sum_gk,  # [SEGMENTS, N, H, K], the sums of each segment's gates
     sum_gv,  # [SEGMENTS, N, H, V]
     final,  # [N, H, K, V]
     cu_seqlens,
@@ -136,22 +136,24 @@ def state_kernel(
             a_ = a_ * tl.exp(tl.trans(select(to_edge, tl.trans(g), DOT)))
             total = tl.sum(g.to(tl.float32), 1)
             S *= tl.exp(total)[:, None]
-            gates_k += total
+            if sum_gk is not None:
+                gates_k += total
         if gv is not None:
             g = load_gates(gv, token, hi, h, dv, H, V)
             to_edge = reads_gate(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             x_ = x_ * tl.exp(select(to_edge, g, DOT))
             total = tl.sum(g.to(tl.float32), 0)
             S *= tl.exp(total)[None, :]
-            gates_v += total
+            if sum_gv is not None:
+                gates_v += total
         S += dot(a_, x_, DOT)
 
+    if sum_gk is not None:
+        tl.store(sum_gk + at_end * K + dk, gates_k, mask=dk < K)
+    if sum_gv is not None:
+        tl.store(sum_gv + at_end * V + dv, gates_v, mask=dv < V)
     if ends is not None:
         tl.store(ends + at_end * K * V + at_state, S, mask=in_state)
-        if gk is not None:
-            tl.store(sum_gk + at_end * K + dk, gates_k, mask=dk < K)
-        if gv is not None:
-            tl.store(sum_gv + at_end * V + dv, gates_v, mask=dv < V)
     elif final is not None:
         if segment == SEGMENTS - 1:
             tl.store(final + nh * K * V + at_state, S.to(final.dtype.element_ty), mask=in_state)
