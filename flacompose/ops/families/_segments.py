@@ -3,7 +3,7 @@
 A segment maps the state as a token and a chunk do: ``S_end = decay * S_start + end``. So a long row takes three steps.
 
 - The sweep of a family, begun at zero, finds the `ends` of all segments, and the sums of their gates.
-- `join` composes these maps to the state before each segment.
+- These maps are joined to the state before each segment.
 - The same sweep, begun there, gives what is wanted.
 
 Backwards in time the map of a segment is the same, and segments are counted from the last.
@@ -11,51 +11,91 @@ Backwards in time the map of a segment is the same, and segments are counted fro
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from flacompose.ops._launching import launch
 from flacompose.ops.families._join import join_kernel
 from flacompose.ops.families._launch import tile_count
+from flacompose.ops.families._sequences import Sequences
 
 BLOCK = 256  # numbers of a state for a program
+Sweep = Callable[..., None]
 
 
-def join(
-    ends: Tensor,
-    initial: Tensor | None,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    rates: Tensor | None = None,
-) -> Tensor:
-    """The state before each segment, in the memory of `ends`, from the state before the first, zero if it is None.
-
-    `ends` and the sums of gates are of `Sequences.per_segment`; those of the last segment are not used.
+class Segments:
+    """The segments of each of the `sequences`, as many as `Sequences.segments` says.
 
     Args:
-        ends: ``[SEGMENTS, N, H, K, V]``, where an axis that a state has not is 1.
-        initial: ``[N, H, K, V]``.
-        g: ``[SEGMENTS, N, H]``, the sums of the gates of heads.
-        gk: ``[SEGMENTS, N, H, K]``, of the channels of keys.
-        gv: ``[SEGMENTS, N, H, V]``, of the channels of values.
+        units: chunks, mostly, of a row.
+        programs: how many sweep a segment.
+        state: the shape of a state, ``(H, K, V)``, or without the first axes of it.
+        g: the name by which a sweep takes the sums of the gates of heads, ``[count, N, H]``, if it takes any.
+        gk: likewise of the channels of keys, ``[count, N, H, K]``.
+        gv: likewise of the channels of values, ``[count, N, H, V]``.
         rates: ``[K, V]``, by which the sums of gates are multiplied.
     """
-    segments, N, H, K, V = ends.shape
-    launch(
-        join_kernel,
-        (tile_count(K * V, BLOCK) * N * H,),
-        states=ends,
-        g=g,
-        gk=gk,
-        gv=gv,
-        rates=rates,
-        initial=initial,
-        N=N,
-        H=H,
-        SEGMENTS=segments - 1,
-        K=K,
-        V=V,
-        BLOCK=BLOCK,
-        num_warps=2,
-    )
-    return ends
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        units: int,
+        programs: int,
+        state: tuple[int, ...],
+        *,
+        g: str | None = None,
+        gk: str | None = None,
+        gv: str | None = None,
+        rates: Tensor | None = None,
+    ) -> None:
+        self.sequences, self.state, self.rates = sequences, state, rates
+        self.count, self.split = sequences.segments(units, programs)
+        self.names = {"g": g, "gk": gk, "gv": gv}
+
+    def starts(
+        self, sweep: Sweep, initial: Tensor | None, sums: dict[str, Tensor] | None = None
+    ) -> Tensor | None:
+        """The state before each segment, ``[count, N, *state]``, from that before the first, zero if it is None.
+
+        `sweep` is called with `ends` and the sums of gates, and fills them, but for the last segment.
+        """
+        initial = None if initial is None else initial.contiguous()
+        if not self.split:
+            return initial
+        states = self.sequences.per_segment(self.count, *self.state)
+        sums = self.sums() if sums is None else sums
+        sweep(ends=states, **sums)
+        H, K, V = ((1, 1) + self.state)[-3:]
+        launch(
+            join_kernel,
+            (tile_count(K * V, BLOCK) * self.sequences.N * H,),
+            states=states,
+            **{gate: name and sums[name] for gate, name in self.names.items()},
+            rates=self.rates,
+            initial=initial,
+            N=self.sequences.N,
+            H=H,
+            SEGMENTS=self.count,
+            K=K,
+            V=V,
+            BLOCK=BLOCK,
+            num_warps=2,
+        )
+        return states
+
+    def map(self, sweep: Sweep) -> tuple[Tensor, ...]:
+        """The map of each whole sequence: its `end`, ``[N, *state]``, and the sums of its gates."""
+        end, sums = self.sequences.per_sequence(*self.state), self.sums()
+        sweep(initial=self.starts(sweep, None, sums), final=end, **sums)
+        return end, *(x[: self.count].sum(0) for x in sums.values())
+
+    def sums(self) -> dict[str, Tensor]:
+        """Memory for the sums of each segment's gates."""
+        *H, V = self.state
+        shapes = {"g": H[:-1], "gk": H, "gv": [*H[:-1], V]}
+        return {
+            name: self.sequences.per_segment(self.count, *shapes[gate])
+            for gate, name in self.names.items()
+            if name
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import torch
@@ -12,7 +13,7 @@ from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import block, operand, tile_count
-from flacompose.ops.families._segments import join
+from flacompose.ops.families._segments import Segments
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
@@ -33,14 +34,11 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return sweep.batched(o), final_state
 
 
-def ends(inputs: Inputs) -> tuple[Tensor, Tensor]:
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, HV, K, V], sum_g [N, HV])``."""
     assert inputs.g_gamma is None, "it is added to g before"
     sweep = _Launches(inputs)
-    end, k, v = sweep.state(torch.float32), operand(inputs.k), operand(inputs.v)
-    sum_g = sweep.gate_sums()
-    sweep(None, k, v, initial=sweep.starts(k, v, None, sum_g), final=end, sum_g=sum_g)
-    return end, end.new_zeros(end.shape[:2]) if sum_g is None else sum_g[:-1].sum(0)
+    return sweep.row.map(partial(sweep, None, operand(inputs.k), operand(inputs.v)))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -117,7 +115,8 @@ class _Launches(MatrixSequences):
         self.fine = fine and bfloat16
         self.parts = head_parts(self.H // q.shape[2])
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
-        self.SEGMENTS, self.split = self.segments((self.T + self.step - 1) // self.step, programs)
+        steps = (self.T + self.step - 1) // self.step
+        self.row = Segments(self, steps, programs, (self.H, self.K, self.V), g="sum_g")
         # Either gates that are the same for every token, or running sums of gates, in two parts for float32 products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:
@@ -154,20 +153,9 @@ class _Launches(MatrixSequences):
         dtype = torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32
         return self.per_chunk(self.H, self.K, self.V, dtype=dtype)
 
-    def gate_sums(self) -> Tensor | None:
-        """Memory for the sum of each segment's gates, if there are any."""
-        return self.per_segment(self.SEGMENTS, self.H) if self.gated else None
-
-    def starts(
-        self, b: Tensor, x: Tensor, initial: Tensor | None, sum_g: Tensor | None = None, reverse: bool = False
-    ) -> Tensor | None:
-        """The state before each segment, from the one before the sequence. Fills `sum_g`, but for the last segment."""
-        if not self.split:
-            return initial
-        ends = self.per_segment(self.SEGMENTS, self.H, self.K, self.V)
-        sum_g = self.gate_sums() if sum_g is None else sum_g
-        self(None, b, x, reverse=reverse, ends=ends, sum_g=sum_g)
-        return join(ends, initial, sum_g)
+    def starts(self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor | None:
+        """The state before each segment, from the one before the sequence."""
+        return self.row.starts(partial(self, None, b, x, reverse=reverse), initial)
 
     def __call__(
         self,
@@ -197,7 +185,7 @@ class _Launches(MatrixSequences):
             "scale": self.scale,
             "HA": b.shape[2],
             "HX": x.shape[2],
-            "SEGMENTS": self.SEGMENTS,
+            "SEGMENTS": self.row.count,
             "C": self.step,
             "CS": self.C,
             "REVERSE": reverse,
@@ -205,7 +193,7 @@ class _Launches(MatrixSequences):
             "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
         }
         tiles, columns = self.tiles(transpose)
-        programs, out = columns * self.SEGMENTS * self.N * self.H, tensors.get("out")
+        programs, out = columns * self.row.count * self.N * self.H, tensors.get("out")
         if tiles == 1 or out is None:
             launch(sweep_kernel, (tiles * programs,), partial=None, first_tile=None, TILES=tiles, **arguments)
         elif columns > 4:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -10,7 +12,7 @@ from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import block, operand, operand_dtype, tile_count
-from flacompose.ops.families._segments import join
+from flacompose.ops.families._segments import Segments
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.vector_decay import slots
@@ -46,10 +48,7 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, H, K, V], sum_gk [N, H, K], sum_gv [N, H, V])``."""
     chunks = _Launches(inputs)
-    end, sums = chunks.state(torch.float32), chunks.gate_sums()
-    chunks.states(operand(inputs.k), operand(inputs.v), None, end, stored=False, sums=sums)
-    zeros = end.new_zeros(*end.shape[:2], chunks.K), end.new_zeros(*end.shape[:2], chunks.V)
-    return end, *(x if of_g is None else of_g[:-1].sum(0) for x, of_g in zip(zeros, sums.values()))
+    return chunks.row.map(partial(chunks.sweep, operand(inputs.k), operand(inputs.v)))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -130,16 +129,28 @@ class _Launches(MatrixSequences):
             "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
         }
         self.state_config = state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
-        tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
-        self.SEGMENTS, self.split = self.segments(self.chunks_of_row, self.H * tiles)
-        self.state_grid = (tiles * self.SEGMENTS * self.N * self.H,)
+        self.tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
+        state = self.H, self.K, self.V
+        self.row = Segments(self, self.chunks_of_row, self.H * self.tiles, state, gk="sum_gk", gv="sum_gv")
 
-    def gate_sums(self) -> dict[str, Tensor | None]:
-        """Memory for the sums of each segment's gates, of those that there are."""
-        gates = {"sum_gk": self.gk, "sum_gv": self.gv}
-        return {
-            x: None if g is None else self.per_segment(self.SEGMENTS, *g.shape[2:]) for x, g in gates.items()
-        }
+    def sweep(self, a: Tensor, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
+        """Launch `state_kernel`, which fills what is given."""
+        absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
+        launch(
+            state_kernel,
+            (self.tiles * self.row.count * self.N * self.H,),
+            a=a,
+            x=x,
+            gk=self.gk,
+            gv=self.gv,
+            **(absent | tensors),
+            **self.arguments,
+            K=self.K,
+            V=self.V,
+            SEGMENTS=self.row.count,
+            REVERSE=reverse,
+            **self.state_config,
+        )
 
     def states(
         self,
@@ -149,27 +160,15 @@ class _Launches(MatrixSequences):
         final: Tensor | None = None,
         stored: bool = True,
         reverse: bool = False,
-        sums: dict[str, Tensor | None] | None = None,
     ) -> Tensor | None:
         """The state before each chunk, ``[chunks, H, K, V]``, if `stored`; with `reverse`, backwards in time.
 
-        Fills `final` and `sums`, if they are given.
+        Fills `final`, if it is given.
         """
-        H, K, V = self.H, self.K, self.V
-        absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
-
-        def sweep(**tensors: Tensor | None) -> None:
-            arguments = {**self.arguments, **self.state_config, **absent, **tensors}
-            arguments |= {"K": K, "V": V, "SEGMENTS": self.SEGMENTS, "REVERSE": reverse}
-            launch(state_kernel, self.state_grid, a, x, self.gk, self.gv, **arguments)
-
-        initial = operand(initial)
-        if self.split:
-            ends, of_segments = self.per_segment(self.SEGMENTS, H, K, V), sums or self.gate_sums()
-            sweep(ends=ends, **of_segments)
-            initial = join(ends, initial, gk=of_segments["sum_gk"], gv=of_segments["sum_gv"])
-        states = self.per_chunk(H, K, V, dtype=self.dtype) if stored else None
-        sweep(initial=initial, states=states, final=final, **(sums or {}))
+        sweep = partial(self.sweep, a, x, reverse)
+        initial = self.row.starts(sweep, operand(initial))
+        states = self.per_chunk(self.H, self.K, self.V, dtype=self.dtype) if stored else None
+        sweep(initial=initial, states=states, final=final)
         return states
 
     def score(
