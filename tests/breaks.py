@@ -45,6 +45,8 @@ BREAKS = [
     Break("ops/families/slot_attention/eager.py", "of_tokens(of_values.get(\"gk\"), of_keys.get(\"gv\"))", "of_tokens(of_values.get(\"gk\"))", "test_slot_attention.py"),
     Break("ops/families/_steps.py", "T - stride * i", "T - i", "contract/test_states.py", "shorter and product"),
     Break("ops/families/_steps.py", "d_states[:, i] + d_state", "d_states[:, i]", "contract/test_states.py", "gradient"),
+    Break("ops/families/_stretches.py", "return Matrix(self.M.mT)", "return Matrix(self.M)", "test_stretches.py", "matrices"),
+    Break("ops/families/_op.py", "made[name] = made[name] + of_tokens", "made[name] = made[name] - of_tokens", "test_stretches.py", "recurrence and scan"),
     Break("ops/_varlen.py", "(token < end[sequence, None])", "(token <= end[sequence, None])", PACKED, "test_packed and chunk_gla"),
     Break("ops/_varlen.py", "(t < cu[-1])", "(t <= cu[-1])", PACKED, "tail_holds"),
     Break("ops/_logsumexp.py", "torch.sigmoid(x - before)", "torch.sigmoid(before - x)", VALUES, "lengths and abc"),

@@ -113,15 +113,15 @@ def _define_ends(
 
     def backward(call: BackwardCall[Any]) -> Gradients:
         inputs, (d_end, *d_sums) = call.inputs._replace(initial_state=None), call.arriving
-        wanted = [x in call.wanted and x != "initial_state" for x in signature.differentiable]
-        made = {x: torch.zeros_like(getattr(inputs, x)) for x in call.wanted}
+        made: Gradients = {}
         if d_end is not None:
+            wanted = [x in call.wanted and x != "initial_state" for x in signature.differentiable]
             found = backward_of_forms(*inputs, None, d_end, wanted)
-            made |= {x: dx for x, dx, want in zip(signature.differentiable, found, wanted) if want}
+            made = {x: dx for x, dx, want in zip(signature.differentiable, found, wanted) if want}
+        made |= {x: torch.zeros_like(getattr(call.inputs, x)) for x in call.wanted - made.keys()}
         for name, d_sum in zip(gates, d_sums):
             if name in call.wanted and d_sum is not None:
-                g = getattr(inputs, name)
-                made[name] = made[name] + of_tokens(d_sum, g.shape[1], inputs.cu_seqlens)
+                made[name] = made[name] + of_tokens(d_sum, made[name].shape[1], inputs.cu_seqlens)
         return call.made(**made)
 
     load = partial(on_cuda, family, "ends", signature)
