@@ -31,9 +31,8 @@ class Segments:
         units: chunks, mostly, of a row.
         programs: how many sweep a segment.
         state: the shape of a state, ``(H, K, V)``, or without the first axes of it.
-        g: the name by which a sweep takes the sums of the gates of heads, ``[count, N, H]``, if it takes any.
-        gk: likewise of the channels of keys, ``[count, N, H, K]``.
-        gv: likewise of the channels of values, ``[count, N, H, V]``.
+        gates: the names by which a sweep takes the sums of its gates: of `g`, those of heads, ``[count, N, H]``; of
+            `gk` and `gv`, those of channels of keys, ``[count, N, H, K]``, and of values, ``[count, N, H, V]``.
         rates: ``[K, V]``, by which the sums of gates are multiplied.
     """
 
@@ -43,15 +42,11 @@ class Segments:
         units: int,
         programs: int,
         state: tuple[int, ...],
-        *,
-        g: str | None = None,
-        gk: str | None = None,
-        gv: str | None = None,
+        gates: dict[str, str],
         rates: Tensor | None = None,
     ) -> None:
-        self.sequences, self.state, self.rates = sequences, state, rates
+        self.sequences, self.state, self.gates, self.rates = sequences, state, gates, rates
         self.count, self.split = sequences.segments(units, programs)
-        self.names = {"g": g, "gk": gk, "gv": gv}
 
     def starts(
         self, sweep: Sweep, initial: Tensor | None, sums: dict[str, Tensor] | None = None
@@ -71,7 +66,7 @@ class Segments:
             join_kernel,
             (tile_count(K * V, BLOCK) * self.sequences.N * H,),
             states=states,
-            **{gate: name and sums[name] for gate, name in self.names.items()},
+            **{gate: sums.get(self.gates.get(gate, "")) for gate in ("g", "gk", "gv")},
             rates=self.rates,
             initial=initial,
             N=self.sequences.N,
@@ -94,8 +89,4 @@ class Segments:
         """Memory for the sums of each segment's gates."""
         *H, V = self.state
         shapes = {"g": H[:-1], "gk": H, "gv": [*H[:-1], V]}
-        return {
-            name: self.sequences.per_segment(self.count, *shapes[gate])
-            for gate, name in self.names.items()
-            if name
-        }
+        return {x: self.sequences.per_segment(self.count, *shapes[gate]) for gate, x in self.gates.items()}

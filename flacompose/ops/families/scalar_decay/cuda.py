@@ -116,7 +116,7 @@ class _Launches(MatrixSequences):
         self.parts = head_parts(self.H // q.shape[2])
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
         steps = (self.T + self.step - 1) // self.step
-        self.row = Segments(self, steps, programs, (self.H, self.K, self.V), g="sum_g")
+        self.row = Segments(self, steps, programs, (self.H, self.K, self.V), {"g": "sum_g"})
         # Either gates that are the same for every token, or running sums of gates, in two parts for float32 products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:

@@ -74,7 +74,7 @@ class _Launches(Sequences):
         self.BD = block(self.D, 256 if by_token else 64)
         self.tiles = tile_count(self.D, self.BD)
         # A segment has 2,048 tokens at least, and so 64 times 32.
-        self.row = Segments(self, 0 if by_token else self.T // 32, self.tiles, (self.D,), gv="sum_g")
+        self.row = Segments(self, 0 if by_token else self.T // 32, self.tiles, (self.D,), {"gv": "sum_g"})
 
     def forward(
         self, inputs: Inputs, count: int | None = None, stride: int | None = None

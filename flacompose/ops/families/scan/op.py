@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 from torch import Tensor
@@ -41,6 +42,5 @@ def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
     return Decay((sum_g,)), end
 
 
-def d_start(inputs: Inputs, do: Tensor) -> Tensor:
-    """The gradient of the state before each sequence that comes from its outputs alone: see `_stretches`."""
-    return start_gradient("scan", SIGNATURE, inputs, do)
+# Takes `Inputs` and the gradients of the outputs, and gives that of the state before each sequence: see `_stretches`.
+d_start = partial(start_gradient, "scan", SIGNATURE)

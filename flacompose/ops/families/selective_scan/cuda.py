@@ -166,4 +166,4 @@ class _Launches(Sequences):
         """The segments of a row, where tiles are those of `config`."""
         # A segment has 2,048 tokens at least, and so 64 times 32. Programs of one warp are small: twice as many.
         programs, state = tile_count(self._sizes(config)[0], 2), (self.D, self.S)
-        return Segments(self, self.T // 32, programs, state, gk="sum_dt", rates=self.arguments["A"])
+        return Segments(self, self.T // 32, programs, state, {"gk": "sum_dt"}, self.arguments["A"])

@@ -8,6 +8,7 @@ computes again have to fit between chunks. The two share the bounds of sequences
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import torch
@@ -45,6 +46,5 @@ def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
     return Decay((log,)), end
 
 
-def d_start(inputs: Inputs, do: Tensor) -> Tensor:
-    """The gradient of the state before each sequence that comes from its outputs alone: see `_stretches`."""
-    return start_gradient("selective_scan", SIGNATURE, inputs, do)
+# Takes `Inputs` and the gradients of the outputs, and gives that of the state before each sequence: see `_stretches`.
+d_start = partial(start_gradient, "selective_scan", SIGNATURE)

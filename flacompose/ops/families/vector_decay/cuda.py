@@ -130,8 +130,8 @@ class _Launches(MatrixSequences):
         }
         self.state_config = state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
         self.tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
-        state = self.H, self.K, self.V
-        self.row = Segments(self, self.chunks_of_row, self.H * self.tiles, state, gk="sum_gk", gv="sum_gv")
+        state, gates = (self.H, self.K, self.V), {"gk": "sum_gk", "gv": "sum_gv"}
+        self.row = Segments(self, self.chunks_of_row, self.H * self.tiles, state, gates)
 
     def sweep(self, a: Tensor, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
         """Launch `state_kernel`, which fills what is given."""

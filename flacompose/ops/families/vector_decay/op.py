@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from flacompose.ops.families._op import define_forms, matrix_state_flops, start_gradient
@@ -38,6 +40,5 @@ def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
     return Decay(tuple(log for g, log in logs if g is not None)), end
 
 
-def d_start(inputs: Inputs, do: Tensor) -> Tensor:
-    """The gradient of the state before each sequence that comes from its outputs alone: see `_stretches`."""
-    return start_gradient("vector_decay", SIGNATURE, inputs, do)
+# Takes `Inputs` and the gradients of the outputs, and gives that of the state before each sequence: see `_stretches`.
+d_start = partial(start_gradient, "vector_decay", SIGNATURE)
