@@ -193,8 +193,8 @@ def _calls(
 ) -> Iterator[Call]:
     """All forms of a family, and its backward for each of `masks`."""
     name = family.__name__.split(".")[-2]
-    for form, more in (("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1))):
-        if hasattr(family, form):
+    for form, more in (("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1)), ("ends", ())):
+        if hasattr(family, form) and not (form == "ends" and "g_gamma" in at):
             yield Call(at, flat(family, form), f"{name}_{form}", (*args, *more))
     for mask in masks:
         yield Call(at, flat(family, "backward"), f"{name}_backward", (*args, do, state, mask))

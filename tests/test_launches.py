@@ -304,8 +304,7 @@ def test_many_sequences_are_not_cut(family: Any, sequences: int) -> None:
     if family is scan:
         args = q[:, :, 0], k[:, :, 0], None, cu_seqlens
     launches, _ = launched(lambda: flat(family, "chunk")(*args))
-    ends = "ends" if family is delta_rule else "segment_state"
-    cut = any(arguments.get(ends) is not None for _, arguments in launches)
+    cut = any(arguments.get("ends") is not None for _, arguments in launches)
     assert cut == (sequences == 1)
 
 

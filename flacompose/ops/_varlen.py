@@ -49,6 +49,25 @@ def sequence_of(t: Tensor, cu: Tensor) -> Tensor:
     return (torch.searchsorted(cu, t, right=True) - 1).clamp(0, cu.shape[0] - 2)
 
 
+def summed(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """``[N, ...]``, the sum of ``x [B, T, ...]`` over the tokens of each sequence."""
+    if cu_seqlens is None:
+        return x.sum(1)
+    (x,) = without_tail(cu_seqlens, x)
+    T, cu = x.shape[1], bounds(cu_seqlens, x.shape[1])
+    sums = x.new_zeros(cu.shape[0] - 1, *x.shape[2:])
+    return sums.index_add(0, sequence_of(torch.arange(T, device=cu.device), cu), x[0])
+
+
+def of_tokens(x: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
+    """``[B, T, ...]``, for each of the tokens what ``x [N, ...]`` has for its sequence, and 0 where it is in none."""
+    if cu_seqlens is None:
+        return x.unsqueeze(1).expand(-1, T, *[-1] * (x.ndim - 1))
+    cu = bounds(cu_seqlens, T)
+    n = sequence_of(torch.arange(T, device=cu.device), cu)
+    return without_tail(cu_seqlens, x[n].unsqueeze(0))[0]
+
+
 class ChunkTable(NamedTuple):
     """The chunks of packed sequences, in the order of their tokens; some of them have no tokens."""
 

@@ -79,13 +79,13 @@ class Chunks:
         return x[:, :, : self.T]
 
     def decaying_sweep(
-        self, writes: Tensor, decays: Sequence[Tensor], start: Tensor | None, reverse: bool = False
+        self, ends: Tensor, decays: Sequence[Tensor], start: Tensor | None, reverse: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """`sweep` of ``S <- S * decays + writes``, all ``[B, H, R, K, V]`` or broadcast to it.
+        """`sweep` of ``S <- S * decays + ends``, the maps of chunks, all ``[B, H, R, K, V]`` or broadcast to it.
 
         The states before the chunks may be one matrix of zeros, ``[K, V]``.
         """
-        _, H, R, K, V = writes.shape
+        _, H, R, K, V = ends.shape
 
         def decayed(S: Tensor, at: slice | int) -> Tensor:
             for decay in decays:
@@ -94,15 +94,15 @@ class Chunks:
 
         if self.one_each:  # all at once
             if start is None:
-                before, after = writes.new_zeros(K, V), writes
+                before, after = ends.new_zeros(K, V), ends
             else:
-                before = start.to(writes.dtype).contiguous()
+                before = start.to(ends.dtype).contiguous()
                 before = before.unsqueeze(2) if self.table is None else before.transpose(0, 1).unsqueeze(0)
-                after = decayed(before, slice(None)) + writes
+                after = decayed(before, slice(None)) + ends
             end = after[:, :, 0] if self.table is None else after[0].transpose(0, 1)
             return before, end.clone(memory_format=torch.contiguous_format)
-        start = writes.new_zeros(self.N, H, K, V) if start is None else start.to(writes.dtype)
-        return self.sweep(lambda i, S: decayed(S, i) + writes[:, :, i], R, start, reverse)
+        start = ends.new_zeros(self.N, H, K, V) if start is None else start.to(ends.dtype)
+        return self.sweep(lambda i, S: decayed(S, i) + ends[:, :, i], R, start, reverse)
 
     def sweep(
         self, step: Callable[[int, Tensor], Tensor], R: int, start: Tensor, reverse: bool = False

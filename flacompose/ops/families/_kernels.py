@@ -7,12 +7,19 @@ import triton.language as tl
 
 # Its exponential is 0 in float32. So a sum of gates that includes it gives a weight of 0, as one with -inf does.
 LOWEST_GATE = tl.constexpr(-128.0)
+LOWEST_RATE = tl.constexpr(-3.4028234663852886e38)  # the lowest number of float32
 
 
 @triton.jit
 def bounded(g):
     """The gate `g`, at least `LOWEST_GATE`. A NaN stays NaN, where the hardware's maximum would take the bound."""
     return tl.maximum(g, LOWEST_GATE, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def finite(A):
+    """Rates, with the lowest number for -inf, which times a time step of 0 would be NaN. A NaN stays NaN."""
+    return tl.maximum(A, LOWEST_RATE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -17,7 +17,8 @@ from flacompose._torch import OpOverload
 from flacompose.ops._chip import is_here, runs_kernels
 from flacompose.ops._define import define_op
 from flacompose.ops._sizes import always_true
-from flacompose.ops.families._signature import BackwardCall, Signature
+from flacompose.ops._varlen import of_tokens, summed
+from flacompose.ops.families._signature import BackwardCall, Gradients, Signature
 from flacompose.ops.families._steps import Steps
 
 if TYPE_CHECKING:
@@ -33,9 +34,14 @@ def define_forms(
     eager: ModuleType,
     *,
     forms: tuple[str, ...] = ("chunk", "recurrent"),
+    ends: type[Any] | None = None,
     flops: Callable[..., int],
 ) -> tuple[OpOverload, ...]:
     """Register ``<family>_<form>`` for each of `forms`, and ``<family>_backward``; return the operators of the forms.
+
+    With `ends` the family also gets ``<family>_ends`` and ``<family>_ends_backward``, and the former comes next. It
+    takes the arguments of the forms and returns the state that each sequence reaches from zero, whatever the initial
+    state is, and the sums of its gates.
 
     A family with a form "recurrent" also gets ``<family>_steps`` and ``<family>_steps_backward``, and that operator
     comes last. It is the recurrent form of sequences in rows, and returns ``(o, states [N, count, ...])``, the states
@@ -49,6 +55,8 @@ def define_forms(
         signature: what the forms take and return.
         eager: the family's `forward`, which takes the named tuple of the inputs, and its `backward`, which takes a
             `BackwardCall` and returns the gradients that it wants, by the names of the inputs.
+        ends: what `<family>_ends` returns, a named tuple of `end` and of a ``sum_x`` for each gate `x`. The module
+            `cuda` has a function `ends` for it.
         forms: the form "chunk" compiles its kernels ahead, "recurrent" and "token" are one kernel.
         flops: of a form, as `define_op` takes it; the backward has twice as many.
     """
@@ -77,7 +85,64 @@ def define_forms(
         )
         for form in forms
     ]
-    return (*ops, _define_steps(family, signature, eager, flops)) if "recurrent" in forms else tuple(ops)
+    if ends is not None:
+        ops.append(_define_ends(family, signature, eager, backward, ends, flops))
+    if "recurrent" in forms:
+        ops.append(_define_steps(family, signature, eager, flops))
+    return tuple(ops)
+
+
+def _define_ends(
+    family: str,
+    of_forms: Signature[Any],
+    eager: ModuleType,
+    backward_of_forms: OpOverload,
+    outputs: type[Any],
+    flops: Callable[..., int],
+) -> OpOverload:
+    """Register ``<family>_ends`` and its backward, which on every device calls that of the forms."""
+    signature = Signature(of_forms.inputs, outputs)
+    gates = [name.removeprefix("sum_") for name in outputs._fields[1:]]
+
+    def forward(inputs: Any) -> tuple[Tensor, ...]:
+        _, end = eager.forward(inputs._replace(initial_state=None))
+        _, *zeros = map(torch.zeros_like, signature.fake(*inputs))
+        given = (getattr(inputs, name) for name in gates)
+        sums = (x if g is None else summed(g.to(x.dtype), inputs.cu_seqlens) for g, x in zip(given, zeros))
+        return end, *sums
+
+    def backward(call: BackwardCall[Any]) -> Gradients:
+        inputs, (d_end, *d_sums) = call.inputs._replace(initial_state=None), call.arriving
+        made: Gradients = {}
+        if d_end is not None:
+            wanted = [x in call.wanted and x != "initial_state" for x in signature.differentiable]
+            found = backward_of_forms(*inputs, None, d_end, wanted)
+            made = {x: dx for x, dx, want in zip(signature.differentiable, found, wanted) if want}
+        made |= {x: torch.zeros_like(getattr(call.inputs, x)) for x in call.wanted - made.keys()}
+        for name, d_sum in zip(gates, d_sums):
+            if name in call.wanted and d_sum is not None:
+                made[name] = made[name] + of_tokens(d_sum, made[name].shape[1], inputs.cu_seqlens)
+        return call.made(**made)
+
+    load = partial(on_cuda, family, "ends", signature)
+    return define_op(
+        f"{family}_ends",
+        f"({signature.arguments}) -> ({signature.results})",
+        eager=signature.flat(forward),
+        triton=load,
+        fake=_compiling(signature.fake, load),
+        backward=define_op(
+            f"{family}_ends_backward",
+            f"({signature.arguments}, {signature.arriving}, bool[] output_mask) -> ({signature.gradients})",
+            eager=signature.flat_backward(backward),
+            fake=signature.fake_backward,
+            axes=signature.axes,
+            flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
+        ),
+        axes=signature.axes,
+        autocast=signature.autocast,
+        flops=flops,
+    )
 
 
 def _define_steps(
@@ -126,6 +191,15 @@ def _define_steps(
     )
 
 
+def start_gradient(family: str, signature: Signature[Any], inputs: Any, do: Tensor) -> Tensor:
+    """The gradient of the state before each sequence that comes from its outputs. It does not depend on a state."""
+    _, state = signature.fake(*inputs)
+    mask = [x == "initial_state" for x in signature.differentiable]
+    backward = getattr(torch.ops.flacompose, f"{family}_backward").default
+    gradients = backward(*inputs._replace(initial_state=torch.zeros_like(state)), do, None, mask)
+    return gradients[mask.index(True)]
+
+
 def _has_one_token(x: Tensor, *_: Any) -> bool:
     return always_true(x.shape[1] == 1)
 
@@ -147,6 +221,8 @@ def on_cuda(family: str, form: str, signature: Signature[Any]) -> Replay:
         return Replay(signature.flat(function))
     if form == "backward":
         return Replay(compile_ahead(signature.flat_backward(function)))
+    if form == "ends":
+        return Replay(compile_ahead(signature.flat(function)))
     backward = on_cuda(family, "backward", signature).implementation
     return Replay(compile_ahead(signature.flat(function), backward))
 

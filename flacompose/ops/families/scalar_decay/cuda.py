@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -13,6 +13,7 @@ from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import block, operand, tile_count
+from flacompose.ops.families._segments import Segments
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
@@ -28,10 +29,16 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     sweep = _Launches(inputs)
     o, final_state = sweep.per_token(sweep.H, sweep.V, dtype=inputs.v.dtype), sweep.state(torch.float32)
     q, k, v = map(operand, inputs[:3])
-    initial_state = operand(inputs.initial_state)
-    ends = sweep.segment_ends(k, v, initial_state)
-    sweep(q, k, v, initial_state, out=o, final=final_state, **ends)
+    initial = sweep.starts(k, v, operand(inputs.initial_state))
+    sweep(q, k, v, initial=initial, out=o, final=final_state)
     return sweep.batched(o), final_state
+
+
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, HV, K, V], sum_g [N, HV])``."""
+    assert inputs.g_gamma is None, "it is added to g before"
+    sweep = _Launches(inputs)
+    return sweep.row.map(partial(sweep, None, operand(inputs.k), operand(inputs.v)))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -51,20 +58,20 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if gradient_of_gates:
         S, dS = sweep.per_chunk_state(), sweep.per_chunk_state()
     if S is not None or wants("q"):
-        ends = sweep.segment_ends(k, v, initial_state)
+        initial = sweep.starts(k, v, initial_state)
         if S is not None:
-            sweep(None, k, v, initial_state, states=S, **ends)
+            sweep(None, k, v, initial=initial, states=S)
         else:
-            sweep(do, v, k, initial_state, out=dq, transpose=True, **ends)
+            sweep(do, v, k, initial=initial, out=dq, transpose=True)
     sweeps_dk = wants("k") and dS is None
     if sweeps_dk or dS is not None or wants("v", "initial_state"):
         # One of these sweeps ends with the gradient of the initial state, or is made for that alone.
-        ends, final = sweep.segment_ends(q, do, d_final_state, reverse=True), d_initial_state
+        initial, final = sweep.starts(q, do, d_final_state, reverse=True), d_initial_state
         if wants("v") or not sweeps_dk:
-            sweep(k, q, do, d_final_state, out=dv, states=dS, final=final, reverse=True, **ends)
+            sweep(k, q, do, initial=initial, out=dv, states=dS, final=final, reverse=True)
             final = None
         if sweeps_dk:
-            sweep(v, do, q, d_final_state, out=dk, final=final, transpose=True, reverse=True, **ends)
+            sweep(v, do, q, initial=initial, out=dk, final=final, transpose=True, reverse=True)
 
     dg = dbeta = None
     if gradient_of_gates:
@@ -108,7 +115,8 @@ class _Launches(MatrixSequences):
         self.fine = fine and bfloat16
         self.parts = head_parts(self.H // q.shape[2])
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
-        self.SEGMENTS, self.split = self.segments((self.T + self.step - 1) // self.step, programs)
+        steps = (self.T + self.step - 1) // self.step
+        self.row = Segments(self, steps, programs, (self.H, self.K, self.V), {"g": "sum_g"})
         # Either gates that are the same for every token, or running sums of gates, in two parts for float32 products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:
@@ -145,25 +153,15 @@ class _Launches(MatrixSequences):
         dtype = torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32
         return self.per_chunk(self.H, self.K, self.V, dtype=dtype)
 
-    def segment_ends(
-        self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False
-    ) -> dict[str, Any]:
-        """The state at each segment's end, begun at zero, and its summed gates; nothing if there is one segment."""
-        if not self.split:
-            return {}
-        ends: dict[str, Any] = {"segment_state": self.per_segment(self.SEGMENTS, self.H, self.K, self.V)}
-        if self.gated:
-            ends["segment_gate"] = self.per_segment(self.SEGMENTS, self.H)
-        self(None, b, x, initial, find_ends=True, reverse=reverse, **ends)
-        return ends
+    def starts(self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor | None:
+        """The state before each segment, from the one before the sequence."""
+        return self.row.starts(partial(self, None, b, x, reverse=reverse), initial)
 
     def __call__(
         self,
         a: Tensor | None,
         b: Tensor,
         x: Tensor,
-        initial: Tensor | None,
-        find_ends: bool = False,
         transpose: bool = False,
         reverse: bool = False,
         **tensors: Tensor | None,
@@ -172,7 +170,7 @@ class _Launches(MatrixSequences):
 
         The other `tensors` are its arguments by name, of which those left out are absent.
         """
-        optional = ("segment_state", "segment_gate", "out", "states", "final")
+        optional = ("initial", "out", "states", "ends", "sum_g", "final")
         arguments = {
             **dict.fromkeys(optional),
             **tensors,
@@ -183,22 +181,19 @@ class _Launches(MatrixSequences):
             "a": a,
             "b": b,
             "x": x,
-            "initial": initial,
             "beta": self.beta,
             "scale": self.scale,
             "HA": b.shape[2],
             "HX": x.shape[2],
-            "SEGMENTS": self.SEGMENTS,
+            "SEGMENTS": self.row.count,
             "C": self.step,
             "CS": self.C,
-            "SPLIT": self.split,
-            "ENDS": find_ends,
             "REVERSE": reverse,
             "FINE": self.fine and "states" in tensors,
             "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
         }
         tiles, columns = self.tiles(transpose)
-        programs, out = columns * self.SEGMENTS * self.N * self.H, tensors.get("out")
+        programs, out = columns * self.row.count * self.N * self.H, tensors.get("out")
         if tiles == 1 or out is None:
             launch(sweep_kernel, (tiles * programs,), partial=None, first_tile=None, TILES=tiles, **arguments)
         elif columns > 4:

@@ -80,12 +80,12 @@ def sweep_kernel(
     gamma,  # [H], a gate that is the same for every token
     sums,  # [chunks, H, CS], running sums of other gates, as `gate_kernel` gives them
     rest,  # [chunks, H, CS]
-    initial,  # [N, H, D1, D2], with the strides of states
-    segment_state,  # [SEGMENTS, N, H, D1, D2], with these too: each segment's end, begun at 0 (the first at `initial`)
-    segment_gate,  # [SEGMENTS, N, H]: its summed gates
+    initial,  # [SEGMENTS, N, H, D1, D2], before each segment, with the strides of states
     partial,  # [tokens, H, D2], to be added to `out`: the sum over the tiles of `D1` before the first
     out,  # [tokens, TILES, H, D2], the sums over each tile
     states,  # [chunks, H, D1, D2]: the state before each chunk of `CS` tokens, or with `REVERSE` after it
+    ends,  # [SEGMENTS, N, H, D1, D2], after each segment but the last, with the strides of states
+    sum_g,  # [SEGMENTS, N, H], the sum of each segment's gates
     final,  # [N, H, D1, D2], with the strides of states
     cu_seqlens,
     T,
@@ -106,8 +106,6 @@ def sweep_kernel(
     BD2: tl.constexpr,
     BP: tl.constexpr,
     TILES: tl.constexpr,  # of `D1` from the first on
-    SPLIT: tl.constexpr,
-    ENDS: tl.constexpr,
     REVERSE: tl.constexpr,
     FINE: tl.constexpr,
     DOT: tl.constexpr,
@@ -117,11 +115,10 @@ def sweep_kernel(
     With `REVERSE` it goes backwards in time, and `beta` weighs what is read: ``S <- e^g S + b_t x_t^T``, ``out_t =
     beta_t scale * S^T a_t``.
 
-    One program sweeps one segment of one sequence, and of its state a tile. With `ENDS` it begins at zero, and stores
-    the state at the segment's end. Otherwise it begins at the true state, computed from those ends, and stores what is
-    given of `out`, of `states` and of `final`. It goes in chunks of `C` tokens, of which one or more are one of `CS`.
-    With `FINE`, what is written to the state is multiplied in two parts, which keeps more digits: the gradient of
-    `gamma` is a sum over all tokens, most of which cancels.
+    One program sweeps one segment of one sequence, and of its state a tile. It begins at zero if there is no `initial`,
+    and stores what is given of `out`, `states`, `ends` and `final`. It goes in chunks of `C` tokens, of which one or
+    more are one of `CS`. With `FINE`, what is written to the state is multiplied in two parts, which keeps more digits:
+    the gradient of `gamma` is a sum over all tokens, most of which cancels.
 
     The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of `BP` rows
     each, so that the registers hold one of these at a time in the dtype of products.
@@ -130,12 +127,13 @@ def sweep_kernel(
     PARTS: tl.constexpr = BD1 // BP
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, segment, nh = split_program(TILES * ((D2 + BD2 - 1) // BD2), SEGMENTS)
-    if ENDS:
+    if ends is not None:
         if segment == SEGMENTS - 1:
             return
     elif out is None and states is None:
         if segment < SEGMENTS - 1:
             return
+    at_end = (segment * N * H + nh) * D1 * D2
     n = nh // H
     h = nh % H
     ha = h // (H // HA)
@@ -156,15 +154,9 @@ def sweep_kernel(
         S_ = tl.zeros([BD2, BP], dtype=tl.float32)
         _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
         if initial is not None:
-            S_ += tl.load(initial + nh * D1 * D2 + at, mask=inside & (segment == 0), other=0.0)
+            S_ += tl.load(initial + at_end + at, mask=inside, other=0.0)
             if REVERSE:
                 S_ /= unit
-        if SPLIT and not ENDS:
-            for i in range(segment):
-                inh = i * N * H + nh
-                if GATED:
-                    S_ *= tl.exp2(tl.load(segment_gate + inh))
-                S_ += tl.load(segment_state + inh * D1 * D2 + at, mask=inside, other=0.0)
         S += (S_,)
     gates = tl.zeros([], dtype=tl.float32)
 
@@ -211,7 +203,8 @@ def sweep_kernel(
         if GATED:
             read_decay = tl.exp2(to_end if REVERSE else to_start)
             write_decay = tl.exp2(to_start if REVERSE else to_end)
-            gates += total
+            if sum_g is not None:
+                gates += total
         first = within == 0
         if REVERSE:
             first = (within == CS - C) | (chunk == chunks - 1)
@@ -272,11 +265,11 @@ def sweep_kernel(
 
     for part in tl.static_range(PARTS):
         _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
-        if ENDS:
-            tl.store(segment_state + (segment * N * H + nh) * D1 * D2 + at, S[part], mask=inside)
+        S_ = S[part] * unit if REVERSE else S[part]
+        if ends is not None:
+            tl.store(ends + at_end + at, S_, mask=inside)
         elif final is not None:
             if segment == SEGMENTS - 1:
-                S_ = S[part] * unit if REVERSE else S[part]
                 tl.store(final + nh * D1 * D2 + at, S_.to(final.dtype.element_ty), mask=inside)
-    if ENDS and GATED:
-        tl.store(segment_gate + segment * N * H + nh, gates)
+    if sum_g is not None:
+        tl.store(sum_g + segment * N * H + nh, gates / LOG2_E)

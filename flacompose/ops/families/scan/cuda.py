@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from flacompose.ops._launching import launch
 from flacompose.ops.families._launch import block, tile_count
+from flacompose.ops.families._segments import Segments
 from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.scan.inputs import Inputs
@@ -18,26 +21,29 @@ SCAN_CONFIG, END_CONFIG, TOKEN_CONFIG = (8, 4), (16, 1), (1, 1)
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
-    x, g, initial_state, cu_seqlens = inputs
-    return _Launches(x, cu_seqlens).forward(x, g, initial_state)
+    return _Launches(inputs).forward(inputs)
 
 
 def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], final_state [N, D])``."""
-    x, g, initial_state, cu_seqlens = inputs
-    return _Launches(x, cu_seqlens, by_token=True).forward(x, g, initial_state)
+    return _Launches(inputs, by_token=True).forward(inputs)
 
 
 def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
     """``(o [B, T, D], states [N, count, D])``."""
-    x, g, initial_state, cu_seqlens = inputs
-    return _Launches(x, cu_seqlens, by_token=True).forward(x, g, initial_state, count, stride)
+    return _Launches(inputs, by_token=True).forward(inputs, count, stride)
+
+
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, D], sum_g [N, D])``."""
+    scan = _Launches(inputs)
+    return scan.row.map(partial(scan.sweep, inputs.x.contiguous(), inputs.g.contiguous()))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    x, g, initial_state, cu_seqlens = call.inputs
-    scan = _Launches(x, cu_seqlens)
+    x, g, initial_state, _ = call.inputs
+    scan = _Launches(call.inputs)
     dx = scan.per_token(scan.D, dtype=x.dtype) if call.wants("x") else None
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else scan.per_sequence(scan.D, dtype=start.dtype)
@@ -48,10 +54,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         # The decayed states are in `dg` until it overwrites them, unless it is float16, whose range does not reach
         # down to what strong gates leave of them.
         decayed = dg if g.dtype != torch.float16 else scan.per_token(scan.D, dtype=torch.float32)
-        scan(x.contiguous(), g, initial_state, out=decayed, only_decayed=True)
+        sweep = partial(scan.sweep, x.contiguous(), g)
+        sweep(initial=scan.row.starts(sweep, initial_state), out=decayed, DECAYED=True)
     decayed = None if decayed is dg else decayed
-    do = call.do.contiguous()
-    scan(do, g, call.arriving.final_state, decayed, out=dx, dg=dg, final=d_initial_state, reverse=True)
+    sweep = partial(scan.sweep, call.do.contiguous(), g, REVERSE=True)
+    initial = scan.row.starts(sweep, call.arriving.final_state)
+    sweep(initial=initial, decayed_h=decayed, out=dx, dg=dg, final=d_initial_state)
     dx, dg = (None if y is None else scan.batched(y) for y in (dx, dg))
     return call.made(x=dx, g=dg, initial_state=d_initial_state)
 
@@ -59,79 +67,53 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 class _Launches(Sequences):
     """The launches of one call."""
 
-    def __init__(self, x: Tensor, cu_seqlens: Tensor | None, by_token: bool = False) -> None:
-        super().__init__(x, cu_seqlens)
-        self.D = x.shape[2]
+    def __init__(self, inputs: Inputs, by_token: bool = False) -> None:
+        super().__init__(inputs.x, inputs.cu_seqlens)
+        self.D = inputs.x.shape[2]
         self.by_token = by_token
+        self.BD = block(self.D, 256 if by_token else 64)
+        self.tiles = tile_count(self.D, self.BD)
+        # A segment has 2,048 tokens at least, and so 64 times 32.
+        self.row = Segments(self, 0 if by_token else self.T // 32, self.tiles, (self.D,), {"gv": "sum_g"})
 
     def forward(
-        self,
-        x: Tensor,
-        g: Tensor,
-        initial_state: Tensor | None,
-        count: int | None = None,
-        stride: int | None = None,
+        self, inputs: Inputs, count: int | None = None, stride: int | None = None
     ) -> tuple[Tensor, Tensor]:
+        x, g, initial_state, _ = inputs
         o = self.per_token(self.D, dtype=x.dtype)
         final_state = self.per_sequence(*([] if count is None else [count]), self.D)
-        self(
-            x.contiguous(),
-            g.contiguous(),
-            initial_state,
-            out=o,
-            final=final_state,
-            count=count,
-            stride=stride,
-        )
+        sweep = partial(self.sweep, x.contiguous(), g.contiguous(), count=count, stride=stride)
+        sweep(initial=self.row.starts(sweep, initial_state), out=o, final=final_state)
         return self.batched(o), final_state
 
-    def __call__(
+    def sweep(
         self,
         x: Tensor,
         g: Tensor,
-        initial: Tensor | None,
-        decayed: Tensor | None = None,
-        out: Tensor | None = None,
-        dg: Tensor | None = None,
-        final: Tensor | None = None,
-        only_decayed: bool = False,
-        reverse: bool = False,
+        DECAYED: bool = False,
+        REVERSE: bool = False,
         count: int | None = None,
         stride: int | None = None,
+        **tensors: Tensor | None,
     ) -> None:
-        """Fill what is given of `out`, `dg` and `final` from the state `initial`.
-
-        With `reverse`, backwards in time, where `x` is the gradient of h; only this fills `dg`. With `only_decayed`,
-        `out` is the decayed state before each token, instead of h. With `count` and `stride`, of a sweep by token,
-        `final` is that many states.
-        """
-        BD = block(self.D, 256 if self.by_token else 64)
-        tiles = tile_count(self.D, BD)
-        # A segment has 2,048 tokens at least, and so 64 times 32.
-        SEGMENTS, split = (1, False) if self.by_token else self.segments(self.T // 32, tiles)
-        state, gate = (self.per_segment(SEGMENTS, self.D) if split else None for _ in range(2))
-        inputs = {"x": x, "g": g, "initial": None if initial is None else initial.contiguous()}
-        outputs = {"decayed_h": decayed, "out": out, "dg": dg, "final": final}
-        for find_ends in (True, False) if split else (False,):
-            C, stages = END_CONFIG if find_ends else TOKEN_CONFIG if self.by_token else SCAN_CONFIG
-            launch(
-                scan_kernel,
-                (self.N * tiles * SEGMENTS,),
-                **inputs,
-                **(dict.fromkeys(outputs) if find_ends else outputs),
-                segment_state=state,
-                segment_gate=gate,
-                **self.arguments,
-                SEGMENTS=SEGMENTS,
-                D=self.D,
-                count=count,
-                stride=stride,
-                C=C,
-                BD=BD,
-                STAGES=stages,
-                SPLIT=split,
-                ENDS=find_ends,
-                DECAYED=only_decayed and not find_ends,
-                REVERSE=reverse,
-                num_warps=1,
-            )
+        """Launch `scan_kernel`, which fills what is given. By token and with `count`, `final` is that many states."""
+        C, stages = END_CONFIG if "ends" in tensors else TOKEN_CONFIG if self.by_token else SCAN_CONFIG
+        absent = dict.fromkeys(("initial", "decayed_h", "out", "dg", "ends", "sum_g", "final"))
+        launch(
+            scan_kernel,
+            (self.N * self.tiles * self.row.count,),
+            x=x,
+            g=g,
+            **(absent | tensors),
+            **self.arguments,
+            SEGMENTS=self.row.count,
+            D=self.D,
+            count=count,
+            stride=stride,
+            C=C,
+            BD=self.BD,
+            STAGES=stages,
+            DECAYED=DECAYED,
+            REVERSE=REVERSE,
+            num_warps=1,
+        )

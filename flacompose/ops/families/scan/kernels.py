@@ -39,11 +39,11 @@ def scan_kernel(
     x,  # [tokens, D]; backwards do
     g,  # [tokens, D]
     decayed_h,  # [tokens, D]: backwards, the decayed state before each token; None if `dg` holds it
-    initial,  # [N, D]
-    segment_state,  # [SEGMENTS, N, D]: each segment's end, begun at 0 (the first at `initial`)
-    segment_gate,  # [SEGMENTS, N, D]: its summed gates
+    initial,  # [SEGMENTS, N, D], before each segment
     out,  # [tokens, D]: h or, with DECAYED, the decayed state before each token; backwards dx
     dg,  # [tokens, D], backwards
+    ends,  # [SEGMENTS, N, D], after each segment but the last
+    sum_g,  # [SEGMENTS, N, D], the sum of each segment's gates
     final,  # [N, D], or [N, count, D]
     cu_seqlens,
     T,
@@ -55,19 +55,17 @@ def scan_kernel(
     C: tl.constexpr,
     BD: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ENDS: tl.constexpr,
     DECAYED: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """``h <- exp(g_t) * h + x_t``, or with `REVERSE`, backwards in time, ``dh_t = do_t + exp(g_{t+1}) * dh_{t+1}``.
 
-    One program sweeps one segment of one sequence. With `ENDS` it begins at zero, and stores the state at the segment's
-    end. Otherwise it begins at the true state, computed from those ends, and stores what is given of `out`, `dg` and
-    `final`. What is carried backwards is ``exp(g_t) * dh_t``, the gradient of the state before the token.
+    One program sweeps one segment of one sequence. It begins at zero if there is no `initial`, and stores what is given
+    of `out`, `dg`, `ends` and `final`. What is carried backwards is ``exp(g_t) * dh_t``, the gradient of the state
+    before the token.
     """
     tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
-    if ENDS:
+    if ends is not None:
         if segment == SEGMENTS - 1:
             return
     elif out is None and dg is None:
@@ -82,14 +80,10 @@ def scan_kernel(
     begin *= UNIT // C
     stop = tl.minimum(stop * (UNIT // C), tl.cdiv(hi - lo, C))
 
+    at_end = (segment * N + n) * D + d
     h = tl.zeros([BD // 2, 2], dtype=tl.float32)
     if initial is not None:
-        h += tl.load(initial + n * D + d, mask=in_d & (segment == 0), other=0.0).to(tl.float32)
-    if SPLIT and not ENDS:
-        for i in range(segment):
-            at = (i * N + n) * D + d
-            h = decayed(h, tl.load(segment_gate + at, mask=in_d, other=0.0))
-            h += tl.load(segment_state + at, mask=in_d, other=0.0)
+        h += tl.load(initial + at_end, mask=in_d, other=0.0).to(tl.float32)
     gates = tl.zeros([BD // 2, 2], dtype=tl.float32)
 
     t = tl.arange(0, C)[None, :, None]
@@ -107,7 +101,7 @@ def scan_kernel(
         e_ = a_ * x_ if REVERSE else x_
         decay, before = _before(a_, e_)
         end = tl.sum(tl.where(t == C - 1, a_ * before + e_, 0.0), 1)
-        if not ENDS:
+        if ends is None:
             before += decay * h[:, None, :]
             if REVERSE:
                 dh = before + x_
@@ -119,21 +113,22 @@ def scan_kernel(
                     tl.store(out + start + from_start, dh.to(out.dtype.element_ty), mask=mask)
                 if dg is not None:
                     tl.store(dg + start + from_start, (dh * h_).to(dg.dtype.element_ty), mask=mask)
-            else:
+            elif out is not None:
                 out_ = a_ * before if DECAYED else a_ * before + x_
                 tl.store(out + start + from_start, out_.to(out.dtype.element_ty), mask=mask)
         total = tl.sum(g_, 1)
         h = decayed(h, total) + end
-        gates += total
+        if sum_g is not None:
+            gates += total
         if count is not None:
             place = state_number(hi - lo - 1 - i, count, stride)
             if place >= 0:
                 tl.store(final + (n * count + place) * D + d, h, mask=in_d)
 
-    if ENDS:
-        at = (segment * N + n) * D + d
-        tl.store(segment_state + at, h, mask=in_d)
-        tl.store(segment_gate + at, gates, mask=in_d)
+    if sum_g is not None:
+        tl.store(sum_g + at_end, gates, mask=in_d)
+    if ends is not None:
+        tl.store(ends + at_end, h, mask=in_d)
     elif final is not None and count is None:
         if segment == SEGMENTS - 1:
             tl.store(final + n * D + d, h.to(final.dtype.element_ty), mask=in_d)

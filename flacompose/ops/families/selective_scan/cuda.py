@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from flacompose.ops._launching import launch
 from flacompose.ops.families._launch import tile_count
+from flacompose.ops.families._segments import Segments
 from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.selective_scan.inputs import Inputs
@@ -24,28 +26,32 @@ SWEEP, GRADIENT = (16, 32), (8, 16)
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, S])``."""
-    x, dt, A, B, C, initial_state, cu_seqlens = inputs
-    scan = _Launches(x, dt, A, B, C, cu_seqlens)
+    x, scan = inputs.x, _Launches(inputs)
     y = scan.per_channel(x.dtype)
     final_state = scan.per_sequence(scan.D, scan.S)
-    initial = None if initial_state is None else initial_state.contiguous()
-    scan.sweep(x.contiguous(), initial=initial, y=y, final=final_state)
+    scan.forwards(x.contiguous(), inputs.initial_state, y=y, final=final_state)
     return scan.summed(y, x.dtype), final_state
+
+
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, D, S], sum_dt [N, D])``."""
+    scan = _Launches(inputs)
+    row = scan.row(SWEEP)
+    return row.map(partial(scan.sweep, row.count, inputs.x.contiguous()))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants = call.wants
-    x, dt, A, B, C, initial_state, cu_seqlens = call.inputs
-    scan = _Launches(x, dt, A, B, C, cu_seqlens)
+    x, dt, *_, initial_state, _ = call.inputs
+    scan = _Launches(call.inputs)
     D, S = scan.D, scan.S
     dy = call.do.contiguous()
     x = x.contiguous()
     before = None
     if wants("dt", "A", "C"):
         before = scan.per_chunk(D, S)
-        initial = None if initial_state is None else initial_state.contiguous()
-        scan.sweep(x, initial=initial, before=before)
+        scan.forwards(x, initial_state, before=before)
     dx, ddt = (scan.per_channel(y.dtype) if wants(name) else None for name, y in (("x", x), ("dt", dt)))
     dB, dC = (scan.per_group() if wants(name) else None for name in ("B", "C"))
     start = call.wanted_input("initial_state")
@@ -65,9 +71,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 class _Launches(Sequences):
     """The launches of one call."""
 
-    def __init__(
-        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, cu_seqlens: Tensor | None
-    ) -> None:
+    def __init__(self, inputs: Inputs) -> None:
+        x, dt, A, B, C, _, cu_seqlens = inputs
         super().__init__(x, cu_seqlens, CHUNK)
         self.D, self.S = A.shape
         self.G = B.shape[2]
@@ -101,12 +106,11 @@ class _Launches(Sequences):
         BD = min(1 << (P - 1).bit_length(), config[1])
         return BD, tile_count(P, BD)
 
-    def sweep(self, x: Tensor, **tensors: Tensor | None) -> None:
-        """Fill what is given of `y`, `before` and `final`, forwards in time."""
-        SEGMENTS, split = self._segments(SWEEP)
-        if split:
-            tensors |= self._ends(SEGMENTS, x, reverse=False)
-        self._sweep(SEGMENTS, x, tensors)
+    def forwards(self, x: Tensor, initial: Tensor | None, **tensors: Tensor | None) -> None:
+        """Fill what is given of `y`, `before` and `final`."""
+        row = self.row(SWEEP)
+        sweep = partial(self.sweep, row.count, x, False)
+        sweep(initial=row.starts(sweep, initial), **tensors)
 
     def gradients(
         self,
@@ -117,50 +121,31 @@ class _Launches(Sequences):
         **tensors: Any,
     ) -> Tensor | None:
         """Fill what is given of the gradients, return that of A."""
-        SEGMENTS, split = self._segments(GRADIENT)
-        ends: dict[str, Tensor | None] = dict.fromkeys(("segment_state", "segment_dt"))
-        if split:
-            ends = self._ends(SEGMENTS, dy, reverse=True)
+        row, (programs, sizes) = self.row(GRADIENT), self._sizes(GRADIENT)
         dA = None
         if wants_A:
-            dA = self.per_segment(SEGMENTS, self.D, self.S) if split else self.per_sequence(self.D, self.S)
-        programs, sizes = self._sizes(GRADIENT)
+            shape = self.D, self.S
+            dA = self.per_segment(row.count, *shape) if row.split else self.per_sequence(*shape)
         launch(
             gradient_kernel,
-            (self.N * programs * SEGMENTS,),
+            (self.N * programs * row.count,),
             x=x,
             dy=dy,
-            d_final=None if d_final is None else d_final.contiguous(),
+            d_final=row.starts(partial(self.sweep, row.count, dy, True), d_final),
             dA=dA,
-            **ends,
             **tensors,
             **self.arguments,
-            SEGMENTS=SEGMENTS,
+            SEGMENTS=row.count,
             **sizes,
         )
         if dA is None:
             return None
-        return dA[:SEGMENTS].sum((0, 1)) if split else dA.sum(0)
+        return dA[: row.count].sum((0, 1)) if row.split else dA.sum(0)
 
-    def _ends(self, SEGMENTS: int, x: Tensor, reverse: bool) -> dict[str, Tensor | None]:
-        """The state at each segment's end, begun at 0, and its summed time steps: from x, or backwards from dy."""
-        ends: dict[str, Tensor | None] = {
-            "segment_state": self.per_segment(SEGMENTS, self.D, self.S),
-            "segment_dt": self.per_segment(SEGMENTS, self.D),
-        }
-        self._sweep(SEGMENTS, x, ends, ends=True, reverse=reverse)
-        return ends
-
-    def _sweep(
-        self,
-        SEGMENTS: int,
-        x: Tensor,
-        tensors: dict[str, Tensor | None],
-        ends: bool = False,
-        reverse: bool = False,
-    ) -> None:
+    def sweep(self, SEGMENTS: int, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
+        """Launch `sweep_kernel`, which fills what is given."""
         programs, sizes = self._sizes(SWEEP)
-        absent = dict.fromkeys(("initial", "segment_state", "segment_dt", "y", "before", "final"))
+        absent = dict.fromkeys(("initial", "y", "before", "ends", "sum_dt", "final"))
         launch(
             sweep_kernel,
             (self.N * programs * SEGMENTS,),
@@ -169,7 +154,6 @@ class _Launches(Sequences):
             **self.arguments,
             SEGMENTS=SEGMENTS,
             **sizes,
-            ENDS=ends,
             REVERSE=reverse,
         )
 
@@ -178,6 +162,8 @@ class _Launches(Sequences):
         BD, tiles = self.tiles(config)
         return self.state_tiles * self.G * tiles, {"TOKENS": config[0], "BD": BD, "num_warps": 1}
 
-    def _segments(self, config: tuple[int, int]) -> tuple[int, bool]:
+    def row(self, config: tuple[int, int]) -> Segments:
+        """The segments of a row, where tiles are those of `config`."""
         # A segment has 2,048 tokens at least, and so 64 times 32. Programs of one warp are small: twice as many.
-        return self.segments(self.T // 32, tile_count(self._sizes(config)[0], 2))
+        programs, state = tile_count(self._sizes(config)[0], 2), (self.D, self.S)
+        return Segments(self, self.T // 32, programs, state, {"gk": "sum_dt"}, self.arguments["A"])

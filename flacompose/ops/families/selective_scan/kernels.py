@@ -18,10 +18,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._kernels import decayed, find_segment, find_sequence, split_program
+from flacompose.ops.families._kernels import (
+    LOWEST_RATE,
+    decayed,
+    find_segment,
+    find_sequence,
+    finite,
+    split_program,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST_RATE = tl.constexpr(-3.4028234663852886e38)  # the lowest number of float32
 
 
 @triton.jit
@@ -61,12 +67,6 @@ def _of_states(BC, j, left, s, in_s, G: tl.constexpr, S: tl.constexpr, BS: tl.co
 
 
 @triton.jit
-def _finite(A):
-    """Rates, with the lowest number for -inf, which times a time step of 0 would be NaN. A NaN stays NaN."""
-    return tl.maximum(A, LOWEST_RATE, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _decay(A, dt):
     """``exp(dt A)`` for each channel and state. `LOG2_E` is multiplied once for each channel, not for each state."""
     return tl.exp2(A * (dt * LOG2_E))
@@ -100,11 +100,11 @@ def sweep_kernel(
     dt,  # [tokens, D]
     A,  # [D, S]
     BC,  # [tokens, G, 2, S], float32: B and C
-    initial,  # [N, D, S]
-    segment_state,  # [SEGMENTS, N, D, S]: each segment's end, begun at 0
-    segment_dt,  # [SEGMENTS, N, D]: its summed time steps
+    initial,  # [SEGMENTS, N, D, S], before each segment
     y,  # [tokens, state tiles, D]
     before,  # [chunks, D, S]: the state before each chunk
+    ends,  # [SEGMENTS, N, D, S], after each segment but the last
+    sum_dt,  # [SEGMENTS, N, D], the sum of each segment's time steps
     final,  # [N, D, S]
     cu_seqlens,
     T,
@@ -117,23 +117,25 @@ def sweep_kernel(
     TOKENS: tl.constexpr,
     BS: tl.constexpr,
     BD: tl.constexpr,
-    ENDS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """``h <- exp(dt_t A) * h + dt_t x_t B_t^T``, or with `REVERSE`, backwards, ``c <- exp(dt_t A) * (c + dy_t C_t^T)``.
 
-    One program sweeps one segment of one sequence. With `ENDS` it begins at zero and stores the state at the segment's
-    end. Otherwise it begins at the true state, computed from those ends, and stores what is given of `y`, `before` and
-    `final`. Backwards, segment 0 is the last in time.
+    One program sweeps one segment of one sequence. It begins at zero if there is no `initial`, and stores what is given
+    of `y`, `before`, `ends` and `final`. Backwards, segment 0 is the last in time.
 
     From tile to tile, `h` is decayed by all of the tile at once, and what its tokens add, `added`, is computed apart.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
-    if ENDS:
+    if ends is not None:
         if segment == SEGMENTS - 1:
+            return
+    elif y is None and before is None:
+        if segment < SEGMENTS - 1:
             return
     state_tile, group, _, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
     in_state = in_s[:, None] & in_d[None, :]
+    at_end = segment * N + n
     at_state = d[None, :] * S + s[:, None]
     lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
     part = SEGMENTS - 1 - segment if REVERSE else segment
@@ -141,17 +143,11 @@ def sweep_kernel(
     begin = (begin * (CHUNK // TOKENS)).to(tl.int32)
     stop = tl.minimum(stop * (CHUNK // TOKENS), tl.cdiv(hi - lo, TOKENS)).to(tl.int32)
 
-    A_ = _finite(_load_states(A, state_tile, d, in_d, S, BS, BD))
+    A_ = finite(_load_states(A, state_tile, d, in_d, S, BS, BD))
     h = tl.zeros([BS, BD], tl.float32)
-    if not ENDS:
-        if initial is not None:
-            h = _load_states(initial + n * D * S, state_tile, d, in_d, S, BS, BD)
-        if segment_state is not None:
-            for i in range(segment):
-                at = i * N + n
-                h = decayed(h, A_ * tl.load(segment_dt + at * D + d, mask=in_d, other=0.0)[None, :])
-                h += _load_states(segment_state + at * D * S, state_tile, d, in_d, S, BS, BD)
-    sum_dt = tl.zeros([BD], tl.float32)
+    if initial is not None:
+        h = _load_states(initial + at_end * D * S, state_tile, d, in_d, S, BS, BD)
+    steps = tl.zeros([BD], tl.float32)
 
     # What tokens need is loaded with the tile before theirs: of channels into registers, of states by a pipeline of two
     # stages into shared memory, from where every thread reads them.
@@ -190,13 +186,14 @@ def sweep_kernel(
                     tl.store(y_tile + j * tl.cdiv(S, BS) * D + d, y_, mask=in_d & (j < left))
             total += dt_
         h = decayed(begun, A_ * total[None, :]) + added
-        sum_dt += total
+        if sum_dt is not None:
+            steps += total
 
-    if ENDS:
-        at = segment * N + n
-        tl.store(segment_state + at * D * S + at_state, h, mask=in_state)
+    if sum_dt is not None:
         # The tiles of the states all store the same.
-        tl.store(segment_dt + at * D + d, sum_dt, mask=in_d)
+        tl.store(sum_dt + at_end * D + d, steps, mask=in_d)
+    if ends is not None:
+        tl.store(ends + at_end * D * S + at_state, h, mask=in_state)
     elif final is not None:
         if segment == SEGMENTS - 1:
             tl.store(final + n * D * S + at_state, h.to(final.dtype.element_ty), mask=in_state)
@@ -210,9 +207,7 @@ def gradient_kernel(
     BC,  # [tokens, G, 2, S], float32: B and C
     dy,  # [tokens, D]
     before,  # [chunks, D, S]: the state before each chunk; None where no gradient needs states
-    d_final,  # [N, D, S]
-    segment_state,  # [SEGMENTS, N, D, S], of the sweep backwards
-    segment_dt,  # [SEGMENTS, N, D]
+    d_final,  # [SEGMENTS, N, D, S], after each segment, of which the first is the last in time
     dx,  # [tokens, state tiles, D]
     ddt,  # [tokens, state tiles, D]
     dA,  # [SEGMENTS, N, D, S]: the sum over the tokens of each segment
@@ -241,19 +236,15 @@ def gradient_kernel(
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     state_tile, group, channel_tile, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
     in_state = in_d[:, None] & in_s[None, :]
+    at_end = segment * N + n
     at_state = d[:, None] * S + s[None, :]
     lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
     begin, stop = find_segment(SEGMENTS - 1 - segment, SEGMENTS, tl.cdiv(hi - lo, CHUNK))
 
-    A_ = _finite(tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32))  # [BD, BS]
+    A_ = finite(tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32))  # [BD, BS]
     c = tl.zeros([BD, BS], tl.float32)
     if d_final is not None:
-        c += tl.load(d_final + n * D * S + at_state, mask=in_state, other=0.0).to(tl.float32)
-    if segment_state is not None:
-        for i in range(segment):
-            at = i * N + n
-            c = decayed(c, A_ * tl.load(segment_dt + at * D + d, mask=in_d, other=0.0)[:, None])
-            c += tl.load(segment_state + at * D * S + at_state, mask=in_state, other=0.0)
+        c += tl.load(d_final + at_end * D * S + at_state, mask=in_state, other=0.0).to(tl.float32)
     dA_ = tl.zeros([BD, BS], tl.float32)
     t = tl.arange(0, TOKENS)
 
@@ -339,7 +330,7 @@ def gradient_kernel(
         c = decayed(begun, A_ * total[:, None]) + added
 
     if dA is not None:
-        tl.store(dA + (segment * N + n) * D * S + at_state, dA_, mask=in_state)
+        tl.store(dA + at_end * D * S + at_state, dA_, mask=in_state)
     if d_initial is not None:
         if segment == SEGMENTS - 1:
             tl.store(d_initial + n * D * S + at_state, c.to(d_initial.dtype.element_ty), mask=in_state)

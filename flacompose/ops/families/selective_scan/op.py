@@ -8,13 +8,16 @@ computes again have to fit between chunks. The two share the bounds of sequences
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
+import torch
 from torch import Tensor
 
-from flacompose.ops.families._op import define_forms
+from flacompose.ops.families._op import define_forms, start_gradient
+from flacompose.ops.families._stretches import Decay
 from flacompose.ops.families.selective_scan import eager
-from flacompose.ops.families.selective_scan.inputs import SIGNATURE, Inputs
+from flacompose.ops.families.selective_scan.inputs import SIGNATURE, Ends, Inputs
 
 
 def _flops(x, dt, A, *_, **__) -> int:
@@ -22,9 +25,26 @@ def _flops(x, dt, A, *_, **__) -> int:
     return 7 * prod(x) * A[1]
 
 
-(_forward,) = define_forms("selective_scan", SIGNATURE, eager, forms=("forward",), flops=_flops)
+_forward, _ends = define_forms(
+    "selective_scan", SIGNATURE, eager, forms=("forward",), ends=Ends, flops=_flops
+)
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(y, final_state)``."""
     return _forward(*inputs)
+
+
+def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
+    """What the tokens of each sequence do to a state: the decays ``[N, D, S]``, and the state they reach from zero."""
+    # C does nothing to the state.
+    end, sum_dt = _ends(*inputs._replace(C=inputs.B.detach(), initial_state=None))
+    # A rate of -inf, which times a sum of 0 would be NaN, forgets everything in the first time step above 0.
+    A, sum_dt = inputs.A.to(end.dtype), sum_dt.unsqueeze(-1)
+    forgets = A == -torch.inf
+    log = (A.masked_fill(forgets, 0) * sum_dt).masked_fill(forgets & (sum_dt > 0), -torch.inf)
+    return Decay((log,)), end
+
+
+# Takes `Inputs` and the gradients of the outputs, and gives that of the state before each sequence: see `_stretches`.
+d_start = partial(start_gradient, "selective_scan", SIGNATURE)

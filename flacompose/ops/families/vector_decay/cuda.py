@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -10,6 +12,7 @@ from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import block, operand, operand_dtype, tile_count
+from flacompose.ops.families._segments import Segments
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.vector_decay import slots
@@ -40,6 +43,12 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     else:
         chunks.gated(q, k, v, None, S, None, read=o)
     return chunks.batched(o), final_state
+
+
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, H, K, V], sum_gk [N, H, K], sum_gv [N, H, V])``."""
+    chunks = _Launches(inputs)
+    return chunks.row.map(partial(chunks.sweep, operand(inputs.k), operand(inputs.v)))
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -119,6 +128,29 @@ class _Launches(MatrixSequences):
             "READ_BEFORE": inputs.u is not None,
             "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
         }
+        self.state_config = state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
+        self.tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
+        state, gates = (self.H, self.K, self.V), {"gk": "sum_gk", "gv": "sum_gv"}
+        self.row = Segments(self, self.chunks_of_row, self.H * self.tiles, state, gates)
+
+    def sweep(self, a: Tensor, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
+        """Launch `state_kernel`, which fills what is given."""
+        absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
+        launch(
+            state_kernel,
+            (self.tiles * self.row.count * self.N * self.H,),
+            a=a,
+            x=x,
+            gk=self.gk,
+            gv=self.gv,
+            **(absent | tensors),
+            **self.arguments,
+            K=self.K,
+            V=self.V,
+            SEGMENTS=self.row.count,
+            REVERSE=reverse,
+            **self.state_config,
+        )
 
     def states(
         self,
@@ -133,23 +165,10 @@ class _Launches(MatrixSequences):
 
         Fills `final`, if it is given.
         """
-        H, K, V, gk, gv = self.H, self.K, self.V, self.gk, self.gv
-        config = state_config(self.chip, self.bfloat16, K, V, gk is not None)
-        tiles = tile_count(K, config["BK"]) * tile_count(V, config["BV"])
-        SEGMENTS, split = self.segments(self.chunks_of_row, H * tiles)
-        grid = (tiles * SEGMENTS * self.N * H,)
-        states = self.per_chunk(H, K, V, dtype=self.dtype) if stored else None
-        ends = (
-            self.per_segment(SEGMENTS, H, K, V) if split else None,
-            self.per_segment(SEGMENTS, H, K) if split and gk is not None else None,
-            self.per_segment(SEGMENTS, H, V) if split and gv is not None else None,
-        )
-        inputs = a, x, gk, gv, operand(initial), *ends
-        sizes = {"K": K, "V": V, "SEGMENTS": SEGMENTS, **config}
-        arguments = {**self.arguments, **sizes, "SPLIT": split, "REVERSE": reverse}
-        for find_ends in (True, False) if split else (False,):
-            outputs = (None, None) if find_ends else (states, final)
-            launch(state_kernel, grid, *inputs, *outputs, ENDS=find_ends, **arguments)
+        sweep = partial(self.sweep, a, x, reverse)
+        initial = self.row.starts(sweep, operand(initial))
+        states = self.per_chunk(self.H, self.K, self.V, dtype=self.dtype) if stored else None
+        sweep(initial=initial, states=states, final=final)
         return states
 
     def score(

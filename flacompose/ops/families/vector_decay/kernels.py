@@ -66,11 +66,11 @@ def state_kernel(
     x,  # [tokens, H, V]
     gk,  # [tokens, H, K]
     gv,  # [tokens, H, V]
-    initial,  # [N, H, K, V]
-    segment_state,  # [SEGMENTS, N, H, K, V]: each segment's end, begun at 0 (the first at `initial`)
-    segment_gk,  # [SEGMENTS, N, H, K]: its summed gates
-    segment_gv,  # [SEGMENTS, N, H, V]
-    states,  # [chunks, H, K, V]
+    initial,  # [SEGMENTS, N, H, K, V], before each segment
+    states,  # [chunks, H, K, V], before each chunk
+    ends,  # [SEGMENTS, N, H, K, V], after each segment but the last
+    sum_gk,  # [SEGMENTS, N, H, K], the sums of each segment's gates
+    sum_gv,  # [SEGMENTS, N, H, V]
     final,  # [N, H, K, V]
     cu_seqlens,
     T,
@@ -82,27 +82,25 @@ def state_kernel(
     SEGMENTS,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    SPLIT: tl.constexpr,
-    ENDS: tl.constexpr,
     REVERSE: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """``S <- diag(exp sum gk) S diag(exp sum gv) + a^T x`` from chunk to chunk, `a` and `x` decayed to the chunk's end.
 
-    One program sweeps one segment of one sequence. With `ENDS` it begins at zero, and stores the state at the segment's
-    end. Otherwise it begins at the true state, computed from those ends, and stores what is given of `states`, the
-    state before every chunk, and `final`. `REVERSE` sweeps backwards in time.
+    One program sweeps one segment of one sequence. It begins at zero if there is no `initial`, and stores what is given
+    of `states`, `ends` and `final`. `REVERSE` sweeps backwards in time.
     """
     tiles_v = tl.cdiv(V, BV)
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, segment, nh = split_program(tl.cdiv(K, BK) * tiles_v, SEGMENTS)
-    if ENDS:
+    if ends is not None:
         if segment == SEGMENTS - 1:
             return
     elif states is None:
         if segment < SEGMENTS - 1:
             return
+    at_end = segment * N * H + nh
     n = nh // H
     h = nh % H
     dk = (tile // tiles_v) * BK + tl.arange(0, BK)
@@ -115,17 +113,9 @@ def state_kernel(
 
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if initial is not None:
-        S = tl.load(initial + nh * K * V + at_state, mask=in_state & (segment == 0), other=0.0).to(tl.float32)
-    if SPLIT and not ENDS:
-        for i in range(segment):
-            inh = i * N * H + nh
-            if gk is not None:
-                S *= tl.exp(tl.load(segment_gk + inh * K + dk, mask=dk < K, other=0.0))[:, None]
-            if gv is not None:
-                S *= tl.exp(tl.load(segment_gv + inh * V + dv, mask=dv < V, other=0.0))[None, :]
-            S += tl.load(segment_state + inh * K * V + at_state, mask=in_state, other=0.0)
-    sum_k = tl.zeros([BK], dtype=tl.float32)
-    sum_v = tl.zeros([BV], dtype=tl.float32)
+        S += tl.load(initial + at_end * K * V + at_state, mask=in_state, other=0.0)
+    gates_k = tl.zeros([BK], dtype=tl.float32)
+    gates_v = tl.zeros([BV], dtype=tl.float32)
 
     t = tl.arange(0, C)
     for i in range(begin, stop):
@@ -146,23 +136,24 @@ def state_kernel(
             a_ = a_ * tl.exp(tl.trans(select(to_edge, tl.trans(g), DOT)))
             total = tl.sum(g.to(tl.float32), 1)
             S *= tl.exp(total)[:, None]
-            sum_k += total
+            if sum_gk is not None:
+                gates_k += total
         if gv is not None:
             g = load_gates(gv, token, hi, h, dv, H, V)
             to_edge = reads_gate(t[:, None], t[None, :], READ_BEFORE) if REVERSE else t[None, :] > t[:, None]
             x_ = x_ * tl.exp(select(to_edge, g, DOT))
             total = tl.sum(g.to(tl.float32), 0)
             S *= tl.exp(total)[None, :]
-            sum_v += total
+            if sum_gv is not None:
+                gates_v += total
         S += dot(a_, x_, DOT)
 
-    if ENDS:
-        inh = segment * N * H + nh
-        tl.store(segment_state + inh * K * V + at_state, S, mask=in_state)
-        if gk is not None:
-            tl.store(segment_gk + inh * K + dk, sum_k, mask=dk < K)
-        if gv is not None:
-            tl.store(segment_gv + inh * V + dv, sum_v, mask=dv < V)
+    if sum_gk is not None:
+        tl.store(sum_gk + at_end * K + dk, gates_k, mask=dk < K)
+    if sum_gv is not None:
+        tl.store(sum_gv + at_end * V + dv, gates_v, mask=dv < V)
+    if ends is not None:
+        tl.store(ends + at_end * K * V + at_state, S, mask=in_state)
     elif final is not None:
         if segment == SEGMENTS - 1:
             tl.store(final + nh * K * V + at_state, S.to(final.dtype.element_ty), mask=in_state)

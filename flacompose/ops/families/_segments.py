@@ -1,0 +1,92 @@
+"""A long row in segments, which are swept at the same time, each from its own start.
+
+A segment maps the state as a token and a chunk do: ``S_end = decay * S_start + end``. So a long row takes three steps.
+
+- The sweep of a family, begun at zero, finds the `ends` of all segments, and the sums of their gates.
+- These maps are joined to the state before each segment.
+- The same sweep, begun there, gives what is wanted.
+
+Backwards in time the map of a segment is the same, and segments are counted from the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flacompose.ops._launching import launch
+from flacompose.ops.families._join import join_kernel
+from flacompose.ops.families._launch import tile_count
+from flacompose.ops.families._sequences import Sequences
+
+BLOCK = 256  # numbers of a state for a program
+Sweep = Callable[..., None]
+
+
+class Segments:
+    """The segments of each of the `sequences`, as many as `Sequences.segments` says.
+
+    Args:
+        units: chunks, mostly, of a row.
+        programs: how many sweep a segment.
+        state: the shape of a state, ``(H, K, V)``, or without the first axes of it.
+        gates: the names by which a sweep takes the sums of its gates: of `g`, those of heads, ``[count, N, H]``; of
+            `gk` and `gv`, those of channels of keys, ``[count, N, H, K]``, and of values, ``[count, N, H, V]``.
+        rates: ``[K, V]``, by which the sums of gates are multiplied.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        units: int,
+        programs: int,
+        state: tuple[int, ...],
+        gates: dict[str, str],
+        rates: Tensor | None = None,
+    ) -> None:
+        self.sequences, self.state, self.gates, self.rates = sequences, state, gates, rates
+        self.count, self.split = sequences.segments(units, programs)
+
+    def starts(
+        self, sweep: Sweep, initial: Tensor | None, sums: dict[str, Tensor] | None = None
+    ) -> Tensor | None:
+        """The state before each segment, ``[count, N, *state]``, from that before the first, zero if it is None.
+
+        `sweep` is called with `ends` and the sums of gates, and fills them, but for the last segment.
+        """
+        initial = None if initial is None else initial.contiguous()
+        if not self.split:
+            return initial
+        states = self.sequences.per_segment(self.count, *self.state)
+        sums = self.sums() if sums is None else sums
+        sweep(ends=states, **sums)
+        H, K, V = ((1, 1) + self.state)[-3:]
+        launch(
+            join_kernel,
+            (tile_count(K * V, BLOCK) * self.sequences.N * H,),
+            states=states,
+            **{gate: sums.get(self.gates.get(gate, "")) for gate in ("g", "gk", "gv")},
+            rates=self.rates,
+            initial=initial,
+            N=self.sequences.N,
+            H=H,
+            SEGMENTS=self.count,
+            K=K,
+            V=V,
+            BLOCK=BLOCK,
+            num_warps=2,
+        )
+        return states
+
+    def map(self, sweep: Sweep) -> tuple[Tensor, ...]:
+        """The map of each whole sequence: its `end`, ``[N, *state]``, and the sums of its gates."""
+        end, sums = self.sequences.per_sequence(*self.state), self.sums()
+        sweep(initial=self.starts(sweep, None, sums), final=end, **sums)
+        return end, *(x[: self.count].sum(0) for x in sums.values())
+
+    def sums(self) -> dict[str, Tensor]:
+        """Memory for the sums of each segment's gates."""
+        *H, V = self.state
+        shapes = {"g": H[:-1], "gk": H, "gv": [*H[:-1], V]}
+        return {x: self.sequences.per_segment(self.count, *shapes[gate]) for gate, x in self.gates.items()}

@@ -1,0 +1,63 @@
+"""Stretches of a sequence that lie apart, as on several ranks: what each does to a state, and how they are joined.
+
+Over any stretch of tokens a recurrence maps the state ``S`` to ``A(S) + end``, where `end` is the state that it reaches
+from zero. `A` multiplies each number of the state (`Decay`), or its keys by a matrix (`Matrix`). Backwards in time, the
+gradient ``dS`` of the state after the stretch becomes ``A^T(dS) + d_start``, where `d_start` is the gradient of the
+state before it that comes from its own outputs. In a family's `op`, ``stretch(inputs)`` is ``(A, end)``, and
+``d_start(inputs, do)`` the other.
+
+All is PyTorch on tensors as small as a state, so nothing here is an operator of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Decay(NamedTuple):
+    """``A(S) = exp(g) * S``, with `g` the sum of the logarithms, each of which broadcasts to ``S [N, H, K, V]``."""
+
+    logs: tuple[Tensor, ...]
+
+    def __call__(self, S: Tensor) -> Tensor:
+        for g in self.logs:
+            S = g.exp() * S
+        return S
+
+    def transposed(self) -> Decay:
+        return self
+
+
+class Matrix(NamedTuple):
+    """``A(S) = M S``, with ``M [N, H, K, K]``."""
+
+    M: Tensor
+
+    def __call__(self, S: Tensor) -> Tensor:
+        return self.M @ S
+
+    def transposed(self) -> Matrix:
+        return Matrix(self.M.mT)
+
+
+Map = Decay | Matrix
+
+
+def join(
+    maps: Sequence[Map], ends: Sequence[Tensor], initial: Tensor | None = None, reverse: bool = False
+) -> tuple[list[Tensor], Tensor]:
+    """The state before each stretch, and after the last one, from the state before the first, zero if it is None.
+
+    With `reverse`, backwards in time: `ends` are the `d_start` of all stretches, and `initial` is the gradient of the
+    state after the last one. The results are the gradients of the states after each stretch and before the first.
+    """
+    S = torch.zeros_like(ends[0]) if initial is None else initial
+    starts = [S] * len(ends)
+    for i in reversed(range(len(ends))) if reverse else range(len(ends)):
+        starts[i] = S
+        S = (maps[i].transposed() if reverse else maps[i])(S) + ends[i]
+    return starts, S

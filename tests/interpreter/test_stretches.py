@@ -1,0 +1,40 @@
+"""The kernels' maps of stretches: the end of each sequence, and the sums of its gates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import flat, part
+from test_stretches import CASES, Case, drawn, packed
+
+from flacompose.ops.families import _sequences
+from flacompose.ops.families.selective_scan import cuda as selective_scan
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+# What is the same for all tokens is added to the gates before.
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if "g_gamma" not in case.given],
+    ids=lambda case: "-".join(case.given) or case.family,
+)
+@packed
+@pytest.mark.parametrize("segments", [1, 3])
+def test_ends(case: Case, bounds: list[int] | None, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums are compared by what they leave of a state. In float32 they have rounding errors of 1e-6."""
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    for config, (tokens, _) in (("SWEEP", selective_scan.SWEEP), ("GRADIENT", selective_scan.GRADIENT)):
+        monkeypatch.setattr(selective_scan, config, (tokens, 2))
+    inputs = drawn(case, bounds)
+    with torch.no_grad():
+        of_float32 = [
+            x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
+        ]
+        end, *sums = flat(part(case.family, "cuda"), "ends")(*of_float32)
+        expected, *truth = getattr(torch.ops.flacompose, f"{case.family}_ends")(*inputs)
+    assert (end - expected).norm() <= 1e-5 * expected.norm()
+    for x, y in zip(sums, truth, strict=True):
+        if case.family != "selective_scan":  # whose sums are of time steps
+            x, y = x.exp(), y.exp()
+        assert (x - y).norm() <= 1e-5 * y.norm()
