@@ -540,7 +540,7 @@ comba = partial(
 low_rank_case = partial(
     _case("low_rank", {**QKV, "a": K, "b": K}, MATRIX),
     flops=8,
-    draws={"a": unit_vectors, "b": lambda x: unit_vectors(x) / 4},
+    draws={"a": unit_vectors, "b": lambda x: unit_vectors(x) / 8},
 )
 rwkv7 = partial(
     low_rank_case, inputs={"r": Q, "k": K, "v": V, "a": K, "b": K}, operands={"r": "q", "w": "gk"}
@@ -629,7 +629,9 @@ CASES = [
     low_rank_case("fused_recurrent_dplr_delta_rule", token, fused_recurrent_dplr_delta_rule, chunk_dplr_delta_rule,
                   low_rank, {"gk": K}, inductor=True),
     low_rank_case("chunk_iplr_delta_rule", chunk, chunk_iplr_delta_rule, fused_recurrent_iplr_delta_rule, low_rank),
-    rwkv7("chunk_rwkv7", chunk, chunk_rwkv7, fused_recurrent_rwkv7, rwkv7_reference, {"w": K}),
+    # With the scale of the others, whose default is not 1.
+    rwkv7("chunk_rwkv7", chunk, partial(chunk_rwkv7, scale=None), partial(fused_recurrent_rwkv7, scale=None),
+          rwkv7_reference, {"w": K}),
     product("steps-chunk_gated_delta_product", chunk, by_steps(chunk_gated_delta_product),
             by_steps(fused_recurrent_gated_delta_product), delta_product_reference, {"g": G}, groups=2),
     product("steps-fused_recurrent_gated_delta_product", token, by_steps(fused_recurrent_gated_delta_product),

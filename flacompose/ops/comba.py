@@ -181,12 +181,12 @@ def erasing(
         form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     if erase == "after":
         return run_delta_rule(form, q, k, v, beta, scale, initial_state, wanted, cu_seqlens, gk=gk, a=p)
-    groups = v.shape[2] // q.shape[2]
-    if groups > 1:
-        q, k, p = (x.repeat_interleave(groups, 2) for x in (q, k, p))
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v, p = (x.to(dtype) for x in (q, k, v, p))
+    groups = v.shape[2] // q.shape[2]
+    if groups > 1:
+        q, k, p = (x.repeat_interleave(groups, 2) for x in (q, k, p))
     # `beta` would have a gradient from tokens that are in no sequence, and that need not be finite.
     k, beta = without_tail(cu_seqlens, k, beta)
     written = (upcast(k, beta) * beta.unsqueeze(-1)).to(k.dtype)
