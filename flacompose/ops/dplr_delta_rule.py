@@ -32,8 +32,8 @@ def chunk_dplr_delta_rule(
     token erases as in the delta rule. It is the recurrence of RWKV7 (<https://arxiv.org/abs/2503.14456>).
 
     A token multiplies what the state holds by ``diag(exp(gk)) + b a^T``, whose norm is at most ``1 + |a| |b|``, so that
-    the state may grow by this factor with every token. Without a decay and with ``b = -c a`` for a ``c`` that is not
-    negative, the norm is at most 1 as long as ``|a| |b|`` is at most 2.
+    the state may grow by this factor with every token. With ``b = -c a`` for a number ``c`` that is not negative, the
+    norm is at most 1 as long as ``|a| |b|`` is at most ``1 + exp(gk)`` of every channel: 2 without a decay.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.

@@ -32,6 +32,7 @@ NAMES = (
     "chunk_gated_delta_rule",
     "chunk_kda",
     "chunk_gdn2",
+    "chunk_rwkv7",
 )
 # Sizes at which some chip has a configuration of its own.
 SIZES = [

@@ -15,11 +15,10 @@ from flacompose.ops.families.delta_rule.sweeps import Sweeps
 from flacompose.ops.families.low_rank.gradients import (
     pair_gradient_kernel,
     read_gradient_kernel,
-    weigh_kernel,
     write_gradient_kernel,
 )
 from flacompose.ops.families.low_rank.inputs import Inputs
-from flacompose.ops.families.low_rank.kernels import pair_kernel
+from flacompose.ops.families.low_rank.kernels import factor_kernel, pair_kernel
 from flacompose.ops.families.vector_decay.cuda import CHUNK
 
 OF_KEYS = ("q", "k", "a", "b")
@@ -76,39 +75,59 @@ class _Launches(Sweeps):
         }
         self.values = operand(v)
         # What all kernels of this family take. The first launch of each finds the chunks whose gates are mild.
-        self.common = {name: x for name, x in self.arguments.items() if name not in ("HV", "C")} | {"H": H}
+        self.common = {name: x for name, x in self.arguments.items() if name not in ("HV", "C", "scale")} | {
+            "H": H
+        }
         self.launches = (True,) if gk is None else (True, False)
         self.read_before = read_before and gk is not None
-        Q, W_a, W, b_write = (self.scratch(H, self.K) for _ in range(4))
-        P, M, Y, Z = (
-            self.per_chunk(H, C, C, dtype=self.dtype) if wanted else None
-            for wanted in (True, *[backward] * 3)
-        )
-        self.Y, self.Z = Y, Z
+        tiles = tile_count(self.K, factor_config(self.bfloat16)["BK"])
+        P, Y, M, X = (self.per_chunk(H, C, C, dtype=self.dtype) for _ in range(4))
+        parts: dict[str, Tensor | None] = {"Y": Y, "M": M, "X": X}
+        for name, x in (("Y", Y), ("M", M), ("X", X)):
+            parts[f"{name}_rest"] = torch.empty_like(x) if self.bfloat16 else None
+        made = {name: self.scratch(H, self.K) for name in ("Q", "W_a", "W", "b_write")}
+        self.at_middle = {
+            f"{name}_middle": self.vectors[name] for name in OF_KEYS
+        }  # as they are without gates
+        middle: dict[str, Tensor | None] = dict.fromkeys(self.at_middle)
+        mild = self.mild_gradient = None
         if gk is not None:
-            self.gates["total"] = self.per_chunk(H, self.K)
-        mild = None if gk is None else self.per_chunk(H, dtype=torch.int8)
+            mild, self.gates["total"] = self.per_chunk(H, dtype=torch.int8), self.per_chunk(H, self.K)
+            if backward:
+                middle = self.at_middle = {name: self.scratch(H, self.K) for name in middle}
+                self.mild_gradient = self.per_chunk(H, tiles, dtype=torch.int8)
+        arguments = {**self.vectors, **parts, "mild": mild, **self.common, "READ_BEFORE": self.read_before}
         for only_mild in self.launches:
             launch(
                 pair_kernel,
                 (self.chunks * H,),
-                **self.vectors,
-                Q=Q,
-                W_a=W_a,
-                W=W,
-                b_write=b_write,
-                total=self.gates["total"],
                 P=P,
-                M=M,
-                Y=Y,
-                Z=Z,
-                mild=mild,
-                **self.common,
+                scale=scale,
+                **arguments,
                 MILD=only_mild,
-                READ_BEFORE=self.read_before,
                 **pair_config(self.bfloat16),
             )
-        self.factors |= {"q": Q, "k": W_a, "W": W, "b": b_write, "P": P, "Y": M}
+        for only_mild in self.launches:
+            launch(
+                factor_kernel,
+                (tiles * self.chunks * H,),
+                **arguments,
+                **made,
+                **middle,
+                total=self.gates["total"],
+                mild_gradient=self.mild_gradient,
+                MILD=only_mild,
+                **factor_config(self.bfloat16),
+            )
+        self.scale, self.pairs = scale, {"Y": Y, "X": X}
+        self.factors |= {
+            "q": made["Q"],
+            "k": made["W_a"],
+            "W": made["W"],
+            "b": made["b_write"],
+            "P": P,
+            "Y": M,
+        }
         self.arguments |= {"HK": H, "SEGMENTS": self.SEGMENTS}
 
     def gradients(
@@ -129,16 +148,15 @@ class _Launches(Sweeps):
             (2 * self.chunks * H,),
             **of_values,
             du=du,
-            Y=self.Y,
-            Z=self.Z,
+            **self.pairs,
             **products,
             **arguments,
+            scale=self.scale,
             **pair_gradient_config(self.bfloat16),
         )
-        self.Y = self.Z = None
+        self.pairs.clear()
         config = gradient_config(self.bfloat16)
         tiles = tile_count(K, config["BK"])
-        at_middle, mild = self.at_middle(tiles, config["BK"])
         made = {name: self.per_token(H, K, dtype=self.dtype) for name in OF_KEYS}
         of_writes = None
         if gates:
@@ -149,16 +167,15 @@ class _Launches(Sweeps):
         outputs = {f"d{name}": made.get(name) for name in (*OF_KEYS, "gk")}
         arguments |= {
             **self.vectors,
-            **at_middle,
+            **self.at_middle,
             **products,
-            "mild": mild,
+            "mild": self.mild_gradient,
             "states": S,
             "of_writes": of_writes,
         }
-        scale = arguments.pop("scale")
         for kernel, more, filled in (
             (write_gradient_kernel, {"u": u, "v": self.values, "d_states": dS}, ("db", "dk")),
-            (read_gradient_kernel, {"do": do, "z": of_values["z"], "scale": scale}, ("dq", "da", "dgk")),
+            (read_gradient_kernel, {"do": do, "z": of_values["z"], "scale": self.scale}, ("dq", "da", "dgk")),
         ):
             for only_mild in self.launches:
                 launch(
@@ -174,36 +191,22 @@ class _Launches(Sweeps):
                 )
         return {name: self.batched(x) for name, x in made.items()}
 
-    def at_middle(self, tiles: int, BK: int) -> tuple[dict[str, Tensor | None], Tensor | None]:
-        """The vectors decayed to the middle of their chunks, and which tiles of channels have mild gates."""
-        if self.vectors["gk"] is None:
-            return {f"{name}_middle": self.vectors[name] for name in OF_KEYS}, None
-        decayed: dict[str, Tensor | None] = {
-            f"{name}_middle": self.scratch(self.HV, self.K) for name in OF_KEYS
-        }
-        mild = self.per_chunk(self.HV, tiles, dtype=torch.int8)
-        arguments = {name: x for name, x in self.common.items() if name != "scale"}
-        launch(
-            weigh_kernel,
-            (tiles * self.chunks * self.HV,),
-            **self.vectors,
-            **decayed,
-            mild=mild,
-            **arguments,
-            BK=BK,
-            READ_BEFORE=self.read_before,
-            num_warps=4,
-            num_stages=1,
-        )
-        return decayed, mild
-
 
 # Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.
 
 
 def pair_config(bfloat16: bool) -> dict[str, int]:
     """Block size of the contracted axis, warps and pipeline stages."""
-    return {"BK": 64 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
+    if not bfloat16:
+        return {"BK": 32, "num_warps": 4, "num_stages": 1}
+    return {"BK": 64, "num_warps": 4, "num_stages": 2}
+
+
+def factor_config(bfloat16: bool) -> dict[str, int]:
+    """Block size of the key axis, that of `gradient_config`, warps, stages, and registers for three programs."""
+    if not bfloat16:
+        return {"BK": 32, "num_warps": 4, "num_stages": 1}
+    return {"BK": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168}
 
 
 def pair_gradient_config(bfloat16: bool) -> dict[str, int]:

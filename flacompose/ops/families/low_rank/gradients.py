@@ -18,7 +18,7 @@ and likewise for keys and for `a`.
 
 The gradient of a gate is the sum of all of these terms whose exponents contain it, each multiplied by its vector. As in
 the delta rule with gates of channels, one product referred to the chunk's middle holds all pairs where the gates are
-mild, and where they are not, there is one for each level of blocks. For the former, `weigh_kernel` stores the
+mild, and where they are not, there is one for each level of blocks. For the former, `factor_kernel` stores the
 vectors decayed to the middle, rounded to the dtype of products. A pair that a gate does not decay is then added to the
 gate's gradient and subtracted as a product of the same rounded factors, so that it cancels.
 
@@ -45,59 +45,12 @@ from flacompose.ops.families._kernels import (
 from flacompose.ops.families.delta_rule.channel_kernels import by_levels
 from flacompose.ops.families.low_rank.kernels import load_sums, sums_of_reads
 from flacompose.ops.families.vector_decay.gates import (
-    MILD_BOUND,
     C,
     from_middle,
     load_gates,
     reads_gate,
     select,
-    size_of_gate,
 )
-
-
-@triton.jit(do_not_specialize=["T", "N", "H"])
-def weigh_kernel(
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    b,  # [tokens, H, K]
-    gk,  # [tokens, H, K]
-    q_middle,  # [tokens, H, K]
-    k_middle,  # [tokens, H, K]
-    a_middle,  # [tokens, H, K]
-    b_middle,  # [tokens, H, K]
-    mild,  # [chunks, H, tiles of K]
-    cu_seqlens,
-    T,
-    N,
-    H,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    READ_BEFORE: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """Fills the vectors decayed to the chunk's middle, where the gates of a tile of channels are `mild`."""
-    tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
-    if lo >= hi:
-        return
-    i = tl.arange(0, C)
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
-    first = (lo * H + h) * K
-    at = i, size, 0, d, H, K
-    g, sums = load_sums(gk + first, i, size, 0, d, H, K, DOT)
-    # The sum up to a read by `a` before its gate differs from another one by a gate, and so is bounded as well.
-    is_mild = tl.max(tl.maximum(tl.abs(sums), size_of_gate(g, DOT))) < MILD_BOUND
-    tl.store(mild + (row * H + h) * tiles + tile, is_mild.to(tl.int8))
-    if is_mild:
-        to_middle = tl.exp(-sums)
-        store_tile(b_middle + first, load_tile(b + first, *at) * to_middle, *at)
-        store_tile(k_middle + first, load_tile(k + first, *at) * to_middle, *at)
-        store_tile(q_middle + first, load_tile(q + first, *at) * tl.exp(sums), *at)
-        of_a = tl.exp(sums_of_reads(g, sums, True, READ_BEFORE))
-        store_tile(a_middle + first, load_tile(a + first, *at) * of_a, *at)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
@@ -108,7 +61,7 @@ def pair_gradient_kernel(
     du,  # [tokens, H, V], what `b` reads of the state's gradient
     z,  # [tokens, H, V]
     Y,  # [chunks, H, C, C], transposed
-    Z,  # [chunks, H, C, C], transposed
+    X,  # [chunks, H, C, C], transposed
     pairs,  # [chunks, H, 3, 2, C, C]: by what reads, q or a in two parts, and what writes, b or k; without diagonals
     diagonal,  # [chunks, H, 2, C]: the diagonals of `of_qb` and `of_qk`
     cu_seqlens,
@@ -120,7 +73,7 @@ def pair_gradient_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills `pairs`, `diagonal`, and ``z = Z do + Y^T du``: one program for what queries read, and one for `a`."""
+    """Fills `pairs`, `diagonal` and ``z = scale * X^T do + Y^T du``, one program for each of the two that read."""
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     reader, row, h = split_program(2, tl.num_programs(0) // (2 * H))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
@@ -140,7 +93,7 @@ def pair_gradient_kernel(
         at = i, size, 0, d, H, V
         x = load_tile(do + first, *at).to(tl.float32) * scale
         if reader == 1:
-            x = dot(tl.load(Z + rh * C * C + t * C + s), load_tile(do + first, *at), DOT)
+            x = dot(tl.load(X + rh * C * C + t * C + s), load_tile(do + first, *at), DOT) * scale
             x += dot(tl.load(Y + rh * C * C + t * C + s), load_tile(du + first, *at), DOT)
             store_tile(z + first, x, *at)
         of_b += dot(x, tl.trans(load_tile(u + first, *at)), DOT)
@@ -197,7 +150,7 @@ def write_gradient_kernel(
     a,  # [tokens, H, K]
     b,  # [tokens, H, K]
     gk,  # [tokens, H, K]
-    q_middle,  # [tokens, H, K], from `weigh_kernel`, as the following
+    q_middle,  # [tokens, H, K], from `factor_kernel`, as the following
     k_middle,  # [tokens, H, K]
     a_middle,  # [tokens, H, K]
     b_middle,  # [tokens, H, K]
@@ -315,7 +268,7 @@ def read_gradient_kernel(
     a,  # [tokens, H, K]
     b,  # [tokens, H, K]
     gk,  # [tokens, H, K]
-    q_middle,  # [tokens, H, K], from `weigh_kernel`, as the following
+    q_middle,  # [tokens, H, K], from `factor_kernel`, as the following
     k_middle,  # [tokens, H, K]
     a_middle,  # [tokens, H, K]
     b_middle,  # [tokens, H, K]

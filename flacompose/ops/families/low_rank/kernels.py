@@ -1,4 +1,4 @@
-"""The Triton kernel for diagonal plus low rank that comes before the sweeps: the pairs of each chunk.
+"""Triton kernels for diagonal plus low rank that come before the sweeps: what each chunk does to a state.
 
 Within a chunk that begins with the state S, what the vectors `a` read, ``u_t = S*^T a_t``, solves the triangular system
 ``(I - A_ab) u = a_read S + A_ak v``. Here ``A_ab[t, s]`` is the product of ``a`` of token `t` and ``b`` of ``s < t``,
@@ -6,14 +6,16 @@ decayed by the gates between them, `a_read` are the vectors ``a``, decayed by th
 ``b_write`` and ``k_write`` those that write, decayed by the gates up to its end. So what the chunk adds to the state
 and to the outputs is linear in S and v:
 
-    Y = (I - A_ab)^-1        M = Y A_ak        W_a = Y a_read        Q = q_read + A_qb Y a_read
-    W = k_write + M^T b_write                  P = scale * (A_qk + A_qb M)
+    Y = (I - A_ab)^-1        M = Y A_ak        X = A_qb Y                    P = scale * (A_qk + A_qb M)
+    W_a = Y a_read           Q = q_read + X a_read                           W = k_write + M^T b_write
 
-    u = W_a S + M v        o = scale * Q S + P v        S <- total S + b_write^T (W_a S) + W^T v
+    u = W_a S + M v          o = scale * Q S + P v          S <- total S + b_write^T (W_a S) + W^T v
 
-`pair_kernel` makes these matrices for all chunks at once. The sweeps are those of the delta rule, with keys that write
-what is read. The backward also takes Y and ``Z = scale * (A_qb Y)^T``, with which the gradient of ``a_read S + A_ak v``
-is ``z = Z do + Y^T b_write dS``.
+`pair_kernel` makes the products of pairs of tokens, in the first row, for all chunks at once, and `factor_kernel` what
+meets the state, in the second. The sweeps are those of the delta rule, with keys that write what is read. The backward
+takes Y and X too: the gradient of ``a_read S + A_ak v`` is ``z = Y^T (scale * A_qb^T do + b_write dS)``.
+
+Where keys are alike, all of these are small differences of large terms. So Y, M and X are stored in two parts.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from flacompose.ops.families.vector_decay.gates import (
     load_gates,
     reads_gate,
     select,
+    size_of_gate,
 )
 
 
@@ -97,23 +100,42 @@ def _pairs_with(
     return of_b, of_k, largest
 
 
+@triton.jit
+def _store_in_parts(x, rest, at, value):
+    """Stores float32 `value` in `x`, and what is rounded off in `rest`, if that is given."""
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + at, rounded)
+    if rest is not None:
+        tl.store(rest + at, (value - rounded.to(tl.float32)).to(rest.dtype.element_ty))
+
+
+@triton.jit
+def _dot_with_stored(x, rest, at, b, DOT: tl.constexpr, acc=None):
+    """``acc + x @ b`` for an `x` that was stored in parts, and float32 `b`."""
+    high = tl.load(x + at)
+    b_high, b_rest = in_parts(b, DOT)
+    if DOT == tl.float32:
+        acc = tl.dot(high, b_high, acc=acc, input_precision="tf32x3")
+    else:
+        acc = tl.dot(high, b_rest, acc=tl.dot(tl.load(rest + at), b_high, acc=acc))
+        acc = tl.dot(high, b_high, acc=acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def pair_kernel(
-    # More than 25 parameters, as one program makes all that the sweeps take from the vectors of its chunk.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
     b,  # [tokens, H, K]
     gk,  # [tokens, H, K]
-    Q,  # [tokens, H, K]
-    W_a,  # [tokens, H, K]
-    W,  # [tokens, H, K]
-    b_write,  # [tokens, H, K]
-    total,  # [chunks, H, K]
-    P,  # [chunks, H, C, C], transposed
-    M,  # [chunks, H, C, C], transposed, as are the following
+    P,  # [chunks, H, C, C], transposed, as are the following
     Y,  # [chunks, H, C, C]
-    Z,  # [chunks, H, C, C]
+    M,  # [chunks, H, C, C]
+    X,  # [chunks, H, C, C]
+    Y_rest,  # [chunks, H, C, C], what is rounded off of the former, if they are not in float32
+    M_rest,  # [chunks, H, C, C]
+    X_rest,  # [chunks, H, C, C]
     mild,  # [chunks, H]
     cu_seqlens,
     T,
@@ -126,11 +148,11 @@ def pair_kernel(
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills `Q`, `W_a`, `W`, `b_write`, `P`, `total` where there are gates, and what is given of the following.
+    """Fills the products of pairs of tokens.
 
     It runs twice where there are gates, for the chunks whose gates are mild (`MILD`), which it notes, and for the
     others: one kernel for both would need twice the registers. These are scarce, so that gates are summed again for
-    each of the three steps.
+    the second step.
     """
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     row, h, _ = split_program(tl.num_programs(0) // H, H)
@@ -152,7 +174,7 @@ def pair_kernel(
     i = tl.arange(0, C)
     s = i[:, None]
     t = i[None, :]
-    at_pair = rh * C * C + s * C + t
+    at = rh * C * C + s * C + t
     size = tl.minimum(hi - lo, C).to(tl.int32)
 
     # 1. What `a` reads: A_ab, A_ak, and with them Y and M.
@@ -169,12 +191,12 @@ def pair_kernel(
         tl.store(mild + rh, (largest < MILD_BOUND).to(tl.int8))
         if not largest < MILD_BOUND:
             return
-    solved = inverse(-of_b, DOT)  # Y, transposed
-    of_u = fine_dot(tl.where(s < t, of_k, 0.0), solved, DOT)  # M, transposed
-    if M is not None:
-        tl.store(M + at_pair, of_u.to(M.dtype.element_ty))
+    solved = inverse(-of_b, DOT)
+    of_u = fine_dot(tl.where(s < t, of_k, 0.0), solved, DOT)
+    _store_in_parts(Y, Y_rest, at, solved)
+    _store_in_parts(M, M_rest, at, of_u)
 
-    # 2. What queries read: A_qb, A_qk, and with them P and Z.
+    # 2. What queries read: A_qb, A_qk, and with them P and X.
     of_b = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for d0 in range(0, K, BK):
@@ -184,42 +206,115 @@ def pair_kernel(
         )
     of_b = tl.where(s <= t, of_b, 0.0)
     of_k = tl.where(s <= t, of_k, 0.0)
-    tl.store(P + at_pair, (fine_dot(of_u, of_b, DOT, of_k) * scale).to(P.dtype.element_ty))
-    of_b = fine_dot(solved, of_b, DOT)  # A_qb Y, transposed
-    if Y is not None:
-        tl.store(Y + at_pair, solved.to(Y.dtype.element_ty))
-        tl.store(Z + at_pair, (of_b * scale).to(Z.dtype.element_ty))
+    tl.store(P + at, (fine_dot(of_u, of_b, DOT, of_k) * scale).to(P.dtype.element_ty))
+    _store_in_parts(X, X_rest, at, fine_dot(solved, of_b, DOT))
 
-    # 3. What meets the state: W_a, Q, b_write and W, one after the other, as registers are scarce.
-    solved = tl.trans(solved)
-    of_b = tl.trans(of_b)
-    for d0 in range(0, K, BK):
-        d = d0 + tl.arange(0, BK)
-        at = i, size, 0, d, H, K
-        g, sums = load_sums(gk, i, size, 0, d, H, K, DOT)
-        if MILD:
-            early = tl.exp(tl.sum(tl.where(s < C // 2, g.to(tl.float32), 0.0), 0))[None, :]
-            late = tl.exp(tl.sum(tl.where(s < C // 2, 0.0, g.to(tl.float32)), 0))[None, :]
-            if gk is not None:
-                tl.store(total + rh * K + d[None, :], early * late, mask=d[None, :] < K)
-            a_ = load_tile(a, *at) * tl.exp(sums_of_reads(g, sums, True, READ_BEFORE))
-            parts = in_parts(a_, DOT)
-            store_tile(W_a + first, dot_of_parts(solved, parts, DOT) * early, *at)
-            q_ = load_tile(q, *at) * tl.exp(sums)
-            store_tile(Q + first, dot_of_parts(of_b, parts, DOT, q_) * early, *at)
-            to_middle = tl.exp(-sums)
-            b_ = load_tile(b, *at) * to_middle
-            store_tile(b_write + first, b_ * late, *at)
-            k_ = load_tile(k, *at) * to_middle
-            store_tile(W + first, fine_dot(of_u, b_, DOT, k_) * late, *at)
-        else:
-            tl.store(total + rh * K + d, tl.exp(tl.sum(g.to(tl.float32), 0)), mask=d < K)
-            a_ = load_tile(a, *at) * tl.exp(select(reads_gate(s, t, READ_BEFORE), g, DOT))
-            store_tile(W_a + first, fine_dot(solved, a_, DOT), *at)
-            q_ = load_tile(q, *at) * tl.exp(select(t <= s, g, DOT))
-            store_tile(Q + first, fine_dot(of_b, a_, DOT, q_), *at)
-            to_end = tl.exp(select(t > s, g, DOT))
-            b_ = load_tile(b, *at) * to_end
-            store_tile(b_write + first, b_, *at)
-            k_ = load_tile(k, *at) * to_end
-            store_tile(W + first, fine_dot(of_u, b_, DOT, k_), *at)
+
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def factor_kernel(
+    # More than 25 parameters, as the four vectors of a token are weighed together, for the sweeps and for gradients.
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    a,  # [tokens, H, K]
+    b,  # [tokens, H, K]
+    gk,  # [tokens, H, K]
+    Y,  # [chunks, H, C, C], from `pair_kernel`, as the following
+    M,  # [chunks, H, C, C]
+    X,  # [chunks, H, C, C]
+    Y_rest,  # [chunks, H, C, C]
+    M_rest,  # [chunks, H, C, C]
+    X_rest,  # [chunks, H, C, C]
+    mild,  # [chunks, H]
+    Q,  # [tokens, H, K]
+    W_a,  # [tokens, H, K]
+    W,  # [tokens, H, K]
+    b_write,  # [tokens, H, K]
+    total,  # [chunks, H, K]
+    q_middle,  # [tokens, H, K], the vectors decayed to the chunk's middle, for `gradients`
+    k_middle,  # [tokens, H, K]
+    a_middle,  # [tokens, H, K]
+    b_middle,  # [tokens, H, K]
+    mild_gradient,  # [chunks, H, tiles of K], whether gates are mild for their gradient too
+    cu_seqlens,
+    T,
+    N,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    MILD: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Fills what meets the state and, where gates are mild, what is given of the rest, for a tile of channels.
+
+    It runs as often as `pair_kernel`.
+    """
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
+    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    if lo >= hi:
+        return
+    rh = row * H + h
+    if gk is not None:
+        if (tl.load(mild + rh) != 0) != MILD:
+            return
+        gk += (lo * H + h) * K
+    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
+    first = (lo * H + h) * K
+    i = tl.arange(0, C)
+    s = i[:, None]
+    t = i[None, :]
+    as_stored = rh * C * C + s * C + t
+    transposed = rh * C * C + t * C + s
+    size = tl.minimum(hi - lo, C).to(tl.int32)
+    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    at = i, size, 0, d, H, K
+    g, sums = load_sums(gk, i, size, 0, d, H, K, DOT)
+    MIDDLE: tl.constexpr = MILD and q_middle is not None
+
+    # 1. The decays: from the chunk's middle where gates are mild, and `early` and `late` join it to its ends.
+    if MILD:
+        early = tl.exp(tl.sum(tl.where(s < C // 2, g.to(tl.float32), 0.0), 0))[None, :]
+        late = tl.exp(tl.sum(tl.where(s < C // 2, 0.0, g.to(tl.float32)), 0))[None, :]
+        of_a = tl.exp(sums_of_reads(g, sums, True, READ_BEFORE))
+        if gk is not None:
+            tl.store(total + rh * K + d[None, :], early * late, mask=d[None, :] < K)
+            if mild_gradient is not None:
+                # The sum up to a read by `a` differs from another one by a gate, and so is bounded as well.
+                is_mild = tl.max(tl.maximum(tl.abs(sums), size_of_gate(g, DOT))) < MILD_BOUND
+                tl.store(mild_gradient + rh * tiles + tile, is_mild.to(tl.int8))
+    else:
+        early = tl.full([1, BK], 1.0, tl.float32)
+        late = early
+        of_a = tl.exp(select(reads_gate(s, t, READ_BEFORE), g, DOT))
+        tl.store(total + rh * K + d, tl.exp(tl.sum(g.to(tl.float32), 0)), mask=d < K)
+        if mild_gradient is not None:
+            tl.store(mild_gradient + rh * tiles + tile, 0)
+
+    # 2. What reads.
+    a_ = load_tile(a + first, *at) * of_a
+    if MIDDLE:
+        store_tile(a_middle + first, a_, *at)
+    store_tile(W_a + first, _dot_with_stored(Y, Y_rest, transposed, a_, DOT) * early, *at)
+    if MILD:
+        of_q = tl.exp(sums)
+    else:
+        of_q = tl.exp(select(t <= s, g, DOT))
+    q_ = load_tile(q + first, *at) * of_q
+    if MIDDLE:
+        store_tile(q_middle + first, q_, *at)
+    store_tile(Q + first, _dot_with_stored(X, X_rest, transposed, a_, DOT, q_) * early, *at)
+
+    # 3. What writes.
+    if MILD:
+        of_writes = tl.exp(-sums)
+    else:
+        of_writes = tl.exp(select(t > s, g, DOT))
+    b_ = load_tile(b + first, *at) * of_writes
+    if MIDDLE:
+        store_tile(b_middle + first, b_, *at)
+    store_tile(b_write + first, b_ * late, *at)
+    k_ = load_tile(k + first, *at) * of_writes
+    if MIDDLE:
+        store_tile(k_middle + first, k_, *at)
+    store_tile(W + first, _dot_with_stored(M, M_rest, as_stored, b_, DOT, k_) * late, *at)
