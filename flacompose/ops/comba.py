@@ -39,9 +39,9 @@ def chunk_comba(
 
     It is the gated delta rule in which ``p`` reads what is replaced, in the place of the key. ``S*`` is ``S'``, the
     state after its decay, or with ``erase="before"`` the state before it, ``S_{t-1}``. flash-linear-attention computes
-    the former in its reference and the latter in its kernels, which is the transition ``exp(g) - beta k p^T``, a scalar
-    plus low rank, of "Comba: Improving Bilinear RNNs with Closed-loop Control" (<https://arxiv.org/abs/2506.02475>): so
-    models that were trained with its kernels need ``erase="before"``.
+    the former in its ``naive_recurrent_comba`` and the latter in its kernels, which is the transition ``exp(g) - beta k
+    p^T``, a scalar plus low rank, of "Comba: Improving Bilinear RNNs with Closed-loop Control"
+    (<https://arxiv.org/abs/2506.02475>): so models that were trained with its kernels need ``erase="before"``.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
