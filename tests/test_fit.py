@@ -45,6 +45,11 @@ LARGEST = [
     ((*PAIRS, 80, 64, {}), (120,)),
     ((*PAIRS, 320, 64, {}), (100,)),
     ((*PAIRS, 384, 64, {}), (90,)),
+    (("low_rank gk", "sweep_kernel", BFLOAT16, 128, 128, {}), (80, 120)),
+    (("low_rank gk", "sweep_kernel", BFLOAT16, 256, 256, {}), (90,)),
+    (("low_rank gk", "pair_kernel", FLOAT32, 64, 64, {}), (120,)),
+    (("low_rank gk", "write_gradient_kernel", BFLOAT16, 64, 64, {}), (89,)),
+    (("low_rank gk", "read_gradient_kernel", FLOAT32, 64, 64, {}), (86,)),
 ]
 
 
