@@ -75,7 +75,7 @@ BREAKS = [
     # Launches
     Break("ops/families/_replay.py", "if first else self.record(kind, args)", "", "test_replay.py"),
     Break("ops/families/_compile.py", "differentiated, device, *map(_kind, args)", "differentiated, device", "test_compile_ahead.py"),
-    Break("ops/families/delta_rule/cuda.py", "tile_count(V, 64) <= 128", "tile_count(V, 64) <= 64", "test_fit.py", "tuned"),
+    Break("ops/families/delta_rule/sweeps.py", "tile_count(V, 64) <= 128", "tile_count(V, 64) <= 64", "test_fit.py", "tuned"),
     Break("ops/families/_sequences.py", "self.chunks_of_row + self.N", "self.chunks_of_row", KERNELS, "test_packed and chunk_gla"),
     Break("ops/families/_launch.py", "return (D + B - 1) // B", "return max(D // B, 1)", KERNELS, "head_sizes and chunk_simple_gla"),
     # The kernels
