@@ -55,6 +55,12 @@ BREAKS = [
     Break("ops/delta_rule.py", "keepdim=True) + NORM_EPS)", "keepdim=True))", "test_delta_rule.py"),
     Break("ops/gated_delta_rule.py", "(2 if neg_eigval else 1)", "1", "test_delta_rule.py"),
     Break("ops/gated_delta_product.py", "(T, n))[:, :, -1]", "(T, n))[:, :, 0]", VALUES, "lengths and product"),
+    Break("ops/comba.py", "p, -written, gk", "p, written, gk", VALUES, "lengths and comba-before"),
+    Break("ops/comba.py", "run_delta_rule(form, q, k, v, beta, scale, initial_state, wanted, cu_seqlens, gk=gk, a=p)", "run_delta_rule(form, q, k, v, beta, scale, initial_state, wanted, cu_seqlens, gk=gk)", VALUES, "lengths and comba"),
+    Break("ops/linear_recurrence.py", "{\"gk\": None, \"gv\": _with(g, gv)}", "{\"gk\": None, \"gv\": gv}", "test_linear_recurrence.py", "without_a_function"),
+    Break("ops/linear_recurrence.py", "read_before=erase == \"before\"", "read_before=True", "test_linear_recurrence.py", "without_a_function"),
+    Break("ops/linear_recurrence.py", "op.recurrent if always_true(q.shape[1] == 1) else op.chunk", "op.chunk", "test_linear_recurrence.py", "one_token"),
+    Break("ops/linear_recurrence.py", "k if a is None else a, decay", "k, decay", "test_linear_recurrence.py", "rows and comba"),
     Break("ops/lightning_attn.py", "logspace(-8 / HV, -8, HV", "logspace(-8, -8 / HV, HV", "test_lightning_attn.py"),
     Break("ops/retention.py", "power.neg_().log1p_()", "power.neg_()", "test_retention.py"),
     Break("ops/ssd.py", "initial_states = initial_states.mT", "initial_states = initial_states + 0", "test_ssd.py"),
@@ -69,7 +75,7 @@ BREAKS = [
     # Launches
     Break("ops/families/_replay.py", "if first else self.record(kind, args)", "", "test_replay.py"),
     Break("ops/families/_compile.py", "differentiated, device, *map(_kind, args)", "differentiated, device", "test_compile_ahead.py"),
-    Break("ops/families/delta_rule/cuda.py", "tile_count(V, 64) <= 128", "tile_count(V, 64) <= 64", "test_fit.py", "tuned"),
+    Break("ops/families/delta_rule/sweeps.py", "tile_count(V, 64) <= 128", "tile_count(V, 64) <= 64", "test_fit.py", "tuned"),
     Break("ops/families/_sequences.py", "self.chunks_of_row + self.N", "self.chunks_of_row", KERNELS, "test_packed and chunk_gla"),
     Break("ops/families/_launch.py", "return (D + B - 1) // B", "return max(D // B, 1)", KERNELS, "head_sizes and chunk_simple_gla"),
     # The kernels
