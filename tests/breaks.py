@@ -45,8 +45,10 @@ BREAKS = [
     Break("ops/families/slot_attention/eager.py", "of_tokens(of_values.get(\"gk\"), of_keys.get(\"gv\"))", "of_tokens(of_values.get(\"gk\"))", "test_slot_attention.py"),
     Break("ops/families/_steps.py", "T - stride * i", "T - i", "contract/test_states.py", "shorter and product"),
     Break("ops/families/_steps.py", "d_states[:, i] + d_state", "d_states[:, i]", "contract/test_states.py", "gradient"),
-    Break("ops/families/_stretches.py", "return Matrix(self.M.mT)", "return Matrix(self.M)", "test_stretches.py", "matrices"),
-    Break("ops/families/_op.py", "made[name] = made[name] + of_tokens", "made[name] = made[name] - of_tokens", "test_stretches.py", "recurrence and scan"),
+    Break("ops/families/_stretches.py", "return Matrix(self.M.mT)", "return Matrix(self.M)", "test_stretches.py", "transposes and delta_rule"),
+    Break("ops/families/_ends.py", "made[name] = made[name] + of_tokens", "made[name] = made[name] - of_tokens", "test_stretches.py", "recurrence and scan"),
+    Break("ops/families/_ends.py", "initial_state=F.pad(eye, (V, 0))", "initial_state=None", "test_stretches.py", "recurrence and low_rank"),
+    Break("ops/families/delta_rule/sweeps.py", "initial=self._join(None, eye) if self.row.split else eye", "initial=eye", "interpreter/test_stretches.py", "delta_rule"),
     Break("ops/_varlen.py", "(token < end[sequence, None])", "(token <= end[sequence, None])", PACKED, "test_packed and chunk_gla"),
     Break("ops/_varlen.py", "(t < cu[-1])", "(t <= cu[-1])", PACKED, "tail_holds"),
     Break("ops/_logsumexp.py", "torch.sigmoid(x - before)", "torch.sigmoid(before - x)", VALUES, "lengths and abc"),
@@ -69,7 +71,7 @@ BREAKS = [
     # Launches
     Break("ops/families/_replay.py", "if first else self.record(kind, args)", "", "test_replay.py"),
     Break("ops/families/_compile.py", "differentiated, device, *map(_kind, args)", "differentiated, device", "test_compile_ahead.py"),
-    Break("ops/families/delta_rule/cuda.py", "tile_count(V, 64) <= 128", "tile_count(V, 64) <= 64", "test_fit.py", "tuned"),
+    Break("ops/families/delta_rule/sweeps.py", "tile_count(V, 64) <= 128", "tile_count(V, 64) <= 64", "test_fit.py", "tuned"),
     Break("ops/families/_sequences.py", "self.chunks_of_row + self.N", "self.chunks_of_row", KERNELS, "test_packed and chunk_gla"),
     Break("ops/families/_launch.py", "return (D + B - 1) // B", "return max(D // B, 1)", KERNELS, "head_sizes and chunk_simple_gla"),
     # The kernels

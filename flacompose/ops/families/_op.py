@@ -17,8 +17,8 @@ from flacompose._torch import OpOverload
 from flacompose.ops._chip import is_here, runs_kernels
 from flacompose.ops._define import define_op
 from flacompose.ops._sizes import always_true
-from flacompose.ops._varlen import of_tokens, summed
-from flacompose.ops.families._signature import BackwardCall, Gradients, Signature
+from flacompose.ops.families._ends import DecayEnds, MatrixEnds
+from flacompose.ops.families._signature import BackwardCall, Signature
 from flacompose.ops.families._steps import Steps
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def define_forms(
 
     With `ends` the family also gets ``<family>_ends`` and ``<family>_ends_backward``, and the former comes next. It
     takes the arguments of the forms and returns the state that each sequence reaches from zero, whatever the initial
-    state is, and the sums of its gates.
+    state is, and what it does to any other: the sums of its gates, or the matrix that it multiplies keys by.
 
     A family with a form "recurrent" also gets ``<family>_steps`` and ``<family>_steps_backward``, and that operator
     comes last. It is the recurrent form of sequences in rows, and returns ``(o, states [N, count, ...])``, the states
@@ -55,8 +55,8 @@ def define_forms(
         signature: what the forms take and return.
         eager: the family's `forward`, which takes the named tuple of the inputs, and its `backward`, which takes a
             `BackwardCall` and returns the gradients that it wants, by the names of the inputs.
-        ends: what `<family>_ends` returns, a named tuple of `end` and of a ``sum_x`` for each gate `x`. The module
-            `cuda` has a function `ends` for it.
+        ends: what `<family>_ends` returns, a named tuple of `end` and of a ``sum_x`` for each gate `x`, or of `end` and
+            `matrix`. The module `cuda` has a function `ends` for it.
         forms: the form "chunk" compiles its kernels ahead, "recurrent" and "token" are one kernel.
         flops: of a form, as `define_op` takes it; the backward has twice as many.
     """
@@ -102,39 +102,19 @@ def _define_ends(
 ) -> OpOverload:
     """Register ``<family>_ends`` and its backward, which on every device calls that of the forms."""
     signature = Signature(of_forms.inputs, outputs)
-    gates = [name.removeprefix("sum_") for name in outputs._fields[1:]]
-
-    def forward(inputs: Any) -> tuple[Tensor, ...]:
-        _, end = eager.forward(inputs._replace(initial_state=None))
-        _, *zeros = map(torch.zeros_like, signature.fake(*inputs))
-        given = (getattr(inputs, name) for name in gates)
-        sums = (x if g is None else summed(g.to(x.dtype), inputs.cu_seqlens) for g, x in zip(given, zeros))
-        return end, *sums
-
-    def backward(call: BackwardCall[Any]) -> Gradients:
-        inputs, (d_end, *d_sums) = call.inputs._replace(initial_state=None), call.arriving
-        made: Gradients = {}
-        if d_end is not None:
-            wanted = [x in call.wanted and x != "initial_state" for x in signature.differentiable]
-            found = backward_of_forms(*inputs, None, d_end, wanted)
-            made = {x: dx for x, dx, want in zip(signature.differentiable, found, wanted) if want}
-        made |= {x: torch.zeros_like(getattr(call.inputs, x)) for x in call.wanted - made.keys()}
-        for name, d_sum in zip(gates, d_sums):
-            if name in call.wanted and d_sum is not None:
-                made[name] = made[name] + of_tokens(d_sum, made[name].shape[1], inputs.cu_seqlens)
-        return call.made(**made)
-
+    kind = MatrixEnds if "matrix" in outputs._fields else DecayEnds
+    ends = kind(signature, eager, backward_of_forms)
     load = partial(on_cuda, family, "ends", signature)
     return define_op(
         f"{family}_ends",
         f"({signature.arguments}) -> ({signature.results})",
-        eager=signature.flat(forward),
+        eager=signature.flat(ends.forward),
         triton=load,
         fake=_compiling(signature.fake, load),
         backward=define_op(
             f"{family}_ends_backward",
             f"({signature.arguments}, {signature.arriving}, bool[] output_mask) -> ({signature.gradients})",
-            eager=signature.flat_backward(backward),
+            eager=signature.flat_backward(ends.backward),
             fake=signature.fake_backward,
             axes=signature.axes,
             flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),

@@ -44,6 +44,11 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return rule.batched(o), final_state
 
 
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
+    return _Launches(inputs._replace(initial_state=None)).map()
+
+
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs = call.wants, call.inputs
@@ -112,7 +117,7 @@ class _Launches(Sweeps):
         }
         self.factors |= {"q": self.q, "k": self.k} | made
         arguments = self.arguments | {"H": q.shape[2], "q": self.q, "k": self.k, "beta": self.beta} | made
-        self.arguments |= {"HK": q.shape[2], "SEGMENTS": self.SEGMENTS}
+        self.arguments |= {"HK": q.shape[2], "SEGMENTS": self.row.count}
         if self.gk is not None:
             self.channel_pairs(arguments)
         else:

@@ -34,6 +34,11 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return rule.batched(o), final_state
 
 
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, H, K, V], matrix [N, H, K, K])``."""
+    return _Launches(inputs._replace(initial_state=None), backward=False).map()
+
+
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     rule = _Launches(call.inputs, backward=True)
@@ -109,7 +114,7 @@ class _Launches(Sweeps):
                 **pair_config(self.bfloat16),
             )
         self.factors |= {"q": Q, "k": W_a, "W": W, "b": b_write, "P": P, "Y": M}
-        self.arguments |= {"HK": H, "SEGMENTS": self.SEGMENTS}
+        self.arguments |= {"HK": H, "SEGMENTS": self.row.count}
 
     def gradients(
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool
