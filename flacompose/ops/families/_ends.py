@@ -22,14 +22,25 @@ class DecayEnds:
     """The ends of a family whose states decay: `end`, and a ``sum_x`` for each gate `x`.
 
     Args:
-        signature: of `<family>_ends`.
-        eager: the family's `forward` and `backward` in PyTorch.
+        of_forms: the signature of the family.
+        eager: its `forward` and `backward` in PyTorch.
         backward_of_forms: the operator.
+        gates: their names.
     """
 
-    def __init__(self, signature: Signature[Any], eager: ModuleType, backward_of_forms: OpOverload) -> None:
-        self.signature, self.eager, self.backward_of_forms = signature, eager, backward_of_forms
-        self.gates = [x.removeprefix("sum_") for x in signature.outputs._fields[1:]]
+    def __init__(
+        self,
+        of_forms: Signature[Any],
+        eager: ModuleType,
+        backward_of_forms: OpOverload,
+        gates: tuple[str, ...],
+    ) -> None:
+        self.eager, self.backward_of_forms, self.gates = eager, backward_of_forms, gates
+        end, maps = of_forms.axes["final_state"], self.axes_of_maps(of_forms.axes)
+        self.signature = of_forms.with_results(end=end, **maps)
+
+    def axes_of_maps(self, axes: dict[str, str]) -> dict[str, str]:
+        return {f"sum_{x}": axes[x].replace("B T", "N") for x in self.gates}
 
     def forward(self, inputs: Any) -> tuple[Tensor, ...]:
         _, end = self.eager.forward(inputs._replace(initial_state=None))
@@ -63,6 +74,9 @@ class MatrixEnds(DecayEnds):
     The columns of the identity matrix end as those of the matrix, if the values of tokens are zero there. So these are
     swept beside the others.
     """
+
+    def axes_of_maps(self, axes: dict[str, str]) -> dict[str, str]:
+        return {"matrix": axes["final_state"].removesuffix("V") + "K"}
 
     def forward(self, inputs: Any) -> tuple[Tensor, ...]:
         _, state = self.eager.forward(_with_identity(inputs))

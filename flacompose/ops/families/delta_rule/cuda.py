@@ -10,11 +10,7 @@ from torch import Tensor
 from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
-from flacompose.ops.families._launch import (
-    block,
-    operand,
-    tile_count,
-)
+from flacompose.ops.families._launch import block, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
@@ -23,9 +19,7 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
 )
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.inputs import Inputs
-from flacompose.ops.families.delta_rule.kernels import (
-    pair_kernel,
-)
+from flacompose.ops.families.delta_rule.kernels import pair_kernel
 from flacompose.ops.families.delta_rule.stored_pairs import (
     decayed_pair_gradient_kernel,
     gradient_from_pairs_kernel,

@@ -31,11 +31,4 @@ class Outputs(NamedTuple):
     final_state: Annotated[Tensor, "N HV K V"]
 
 
-class Ends(NamedTuple):
-    """What each sequence does to a state: what it adds, and the matrix by which it multiplies keys."""
-
-    end: Annotated[Tensor, "N HV K V"]
-    matrix: Annotated[Tensor, "N HV K K"]
-
-
 SIGNATURE = Signature(Inputs, Outputs)

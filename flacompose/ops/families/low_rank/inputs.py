@@ -31,11 +31,4 @@ class Outputs(NamedTuple):
     final_state: Annotated[Tensor, "N H K V"]
 
 
-class Ends(NamedTuple):
-    """What each sequence does to a state: what it adds, and the matrix by which it multiplies keys."""
-
-    end: Annotated[Tensor, "N H K V"]
-    matrix: Annotated[Tensor, "N H K K"]
-
-
 SIGNATURE = Signature(Inputs, Outputs)
