@@ -33,6 +33,7 @@ from torch import Tensor
 from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.delta_rule import sweeps
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.slot_attention import cuda as slot_kernels
 from flacompose.ops.families.slot_attention import op as slot_attention
@@ -407,7 +408,7 @@ def test_states_in_parts(
     """As in bfloat16, where a program holds a state of more than 128 keys in several tiles."""
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
     config = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(delta_rule, "sweep_config", lambda *_: config)
+    monkeypatch.setattr(sweeps, "sweep_config", lambda *_: config)
     check(draw(case, CPU, B=1, H=1, T=100, K=20, V=20, lengths=lengths, gates=-1e-3))
 
 

@@ -1,14 +1,15 @@
-"""The registered ops of a family: its forms, which compute the same function, and their one backward."""
+"""The registered ops of a family: its forms, which compute the same function, and what else is made of these."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from flacompose._torch import OpOverload
 from flacompose.ops._chip import is_here, runs_kernels
 from flacompose.ops._define import define_op
 from flacompose.ops._sizes import always_true
-from flacompose.ops._varlen import of_tokens, summed
-from flacompose.ops.families._signature import BackwardCall, Gradients, Signature
+from flacompose.ops.families._ends import DecayEnds, MatrixEnds
+from flacompose.ops.families._signature import AnyInputs, Signature
 from flacompose.ops.families._steps import Steps
+from flacompose.ops.families._stretches import Decay, Map, Matrix
 
 if TYPE_CHECKING:
     from flacompose.ops.families._replay import Replay
@@ -28,176 +30,160 @@ CUDA = torch.version.cuda is not None and find_spec("triton") is not None
 ONE_KERNEL = ("recurrent", "steps", "token")  # these are compiled at their launch, the others ahead of it
 
 
+@dataclass(frozen=True)
+class Forms(Generic[AnyInputs]):
+    """The forms of a family, functions that call its operators: `define_forms` explains each."""
+
+    chunk: Callable[[AnyInputs], tuple[Tensor, Tensor]]
+    recurrent: Callable[[AnyInputs], tuple[Tensor, Tensor]]
+    steps: Callable[..., tuple[Tensor, Tensor]]
+    stretch: Callable[[AnyInputs], tuple[Map, Tensor]]
+    d_start: Callable[[AnyInputs, Tensor], Tensor]
+
+
 def define_forms(
+    family: str,
+    signature: Signature[AnyInputs],
+    eager: ModuleType,
+    *,
+    gates: tuple[str, ...],
+    flops: Callable[..., int],
+) -> Forms[AnyInputs]:
+    """Register what `define_ops` does with the forms "chunk" and "recurrent", and return the functions for `op`."""
+    ops = define_ops(family, signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
+    chunk_op, recurrent_op, steps_op, ends_op = (ops[x] for x in ("chunk", "recurrent", "steps", "ends"))
+    of_state = signature.axes["final_state"].split()
+    absent = [
+        [i for i, axis in enumerate(of_state) if i > 0 and axis not in signature.axes[gate].split()]
+        for gate in gates
+    ]
+
+    def chunk(inputs: AnyInputs) -> tuple[Tensor, Tensor]:
+        """``(o, final_state)``, in chunks of tokens: for training and for prompts."""
+        return chunk_op(*inputs)
+
+    def recurrent(inputs: AnyInputs) -> tuple[Tensor, Tensor]:
+        """``(o, final_state)``, token by token: for decoding."""
+        return recurrent_op(*inputs)
+
+    def steps(inputs: AnyInputs, count: int, stride: int = 1) -> tuple[Tensor, Tensor]:
+        """`recurrent` with `count` states, ``[N, count, ...]``, those after the last tokens that are `stride` apart.
+
+        `stride` is above 1 for recurrences in which several tokens of the op stand for one token.
+        """
+        return steps_op(*inputs, count, stride)
+
+    def stretch(inputs: AnyInputs) -> tuple[Map, Tensor]:
+        """What the tokens of each sequence do to a state: the map, and the state that they reach from zero."""
+        if "q" in inputs._fields:  # queries do nothing to the state
+            inputs = inputs._replace(q=inputs.k.detach())
+        end, *maps = ends_op(*inputs._replace(initial_state=None))
+        if not absent:
+            return Matrix(*maps), end
+        logs = []
+        for log, axes in zip(maps, absent):
+            for i in axes:
+                log = log.unsqueeze(i)
+            logs.append(log)
+        return Decay(tuple(logs)), end
+
+    return Forms(chunk, recurrent, steps, stretch, start_gradient(signature, ops["backward"]))
+
+
+def define_ops(
     family: str,
     signature: Signature[Any],
     eager: ModuleType,
     *,
-    forms: tuple[str, ...] = ("chunk", "recurrent"),
-    ends: type[Any] | None = None,
+    forms: tuple[str, ...],
+    gates: tuple[str, ...] | None = None,
     flops: Callable[..., int],
-) -> tuple[OpOverload, ...]:
-    """Register ``<family>_<form>`` for each of `forms`, and ``<family>_backward``; return the operators of the forms.
+) -> dict[str, OpOverload]:
+    """Register ``<family>_<form>`` for each of `forms`, and ``<family>_backward``; return the operators by these names.
 
-    With `ends` the family also gets ``<family>_ends`` and ``<family>_ends_backward``, and the former comes next. It
-    takes the arguments of the forms and returns the state that each sequence reaches from zero, whatever the initial
-    state is, and the sums of its gates.
-
-    A family with a form "recurrent" also gets ``<family>_steps`` and ``<family>_steps_backward``, and that operator
-    comes last. It is the recurrent form of sequences in rows, and returns ``(o, states [N, count, ...])``, the states
-    after the last token and after those that lie `stride` tokens apart before it. Both numbers come after the inputs.
-    `stride` is above 1 for recurrences in which several tokens of the op stand for one token.
+    With a form "recurrent" there is ``<family>_steps`` too, which is that form of sequences in rows, and returns states
+    after several of the last tokens. With `gates` there is ``<family>_ends``, which returns the state that each
+    sequence reaches from zero, whatever the initial state is, and what it does to any other: the sums of its gates or,
+    if there are none, the matrix by which it multiplies keys. Both have a backward of their own.
 
     Args:
-        family: the name of the family, and of its folder. Its module `cuda` has a function for each of the forms, which
-            takes the named tuple of the inputs, a function `backward` like that of `eager`, and, if there is a form
-            "recurrent", a function `steps`.
+        family: the name of the family, and of its folder. Its module `cuda` has a function for each of the forms, and
+            of "steps" and "ends" that there are, which takes the named tuple of the inputs, and a function `backward`
+            like that of `eager`.
         signature: what the forms take and return.
         eager: the family's `forward`, which takes the named tuple of the inputs, and its `backward`, which takes a
             `BackwardCall` and returns the gradients that it wants, by the names of the inputs.
-        ends: what `<family>_ends` returns, a named tuple of `end` and of a ``sum_x`` for each gate `x`. The module
-            `cuda` has a function `ends` for it.
         forms: the form "chunk" compiles its kernels ahead, "recurrent" and "token" are one kernel.
+        gates: the names of the inputs that decay a state by their sums over the tokens.
         flops: of a form, as `define_op` takes it; the backward has twice as many.
     """
-    load = {form: partial(on_cuda, family, form, signature) for form in (*forms, "backward")}
-    backward = define_op(
-        f"{family}_backward",
+    backward = _define_backward(family, "backward", signature, eager, flops)
+    ops = {form: _define(family, form, signature, eager, flops, backward) for form in forms}
+    made: dict[str, Any] = {"steps": Steps(signature, eager)} if "recurrent" in forms else {}
+    if gates is not None:
+        made["ends"] = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
+    for form, x in made.items():
+        own_backward = _define_backward(family, f"{form}_backward", x.signature, x, flops)
+        ops[form] = _define(family, form, x.signature, x, flops, own_backward)
+    return ops | {"backward": backward}
+
+
+def start_gradient(
+    signature: Signature[AnyInputs], backward: OpOverload
+) -> Callable[[AnyInputs, Tensor], Tensor]:
+    """The function `d_start` of a family, from the operator of its backward."""
+    mask = [x == "initial_state" for x in signature.differentiable]
+
+    def d_start(inputs: AnyInputs, do: Tensor) -> Tensor:
+        """The gradient of the state before each sequence that comes from its outputs. It does not depend on a state."""
+        _, state = signature.fake(*inputs)
+        gradients = backward(*inputs._replace(initial_state=torch.zeros_like(state)), do, None, mask)
+        return gradients[mask.index(True)]
+
+    return d_start
+
+
+def _define(
+    family: str,
+    form: str,
+    signature: Signature[Any],
+    eager: Any,
+    flops: Callable[..., int],
+    backward: OpOverload,
+) -> OpOverload:
+    load = partial(on_cuda, family, form, signature)
+    return define_op(
+        f"{family}_{form}",
+        f"({signature.arguments}) -> ({signature.results})",
+        eager=signature.flat(eager.forward),
+        triton=load,
+        one_launch=None if form in ("chunk", "ends") else _has_one_token,
+        fake=signature.fake if form in ONE_KERNEL else _compiling(signature.fake, load),
+        backward=backward,
+        axes=signature.axes,
+        autocast=signature.autocast,
+        flops=flops,
+    )
+
+
+def _define_backward(
+    family: str, name: str, signature: Signature[Any], eager: Any, flops: Callable[..., int]
+) -> OpOverload:
+    """Only that of the forms has kernels: those of steps and of ends are PyTorch on every device, the latter around it.
+
+    They are operators nevertheless, so that a graph of any length has one node for each.
+    """
+    load = partial(on_cuda, family, name, signature) if name == "backward" else None
+    fake = signature.fake_backward
+    return define_op(
+        f"{family}_{name}",
         f"({signature.arguments}, {signature.arriving}, bool[] output_mask) -> ({signature.gradients})",
         eager=signature.flat_backward(eager.backward),
-        triton=load["backward"],
-        fake=_compiling(signature.fake_backward, load["backward"]),
-        axes=signature.axes,
-        flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
-    )
-    ops = [
-        define_op(
-            f"{family}_{form}",
-            f"({signature.arguments}) -> ({signature.results})",
-            eager=signature.flat(eager.forward),
-            triton=load[form],
-            one_launch=None if form == "chunk" else _has_one_token,
-            fake=signature.fake if form in ONE_KERNEL else _compiling(signature.fake, load[form]),
-            backward=backward,
-            axes=signature.axes,
-            autocast=signature.autocast,
-            flops=flops,
-        )
-        for form in forms
-    ]
-    if ends is not None:
-        ops.append(_define_ends(family, signature, eager, backward, ends, flops))
-    if "recurrent" in forms:
-        ops.append(_define_steps(family, signature, eager, flops))
-    return tuple(ops)
-
-
-def _define_ends(
-    family: str,
-    of_forms: Signature[Any],
-    eager: ModuleType,
-    backward_of_forms: OpOverload,
-    outputs: type[Any],
-    flops: Callable[..., int],
-) -> OpOverload:
-    """Register ``<family>_ends`` and its backward, which on every device calls that of the forms."""
-    signature = Signature(of_forms.inputs, outputs)
-    gates = [name.removeprefix("sum_") for name in outputs._fields[1:]]
-
-    def forward(inputs: Any) -> tuple[Tensor, ...]:
-        _, end = eager.forward(inputs._replace(initial_state=None))
-        _, *zeros = map(torch.zeros_like, signature.fake(*inputs))
-        given = (getattr(inputs, name) for name in gates)
-        sums = (x if g is None else summed(g.to(x.dtype), inputs.cu_seqlens) for g, x in zip(given, zeros))
-        return end, *sums
-
-    def backward(call: BackwardCall[Any]) -> Gradients:
-        inputs, (d_end, *d_sums) = call.inputs._replace(initial_state=None), call.arriving
-        made: Gradients = {}
-        if d_end is not None:
-            wanted = [x in call.wanted and x != "initial_state" for x in signature.differentiable]
-            found = backward_of_forms(*inputs, None, d_end, wanted)
-            made = {x: dx for x, dx, want in zip(signature.differentiable, found, wanted) if want}
-        made |= {x: torch.zeros_like(getattr(call.inputs, x)) for x in call.wanted - made.keys()}
-        for name, d_sum in zip(gates, d_sums):
-            if name in call.wanted and d_sum is not None:
-                made[name] = made[name] + of_tokens(d_sum, made[name].shape[1], inputs.cu_seqlens)
-        return call.made(**made)
-
-    load = partial(on_cuda, family, "ends", signature)
-    return define_op(
-        f"{family}_ends",
-        f"({signature.arguments}) -> ({signature.results})",
-        eager=signature.flat(forward),
         triton=load,
-        fake=_compiling(signature.fake, load),
-        backward=define_op(
-            f"{family}_ends_backward",
-            f"({signature.arguments}, {signature.arriving}, bool[] output_mask) -> ({signature.gradients})",
-            eager=signature.flat_backward(backward),
-            fake=signature.fake_backward,
-            axes=signature.axes,
-            flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
-        ),
+        fake=fake if load is None else _compiling(fake, load),
         axes=signature.axes,
-        autocast=signature.autocast,
-        flops=flops,
-    )
-
-
-def _define_steps(
-    family: str, signature: Signature[Any], eager: ModuleType, flops: Callable[..., int]
-) -> OpOverload:
-    """Register ``<family>_steps`` and its backward, which on every device is PyTorch: nothing trains with it at length.
-
-    The backward is an operator nevertheless, so that a graph of any length has one node for it.
-    """
-    arguments = f"{signature.arguments}, int count, int stride"
-    axes = {**signature.axes, "states": signature.axes["final_state"].replace("N", "N n", 1)}
-    n = len(signature.inputs._fields)
-
-    def fake(*args: Any) -> tuple[Tensor, ...]:
-        *inputs, count, _ = args
-        o, state = signature.fake(*inputs)
-        return o, state.new_empty(state.shape[0], count, *state.shape[1:])
-
-    def call_of(args: tuple[Any, ...]) -> BackwardCall[Any]:
-        return signature.backward_call(*args[:n], *args[n + 2 :])
-
-    def steps_backward(*args: Any) -> tuple[Tensor, ...]:
-        return signature.gradients_of(
-            call_of(args), lambda call: Steps(eager, signature, call.inputs, *args[n : n + 2]).backward(call)
-        )
-
-    backward = define_op(
-        f"{family}_steps_backward",
-        f"({arguments}, Tensor? do, Tensor? d_states, bool[] output_mask) -> ({signature.gradients})",
-        eager=steps_backward,
-        fake=lambda *args: signature.fake_backward(*args[:n], *args[n + 2 :]),
-        axes=axes,
         flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
     )
-    return define_op(
-        f"{family}_steps",
-        f"({arguments}) -> (Tensor o, Tensor states)",
-        eager=signature.flat(lambda inputs, *numbers: Steps(eager, signature, inputs, *numbers).forward()),
-        triton=partial(on_cuda, family, "steps", signature),
-        one_launch=_has_one_token,
-        fake=fake,
-        backward=backward,
-        axes=axes,
-        autocast=signature.autocast,
-        flops=flops,
-    )
-
-
-def start_gradient(family: str, signature: Signature[Any], inputs: Any, do: Tensor) -> Tensor:
-    """The gradient of the state before each sequence that comes from its outputs. It does not depend on a state."""
-    _, state = signature.fake(*inputs)
-    mask = [x == "initial_state" for x in signature.differentiable]
-    backward = getattr(torch.ops.flacompose, f"{family}_backward").default
-    gradients = backward(*inputs._replace(initial_state=torch.zeros_like(state)), do, None, mask)
-    return gradients[mask.index(True)]
 
 
 def _has_one_token(x: Tensor, *_: Any) -> bool:
@@ -221,9 +207,7 @@ def on_cuda(family: str, form: str, signature: Signature[Any]) -> Replay:
         return Replay(signature.flat(function))
     if form == "backward":
         return Replay(compile_ahead(signature.flat_backward(function)))
-    if form == "ends":
-        return Replay(compile_ahead(signature.flat(function)))
-    backward = on_cuda(family, "backward", signature).implementation
+    backward = None if form == "ends" else on_cuda(family, "backward", signature).implementation
     return Replay(compile_ahead(signature.flat(function), backward))
 
 

@@ -11,7 +11,8 @@ Backwards in time the map of a segment is the same, and segments are counted fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -22,10 +23,11 @@ from flacompose.ops.families._sequences import Sequences
 
 BLOCK = 256  # numbers of a state for a program
 Sweep = Callable[..., None]
+Join = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Segments:
-    """The segments of each of the `sequences`, as many as `Sequences.segments` says.
+    """The segments of each of the `sequences`, as many as `Sequences.segments` says of the other arguments.
 
     Args:
         units: chunks, mostly, of a row.
@@ -34,6 +36,7 @@ class Segments:
         gates: the names by which a sweep takes the sums of its gates: of `g`, those of heads, ``[count, N, H]``; of
             `gk` and `gv`, those of channels of keys, ``[count, N, H, K]``, and of values, ``[count, N, H, V]``.
         rates: ``[K, V]``, by which the sums of gates are multiplied.
+        least: as few segments as are faster than one.
     """
 
     def __init__(
@@ -42,25 +45,35 @@ class Segments:
         units: int,
         programs: int,
         state: tuple[int, ...],
-        gates: dict[str, str],
+        gates: Mapping[str, str] = MappingProxyType({}),
         rates: Tensor | None = None,
+        least: int = 1,
     ) -> None:
         self.sequences, self.state, self.gates, self.rates = sequences, state, gates, rates
-        self.count, self.split = sequences.segments(units, programs)
+        self.count, self.split = sequences.segments(units, programs, least)
 
     def starts(
-        self, sweep: Sweep, initial: Tensor | None, sums: dict[str, Tensor] | None = None
+        self,
+        sweep: Sweep,
+        initial: Tensor | None,
+        sums: dict[str, Tensor] | None = None,
+        join: Join | None = None,
     ) -> Tensor | None:
         """The state before each segment, ``[count, N, *state]``, from that before the first, zero if it is None.
 
-        `sweep` is called with `ends` and the sums of gates, and fills them, but for the last segment.
+        `sweep` is called with `ends` and the sums of gates, and fills them, but for the last segment. Where segments
+        do more to a state than gates do, `join` gives the states, from the ends and `initial`.
         """
         initial = None if initial is None else initial.contiguous()
         if not self.split:
             return initial
-        states = self.sequences.per_segment(self.count, *self.state)
+        ends = self.sequences.per_segment(self.count, *self.state)
         sums = self.sums() if sums is None else sums
-        sweep(ends=states, **sums)
+        sweep(ends=ends, **sums)
+        return self._decayed(ends, initial, sums) if join is None else join(ends, initial)
+
+    def _decayed(self, states: Tensor, initial: Tensor | None, sums: dict[str, Tensor]) -> Tensor:
+        """`states`, in the place of the ends that they are before."""
         H, K, V = ((1, 1) + self.state)[-3:]
         launch(
             join_kernel,

@@ -87,21 +87,31 @@ class Signature(Generic[AnyInputs]):
     Args:
         inputs: the named tuple of the arguments.
         outputs: the named tuple of the results, of which the first is that of tokens.
+        numbers: integers that come after the inputs. Results may have axes of these names.
     """
 
-    def __init__(self, inputs: type[AnyInputs], outputs: type[Any]) -> None:
+    def __init__(self, inputs: type[AnyInputs], outputs: type[Any], numbers: tuple[str, ...] = ()) -> None:
         arguments, results = _fields(inputs), _fields(outputs)
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.outputs, self.numbers = inputs, outputs, numbers
         self._results = results
         self.axes = {x.name: x.axes for x in (*arguments, *results) if x.axes is not None}
         self.autocast = {x.name: x.autocast.unless for x in arguments if x.autocast is not None}
         self.differentiable = [x.name for x in arguments if x.axes is not None]
-        self.arguments = ", ".join(f"{x.type} {x.name}" for x in arguments)
+        self.arguments = ", ".join([f"{x.type} {x.name}" for x in arguments] + [f"int {x}" for x in numbers])
         self.results = _schema("Tensor", outputs._fields)
         self.arriving = _schema("Tensor?", map(gradient_name, outputs._fields))
         self.gradients = _schema("Tensor", map(gradient_name, self.differentiable))
         # As `primal_of` would take it for the argument.
         assert not {*map(gradient_name, self.differentiable)} & {*inputs._fields}
+
+    def with_results(self, *numbers: str, **results: Any) -> Signature[AnyInputs]:
+        """The signature of an operator that takes these `numbers` too, and returns these `results`.
+
+        A result is given as its axes, or as it is annotated.
+        """
+        fields = [(x, Annotated[Tensor, y] if isinstance(y, str) else y) for x, y in results.items()]
+        outputs: Any = NamedTuple("Results", fields)  # type: ignore[misc]
+        return Signature(self.inputs, outputs, numbers)
 
     def flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` of the inputs, and of what comes after them, as a function of the operator's arguments."""
@@ -117,10 +127,11 @@ class Signature(Generic[AnyInputs]):
     def backward_call(self, *args: Any) -> BackwardCall[AnyInputs]:
         """The call of a backward operator, from its arguments."""
         n, mask = len(self.inputs._fields), args[-1]
-        inputs = self.inputs(*args[:n])
+        inputs, numbers = self.inputs(*args[:n]), args[n : n + len(self.numbers)]
         wanted = (x for x, want in zip(self.differentiable, mask, strict=True) if want)
         present = frozenset(x for x in wanted if getattr(inputs, x) is not None)
-        return BackwardCall(self, inputs, self.outputs(*args[n:-1]), present)
+        arriving = self.outputs(*args[n + len(numbers) : -1])
+        return BackwardCall(self, inputs, arriving, present, numbers)
 
     def gradients_of(
         self, call: BackwardCall[AnyInputs], function: Callable[[BackwardCall[AnyInputs]], Gradients]
@@ -132,8 +143,9 @@ class Signature(Generic[AnyInputs]):
 
     def fake(self, *args: Any) -> Results:
         """The results of a forward operator, without values."""
-        inputs = self.inputs(*args)
-        return tuple(like.new_empty(shape, dtype=dtype) for like, shape, dtype in self._outputs(inputs))
+        n = len(self.inputs._fields)
+        outputs = self._outputs(self.inputs(*args[:n]), *args[n:])
+        return tuple(like.new_empty(shape, dtype=dtype) for like, shape, dtype in outputs)
 
     def fake_backward(self, *args: Any) -> Results:
         call = self.backward_call(*args)
@@ -144,10 +156,10 @@ class Signature(Generic[AnyInputs]):
         like, shape, dtype = self._outputs(inputs)[0]
         return like.new_zeros(shape, dtype=dtype)
 
-    def _outputs(self, inputs: AnyInputs) -> list[tuple[Tensor, Any, torch.dtype]]:
+    def _outputs(self, inputs: AnyInputs, *numbers: int) -> list[tuple[Tensor, Any, torch.dtype]]:
         """Of each result a tensor that it is made like, its shape and its dtype."""
         first = inputs[0]
-        sizes: dict[str, Any] = {}
+        sizes: dict[str, Any] = dict(zip(self.numbers, numbers))
         for name in self.differentiable:
             x = getattr(inputs, name)
             if x is not None:
@@ -175,13 +187,15 @@ class BackwardCall(Generic[AnyInputs]):
     """One call of a family's backward.
 
     `inputs` are those of the forward. `arriving` has the gradients of the results under the names of these; None stands
-    for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are wanted.
+    for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are wanted. The `numbers` come
+    after the inputs.
     """
 
     signature: Signature[AnyInputs]
     inputs: AnyInputs
     arriving: Any
     wanted: frozenset[str]
+    numbers: tuple[int, ...] = ()
 
     def wants(self, *names: str) -> bool:
         """Whether the gradient of one of these inputs is wanted."""

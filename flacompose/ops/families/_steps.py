@@ -7,7 +7,7 @@ state of the one before. So the results are those of shorter calls, and are diff
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,50 +16,44 @@ from flacompose.ops.families._signature import BackwardCall, Gradients, Signatur
 
 
 class Steps:
-    """One call: the tokens of `inputs`, with the states after the last of them and after those ``stride`` before it.
+    """The states of calls with `count` and `stride`: after the last token, and after those that lie `stride` before it.
 
     Args:
+        of_forms: the signature of the family. In the axes of a tensor ``T`` is the second wherever there is one.
         eager: the family's `forward` and `backward` in PyTorch.
-        signature: of the family. In the axes of a tensor ``T`` is the second wherever there is one.
-        inputs: its arguments, of sequences in rows.
-        count: how many states are wanted.
-        stride: how many tokens lie between two of them.
     """
 
-    def __init__(
-        self, eager: ModuleType, signature: Signature[Any], inputs: Any, count: int, stride: int
-    ) -> None:
-        self.eager, self.signature, self.inputs = eager, signature, inputs
-        self.of_tokens = {name for name, axes in signature.axes.items() if "T" in axes.split()}
-        T = inputs[0].shape[1]
-        ends = [T - stride * i for i in reversed(range(count))]
-        self.windows = [slice(start, end) for start, end in zip([0, *ends], ends)]
+    def __init__(self, of_forms: Signature[Any], eager: ModuleType) -> None:
+        self.eager, self.of_forms = eager, of_forms
+        self.of_tokens = {name for name, axes in of_forms.axes.items() if "T" in axes.split()}
+        o, state = get_type_hints(of_forms.outputs, include_extras=True).values()
+        states = of_forms.axes["final_state"].replace("N", "N count", 1)
+        self.signature = of_forms.with_results("count", "stride", o=o, states=states)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """``(o [B, T, ...], states [N, count, ...])``."""
-        outputs, states = [], []
-        state = self.inputs.initial_state
-        for window in self.windows:
-            o, state = self.eager.forward(self._part(window, state))
+    def forward(self, inputs: Any, count: int, stride: int) -> tuple[Tensor, Tensor]:
+        """``(o [B, T, ...], states [N, count, ...])`` of sequences in rows."""
+        outputs, states, state = [], [], inputs.initial_state
+        for window in _windows(inputs, count, stride):
+            o, state = self.eager.forward(self._part(inputs, window, state))
             outputs.append(o)
             states.append(state)
         return torch.cat(outputs, 1), torch.stack(states, 1)
 
     def backward(self, call: BackwardCall[Any]) -> Gradients:
-        """The gradients of the inputs, as the family's `backward` returns them, where `call` is of this call."""
-        do, d_states = call.arriving
-        starts = [self.inputs.initial_state]
-        for window in self.windows[:-1]:
-            starts.append(self.eager.forward(self._part(window, starts[-1]))[1])
+        """The gradients of the inputs, as the family's `backward` returns them."""
+        inputs, (do, d_states) = call.inputs, call.arriving
+        windows, starts = _windows(inputs, *call.numbers), [inputs.initial_state]
+        for window in windows[:-1]:
+            starts.append(self.eager.forward(self._part(inputs, window, starts[-1]))[1])
         made: list[Gradients] = []
         d_state: Tensor | None = None
-        for i, (window, start) in reversed([*enumerate(zip(self.windows, starts))]):
+        for i, (window, start) in reversed([*enumerate(zip(windows, starts))]):
             if d_states is not None:
                 d_state = d_states[:, i] if d_state is None else d_states[:, i] + d_state
-            arriving = self.signature.outputs(None if do is None else do[:, window], d_state)
+            arriving = self.of_forms.outputs(None if do is None else do[:, window], d_state)
             # The gradient of a state between two parts is always needed.
             wanted = call.wanted | ({"initial_state"} if i > 0 else set())
-            part = BackwardCall(self.signature, self._part(window, start), arriving, wanted)
+            part = BackwardCall(self.of_forms, self._part(inputs, window, start), arriving, wanted)
             made.append(self.eager.backward(part))
             d_state = made[-1].pop("initial_state", None)
         found = {name: self._combined(name, [part[name] for part in reversed(made)]) for name in made[0]}
@@ -69,10 +63,13 @@ class Steps:
         """The gradient of an input from those of all parts: joined along the tokens, or added up if it has none."""
         return torch.cat(parts, 1) if name in self.of_tokens else torch.stack(parts).sum(0)
 
-    def _part(self, window: slice, state: Tensor | None) -> Any:
-        tokens = {
-            name: x[:, window]
-            for name, x in self.inputs._asdict().items()
-            if name in self.of_tokens and x is not None
-        }
-        return self.inputs._replace(**tokens, initial_state=state)
+    def _part(self, inputs: Any, window: slice, state: Tensor | None) -> Any:
+        of_tokens = [x for x in inputs._fields if x in self.of_tokens and getattr(inputs, x) is not None]
+        return inputs._replace(**{x: getattr(inputs, x)[:, window] for x in of_tokens}, initial_state=state)
+
+
+def _windows(inputs: Any, count: int, stride: int) -> list[slice]:
+    """The tokens up to each of those whose state is wanted."""
+    T = inputs[0].shape[1]
+    ends = [T - stride * i for i in reversed(range(count))]
+    return [slice(start, end) for start, end in zip([0, *ends], ends)]

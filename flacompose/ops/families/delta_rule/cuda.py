@@ -10,11 +10,7 @@ from torch import Tensor
 from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
-from flacompose.ops.families._launch import (
-    block,
-    operand,
-    tile_count,
-)
+from flacompose.ops.families._launch import block, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
@@ -23,9 +19,7 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
 )
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.inputs import Inputs
-from flacompose.ops.families.delta_rule.kernels import (
-    pair_kernel,
-)
+from flacompose.ops.families.delta_rule.kernels import pair_kernel
 from flacompose.ops.families.delta_rule.stored_pairs import (
     decayed_pair_gradient_kernel,
     gradient_from_pairs_kernel,
@@ -42,6 +36,11 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     final_state = rule.state(torch.float32)
     rule.sweep(o=o, final=final_state)
     return rule.batched(o), final_state
+
+
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
+    return _Launches(inputs._replace(initial_state=None)).map()
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -112,7 +111,7 @@ class _Launches(Sweeps):
         }
         self.factors |= {"q": self.q, "k": self.k} | made
         arguments = self.arguments | {"H": q.shape[2], "q": self.q, "k": self.k, "beta": self.beta} | made
-        self.arguments |= {"HK": q.shape[2], "SEGMENTS": self.SEGMENTS}
+        self.arguments |= {"HK": q.shape[2], "SEGMENTS": self.row.count}
         if self.gk is not None:
             self.channel_pairs(arguments)
         else:

@@ -260,7 +260,7 @@ def sweep_kernel(
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
     states,  # [chunks, HV, K, V], before each chunk
-    ends,  # [SEGMENTS, N, HV, K, V], after each segment
+    ends,  # [SEGMENTS, N, HV, K, V], after each segment but, without `IDENTITY`, the last
     final,  # [N, HV, K, V]
     cu_seqlens,
     T,
@@ -286,6 +286,15 @@ def sweep_kernel(
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
+    if ends is not None:
+        if IDENTITY:  # of which the last segment's end is needed backwards in time
+            if SEGMENTS == 1:
+                return
+        elif segment == SEGMENTS - 1:
+            return
+    elif o is None and r is None and states is None:
+        if segment < SEGMENTS - 1:
+            return
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
@@ -380,7 +389,7 @@ def reverse_kernel(
     dv,  # [tokens, HV, V]
     du,  # [tokens, HV, V], with `b`: what it reads of the state's gradient
     d_states,  # [chunks, HV, K, V], after each chunk
-    d_ends,  # [SEGMENTS, N, HV, K, V], before each segment
+    ends,  # [SEGMENTS, N, HV, K, V], before each segment but the first
     d_initial,  # [N, HV, K, V]
     cu_seqlens,
     T,
@@ -396,10 +405,13 @@ def reverse_kernel(
     BV: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Backwards in time: fills what is given of `dv`, `du`, `d_states`, `d_ends` and `d_initial`."""
+    """Backwards in time: fills what is given of `dv`, `du`, `d_states`, `ends` and `d_initial`."""
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
+    if ends is not None:
+        if segment == 0:
+            return
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
@@ -450,8 +462,8 @@ def reverse_kernel(
             dS_ += dot(do_, load_tile(q + at_k, i, size, 0, dk, HK, K), DOT)
             dS += (split_dot(dv_, load_tile(k + at_k, i, size, 0, dk, HK, K), DOT, dS_),)
         P_ = tl.load(P + (row0 + tl.maximum(chunk - 1, 0)) * HV * C * C)
-    if d_ends is not None:
-        _store_parts(d_ends + at_end, dS, d2, K, V, BK)
+    if ends is not None:
+        _store_parts(ends + at_end, dS, d2, K, V, BK)
     if d_initial is not None:
         if segment == 0:
             _store_parts(d_initial + nh * K * V, dS, d2, K, V, BK)
@@ -460,7 +472,7 @@ def reverse_kernel(
 @triton.jit(do_not_specialize=["T", "N", "HV", "SEGMENTS"])
 def join_kernel(
     transitions,  # [SEGMENTS, N, HV, K, K]: each segment takes a state S to ``transition S + end``
-    ends,  # [SEGMENTS, N, HV, K, V]
+    ends,  # [SEGMENTS, N, HV, K, V], zeros if there are none
     initial,  # [N, HV, K, V]
     starts,  # [SEGMENTS, N, HV, K, V]
     cu_seqlens,
@@ -494,7 +506,7 @@ def join_kernel(
         if begin < stop:  # a segment without tokens leaves the state as it is, to the bit
             # By blocks of the contracted axis, which other threads have stored.
             tl.debug_barrier()
-            S = _load_parts(ends + row * K * V, dv, K, V, BK)
+            S = _load_parts(None if ends is None else ends + row * K * V, dv, K, V, BK)
             for d0 in range(0, K, BD):
                 d = d0 + tl.arange(0, BD)
                 S_ = tl.load(

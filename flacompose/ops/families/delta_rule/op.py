@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from flacompose.ops.families._op import define_forms
+from flacompose.ops.families._op import Forms, define_forms
 from flacompose.ops.families.delta_rule import eager
 from flacompose.ops.families.delta_rule.inputs import SIGNATURE, Inputs
 
@@ -21,19 +19,6 @@ def _flops(q, k, v, *_, **__) -> int:
     return 6 * B * T * HV * q[-1] * V
 
 
-_chunk, _recurrent, _steps = define_forms("delta_rule", SIGNATURE, eager, flops=_flops)
-
-
-def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o, final_state)``, in chunks of tokens: for training and for prompts."""
-    return _chunk(*inputs)
-
-
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o, final_state)``, token by token: for decoding."""
-    return _recurrent(*inputs)
-
-
-def steps(inputs: Inputs, count: int, stride: int = 1) -> tuple[Tensor, Tensor]:
-    """`recurrent` with `count` states, ``[N, count, ...]``, those after the last tokens that are `stride` apart."""
-    return _steps(*inputs, count, stride)
+_forms: Forms[Inputs] = define_forms("delta_rule", SIGNATURE, eager, gates=(), flops=_flops)
+chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps
+stretch, d_start = _forms.stretch, _forms.d_start

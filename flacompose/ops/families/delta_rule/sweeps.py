@@ -7,6 +7,8 @@ swept at the same time, forwards or backwards in time.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from flacompose.ops._chip import HOPPER, Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families._launch import block, operand, operand_by_token, operand_dtype, tile_count
+from flacompose.ops.families._segments import Segments, Sweep
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.kernels import join_kernel, reverse_kernel, sweep_kernel
 
@@ -43,7 +46,7 @@ class Sweeps(MatrixSequences):
         self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
         self.arguments["DOT"] = tl.bfloat16 if self.bfloat16 else tl.float32
         # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
-        self.SEGMENTS, self.split = self.segments(self.chunks_of_row, 4 * self.HV, least=4)
+        self.row = Segments(self, self.chunks_of_row, 4 * self.HV, (self.HV, self.K, self.V), least=4)
         self.transitions: Tensor | None = None
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
@@ -61,20 +64,18 @@ class Sweeps(MatrixSequences):
         """Memory for a state of each chunk."""
         return self.per_chunk(self.HV, self.K, self.V, dtype=self.dtype)
 
-    def sweep(
-        self,
-        o: Tensor | None = None,
-        r: Tensor | None = None,
-        states: Tensor | None = None,
-        final: Tensor | None = None,
-    ) -> None:
-        """Forwards in time: fill what is given."""
-        initial = self.initial
-        if self.split:
-            ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
-            self._sweep(v=self.v, ends=ends)
-            initial = self._join(ends, initial)
-        self._sweep(v=self.v, initial=initial, o=o, r=r, states=states, final=final)
+    def sweep(self, **tensors: Tensor | None) -> None:
+        """Forwards in time: fill what is given of `o`, `r`, `states` and `final`."""
+        sweep: Sweep = partial(self._sweep, v=self.v)
+        sweep(initial=self.row.starts(sweep, self.initial, join=self._join), **tensors)
+
+    def map(self) -> tuple[Tensor, Tensor]:
+        """What each sequence, begun at zero, does to a state: ``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
+        end, matrix = self.state(torch.float32), self.per_sequence(self.HV, self.K, self.K)
+        self.sweep(final=end)
+        eye = torch.eye(self.K, device=self.device).repeat(self.N, self.HV, 1, 1)
+        self._sweep(V=self.K, initial=self._join(None, eye) if self.row.split else eye, final=matrix)
+        return end, matrix
 
     def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
         V = self.V if V is None else V
@@ -96,16 +97,13 @@ class Sweeps(MatrixSequences):
             **config,
         )
 
-    def reverse(self, do: Tensor, d_final: Tensor | None, dv: Tensor, **tensors: Tensor | None) -> None:
-        """Backwards in time: fill `dv` and what else is given."""
-        if self.split:
-            ends = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
-            self._reverse(do, d_ends=ends)
-            d_final = self._join(ends, d_final, reverse=True)
-        self._reverse(do, d_final=d_final, dv=dv, **tensors)
+    def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
+        """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
+        sweep = partial(self._reverse, do)
+        sweep(d_final=self.row.starts(sweep, d_final, join=partial(self._join, reverse=True)), **tensors)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
-        arguments = dict.fromkeys(("d_final", "dv", "du", "d_states", "d_ends", "d_initial")) | tensors
+        arguments = dict.fromkeys(("d_final", "dv", "du", "d_states", "ends", "d_initial")) | tensors
         factors = {name: x for name, x in self.factors.items() if name != "Y"}
         grid, config = self.sweep_launch(self.V)
         launch(
@@ -120,23 +118,27 @@ class Sweeps(MatrixSequences):
             **config,
         )
 
-    def _join(self, ends: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor:
-        """The state before each segment, from the first one's, or with `reverse` its gradient after it."""
+    def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
+        """The state before each segment, from the first one's, or with `reverse` its gradient after it.
+
+        Without `ends`, these are zero, and the states are those of `K` values.
+        """
         if self.transitions is None:  # what each segment does to a state, backwards in time transposed
-            self.transitions = self.per_segment(self.SEGMENTS, self.HV, self.K, self.K)
+            self.transitions = self.per_segment(self.row.count, self.HV, self.K, self.K)
             self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
-        starts = self.per_segment(self.SEGMENTS, self.HV, self.K, self.V)
+        V = self.K if ends is None else self.V
+        starts = self.per_segment(self.row.count, self.HV, self.K, V)
         config = join_config(self.chip, self.bfloat16, self.K)
         arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
         launch(
             join_kernel,
-            (tile_count(self.V, config["BV"]) * self.HV * self.N,),
+            (tile_count(V, config["BV"]) * self.HV * self.N,),
             transitions=self.transitions,
             ends=ends,
             initial=initial,
             starts=starts,
             **arguments,
-            V=self.V,
+            V=V,
             REVERSE=reverse,
             **config,
         )
@@ -144,7 +146,7 @@ class Sweeps(MatrixSequences):
 
     def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
         """The grid of a sweep over states of `V` values, and its configuration."""
-        states = self.SEGMENTS * self.N * self.HV
+        states = self.row.count * self.N * self.HV
         low_rank = self.factors["b"] is not None
         config = sweep_config(self.chip, self.bfloat16, self.K, V, states, low_rank)
         return (tile_count(V, config["BV"]) * states,), config

@@ -33,6 +33,11 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return rule.batched(o), final_state
 
 
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, H, K, V], matrix [N, H, K, K])``."""
+    return _Launches(inputs._replace(initial_state=None), backward=False).map()
+
+
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     rule = _Launches(call.inputs, backward=True)
@@ -128,7 +133,7 @@ class _Launches(Sweeps):
             "P": P,
             "Y": M,
         }
-        self.arguments |= {"HK": H, "SEGMENTS": self.SEGMENTS}
+        self.arguments |= {"HK": H, "SEGMENTS": self.row.count}
 
     def gradients(
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool

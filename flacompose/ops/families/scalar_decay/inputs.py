@@ -30,11 +30,4 @@ class Outputs(NamedTuple):
     final_state: Annotated[Tensor, "N HV K V"]
 
 
-class Ends(NamedTuple):
-    """What each sequence does to a state: what it adds, and the sum of its gates."""
-
-    end: Annotated[Tensor, "N HV K V"]
-    sum_g: Annotated[Tensor, "N HV"]
-
-
 SIGNATURE = Signature(Inputs, Outputs)

@@ -25,11 +25,4 @@ class Outputs(NamedTuple):
     final_state: Annotated[Tensor, "N D"]
 
 
-class Ends(NamedTuple):
-    """What each sequence does to a state: what it adds, and the sum of its gates."""
-
-    end: Annotated[Tensor, "N D"]
-    sum_g: Annotated[Tensor, "N D"]
-
-
 SIGNATURE = Signature(Inputs, Outputs)

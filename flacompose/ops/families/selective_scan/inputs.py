@@ -28,11 +28,4 @@ class Outputs(NamedTuple):
     final_state: Annotated[Tensor, "N D S"]
 
 
-class Ends(NamedTuple):
-    """What each sequence does to a state: what it adds, and the sum of its time steps."""
-
-    end: Annotated[Tensor, "N D S"]
-    sum_dt: Annotated[Tensor, "N D"]
-
-
 SIGNATURE = Signature(Inputs, Outputs)

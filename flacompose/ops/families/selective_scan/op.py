@@ -8,16 +8,15 @@ computes again have to fit between chunks. The two share the bounds of sequences
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
-from flacompose.ops.families._op import define_forms, start_gradient
+from flacompose.ops.families._op import define_ops, start_gradient
 from flacompose.ops.families._stretches import Decay
 from flacompose.ops.families.selective_scan import eager
-from flacompose.ops.families.selective_scan.inputs import SIGNATURE, Ends, Inputs
+from flacompose.ops.families.selective_scan.inputs import SIGNATURE, Inputs
 
 
 def _flops(x, dt, A, *_, **__) -> int:
@@ -25,9 +24,9 @@ def _flops(x, dt, A, *_, **__) -> int:
     return 7 * prod(x) * A[1]
 
 
-_forward, _ends = define_forms(
-    "selective_scan", SIGNATURE, eager, forms=("forward",), ends=Ends, flops=_flops
-)
+_ops = define_ops("selective_scan", SIGNATURE, eager, forms=("forward",), gates=("dt",), flops=_flops)
+_forward, _ends = _ops["forward"], _ops["ends"]
+d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -44,7 +43,3 @@ def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
     forgets = A == -torch.inf
     log = (A.masked_fill(forgets, 0) * sum_dt).masked_fill(forgets & (sum_dt > 0), -torch.inf)
     return Decay((log,)), end
-
-
-# Takes `Inputs` and the gradients of the outputs, and gives that of the state before each sequence: see `_stretches`.
-d_start = partial(start_gradient, "selective_scan", SIGNATURE)

@@ -6,7 +6,7 @@ from math import prod
 
 from torch import Tensor
 
-from flacompose.ops.families._op import define_forms
+from flacompose.ops.families._op import define_ops
 from flacompose.ops.families.short_conv import eager
 from flacompose.ops.families.short_conv.inputs import SIGNATURE, Inputs
 
@@ -16,7 +16,7 @@ def _flops(x, weight, *_, **__) -> int:
     return 2 * prod(x) * weight[1]
 
 
-(_forward,) = define_forms("short_conv", SIGNATURE, eager, forms=("forward",), flops=_flops)
+_forward = define_ops("short_conv", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, ...]:

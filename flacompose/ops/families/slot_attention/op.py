@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flacompose.ops.families._op import define_forms
+from flacompose.ops.families._op import define_ops
 from flacompose.ops.families.slot_attention import eager
 from flacompose.ops.families.slot_attention.inputs import SIGNATURE, Inputs
 
@@ -21,7 +21,7 @@ def _flops(q: Any, k: Any, v: Any, s: Any, *_: Any, **__: Any) -> int:
     return 4 * B * T * H * G * s[-1] * (K + v[-1])
 
 
-(_token,) = define_forms("slot_attention", SIGNATURE, eager, forms=("token",), flops=_flops)
+_token = define_ops("slot_attention", SIGNATURE, eager, forms=("token",), flops=_flops)["token"]
 
 
 def token(inputs: Inputs) -> tuple[Tensor, ...]:

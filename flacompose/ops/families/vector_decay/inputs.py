@@ -32,12 +32,4 @@ class Outputs(NamedTuple):
     final_state: Annotated[Tensor, "N H K V"]
 
 
-class Ends(NamedTuple):
-    """What each sequence does to a state: what it adds, and the sums of its gates."""
-
-    end: Annotated[Tensor, "N H K V"]
-    sum_gk: Annotated[Tensor, "N H K"]
-    sum_gv: Annotated[Tensor, "N H V"]
-
-
 SIGNATURE = Signature(Inputs, Outputs)
