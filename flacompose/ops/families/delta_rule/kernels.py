@@ -260,7 +260,7 @@ def sweep_kernel(
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
     states,  # [chunks, HV, K, V], before each chunk
-    ends,  # [SEGMENTS, N, HV, K, V], after each segment but, without `IDENTITY`, the last
+    ends,  # [SEGMENTS, N, HV, K, V], after each segment
     final,  # [N, HV, K, V]
     cu_seqlens,
     T,
@@ -286,15 +286,6 @@ def sweep_kernel(
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
-    if ends is not None:
-        if IDENTITY:  # of which the last segment's end is needed backwards in time
-            if SEGMENTS == 1:
-                return
-        elif segment == SEGMENTS - 1:
-            return
-    elif o is None and r is None and states is None:
-        if segment < SEGMENTS - 1:
-            return
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
@@ -389,7 +380,7 @@ def reverse_kernel(
     dv,  # [tokens, HV, V]
     du,  # [tokens, HV, V], with `b`: what it reads of the state's gradient
     d_states,  # [chunks, HV, K, V], after each chunk
-    ends,  # [SEGMENTS, N, HV, K, V], before each segment but the first
+    ends,  # [SEGMENTS, N, HV, K, V], before each segment
     d_initial,  # [N, HV, K, V]
     cu_seqlens,
     T,
@@ -409,9 +400,6 @@ def reverse_kernel(
     scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
-    if ends is not None:
-        if segment == 0:
-            return
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
