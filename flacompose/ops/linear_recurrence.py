@@ -49,8 +49,9 @@ def linear_recurrence(
     ``S'``, or with ``erase="before"`` the state before it, ``S_{t-1}``. With ``read="before"`` the query reads that as
     well, and the token's own write by the weights `u`: ``o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T q_t``.
 
-    One call is one registered operator, which compiles and exports as one node, with all derivatives; for one token,
-    as in decoding, it is one kernel. Its page has a table of the published recurrences as choices of its arguments.
+    One call is one call of a registered operator, with all derivatives; for one token, as in decoding, that is one
+    kernel. What prepares its arguments, such as the sum of `g` and `gk`, is plain PyTorch. Its page has a table of the
+    published recurrences as choices of its arguments.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
@@ -81,8 +82,9 @@ def linear_recurrence(
             `output_final_state`.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, an argument
-            lacks the one that it belongs to, or two are given which no family has together.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` is not finite, `erase` or
+            `read` is neither "after" nor "before", an argument lacks the one that it belongs to, or two are given which
+            no family has together.
         TypeError: If an argument has the wrong type or dtype.
     """
     HV, K, V = _check.qkv(q, k, v, grouped=True)

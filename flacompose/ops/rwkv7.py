@@ -29,7 +29,8 @@ def chunk_rwkv7(
     In RWKV7, ``a`` is ``-kappa``, a key of norm 1 that says what is removed, and ``b`` is ``kappa * eta``, where each
     channel of ``eta``, the in-context learning rate, is between 0 and 1. From "RWKV-7 Goose with Expressive Dynamic
     State Evolution" (<https://arxiv.org/abs/2503.14456>), equation 17. It is
-    [chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule] in another order, where more is said on states.
+    [chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule] with its arguments in another
+    order; its documentation says how large states become.
 
     Args:
         r: Receptances, the queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.

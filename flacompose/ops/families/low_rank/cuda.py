@@ -40,12 +40,13 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    rule = _Launches(call.inputs, backward=True)
+    of_vectors = call.wants(*OF_KEYS, "gk")
+    rule = _Launches(call.inputs, backward=of_vectors)
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else rule.state(start.dtype)
     dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
-    if not call.wants(*OF_KEYS, "gk"):
+    if not of_vectors:
         rule.reverse(do, d_final_state, dv=dv, d_initial=d_initial_state)
         return call.made(v=rule.batched(dv), initial_state=d_initial_state)
     u, du, S, dS = (
@@ -79,10 +80,10 @@ class _Launches(Sweeps):
             name: operand(x) for name, x in zip((*OF_KEYS, "gk"), (q, k, a, b, gk))
         }
         self.values = operand(v)
-        # What all kernels of this family take. The first launch of each finds the chunks whose gates are mild.
-        self.common = {name: x for name, x in self.arguments.items() if name not in ("HV", "C", "scale")} | {
-            "H": H
-        }
+        # What all kernels of this family take.
+        self.common = {name: x for name, x in self.arguments.items() if name not in ("HV", "C", "scale")}
+        self.common["H"] = H
+        # The first launch of a kernel is for what has mild gates, the second for the rest.
         self.launches = (True,) if gk is None else (True, False)
         self.read_before = read_before and gk is not None
         tiles = tile_count(self.K, factor_config(self.bfloat16)["BK"])
@@ -91,9 +92,8 @@ class _Launches(Sweeps):
         for name, x in (("Y", Y), ("M", M), ("X", X)):
             parts[f"{name}_rest"] = torch.empty_like(x) if self.bfloat16 else None
         made = {name: self.scratch(H, self.K) for name in ("Q", "W_a", "W", "b_write")}
-        self.at_middle = {
-            f"{name}_middle": self.vectors[name] for name in OF_KEYS
-        }  # as they are without gates
+        # Without gates the vectors are what they are.
+        self.at_middle = {f"{name}_middle": self.vectors[name] for name in OF_KEYS}
         middle: dict[str, Tensor | None] = dict.fromkeys(self.at_middle)
         mild = self.mild_gradient = None
         if gk is not None:
@@ -125,14 +125,8 @@ class _Launches(Sweeps):
                 **factor_config(self.bfloat16),
             )
         self.scale, self.pairs = scale, {"Y": Y, "X": X}
-        self.factors |= {
-            "q": made["Q"],
-            "k": made["W_a"],
-            "W": made["W"],
-            "b": made["b_write"],
-            "P": P,
-            "Y": M,
-        }
+        self.factors |= {"q": made["Q"], "k": made["W_a"], "W": made["W"], "b": made["b_write"]}
+        self.factors |= {"P": P, "Y": M}
         self.arguments |= {"HK": H, "SEGMENTS": self.row.count}
 
     def gradients(

@@ -9,7 +9,8 @@ triangular system, ``(I - A_ab) u = a_read S + A_ak v``, where ``A_ab[t, s]`` is
 ``b`` of ``s < t``, decayed by the gates between them, ``A_ak`` the same with the keys, and `a_read` are the vectors
 ``a``, decayed by the gates since the chunk's start.
 
-Backwards in time the gradient of ``u`` obeys the transposed equations, ``(I - A_ab)^T z = A_qb^T do + b_write dS``.
+Backwards in time ``z``, the gradient of ``u``, obeys the transposed equations, where dS is the gradient of the state
+after the chunk and the queries are scaled, ``(I - A_ab)^T z = A_qb^T do + b_write dS``.
 The state is then read by queries, with the gradient do, and by ``a``, with ``z``; it is written by ``b``, with ``u``,
 and by keys, with ``v``.
 

@@ -14,7 +14,8 @@ read. `pair_gradient_kernel` makes the gradients of the products of pairs, which
     db_s = exp(D[end, s]) dS u_s           + sum over t of exp(D[t, s]) (of_qb[t, s] q_t + of_ab[t, s] a_t)
     dq_t = scale * exp(D[t, start]) S do_t + sum over s of exp(D[t, s]) (of_qb[t, s] b_s + of_qk[t, s] k_s)
 
-and likewise for keys and for `a`.
+and likewise for keys and for `a`, where the sums to a read by `a` end before the token's own gate, if that is read
+before the decay.
 
 The gradient of a gate is the sum of all of these terms whose exponents contain it, each multiplied by its vector. As in
 the delta rule with gates of channels, one product referred to the chunk's middle holds all pairs where the gates are
@@ -22,7 +23,8 @@ mild, and where they are not, there is one for each level of blocks. For the for
 vectors decayed to the middle, rounded to the dtype of products. A pair that a gate does not decay is then added to the
 gate's gradient and subtracted as a product of the same rounded factors, so that it cancels.
 
-Where keys are alike, `b` cancels most of what keys have written, so that the products of `a` are in two parts.
+Where keys are alike, `b` cancels most of what keys have written, so that the products of `a` are in
+two parts where gates are mild.
 
 With mild gates, what the kernels add up of a token and channel is the gradient of the sum of gates from the chunk's
 middle to that token. The last early token has no gate in that sum, so its row holds what all early gates get; the last
@@ -62,7 +64,7 @@ def pair_gradient_kernel(
     z,  # [tokens, H, V]
     Y,  # [chunks, H, C, C], transposed
     X,  # [chunks, H, C, C], transposed
-    pairs,  # [chunks, H, 3, 2, C, C]: by what reads, q or a in two parts, and what writes, b or k; without diagonals
+    pairs,  # [chunks, H, 3, 2, C, C]: by reader, q or a (in float32 one part, not two), and writer; no diagonals
     diagonal,  # [chunks, H, 2, C]: the diagonals of `of_qb` and `of_qk`
     cu_seqlens,
     T,

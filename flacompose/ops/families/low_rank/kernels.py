@@ -212,7 +212,7 @@ def pair_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def factor_kernel(
-    # More than 25 parameters, as the four vectors of a token are weighed together, for the sweeps and for gradients.
+    # More than 25 parameters, as the four vectors of a token are decayed together, for the sweeps and for gradients.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -280,7 +280,7 @@ def factor_kernel(
         if gk is not None:
             tl.store(total + rh * K + d[None, :], early * late, mask=d[None, :] < K)
             if mild_gradient is not None:
-                # The sum up to a read by `a` differs from another one by a gate, and so is bounded as well.
+                # The sums are mild, as `pair_kernel` has found, those to reads by `a` too; each gate has to be.
                 is_mild = tl.max(tl.maximum(tl.abs(sums), size_of_gate(g, DOT))) < MILD_BOUND
                 tl.store(mild_gradient + rh * tiles + tile, is_mild.to(tl.int8))
     else:
