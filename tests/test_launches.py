@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 
 from families import flat
-from launches import matrix_calls, other_calls
+from launches import matrix_calls, other_calls, recorded
 
 from flacompose.ops import (
     chunk_delta_rule,
@@ -61,6 +61,19 @@ def launched(call: Callable[[], Any]) -> tuple[Launches, Any]:
 
 def described(results: Any) -> list[tuple[Any, ...]]:
     return [(x.shape, x.dtype, x.stride()) for x in results]
+
+
+def test_memory_has_a_dtype_of_its_own() -> None:
+    """Whatever PyTorch makes tensors of by default, kernels get the same, on rows of one segment and of several."""
+    with torch.device("meta"):
+        calls = [call for T in (130, 64 * 260) for call in matrix_calls(torch.bfloat16, 64, 64, T)]
+        calls += other_calls(torch.bfloat16, 64 * 260)
+    expected = recorded(calls)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert recorded(calls).keys() == expected.keys()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

@@ -121,9 +121,8 @@ def linear_recurrence(
         if a is None and erase == "after":
             return run_delta_rule(_form(delta_rule, q), q, k, v, beta, *options, g=g, gk=gk)
         decay = _with(g, gk, K)
-        if (
-            decay is None and erase == "after"
-        ):  # the kernels read with another vector where gates are of channels
+        # Only the kernels for gates of channels read with a vector other than the key.
+        if decay is None and erase == "after":
             decay = beta.new_zeros(*of_heads, K)
         chunked = not always_true(q.shape[1] == 1)
         return erasing(q, k, v, k if a is None else a, decay, beta, *options, erase, chunked=chunked)

@@ -73,7 +73,7 @@ class Sweeps(MatrixSequences):
         """What each sequence, begun at zero, does to a state: ``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
         end, matrix = self.state(torch.float32), self.per_sequence(self.HV, self.K, self.K)
         self.sweep(final=end)
-        eye = torch.eye(self.K, device=self.device).repeat(self.N, self.HV, 1, 1)
+        eye = torch.eye(self.K, dtype=torch.float32, device=self.device).repeat(self.N, self.HV, 1, 1)
         self._sweep(V=self.K, initial=self._join(None, eye) if self.row.split else eye, final=matrix)
         return end, matrix
 

@@ -162,7 +162,7 @@ class _Launches(Sweeps):
             gk = self.vectors["gk"]
             assert gk is not None
             made["gk"] = self.per_token(H, K, dtype=gk.dtype)
-            of_writes = torch.empty(*self.tokens, H, K, device=self.device)
+            of_writes = torch.empty(*self.tokens, H, K, dtype=torch.float32, device=self.device)
         outputs = {f"d{name}": made.get(name) for name in (*OF_KEYS, "gk")}
         arguments |= {
             **self.vectors,

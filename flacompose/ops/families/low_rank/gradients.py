@@ -217,7 +217,7 @@ def write_gradient_kernel(
         d_total *= tl.exp(tl.sum(load_gates(gk + first, *at).to(tl.float32), 0))
     if MILD:
         early_row = t == C // 2 - 1
-        g, sums = load_sums(gk if gk is None else gk + first, i, size, 0, d, H, K, DOT)
+        g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
         to_end = tl.exp(tl.sum(tl.where(t < C // 2, 0.0, g.to(tl.float32)), 0))[None, :]
         db_, dk_ = _of_state(u + of_values, v + of_values, d_states, size, H, V, d, K, BV, DOT)
         db_ *= to_end
@@ -325,7 +325,7 @@ def read_gradient_kernel(
     dq_ *= scale
     if MILD:
         early_row = t == C // 2 - 1
-        g, sums = load_sums(gk if gk is None else gk + first, i, size, 0, d, H, K, DOT)
+        g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
         from_start = tl.exp(tl.sum(tl.where(t < C // 2, g.to(tl.float32), 0.0), 0))[None, :]
         dq_ *= from_start
         da_ *= from_start
@@ -342,9 +342,8 @@ def read_gradient_kernel(
             of_a = load_tile(a_middle + first, *at) * da_
             of_rows = of_a + load_tile(q_middle + first, *at) * dq_
             d_gates = _of_rows(d_gates + tl.where(early_row, 0.0, of_rows), DOT)
-            if (
-                READ_BEFORE
-            ):  # what `a` reads before a token's gate is in the sum of the token, but not of the gate
+            # The sum up to a read by `a` lacks the token's own gate.
+            if READ_BEFORE:
                 d_gates -= of_a
         dq_ *= tl.exp(sums)
         da_ *= tl.exp(sums_of_reads(g, sums, True, READ_BEFORE))

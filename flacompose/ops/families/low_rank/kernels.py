@@ -47,13 +47,13 @@ from flacompose.ops.families.vector_decay.gates import (
 
 
 @triton.jit
-def load_sums(gk, i, size, h, d, H, K: tl.constexpr, DOT: tl.constexpr):
+def load_sums(gk, i, size, d, H, K: tl.constexpr, DOT: tl.constexpr):
     """The gates of channels `d`, and their sums from the chunk's middle to each write."""
     if gk is None:
         g = tl.zeros([C, d.shape[0]], dtype=tl.float32)
         sums = g
     else:
-        g = load_gates(gk, i, size, h, d, H, K)
+        g = load_gates(gk, i, size, 0, d, H, K)
         sums = select(from_middle(i[:, None], i[None, :]), g, DOT)
     return g, sums
 
@@ -78,7 +78,7 @@ def _pairs_with(
     with them: where keys are alike, its solution is a small difference of large terms.
     """
     at = i, size, 0, d, H, K
-    g, sums = load_sums(gk, i, size, 0, d, H, K, DOT)
+    g, sums = load_sums(gk, i, size, d, H, K, DOT)
     sums_of_x = sums_of_reads(g, sums, OF_A, READ_BEFORE)
     largest = tl.max(tl.maximum(tl.abs(sums), tl.abs(sums_of_x)))
     if MILD:
@@ -258,9 +258,10 @@ def factor_kernel(
     if gk is not None:
         if (tl.load(mild + rh) != 0) != MILD:
             return
-        gk += (lo * H + h) * K
     # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * H + h) * K
+    if gk is not None:
+        gk += first
     i = tl.arange(0, C)
     s = i[:, None]
     t = i[None, :]
@@ -269,7 +270,7 @@ def factor_kernel(
     size = tl.minimum(hi - lo, C).to(tl.int32)
     d = tile.to(tl.int32) * BK + tl.arange(0, BK)
     at = i, size, 0, d, H, K
-    g, sums = load_sums(gk, i, size, 0, d, H, K, DOT)
+    g, sums = load_sums(gk, i, size, d, H, K, DOT)
     MIDDLE: tl.constexpr = MILD and q_middle is not None
 
     # 1. The decays: from the chunk's middle where gates are mild, and `early` and `late` join it to its ends.
