@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flacompose.ops.families.selective_scan.reference import selective_scan
-
 from .opcase import OpCase
 from .recurrences import CASES, GATES_ON_BOTH_AXES, SOFTMAX, SSD
 
@@ -32,7 +30,6 @@ SELECTIVE = NAMED["selective_scan_fn"]
 SELECTIVE_GROUPS = replace(
     SELECTIVE,
     name="selective_scan_fn-groups",
-    reference=selective_scan,
     inputs={**SELECTIVE.inputs, **dict.fromkeys("BC", ("B", "T", "H", "S"))},
     other_ops=(),
 )

@@ -139,21 +139,38 @@ def mamba(function: Callable[..., object], returned: str, **fixed: object) -> Fu
     return scan
 
 
-def of_one_group(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return selective_scan(x, dt, A, B.unsqueeze(2), C.unsqueeze(2), initial_state)
+def time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias
+    return F.softplus(dt) if softplus else dt
+
+
+def gated_output(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    y = y if D is None else y + D * x
+    return y if z is None else y * F.silu(z)
+
+
+def mamba1(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    delta_bias: Tensor | None = None, initial_state: Tensor | None = None, softplus: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """With what Mamba's scan has around the recurrence; B and C may be those of groups of channels."""
+    B, C = (y if y.dim() == 4 else y.unsqueeze(2) for y in (B, C))
+    y, h = selective_scan(x, time_steps(dt, delta_bias, softplus), A, B, C, initial_state)
+    return gated_output(y, x, D, z), h
 
 
 def ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, dt_bias: Tensor,
-    initial_state: Tensor | None = None,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    dt_bias: Tensor | None = None, initial_state: Tensor | None = None, softplus: bool = True,
+    limit: tuple[float, float] = (0.0, torch.inf),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T``; ``y_t = (h_t C_t + D x_t) silu(z_t)``."""
-    dt = F.softplus(dt + dt_bias)
+    dt = time_steps(dt, dt_bias, softplus).clamp(*limit)
+    endless = A == -torch.inf  # leaves nothing after a time step above 0
+    g = (dt * A.masked_fill(endless, 0)).masked_fill(endless & (dt > 0), -torch.inf)
     h = None if initial_state is None else initial_state.mT
-    y, h = scalar_decay(C, B, dt.unsqueeze(-1) * x, dt * A, initial_state=h)
-    return (y + D.unsqueeze(-1) * x) * F.silu(z), h.mT
+    y, h = scalar_decay(C, B, dt.unsqueeze(-1) * x, g, initial_state=h)
+    return gated_output(y, x, D if D is None or D.dim() == 2 else D.unsqueeze(-1), z), h.mT
 
 
 def softmax_of_q(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **options) -> tuple[Tensor, Tensor]:
@@ -224,7 +241,7 @@ CASES = [
     entry("causal_conv1d", ops.causal_conv1d, None, "short_conv", "x weight"),
     entry("selective_scan_fn", mamba(ops.selective_scan_fn, "return_last_state"), None, "selective_scan",
           "u=x delta=dt A B C", axes={"B": "B T S", "C": "B T S"}, states={"initial_states": "N D S"},
-          reference=of_one_group, other_ops=("unsqueeze", "unsqueeze"), inductor=True),
+          reference=mamba1, other_ops=("unsqueeze", "unsqueeze"), inductor=True),
     entry("chunk_delta_rule", ops.chunk_delta_rule, ops.fused_recurrent_delta_rule, "delta_rule", "q k v beta"),
     entry("chunk_gated_delta_rule", ops.chunk_gated_delta_rule, ops.fused_recurrent_gated_delta_rule, "delta_rule",
           "q k v beta g", groups=2, inductor=True),
