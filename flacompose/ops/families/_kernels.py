@@ -149,18 +149,6 @@ def in_parts(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def dot_of_left_parts(a, b, DOT: tl.constexpr, acc):
-    """``acc + a @ b`` for float32 `a` in two parts, and `b` rounded to `DOT`."""
-    if DOT == tl.float32:
-        out = tl.dot(a, b, acc=acc, input_precision="tf32x3")
-    else:
-        a_high, a_rest = _parts(a)
-        rounded = b.to(DOT)
-        out = tl.dot(a_high, rounded, acc=tl.dot(a_rest, rounded, acc=acc))
-    return out
-
-
-@triton.jit
 def dot_of_parts(a, b, DOT: tl.constexpr, acc=None):
     """``acc + a @ b`` for float32 `a` and `b`, given `in_parts`."""
     high, rest = b

@@ -24,12 +24,12 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
-    dot_of_left_parts,
     dot_of_parts,
     find_chunk,
     fine_dot,
     in_parts,
     load_tile,
+    split_dot,
     split_program,
     store_tile,
 )
@@ -90,8 +90,8 @@ def _pairs_with(
             of_b = dot_of_parts(load_tile(b, *at) * to_middle, parts, DOT, of_b)
             of_k = dot_of_parts(load_tile(k, *at) * to_middle, parts, DOT, of_k)
         else:
-            of_b = dot_of_left_parts(load_tile(b, *at) * to_middle, reader, DOT, of_b)
-            of_k = dot_of_left_parts(load_tile(k, *at) * to_middle, reader, DOT, of_k)
+            of_b = split_dot(load_tile(b, *at) * to_middle, reader, DOT, of_b)
+            of_k = split_dot(load_tile(k, *at) * to_middle, reader, DOT, of_k)
     else:
         s = i[:, None]
         t = i[None, :]
