@@ -356,45 +356,24 @@ class TestSampling:
         ({"use_lower_bound": True}, ValueError, "use_lower_bound must be False with GatedLinearAttention"),
         ({"attn": {"layers": [0]}}, TypeError, "attn must be a sequence of mappings, got dict"),
         ({"attn": [3]}, TypeError, r"attn\[0\] must be a mapping, got int"),
-        (
-            {"attn": [{"layers": 0, "num_heads": 2}]},
-            TypeError,
-            r"attn\[0\]\['layers'\] must be a list of indices, got 0",
-        ),
-        (
-            {"attn": [{"layers": [1], "num_heads": 2}, {"layers": [0, 1], "num_heads": 2}]},
-            ValueError,
-            r"attn\[1\]\['layers'\] must hold indices .* at most once in attn, got 1",
-        ),
-        (
-            {"attn": [{"layers": [1], "num_heads": 2, "num_kv_heads": 3}]},
-            ValueError,
-            "num_kv_heads must divide num_heads",
-        ),
-        (
-            {"attn": [{"layers": [1], "num_heads": 2, "qkv_bias": "no"}]},
-            TypeError,
-            "qkv_bias must be a bool, got 'no'",
-        ),
+        ({"attn": [{"layers": 0, "num_heads": 2}]}, TypeError,
+         r"attn\[0\]\['layers'\] must be a list of indices, got 0"),
+        ({"attn": [{"layers": [1], "num_heads": 2}, {"layers": [0, 1], "num_heads": 2}]}, ValueError,
+         r"attn\[1\]\['layers'\] must hold indices .* at most once in attn, got 1"),
+        ({"attn": [{"layers": [1], "num_heads": 2, "num_kv_heads": 3}]}, ValueError,
+         "num_kv_heads must divide num_heads"),
+        ({"attn": [{"layers": [1], "num_heads": 2, "qkv_bias": "no"}]}, TypeError,
+         "qkv_bias must be a bool, got 'no'"),
         ({"attn": [{"layers": [1], "num_heads": 2, "window_size": 0}]}, ValueError, "window_size must be"),
-        (
-            {"attn": [{"layers": [1], "num_heads": 2, "rope_theta": 0}]},
-            ValueError,
-            "rope_theta must be positive, got 0",
-        ),
-        (
-            {"layer_options": {"num_head": 2}},
-            ValueError,
-            "layer_options: a key must be one of mode, .* got 'num_head', of GatedLinearAttention",
-        ),
+        ({"attn": [{"layers": [1], "num_heads": 2, "rope_theta": 0}]}, ValueError,
+         "rope_theta must be positive, got 0"),
+        ({"layer_options": {"num_head": 2}}, ValueError,
+         "layer_options: a key must be one of mode, .* got 'num_head', of GatedLinearAttention"),
         ({"layer_options": {1: 2}}, ValueError, "layer_options: a key must be one of mode, .* got 1, of"),
-        (
-            {"layer": "LightningAttention"},
-            ValueError,
-            r"layer_options must have the key 'num_layers', which LightningAttention .* got \['num_heads'\]",
-        ),
+        ({"layer": "LightningAttention"}, ValueError,
+         r"layer_options must have the key 'num_layers', which LightningAttention .* got \['num_heads'\]"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_a_config(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         small(**changes)
@@ -499,19 +478,11 @@ def test_errors_of_a_hybrid() -> None:
     keys, values = attention.cache
     for cache, error, message in [
         ((keys,), ValueError, "state.cache must hold 2 tensors, got 1"),
-        (
-            (keys, values[:, :3]),
-            ValueError,
-            r"state.cache\[1\] must have shape \(1, 5, 2, 8\), got \(1, 3, 2, 8\)",
-        ),
-        (
-            (keys[0], values[0]),
-            ValueError,
-            r"state.cache\[0\] must have shape \(1, 0, 2, 8\), got \(5, 2, 8\)",
-        ),
+        ((keys, values[:, :3]), ValueError, r"state.cache\[1\] must have shape \(1, 5, 2, 8\), got \(1, 3, 2, 8\)"),
+        ((keys[0], values[0]), ValueError, r"state.cache\[0\] must have shape \(1, 0, 2, 8\), got \(5, 2, 8\)"),
         ((), ValueError, "state.cache must hold 2 tensors, got 0"),
         (keys, TypeError, "state.cache must be a tuple of tensors, got Tensor"),
-    ]:
+    ]:  # fmt: skip
         with pytest.raises(error, match=message.replace("state", r"^state\[1\]")):
             model(ids, (recurrent, attention._replace(cache=cache)))
     with pytest.raises(ValueError, match=r"^state\[1\].recurrent must hold 0 tensors, got 1"):
