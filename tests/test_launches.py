@@ -18,20 +18,11 @@ pytest.importorskip("triton")
 from families import flat
 from launches import matrix_calls, other_calls, recorded
 
-from flacompose.ops import (
-    chunk_delta_rule,
-    chunk_gsa,
-    fused_recurrent_delta_rule,
-    fused_recurrent_gsa,
-)
+from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
-from flacompose.ops.families.delta_rule.kernels import (
-    pair_kernel,
-    reverse_kernel,
-    sweep_kernel,
-)
+from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
 from flacompose.ops.families.scan import cuda as scan
@@ -39,11 +30,7 @@ from flacompose.ops.families.selective_scan import cuda as selective_scan
 from flacompose.ops.families.slot_attention import cuda as slot_attention
 from flacompose.ops.families.slot_attention.kernels import token_kernel
 from flacompose.ops.families.vector_decay import cuda as vector_decay
-from flacompose.ops.families.vector_decay.kernels import (
-    gated_kernel,
-    plain_kernel,
-    score_kernel,
-)
+from flacompose.ops.families.vector_decay.kernels import gated_kernel, plain_kernel, score_kernel
 
 Launches = list[tuple[Any, dict[str, Any]]]
 

@@ -18,12 +18,7 @@ import triton
 import triton.language as tl
 from contract.accuracy import VALUES, assert_accurate, assert_equal
 from contract.cases import CASES as ALL_CASES
-from contract.cases import (
-    GATES_ON_BOTH_AXES,
-    OpCase,
-    each_softmax,
-    every,
-)
+from contract.cases import GATES_ON_BOTH_AXES, OpCase, each_softmax, every
 from contract.problems import Problem, call, call_reference, draw, evaluate, permuted, side_by_side
 from contract.test_pure import head_first
 from families import flat, part

@@ -9,12 +9,7 @@ import re
 import pytest
 import torch
 
-from flacompose.layers import (
-    ABCAttention,
-    HGRN2Attention,
-    LightNetAttention,
-    RecurrentState,
-)
+from flacompose.layers import ABCAttention, HGRN2Attention, LightNetAttention, RecurrentState
 
 from .truth import (
     EVERY,

@@ -446,11 +446,7 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     ),
     "hook of a pair": (pair_hook, ValueError, "1.gk_proj must have no hooks"),
     "forward": (offloaded, ValueError, "1.v_proj must have no hooks, and no forward of its own"),
-    "shared weight": (
-        shared_weight,
-        ValueError,
-        "1.q_proj.weight must be in one place to be joined, got 2",
-    ),
+    "shared weight": (shared_weight, ValueError, "1.q_proj.weight must be in one place to be joined, got 2"),
     "shared module": (
         lambda layer: setattr(layer, "k_proj", layer.q_proj),
         ValueError,

@@ -451,12 +451,7 @@ def precision(device: torch.device) -> tuple[torch.dtype, float]:
 
 
 def assert_true(
-    config: Config,
-    parameters: Parameters,
-    x: Tensor,
-    state: RecurrentState,
-    y: Tensor,
-    new: RecurrentState,
+    config: Config, parameters: Parameters, x: Tensor, state: RecurrentState, y: Tensor, new: RecurrentState
 ) -> None:
     """One sequence ``x [T, hidden]`` from a state of one row gave `y` and `new`."""
     expected, after = sequence(config, parameters, x, state)

@@ -214,12 +214,7 @@ def golden(models: Any, kind: str, given: dict[str, Any]) -> dict[str, Any]:
     mask[0, :PADS] = 0
     ids = tokens(2, PADDED, config.vocab_size)
     padded = model(ids, attention_mask=mask, use_cache=False).logits[:, [PADS, -1]]
-    return {
-        "config": saved,
-        "shapes": shapes,
-        "logits": rounded(logits),
-        "padded": rounded(padded),
-    }
+    return {"config": saved, "shapes": shapes, "logits": rounded(logits), "padded": rounded(padded)}
 
 
 def rounded(x: Tensor) -> Any:

@@ -102,11 +102,7 @@ def test_generate(device: torch.device) -> None:
     other = model_of("GatedDeltaNet", device)
     for changes, kind, message in (
         ({"decoder": model}, TypeError, "decoder must be a Decoder, got RecurrentLM"),
-        (
-            {"decoder": Decoder(other, ids[:, :1], other.init_state(2))},
-            ValueError,
-            "made of another model",
-        ),
+        ({"decoder": Decoder(other, ids[:, :1], other.init_state(2))}, ValueError, "made of another model"),
         ({"decoder": decoder, "assistant": other}, ValueError, "must not be given with an assistant"),
     ):
         with pytest.raises(kind, match=message):

@@ -137,12 +137,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 # What follows Dynamo takes most of a minute for a model, and Inductor trains one in tests/test_example.py.
 @pytest.mark.parametrize(
     "name, backend",
-    [
-        ("gla hybrid", "aot_eager"),
-        ("rwkv6", "eager"),
-        ("hgrn2", "eager"),
-        ("gated_deltanet hybrid", "eager"),
-    ],
+    [("gla hybrid", "aot_eager"), ("rwkv6", "eager"), ("hgrn2", "eager"), ("gated_deltanet hybrid", "eager")],
 )
 def test_compiled(name: str, backend: str, device: torch.device) -> None:
     """One graph serves every length, forward and backward."""
