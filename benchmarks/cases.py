@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops.families.delta_rule.reference import delta_rule
+from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
 from flacompose.ops.families.slot_attention.reference import slot_attention
@@ -230,6 +232,10 @@ def _retention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     return scalar_decay(q, k, v, g_gamma=log_decay(v.shape[2], q), scale=scale)
 
 
+def _rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return low_rank(r, k, v, a, b, w)
+
+
 def _op(name: str, reference: Callable[..., tuple[Tensor, Any]], inputs: Mapping[str, Draw], **fields) -> Op:
     return Op(
         name,
@@ -254,6 +260,15 @@ DELTA = {
     "k": Draw("B T H K", functools.partial(F.normalize, dim=-1)),
     "v": GROUPED_ROWS,
     "beta": Draw("B T HV", lambda x: 2 * x.sigmoid()),
+}
+# Gates from -0.6 to 0, and tokens that erase a part of what `a` reads.
+RWKV7 = {
+    "r": ROWS,
+    "w": Draw("B T H K", lambda x: -math.exp(-0.5) * x.sigmoid()),
+    "k": Draw("B T H K", lambda x: x / 8),
+    "v": Draw("B T H V"),
+    "a": Draw("B T H K", functools.partial(F.normalize, dim=-1)),
+    "b": Draw("B T H K", lambda x: F.normalize(x, dim=-1) / 2),
 }
 SLOTS = {"s": Draw("B T H M"), "g": gate("B T H M")}
 OPS = {
@@ -298,5 +313,6 @@ OPS = {
             peer_keys=256,
         ),
         _op("kda", _reference(delta_rule, g="gk"), {**DELTA, "g": gate("B T HV K")}, peer_keys=256),
+        _op("rwkv7", _rwkv7, RWKV7, training=(*TRAINING, Shape(8, 2048, 32, 64, 64))),
     )
 }
