@@ -101,6 +101,8 @@ BREAKS = [
     Break("layers/token_shift.py", "x[0, (t - 1).clamp(min=0)]", "x[0, t]", "layers/test_laws.py", "packed and rwkv6 and not compiled and not export"),
     Break("layers/rotary.py", "if start is None else start.long()", "if True else start.long()", "layers/test_laws.py", "retention and not compiled and not export"),
     Break("layers/rwkv6.py", "delta = before - x", "delta = x - before", "layers/test_laws.py", "test_values and rwkv6"),
+    Break("layers/rwkv7.py", "(v + (first - v) * share)", "(first + (v - first) * share)", "layers/test_laws.py", "test_values and RWKV7"),
+    Break("layers/rwkv7.py", "tokens.masked(kappa * eta)", "(kappa * eta)", "layers/test_laws.py", "test_padding and rwkv7"),
     Break("layers/hgrn.py", "self.convolutions[::-1]", "self.convolutions", "layers/test_laws.py", "test_values and HGRN"),
     Break("layers/joint.py", "split(self.joint_proj(x), self.joint_sizes, -1)", "split(self.joint_proj(x), self.joint_sizes[::-1], -1)", "layers/test_joint.py", "same_results"),
     Break("layers/forget_gate.py", "f = bound + (1 - bound) * sigmoid", "f = bound + sigmoid", "layers/test_hgrn.py"),
@@ -108,6 +110,7 @@ BREAKS = [
     Break("models/sampling.py", "logits < least", "logits <= least", "models/test_recurrent_lm.py"),
     Break("models/speculative.py", "complete = count >= wanted", "complete = count > wanted", "models/test_speculative.py"),
     Break("models/recurrent_lm.py", "layer.state_shapes is shapes", "True", "models/test_recurrent_lm.py", "errors"),
+    Break("models/recurrent_lm.py", 'options["layer_idx"] = 0', 'options["layer_idx"] += 0', "models/test_recurrent_lm.py", "beside"),
     Break("models/feed_forward.py", "y = F.silu(y)", "y = F.sigmoid(y)", "models/test_fla.py"),
     Break("models/softmax_attention.py", "first = past.position is None", "first = True", "models/test_recurrent_lm.py", "hybrid or attn or attention or softmax"),
     # Other libraries

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from layers.truth import EVERY
+from layers.truth import EVERY, made
 from torch import Tensor, nn
 
 from flacompose.models import RecurrentConfig, RecurrentLM
@@ -33,6 +33,11 @@ MODELS = {
         "norm": "layer",
         "norm_embeddings": True,
     },
+    "RWKV7 model": {
+        "layer": "RWKV7Attention",
+        "layer_options": {"head_dim": 12},
+        "feed_forward": "rwkv7",
+    },
     "HGRN hybrid": {
         "layer": "HGRNAttention",
         "use_lower_bound": True,
@@ -43,8 +48,7 @@ MODELS = {
 
 
 def _layer(config: dict[str, Any], **factory: Any) -> nn.Module:
-    arguments = {name: x for name, x in config.items() if name != "layer"}
-    return config["layer"](**arguments, **factory)
+    return made(config, **factory)
 
 
 def _model(config: dict[str, Any], **factory: Any) -> nn.Module:

@@ -26,14 +26,15 @@ _TO_HEADS = (
     "f_proj.1", "g_proj.1", "gk_proj.1",
     "qkv_proj", "output_gate",  # lightning attention
     "r_proj.linear", "k_proj.linear", "v_proj.linear", "g_proj.linear", "w_proj.linear.lora.2",  # RWKV6
-    "gate_proj", "up_proj", "key.linear",  # feed-forward networks, whose channels take the place of heads
+    "r_proj", "w_lora.lora.2", "v_lora.lora.2", "a_lora.lora.2", "g_lora.lora.2",  # RWKV7
+    "gate_proj", "up_proj", "key.linear", "key",  # feed-forward networks, whose channels take the place of heads
 )  # fmt: skip
 # Projections from heads: each rank multiplies its own heads, and the products are summed over all ranks.
 _FROM_HEADS = ("o_proj", "out_proj", "down_proj", "value")
 # Projections whose outputs are not ordered by heads, or are needed whole: computed in parts, and gathered.
 _GATHERED = ("in_proj", "receptance.linear")
 # Parameters of a layer itself whose first dimension is that of the heads, or of their channels.
-_OF_HEADS = ("A_log", "dt_bias", "D", "bonus")
+_OF_HEADS = ("A_log", "dt_bias", "D", "bonus", "k_k", "k_a", "r_k")
 
 
 def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:

@@ -87,6 +87,23 @@ _FAMILIES = {
             "norm_first": True,
         },
     ),
+    "rwkv7": _Family(
+        "RWKV7Attention",
+        "head_dim num_heads decay_low_rank_dim gate_low_rank_dim a_low_rank_dim v_low_rank_dim fuse_norm value_dim",
+        {
+            "decay_low_rank_dim": 64,
+            "gate_low_rank_dim": 128,
+            "a_low_rank_dim": 64,
+            "v_low_rank_dim": 16,
+            "fuse_norm": True,
+            "hidden_act": "sqrelu",
+            "norm_eps": 1e-5,
+            "norm_bias": True,
+            "norm_first": True,
+        },
+        # The peer's models of RWKV7 with softmax attention raise an error in every call.
+        fixed={"attn": None},
+    ),
     "hgrn2": _Family(
         "HGRN2Attention",
         "num_heads expand_ratio use_short_conv conv_size elementwise_affine",
@@ -122,9 +139,9 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
             kernels to choose, of losses and of generation.
 
     Raises:
-        ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "hgrn2", "delta_net", "gated_deltanet"
-            and "kda", or a key is not known, or its value asks for something that is not supported; both are named.
-            If `config` is JSON itself, or its file holds none.
+        ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "rwkv7", "hgrn2", "delta_net",
+            "gated_deltanet" and "kda", or a key is not known, or its value asks for something that is not supported;
+            both are named. If `config` is JSON itself, or its file holds none.
         TypeError: If `config` is neither a mapping nor a path.
         FileNotFoundError: If it is the path of no file.
     """
@@ -178,8 +195,8 @@ def _read(config: Mapping[str, Any]) -> RecurrentConfig:
 def _config(model_type: str, family: _Family, values: dict[str, Any]) -> RecurrentConfig:
     options = {key: values[key] for key in family.options.split()} | family.constant
     options["mode"] = _mode(values["attn_mode"])
-    rwkv6 = model_type == "rwkv6"
-    if rwkv6:
+    rwkv = model_type in ("rwkv6", "rwkv7")
+    if rwkv:
         _check.one_of("config: hidden_act", values["hidden_act"], ACTIVATIONS)
     elif values["hidden_act"] != "swish":  # the peer's SwiGLU takes "powlu" as well, another function
         raise ValueError(
@@ -189,6 +206,10 @@ def _config(model_type: str, family: _Family, values: dict[str, Any]) -> Recurre
         options["gate_fn"] = values["hidden_act"]
     if model_type == "hgrn2" and options["num_heads"] is not None and options["expand_ratio"] is not None:
         options["num_heads"] = None  # the peer's layer computes it from the ratio
+    if model_type == "rwkv7":
+        options["value_dim"] = _value_dim(options["value_dim"], values["num_hidden_layers"])
+        if options["head_dim"] is not None:
+            options["num_heads"] = None  # the peer's layer computes it from their size
     attn = values["attn"]
     if attn is None:
         attn = ()
@@ -199,12 +220,12 @@ def _config(model_type: str, family: _Family, values: dict[str, Any]) -> Recurre
             vocab_size=values["vocab_size"],
             hidden_size=values["hidden_size"],
             num_hidden_layers=values["num_hidden_layers"],
-            intermediate_size=_intermediate_size(values, rwkv6),
+            intermediate_size=_intermediate_size(values, model_type),
             layer=family.layer,
             layer_options=options,
-            feed_forward="rwkv6" if rwkv6 else "swiglu",
-            feed_forward_act=values["hidden_act"] if rwkv6 else "sqrelu",
-            norm="layer" if rwkv6 else "rms",
+            feed_forward=model_type if rwkv else "swiglu",
+            feed_forward_act=values["hidden_act"] if rwkv else "sqrelu",
+            norm="layer" if rwkv else "rms",
             norm_bias=values.get("norm_bias", True),
             norm_eps=values["norm_eps"],
             norm_embeddings=values.get("norm_first", False),
@@ -289,6 +310,8 @@ def _loaded(
     weights = dict(state_dict)
     for name, weight in weights.items():
         _check.floating(f"state_dict[{name!r}]", weight)
+    if config.layer == "RWKV7Attention":
+        _split_mixtures(weights)
     if config.tie_word_embeddings:
         head = weights.pop("lm_head.weight", None)
         embeddings = weights.get("model.embeddings.weight", head)
@@ -305,6 +328,17 @@ def _loaded(
     model.load_state_dict(state, assign=True)
     _same_dtype(model)
     return model.requires_grad_()
+
+
+def _split_mixtures(weights: dict[str, Tensor]) -> None:
+    """Name the rows of ``x_x``, which checkpoints of older versions of RWKV7 have, as the parameters that they are."""
+    for name in [name for name in weights if name.endswith(".attn.x_x")]:
+        rows = weights.pop(name)
+        if rows.ndim != 2 or len(rows) != 6:
+            raise ValueError(
+                f"state_dict[{name!r}] must have shape (6, hidden_size), got {tuple(rows.shape)}"
+            )
+        weights |= {f"{name[:-1]}{mixed}": row[None, None] for mixed, row in zip("rwkvag", rows, strict=True)}
 
 
 def _check_names(what: str, held: object) -> None:
@@ -365,7 +399,7 @@ def _name(ours: str, config: RecurrentConfig) -> str:
     """The peer's name of a parameter of ours."""
     if ours.startswith("lm_head."):
         return ours
-    if config.feed_forward == "rwkv6":
+    if config.feed_forward != "swiglu":
         ours = ours.replace(".mlp_norm.", ".ffn_norm.").replace(".mlp.", ".ffn.")
     return "model." + ours.replace("embeddings_norm.", "layers.0.pre_norm.")
 
@@ -377,7 +411,19 @@ def _mode(attn_mode: Any) -> str:
     return "fused_recurrent" if attn_mode == "fused_recurrent" else "chunk"
 
 
-def _intermediate_size(values: Mapping[str, Any], rwkv6: bool) -> Any:
+def _value_dim(value_dim: Any, num_hidden_layers: Any) -> Any:
+    """That of every layer, of a list of one for each."""
+    if not isinstance(value_dim, (tuple, list)):
+        return value_dim
+    if len(value_dim) != num_hidden_layers or any(size != value_dim[0] for size in value_dim):
+        raise ValueError(
+            "config: value_dim must be one size for all layers, whose values are mixed with those of the first, or a "
+            f"list of it for each of num_hidden_layers = {num_hidden_layers}, got {value_dim}"
+        )
+    return value_dim[0]
+
+
+def _intermediate_size(values: Mapping[str, Any], model_type: str) -> Any:
     """That of the config, or what the peer computes in its place."""
     size, ratio = values["intermediate_size"], values["hidden_ratio"]
     if size is not None:
@@ -385,8 +431,9 @@ def _intermediate_size(values: Mapping[str, Any], rwkv6: bool) -> Any:
     if ratio is not None:
         _check.positive("hidden_ratio", ratio)
     _check.count("hidden_size", values["hidden_size"])
-    if rwkv6:
-        least, step = int(values["hidden_size"] * (3.5 if ratio is None else ratio)), 32
+    if model_type in ("rwkv6", "rwkv7"):
+        default = 3.5 if model_type == "rwkv6" else 4
+        least, step = int(values["hidden_size"] * (default if ratio is None else ratio)), 32
     else:
         least, step = int(values["hidden_size"] * (4 if ratio is None else ratio) * 2 / 3), 256
     return -(-least // step) * step

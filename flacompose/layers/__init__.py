@@ -2,7 +2,8 @@
 
 Every layer is called the same way,
 ``layer(hidden_states, state=None, *, attention_mask=None, cu_seqlens=None, num_states=None)``, and returns
-``(output, state)``; the state is a `RecurrentState`, new each time, or with `num_states` a `RecurrentStates`.
+``(output, state)``; the state is a `RecurrentState`, new each time, or with `num_states` a `RecurrentStates`. Layers of
+RWKV7 have one argument and one result more, the values of the first layer of a model.
 """
 
 from flacompose.layers.abc import ABCAttention
@@ -22,6 +23,7 @@ from flacompose.layers.mamba2 import Mamba2
 from flacompose.layers.multiscale_retention import MultiScaleRetention
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.rwkv6 import RWKV6Attention
+from flacompose.layers.rwkv7 import RWKV7Attention
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.simple_gla import SimpleGatedLinearAttention
 from flacompose.layers.state import RecurrentState, RecurrentStates
@@ -44,6 +46,7 @@ __all__ = [
     "MultiScaleRetention",
     "RMSNorm",
     "RWKV6Attention",
+    "RWKV7Attention",
     "RecurrentState",
     "RecurrentStates",
     "ShortConvolution",

@@ -44,17 +44,17 @@ def _fill(parameters: Mapping[str, Any], inits: Mapping[str, Callable[[Tensor], 
 
 def identity_(x: Tensor) -> None:
     """Fill ``x [n, n]`` with the identity."""
-    _copy(x, torch.eye(x.shape[0], device=x.device, dtype=x.dtype))
+    copy_(x, torch.eye(x.shape[0], device=x.device, dtype=x.dtype))
 
 
 def orthogonal_(x: Tensor, gain: float) -> None:
     """Fill a matrix with `gain` times a random one whose rows or columns, the fewer, are orthonormal."""
     # In float32: there is no QR decomposition in half precision.
-    _copy(x, nn.init.orthogonal_(torch.empty(x.shape, device=x.device, dtype=torch.float32), gain))
+    copy_(x, nn.init.orthogonal_(torch.empty(x.shape, device=x.device, dtype=torch.float32), gain))
 
 
 @torch.no_grad()
-def _copy(x: Tensor, values: Tensor) -> None:
+def copy_(x: Tensor, values: Tensor) -> None:
     """Copy plain `values` into `x`, the shards of which get those of the first rank."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is not None:

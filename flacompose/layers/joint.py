@@ -63,8 +63,8 @@ def join_projections(module: nn.Module) -> None:
       input to. Of a low-rank pair it has the first matrix. Rows of zeros fill it up to a multiple of 8.
     - If one of these projections has a bias, so has ``joint_proj``, with zeros for the others, which training changes.
     - A module without parameters takes the place of each of these projections.
-    - Layers that mix their inputs, as those of RWKV6, and layers that have one projection from the start, as `Mamba2`,
-      stay as they are. So do layers that are joined already.
+    - Layers that mix their inputs, as those of RWKV6 and RWKV7, and layers that have one projection from the start, as
+      `Mamba2`, stay as they are. So do layers that are joined already.
 
     The layers then have other parameters, in other places of the state dict. So load checkpoints, merge adapters and
     convert dtypes before this call. Quantise, compile, export, make optimisers and make a

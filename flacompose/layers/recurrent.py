@@ -54,8 +54,9 @@ class StatefulLayer(Joinable):
     state_shapes: StateShapes
     # The formulas of a layer. It takes the tokens x [B, T, hidden_size], the state before them and their layout, and
     # returns the output [B, T, hidden_size] and the new state. In a call without a state, every part of it is None.
-    # Where the layout has `num_states`, each part of the new state has that many after its first axis.
-    _compute: Callable[..., tuple[Tensor, RecurrentState]]
+    # Where the layout has `num_states`, each part of the new state has that many after its first axis. A layer may have
+    # more results, of the tokens: [B, T, D] each.
+    _compute: Callable[..., tuple[Any, ...]]
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class StatefulLayer(Joinable):
         cu_seqlens: Tensor | None,
         num_states: int | None,
         *others: Any,
-    ) -> tuple[Tensor, RecurrentState | RecurrentStates]:
+    ) -> tuple[Any, ...]:
         """Check the arguments and compute the layer; `others` are arguments of this layer alone, as `lower_bound`."""
         tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens, num_states)
         if state is None:
@@ -158,8 +159,9 @@ class StatefulLayer(Joinable):
             self.state_shapes.check(state, sequence_count(hidden_states, cu_seqlens), hidden_states)
             if hasattr(hidden_states, "device_mesh"):
                 state = state.map(lambda t: distributed_like(hidden_states, t))
-        y, state = self._compute(tokens.enter(hidden_states), state, tokens, *others)
-        return tokens.leave(y), state if num_states is None else RecurrentStates(*state)
+        y, new, *rest = self._compute(tokens.enter(hidden_states), state, tokens, *others)
+        new = new if num_states is None else RecurrentStates(*new)
+        return tokens.leave(y), new, *map(tokens.leave, rest)
 
     def extra_repr(self) -> str:
         shown = vars(self)

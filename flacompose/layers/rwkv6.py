@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -12,9 +10,10 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.first_values import orthogonal_, with_first_values
+from flacompose.layers.first_values import with_first_values
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
+from flacompose.layers.lora import lora, named
 from flacompose.layers.norm import GroupNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -98,20 +97,12 @@ class RWKV6Attention(RecurrentLayer):
             _linear(5 * proj_low_rank_dim, hidden_size, **factory),
         )
         self.x_bias = nn.Parameter(torch.empty(5, hidden_size, **factory))
-        self.r_proj = _named("linear", _linear(hidden_size, H * K, **factory))
-        down = with_first_values(
-            nn.Linear(hidden_size, gate_low_rank_dim, bias=False, **factory), weight=nn.init.zeros_
-        )
-        gain = 0.1 * math.sqrt(max(gate_low_rank_dim / (H * K), 1))
-        up = with_first_values(
-            nn.Linear(gate_low_rank_dim, H * K, **factory),
-            weight=partial(orthogonal_, gain=gain),
-            bias=nn.init.zeros_,
-        )
-        self.w_proj = _named("linear", _named("lora", nn.Sequential(down, nn.Tanh(), up)))
-        self.k_proj = _named("linear", _linear(hidden_size, H * K, **factory))
-        self.v_proj = _named("linear", _linear(hidden_size, H * V, **factory))
-        self.g_proj = _named("linear", _linear(hidden_size, H * V, **factory))
+        self.r_proj = named("linear", _linear(hidden_size, H * K, **factory))
+        decay = lora(hidden_size, gate_low_rank_dim, H * K, nn.Tanh(), factory)
+        self.w_proj = named("linear", decay)
+        self.k_proj = named("linear", _linear(hidden_size, H * K, **factory))
+        self.v_proj = named("linear", _linear(hidden_size, H * V, **factory))
+        self.g_proj = named("linear", _linear(hidden_size, H * V, **factory))
         self.bonus = nn.Parameter(torch.empty(H, K, **factory))
         self.g_norm = GroupNorm(H, H * V, norm_eps, affine, **factory)
         self.o_proj = _linear(H * V, hidden_size, **factory)
@@ -174,8 +165,3 @@ class LerpLinear(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor) -> Tensor:
         return self.linear((x + delta * self.mu).to(x.dtype))
-
-
-def _named(name: str, module: nn.Module) -> nn.Sequential:
-    """`module` under the name that it has in checkpoints."""
-    return nn.Sequential(OrderedDict({name: module}))

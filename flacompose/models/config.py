@@ -14,7 +14,7 @@ from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.recurrent import RecurrentLayer
 
 # Arguments of layers that the model gives.
-_GIVEN = ("hidden_size", "d_model", "layer_idx", "device", "dtype")
+_GIVEN = ("hidden_size", "d_model", "layer_idx", "num_hidden_layers", "device", "dtype")
 _ATTENTION = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", "rope_theta")
 
 
@@ -28,9 +28,10 @@ class RecurrentConfig:
         num_hidden_layers: Number of blocks.
         intermediate_size: Width between the two projections of a feed-forward network.
         layer: Name of the class in `flacompose.layers` that mixes tokens, as "GatedLinearAttention".
-        layer_options: Arguments of that class, but for `hidden_size` and `layer_idx`; `norm_eps` is that of the model
-            unless it is among them.
-        feed_forward: "swiglu", ``(silu(x W_gate) * (x W_up)) W_down``, or "rwkv6", the channel mixing of RWKV6.
+        layer_options: Arguments of that class, but for `hidden_size`, `layer_idx` and `num_hidden_layers`; `norm_eps`
+            is that of the model unless it is among them.
+        feed_forward: "swiglu", ``(silu(x W_gate) * (x W_up)) W_down``, or "rwkv6" or "rwkv7", the channel mixing of
+            RWKV6 or of RWKV7.
         feed_forward_act: Activation in the channel mixing: "relu", "sigmoid", "logsigmoid", "silu" or "swish",
             "sqrelu", "gelu" (its tanh form). Not used by "swiglu".
         norm: "rms" or "layer": the norms before the two parts of a block and before the logits.
@@ -69,7 +70,7 @@ class RecurrentConfig:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"):
             _check.count(name, getattr(self, name))
         _check.one_of("layer", self.layer, [name for name in layers.__all__ if _is_layer(name)])
-        _check.one_of("feed_forward", self.feed_forward, ("swiglu", "rwkv6"))
+        _check.one_of("feed_forward", self.feed_forward, ("swiglu", "rwkv6", "rwkv7"))
         _check.one_of("feed_forward_act", self.feed_forward_act, ACTIVATIONS)
         _check.one_of("norm", self.norm, ("rms", "layer"))
         _check.not_negative("norm_eps", self.norm_eps)

@@ -1,16 +1,20 @@
-"""What follows the layer of a block: a network of each token, in RWKV6 of each token and the one before it."""
+"""What follows the layer of a block: a network of each token, in RWKV6 and RWKV7 also of the token before it."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers.activation import activation
+from flacompose.layers.first_values import orthogonal_, with_first_values
 from flacompose.layers.joint import Joinable
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import StatefulLayer, factory_of, linears
 from flacompose.layers.rwkv6 import LerpLinear
+from flacompose.layers.rwkv7 import first_mix_, place_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
 
@@ -72,3 +76,51 @@ class RWKV6FeedForward(StatefulLayer):
         delta = before - x
         value = self.value(self.act_fn(self.key(x, delta)))
         return self.receptance(x, delta).sigmoid() * value, RecurrentState((), shift=shift)
+
+
+class RWKV7FeedForward(StatefulLayer):
+    r"""The channel mixing of RWKV7, of $x$, with $\delta_t = x_{t-1} - x_t$ (https://arxiv.org/abs/2503.14456):
+
+    $$y = \operatorname{act}\bigl((x + \delta \odot \mu) W_k\bigr) W_v$$
+
+    It is called as every layer is. Its state is the last token of each sequence. First values are those of
+    flash-linear-attention 0.6, which depend on the place `layer_idx` among the `num_hidden_layers` of a model; without
+    one of these they are those of a model of one layer.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        act: str = "sqrelu",
+        layer_idx: int | None = None,
+        num_hidden_layers: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size)
+        factory = factory_of(device, dtype)
+        index, layers = place_of(layer_idx, num_hidden_layers)
+        self.first_power = (1 - index / layers) ** 4
+        self.x_k = nn.Parameter(torch.empty(hidden_size, **factory))
+        self.key = with_first_values(
+            nn.Linear(hidden_size, intermediate_size, bias=False, **factory),
+            weight=partial(orthogonal_, gain=1.0),
+        )
+        self.value = with_first_values(
+            nn.Linear(intermediate_size, hidden_size, bias=False, **factory), weight=nn.init.zeros_
+        )
+        self.act_fn = activation("feed_forward_act", act)
+        self.state_shapes = StateShapes((), shift=(hidden_size,))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the first values of the parameter that no submodule has."""
+        first_mix_(self.x_k, self.first_power)
+
+    def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
+        x = as_projected(x)
+        before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
+        mixed = (x + (before - x) * self.x_k).to(x.dtype)
+        return self.value(self.act_fn(self.key(mixed))), RecurrentState((), shift=shift)

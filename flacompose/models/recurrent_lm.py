@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flacompose.layers import RMSNorm, _check
+from flacompose.layers import RMSNorm, RWKV7Attention, _check
 from flacompose.layers.first_values import with_first_values
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.layout import distributed_like, take
@@ -19,7 +19,7 @@ from flacompose.layers.state import RecurrentState, RecurrentStates, StateError,
 from flacompose.models import sampling, speculative
 from flacompose.models.config import RecurrentConfig
 from flacompose.models.decoder import Decoder, check_decoder
-from flacompose.models.feed_forward import RWKV6FeedForward, SwiGLU
+from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
 from flacompose.ops._states import MAX_STATES
 from flacompose.ops._varlen import bounds
@@ -38,22 +38,29 @@ class Block(nn.Module):
         attention = config.attention(layer_idx)
         self.attn: StatefulLayer
         if attention is None:
-            options = {"norm_eps": config.norm_eps, **config.layer_options}
-            self.attn = cast(Any, config.layer_class)(
-                hidden_size=size, layer_idx=layer_idx, **options, **factory
-            )
+            options = {"norm_eps": config.norm_eps, "layer_idx": layer_idx, **config.layer_options}
+            if issubclass(config.layer_class, RWKV7Attention):
+                options["num_hidden_layers"] = config.num_hidden_layers
+                # The first layer of RWKV7 makes the values that the others mix in.
+                if all(config.attention(i) is not None for i in range(layer_idx)):
+                    options["layer_idx"] = 0
+            self.attn = cast(Any, config.layer_class)(hidden_size=size, **options, **factory)
         else:
             self.attn = SoftmaxAttention(size, **attention, **factory)
         self.mlp_norm = _norm(config, **factory)
-        self.mlp: SwiGLU | RWKV6FeedForward
+        self.mlp: SwiGLU | RWKV6FeedForward | RWKV7FeedForward
+        act = config.feed_forward_act
         if config.feed_forward == "swiglu":
             self.mlp = SwiGLU(size, intermediate, **factory)
+        elif config.feed_forward == "rwkv6":
+            self.mlp = RWKV6FeedForward(size, intermediate, act, **factory)
         else:
-            self.mlp = RWKV6FeedForward(size, intermediate, config.feed_forward_act, **factory)
+            place = layer_idx, config.num_hidden_layers
+            self.mlp = RWKV7FeedForward(size, intermediate, act, *place, **factory)
 
     def stateful(self) -> list[StatefulLayer]:
         """Its modules that have a state, in the order in which they are called."""
-        return [self.attn, self.mlp] if isinstance(self.mlp, RWKV6FeedForward) else [self.attn]
+        return [self.attn, self.mlp] if isinstance(self.mlp, StatefulLayer) else [self.attn]
 
     def forward(
         self,
@@ -63,16 +70,20 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
         num_states: int | None,
         lower_bound: Tensor | None,
-    ) -> tuple[Tensor, NewStates]:
-        """Its output, and a new state for each of `stateful`."""
+        v_first: Tensor | None,
+    ) -> tuple[Tensor, NewStates, Tensor | None]:
+        """Its output, a new state for each of `stateful`, and the `v_first` of the blocks that follow."""
         tokens = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "num_states": num_states}
-        bound = {} if lower_bound is None else {"lower_bound": lower_bound}
-        y, state = self.attn(self.attn_norm(x), states[0], **tokens, **bound)
+        if isinstance(self.attn, RWKV7Attention):
+            y, state, v_first = self.attn(self.attn_norm(x), states[0], **tokens, v_first=v_first)
+        else:
+            bound = {} if lower_bound is None else {"lower_bound": lower_bound}
+            y, state = self.attn(self.attn_norm(x), states[0], **tokens, **bound)
         x = x + y
-        if not isinstance(self.mlp, RWKV6FeedForward):
-            return x + self.mlp(self.mlp_norm(x)), (state,)
+        if not isinstance(self.mlp, StatefulLayer):
+            return x + self.mlp(self.mlp_norm(x)), (state,), v_first
         y, shift = self.mlp(self.mlp_norm(x), states[1], **tokens)
-        return x + y, (state, shift)
+        return x + y, (state, shift), v_first
 
 
 class RecurrentLM(nn.Module):
@@ -80,7 +91,9 @@ class RecurrentLM(nn.Module):
 
     Each block is a layer and a feed-forward network, each after a norm and beside a residual connection; embeddings are
     before the blocks, a norm and a projection to logits after them. The state of the model is that of its layers, a
-    tuple of `RecurrentState`: one for each block, or two with the channel mixing of RWKV6, which has one too.
+    tuple of `RecurrentState`: one for each block, or two with the channel mixing of RWKV6 or RWKV7, which has one too.
+    With layers of RWKV7, the values of the first of them go to all others within a call; softmax attention before or
+    between them passes these values on.
 
     The model compiles with ``fullgraph=True`` and exports at any length, as its layers do.
 
@@ -188,11 +201,14 @@ class RecurrentLM(nn.Module):
             x = self.embeddings_norm(x)
 
         new: list[Any] = []
+        v_first = None
         try:
             for block, lower_bound in zip(self._blocks(), self._lower_bounds(), strict=True):
                 n = len(block.stateful())
                 given = old[len(new) : len(new) + n]
-                x, states = block(x, given, attention_mask, cu_seqlens, num_states, lower_bound)
+                x, states, v_first = block(
+                    x, given, attention_mask, cu_seqlens, num_states, lower_bound, v_first
+                )
                 new.extend(states)
         except StateError as error:
             raise self._naming_the_entry(error) from None

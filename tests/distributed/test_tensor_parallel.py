@@ -79,7 +79,8 @@ GATHERED = {
 # Submodules whose parameters are the same on every rank: low-rank inputs, norms of each head, and what is not by heads.
 WHOLE = {
     "gk_proj.0", "f_proj.0", "g_proj.0", "w_proj.linear.lora.0", "x_proj.0", "x_proj.0.linear", "x_proj.2", "norm",
-    "g_norm", "o_norm", "g_norm_swish_gate", "conv1d", "feature_map.layer", "",
+    "w_lora.lora.0", "v_lora.lora.0", "a_lora.lora.0", "g_lora.lora.0", "g_norm", "o_norm", "g_norm_swish_gate",
+    "conv1d", "feature_map.layer", "",
 }  # fmt: skip
 
 
@@ -194,6 +195,8 @@ MODELS = {
     "bounds": {"layer": "HGRN2Attention", "layer_options": {"expand_ratio": 6}, "use_lower_bound": True},
     "rwkv6": {"layer": "RWKV6Attention", "layer_options": {"num_heads": 2, "proj_low_rank_dim": 4,
               "gate_low_rank_dim": 4}, "feed_forward": "rwkv6", "norm": "layer", "norm_embeddings": True},
+    "rwkv7": {"layer": "RWKV7Attention", "layer_options": {"head_dim": 6}, "num_hidden_layers": 3,
+              "feed_forward": "rwkv7", "norm": "layer"},
     "odd": {"layer": "HGRNAttention", "vocab_size": 33, "hidden_size": 25, "intermediate_size": 15},
     "odd and tied": {"layer": "Mamba2", "layer_options": {"head_dim": 5, "expand": 2, "n_groups": 5},
                      "vocab_size": 33, "hidden_size": 25, "intermediate_size": 15, "tie_word_embeddings": True},
@@ -206,6 +209,11 @@ def parallel_models(mesh: DeviceMesh) -> None:
     for name, config in MODELS.items():
         torch.manual_seed(0)
         model = RecurrentLM(RecurrentConfig(**BASE | config), dtype=torch.float64)
+        with torch.no_grad():
+            for (
+                p
+            ) in model.parameters():  # some of which are 0 at first, so that what they multiply has no effect
+                p.add_(torch.randn_like(p), alpha=0.1)
         sharded = copy.deepcopy(model)
         parallelize_module(sharded, mesh, tensor_parallel_plan(sharded))
         ids, mask = torch.randint(32, (2, 7)), torch.ones(2, 7, dtype=torch.long)

@@ -24,12 +24,13 @@ from flacompose.layers import (
     MultiScaleRetention,
     RMSNorm,
     RWKV6Attention,
+    RWKV7Attention,
     ShortConvolution,
     SimpleGatedLinearAttention,
 )
 from flacompose.layers.feature_map import HedgehogFeatureMap
 
-from .truth import EVERY, LINEAR, build
+from .truth import EVERY, LINEAR, build, made
 
 DECAY = {"gk_proj.0.weight": (16, 64), "gk_proj.1.weight": (32, 16), "gk_proj.1.bias": (32,)}
 OUTPUT = {"o_proj.weight": (64, 64)}
@@ -52,6 +53,29 @@ RWKV6 = {
     "g_norm.weight": (24,),
     "g_norm.bias": (24,),
     "o_proj.weight": (24, 24),
+}
+RWKV7 = {
+    **{f"x_{name}": (1, 1, 24) for name in "rwkvag"},
+    "k_k": (24,),
+    "k_a": (24,),
+    "r_k": (3, 8),
+    "r_proj.weight": (24, 24),
+    "k_proj.weight": (24, 24),
+    "v_proj.weight": (48, 24),
+    "o_proj.weight": (24, 48),
+    "w_lora.lora.0.weight": (5, 24),
+    "w_lora.lora.2.weight": (24, 5),
+    "w_lora.lora.2.bias": (24,),
+    "v_lora.lora.0.weight": (3, 24),
+    "v_lora.lora.2.weight": (48, 3),
+    "v_lora.lora.2.bias": (48,),
+    "a_lora.lora.0.weight": (32, 24),
+    "a_lora.lora.2.weight": (24, 32),
+    "a_lora.lora.2.bias": (24,),
+    "g_lora.lora.0.weight": (7, 24),
+    "g_lora.lora.2.weight": (48, 7),
+    "g_norm.weight": (48,),
+    "g_norm.bias": (48,),
 }
 HGRN_OUTPUT = {"g_norm.weight": (64,), "o_proj.weight": (64, 64)}
 MAMBA2 = {"hidden_size": 24, "num_heads": 6, "head_dim": 8, "state_size": 5}
@@ -252,6 +276,29 @@ CHECKPOINTS = [
         )
         for affine in (True, False)
     ),
+    *(
+        (
+            RWKV7Attention,
+            {
+                "hidden_size": 24,
+                "num_heads": None,
+                "head_dim": 8,
+                "value_dim": 48,
+                "decay_low_rank_dim": 5,
+                "gate_low_rank_dim": 7,
+                "v_low_rank_dim": 3,
+                "fuse_norm": affine,
+                "elementwise_affine": affine,
+                "layer_idx": layer_idx,
+            },
+            {
+                name: shape
+                for name, shape in RWKV7.items()
+                if (affine or "g_norm" not in name) and (layer_idx or "v_lora" not in name)
+            },
+        )
+        for affine, layer_idx in ((True, 1), (False, 0))
+    ),
     (HGRNAttention, {}, HGRN | HGRN_OUTPUT),
     (HGRNAttention, {"elementwise_affine": False}, HGRN | {"o_proj.weight": (64, 64)}),
     (HGRNAttention, {"use_short_conv": True, "conv_bias": True}, HGRN | convs("fi", 64, 64, bias=True) | HGRN_OUTPUT),
@@ -365,7 +412,7 @@ def test_names_and_shapes(layer_type, config, expected):
     checkpoint = {name: torch.randn(shape) for name, shape in expected.items()}
     if config.get("tie_feature_map_qk"):
         checkpoint |= {name: checkpoint[name.replace("map_k", "map_q")] for name in checkpoint}
-    layer = layer_type(**config)
+    layer = made({"layer": layer_type} | config)
     layer.load_state_dict(checkpoint)
     assert all(torch.equal(x, checkpoint[name]) for name, x in layer.state_dict().items())
     assert layer(torch.randn(1, 3, layer.hidden_size))[0].shape == (1, 3, layer.hidden_size)
@@ -411,6 +458,12 @@ SIGNATURES = {
         "(mode='chunk', hidden_size=1024, expand_k=0.5, expand_v=1.0, num_heads=4, gate_fn='swish', "
         "proj_low_rank_dim=32, gate_low_rank_dim=64, fuse_norm=True, elementwise_affine=True, "
         "norm_eps=1e-05, layer_idx=None, *, device=None, dtype=None)"
+    ),
+    "rwkv7": (
+        "(mode='chunk', hidden_size=1024, head_dim=64, num_heads=None, decay_low_rank_dim=None, "
+        "gate_low_rank_dim=None, a_low_rank_dim=None, v_low_rank_dim=None, elementwise_affine=True, "
+        "norm_eps=1e-05, layer_idx=None, fuse_norm=False, value_dim=None, num_hidden_layers=None, *, "
+        "device=None, dtype=None)"
     ),
     "hgrn": (
         "(mode='chunk', hidden_size=1024, expand_ratio=1, use_short_conv=False, conv_size=4, "

@@ -46,12 +46,12 @@ REFUSED = [
     ("", {"mode": "chunks"}, "mode must be 'chunk' or 'fused_recurrent', got 'chunks'"),
     (f"{GATED} linear_attn gsa hgrn2 delta_net", {"mode": "fused_chunk"}, "mode 'fused_chunk' is no op of its own"),
     ("retention", {"mode": "parallel"}, "mode 'parallel' is no op of its own: use 'chunk'"),
-    ("rwkv6 lightnet", {"mode": "fused_chunk"}, "mode must be 'chunk' or 'fused_recurrent', got"),
+    ("rwkv6 rwkv7 lightnet", {"mode": "fused_chunk"}, "mode must be 'chunk' or 'fused_recurrent', got"),
     ("", {"norm_eps": -1e-5}, "norm_eps must be at least 0, got -1e-05"),
     ("", {"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),
     ("", {"norm_eps": math.inf}, "norm_eps must be finite, got inf"),
     *(("", {"use_short_conv": use, "conv_size": 0}, "conv_size must be at least 1, got 0") for use in (True, False)),
-    (f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn", {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    (f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn rwkv7", {"num_heads": 0}, "num_heads must be at least 1, got 0"),
     ("", {"num_kv_heads": 0}, "num_kv_heads must divide num_heads = {num_heads}, got 0"),
     ("", {"num_kv_heads": 3}, "num_kv_heads must divide num_heads = {num_heads}, got 3"),
     *(
@@ -182,6 +182,35 @@ REFUSED = [
             ),
         )
     ),
+    *(
+        ("rwkv7", *refused)
+        for refused in (
+            ({"num_heads": None}, "head_dim or num_heads must be given, got None for both"),
+            ({"head_dim": 513}, "head_dim must be from 1 to 512, got 513"),
+            ({"head_dim": 0}, "head_dim must be from 1 to 512, got 0"),
+            ({"head_dim": 5}, "hidden_size must be a multiple of head_dim = 5, got 24"),
+            (
+                {"head_dim": 64},
+                "hidden_size must be a multiple of head_dim = 64, got 24 (64 is the default; give head_dim=None",
+            ),
+            ({"head_dim": 8}, "num_heads must be hidden_size // head_dim = 3, got 4 with head_dim = 8"),
+            (
+                {"head_dim": 64, "hidden_size": 128},
+                "num_heads must be hidden_size // head_dim = 2, got 4 with head_dim = 64 (64 is the default; give",
+            ),
+            ({"num_heads": 5}, "hidden_size must be a multiple of num_heads = 5, got 24"),
+            ({"num_heads": 1, "hidden_size": 513}, "hidden_size / num_heads must be from 1 to 512, got 513"),
+            ({"value_dim": 0}, "value_dim must be at least 1, got 0"),
+            ({"value_dim": 26}, "value_dim must be a multiple of num_heads = 4, got 26"),
+            *(
+                ({f"{name}_low_rank_dim": 0}, f"{name}_low_rank_dim must be at least 1, got 0")
+                for name in ("decay", "gate", "a", "v")
+            ),
+            ({"layer_idx": 3}, "layer_idx must be from 0 to num_hidden_layers - 1 = 2, got 3"),
+            ({"layer_idx": -1}, "layer_idx must be at least 0, got -1"),
+            ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        )
+    ),
     ("gated_deltaproduct", {"num_householder": 0}, "num_householder must be at least 1, got 0"),
     ("kda", {"lower_bound": 0}, "lower_bound must be below 0, as log-decays are, got 0"),
     ("kda", {"lower_bound": -math.inf}, "lower_bound must be finite, got -inf"),
@@ -266,7 +295,8 @@ TYPES = {"bool": ("a bool", ("False", 1)), "int": ("an int", ("2", 2.0)), "float
 
 
 # Arguments of the peer without a use here, which are not looked at.
-UNUSED = {name: ["layer_idx"] for name in EVERY if name not in ("lightning_attn", "hgrn", "hgrn2")}
+USED = ("lightning_attn", "rwkv7", "hgrn", "hgrn2")
+UNUSED = {name: ["layer_idx"] for name in EVERY if name not in USED}
 UNUSED["abc"] += ["gate_low_rank_dim", "gate_logit_normalizer"]
 
 
@@ -303,7 +333,7 @@ def test_refused_flags_without_a_use(config):
         build(config | {"elementwise_affine": "False"})
 
 
-@pytest.mark.parametrize("name", ["gla", "rwkv6", "abc", "hgrn"])
+@pytest.mark.parametrize("name", ["gla", "rwkv6", "rwkv7", "abc", "hgrn"])
 def test_no_affine_norm(name):
     """None stands for False."""
     layers = [build(EVERY[name] | {"elementwise_affine": affine}) for affine in (None, False, True)]

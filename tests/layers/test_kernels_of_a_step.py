@@ -42,7 +42,9 @@ class Step(nn.Module):
         self.layer, self.spec = layer, spec
 
     def forward(self, x: Tensor, *state: Tensor) -> list[Any]:
-        return pytree.tree_leaves(self.layer(x, pytree.tree_unflatten(state, self.spec)))
+        # A layer of RWKV7 other than the first takes that one's values.
+        given = {"v_first": x} if isinstance(self.layer, layers.RWKV7Attention) else {}
+        return pytree.tree_leaves(self.layer(x, pytree.tree_unflatten(state, self.spec), **given))
 
 
 class Traced(nn.Module):

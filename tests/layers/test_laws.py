@@ -51,6 +51,7 @@ LIGHTNING, MAMBA2 = (
     {name: EVERY["mamba2"][name] for name in list(EVERY["mamba2"])[:4]},
 )
 RWKV6 = EVERY["rwkv6"] | {"num_heads": 3}
+RWKV7 = EVERY["rwkv7"]
 HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET, KDA, PRODUCT = (
     {
         name: value
@@ -83,6 +84,8 @@ LAYOUTS = CASES | {
     "mamba2 of bounded steps": MAMBA2
     | {"n_groups": 3, "conv_kernel": 3, "use_bias": True, "dt_limit": (0.4, 0.9)},
     "wide rwkv6": RWKV6 | {"expand_k": 1.0, "expand_v": 2.0, "gate_fn": "sigmoid", "norm_eps": 0.1},
+    "rwkv7 of layer 0": RWKV7
+    | {"layer_idx": 0, "num_hidden_layers": None, "value_dim": 48, "mode": "fused_recurrent"},
     "hgrn without conv": HGRN,
     "hgrn recurrent": BOUNDED["bounded hgrn"]
     | {"mode": "fused_recurrent", "elementwise_affine": False, "norm_eps": 0.1},
@@ -144,6 +147,15 @@ VARIANTS = [
     MAMBA2 | {"n_groups": 3, "conv_kernel": 3, "use_bias": True},
     RWKV6 | {"mode": "fused_recurrent", "elementwise_affine": False, "fuse_norm": False},
     RWKV6 | {"num_heads": 1, "gate_fn": "gelu"},
+    RWKV7 | {"fuse_norm": True, "value_dim": 48, "norm_eps": 0.1, "mode": "fused_recurrent"},
+    RWKV7
+    | {
+        "num_heads": None,
+        "head_dim": 8,
+        "elementwise_affine": False,
+        "layer_idx": None,
+        "v_low_rank_dim": None,
+    },
     HGRN | {"layer": BoundedHGRN},
     GSA,
     GSA
@@ -365,7 +377,7 @@ def test_gradients(config):
 
 # Projections, activations, a norm and a gate on the way, each rounded to 8 bits; and in these a softmax, two
 # projections for each of five, or gates that sums of logits make.
-ROUNDED_MORE = {"gsa", "abc", "hgrn2", "bounded hgrn2", "lightnet", "rwkv6"}
+ROUNDED_MORE = {"gsa", "abc", "hgrn2", "bounded hgrn2", "lightnet", "rwkv6", "rwkv7"}
 
 
 @pytest.mark.parametrize("layout", ["rows", "packed"])
@@ -395,6 +407,7 @@ def test_bfloat16(name, autocast, layout, device):
 FAMILIES = {
     "gla": "vector_decay",
     "rwkv6": "vector_decay",
+    "rwkv7": "low_rank",
     "hgrn": "scan",
     "hgrn2": "vector_decay",
     "lightnet": "vector_decay",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from .truth import EVERY, assert_close, assert_states_close, build, random_state, tensors
+from .truth import EVERY, assert_close, assert_states_close, build, made, random_state, tensors
 
 STEPS = 15  # of a quantised weight on each side of 0; integers up to it are exact in float8 too
 
@@ -127,15 +127,13 @@ def test_every_adapter_trains(config):
 @each_layer
 def test_device_and_dtype(config):
     """Of every parameter; without a dtype, the first values and the dtypes do not depend on a device."""
-    arguments = dict(config)
-    make = arguments.pop("layer")
-    half = make(**arguments, dtype=torch.bfloat16)
+    half = made(config, dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     assert half(torch.randn(1, 3, 24, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
-    assert {p.dtype for p in make(**arguments, dtype=torch.float64).parameters()} == {torch.float64}
+    assert {p.dtype for p in made(config, dtype=torch.float64).parameters()} == {torch.float64}
     torch.set_default_dtype(torch.bfloat16)
     try:
-        expected, meta = (make(**arguments, device=device) for device in (None, "meta"))
+        expected, meta = (made(config, device=device) for device in (None, "meta"))
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(p.is_meta for p in meta.parameters())

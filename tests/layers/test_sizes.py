@@ -22,6 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "model": {},
     "hybrid": {"attn": [{"layers": [1], "num_heads": 2}]},
     "model of rwkv6": {"layer": "RWKV6Attention", "feed_forward": "rwkv6"},
+    "model of rwkv7": {"layer": "RWKV7Attention", "layer_options": {"head_dim": 16}, "feed_forward": "rwkv7"},
 }
 NAMES = [*LAYERS, *MODELS]
 NOT_PACKED = ("attention", "hybrid")  # softmax attention takes no packed sequences
@@ -96,7 +97,16 @@ def agree(actual: list[Tensor | None], expected: list[Tensor | None], relative: 
         # One of each kind of code that reads a size: of states, shifts, convolutions, slots, positions and models.
         *(
             (name, "rows")
-            for name in ("retention", "rwkv6", "mamba2", "gsa", "hgrn", "gated_deltaproduct", "hybrid")
+            for name in (
+                "retention",
+                "rwkv6",
+                "mamba2",
+                "gsa",
+                "hgrn",
+                "gated_deltaproduct",
+                "hybrid",
+                "model of rwkv7",
+            )
         ),
         # These two have a convolution, a running logsumexp and positions.
         *((name, layout) for name in ("gla", "abc") for layout in ("mask", "states")),

@@ -23,6 +23,7 @@ from .truth import (
     assert_states_close,
     build,
     floats,
+    made,
     random_state,
     row,
     sequence,
@@ -66,6 +67,7 @@ STATES = {
     "lightning_attn": ((3, 4, 6, 6), [], (), (), ()),
     "mamba2": ((3, 6, 5, 8), [(3, 78, 4)], (), (), ()),
     "rwkv6": ((3, 4, 3, 6), [], (), (), (3, 24)),
+    "rwkv7": ((3, 4, 6, 6), [], (), (), (3, 24)),
     "hgrn": ((3, 24), [(3, 24, 3)] * 2, (), (), ()),
     "bounded hgrn": ((3, 48), [(3, 48, 3)] * 2, (), (), ()),
     "hgrn2": ((3, 3, 8, 8), [(3, 24, 3)] * 3, (), (), ()),
@@ -115,9 +117,8 @@ def test_init_state(name, device):
 @pytest.mark.parametrize("layout", ["rows", "mask", "packed"])
 def test_nothing_is_read_on_the_host(layout, config, device):
     """No value of a tensor decides what a layer does: fake tensors, which have none, go through all of it."""
-    arguments = {name: x for name, x in config.items() if name != "layer"}
     with FakeTensorMode():
-        layer = config["layer"](**arguments, device=device)
+        layer = made(config, device=device)
         layout = {
             "rows": {},
             "mask": {"attention_mask": torch.empty(1, 6, dtype=torch.long, device=device)},

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from flacompose.layers import RecurrentState, RecurrentStates, ShortConvolution
 from flacompose.layers.recurrent import StatefulLayer
-from flacompose.models.feed_forward import RWKV6FeedForward
+from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward
 from flacompose.models.softmax_attention import SoftmaxAttention
 
 from .test_laws import LAYOUTS
@@ -26,6 +26,7 @@ from .truth import (
     assert_states_close,
     build,
     floats,
+    made,
     precision,
     random_state,
     row,
@@ -38,6 +39,7 @@ OTHERS = {
     "softmax attention": {"layer": SoftmaxAttention, "hidden_size": 24, "num_heads": 4, "num_kv_heads": 2},
     "windowed attention": {"layer": SoftmaxAttention, "hidden_size": 24, "num_heads": 2, "window_size": 3},
     "rwkv6 feed-forward": {"layer": RWKV6FeedForward, "hidden_size": 24, "intermediate_size": 40},
+    "rwkv7 feed-forward": {"layer": RWKV7FeedForward, "hidden_size": 24, "intermediate_size": 40},
 }
 ALL = LAYOUTS | OTHERS
 each_case = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
@@ -207,14 +209,13 @@ def test_export(config, device):
 
 @each_layer
 def test_nothing_is_read_on_the_host(config, device):
-    arguments = {name: x for name, x in config.items() if name != "layer"}
     with FakeTensorMode():
-        layer = config["layer"](**arguments, device=device)
+        layer = made(config, device=device)
         _, states = layer(tokens_of(layer, 2, 5), layer.init_state(2), num_states=3)
         states.at(torch.zeros(2, dtype=torch.int64, device=device))
 
 
-@pytest.mark.parametrize("config", [EVERY[name] for name in ("gla", "hgrn", "rwkv6", "abc")])
+@pytest.mark.parametrize("config", [EVERY[name] for name in ("gla", "hgrn", "rwkv6", "rwkv7", "abc")])
 def test_errors(config, device):
     layer = build(config, device=device)
     x = tokens_of(layer, 2, 5)

@@ -37,6 +37,7 @@ CALLS = {
     "retention": 4,
     "mamba2": 3,
     "rwkv6": 2,
+    "rwkv7": 2,
     "hgrn2": 3,
     "lightnet": 3,
     "gsa": 4,  # two sums over keys, two parts of the values

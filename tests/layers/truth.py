@@ -31,9 +31,11 @@ from flacompose.layers import (
     MultiScaleRetention,
     RecurrentState,
     RWKV6Attention,
+    RWKV7Attention,
     SimpleGatedLinearAttention,
 )
 from flacompose.ops.families.delta_rule.reference import delta_rule
+from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
 from flacompose.ops.families.short_conv.reference import short_conv
@@ -55,12 +57,16 @@ LAYERS = {
 }
 # Every layer of the library, so that what holds for all is tested of each.
 HEADS = {"hidden_size": 24, "num_heads": 4}
+RANKS = {"decay_low_rank_dim": 5, "gate_low_rank_dim": 7, "a_low_rank_dim": 4, "v_low_rank_dim": 3}
 VALUE_HEADS = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6}
 SHORT = {"hidden_size": 24, "use_short_conv": True, "conv_bias": True, "conv_size": 3}
 EVERY = LAYERS | {
     "lightning_attn": {"layer": LightningAttention, "layer_idx": 1, "num_layers": 3} | HEADS,
     "mamba2": {"layer": Mamba2, "hidden_size": 24, "head_dim": 8, "state_size": 5, "n_groups": 3},
     "rwkv6": {"layer": RWKV6Attention, "proj_low_rank_dim": 4, "gate_low_rank_dim": 5} | HEADS,
+    "rwkv7": {"layer": RWKV7Attention, "head_dim": None, "layer_idx": 1, "num_hidden_layers": 3}
+    | HEADS
+    | RANKS,
     "hgrn": {"layer": HGRNAttention} | SHORT,
     "hgrn2": {"layer": HGRN2Attention, "expand_ratio": 8} | SHORT,
     "lightnet": {"layer": LightNetAttention, "expand_ratio": 8} | SHORT,
@@ -99,6 +105,30 @@ BOUNDED = {
     "bounded hgrn2": EVERY["hgrn2"] | {"layer": BoundedHGRN2, "layer_idx": 1},
 }
 
+
+class RWKV7WithFirst(RWKV7Attention):
+    """A layer of RWKV7 that takes and returns what the others do: its input stands for the first layer's values."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_states: int | None = None,
+    ) -> tuple[Tensor, RecurrentState]:
+        layout = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "num_states": num_states}
+        v_first = first_values(hidden_states, self.value_dim)
+        y, new, shared = super().forward(hidden_states, state, v_first=v_first, **layout)
+        assert (shared is v_first) == (self.layer_idx != 0)
+        return y, new
+
+
+def first_values(x: Tensor, value_dim: int) -> Tensor:
+    return torch.cat([x] * (value_dim // x.shape[-1]), -1)
+
+
 ACTIVATIONS = {
     "relu": lambda x: x * (x > 0),
     "sigmoid": lambda x: 1 / (1 + (-x).exp()),
@@ -125,6 +155,7 @@ def sequence(config: Config, parameters: Parameters, x: Tensor, state: Recurrent
         LightningAttention: lightning_attention,
         Mamba2: mamba2,
         RWKV6Attention: rwkv6,
+        RWKV7Attention: rwkv7,
         HGRNAttention: hgrn,
         BoundedHGRN: hgrn,
         HGRN2Attention: hgrn2_or_lightnet,
@@ -236,6 +267,32 @@ def rwkv6(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     o = rms_norm(config, 1, o).flatten(2) * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
     o = o * ACTIVATIONS[config.get("gate_fn", "swish")](g)
     return linear(p, "o_proj", o), RecurrentState(S, shift=x[:, -1])
+
+
+def rwkv7(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    H, sigmoid = (
+        config.get("num_heads") or config["hidden_size"] // config["head_dim"],
+        ACTIVATIONS["sigmoid"],
+    )
+    delta = torch.cat([state.shift[:, None], x[:, :-1]], 1) - x
+    xr, xw, xk, xv, xa, xg = (x + delta * p[f"x_{name}"] for name in "rwkvag")
+    r, k, v = linear(p, "r_proj", xr), linear(p, "k_proj", xk), linear(p, "v_proj", xv)
+    w = -math.exp(-0.5) * sigmoid(linear(p, "w_lora.lora.2", torch.tanh(linear(p, "w_lora.lora.0", xw))))
+    if config.get("layer_idx") != 0:
+        share = sigmoid(linear(p, "v_lora.lora.2", linear(p, "v_lora.lora.0", xv)))
+        v = (1 - share) * v + share * first_values(x, v.shape[-1])
+    a = sigmoid(linear(p, "a_lora.lora.2", linear(p, "a_lora.lora.0", xa)))
+    g = linear(p, "g_lora.lora.2", sigmoid(linear(p, "g_lora.lora.0", xg)))
+    kk, k = k * p["k_k"], k * (1 + (a - 1) * p["k_a"])
+    r, w, kk, k, v, a = (y.unflatten(-1, (H, -1)) for y in (r, w, kk, k, v, a))
+    square = kk.square().sum(-1, keepdim=True)
+    kk = kk / ((square + 1e-6).sqrt() if config.get("fuse_norm") else square.sqrt().clamp(min=1e-12))
+    o, S = low_rank(r, k, v, -kk, kk * a, w, state.recurrent)
+    eps = config.get("norm_eps", 1e-5) * k.shape[-1]
+    o = rms_norm({"norm_eps": eps}, 1, o - o.mean(-1, keepdim=True)).flatten(2)
+    o = o * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
+    o = o + ((r * k * p["r_k"]).sum(-1, keepdim=True) * v).flatten(2)
+    return linear(p, "o_proj", o * g), RecurrentState(S, shift=x[:, -1])
 
 
 def hgrn(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
@@ -465,10 +522,16 @@ def described(config: Config) -> str:
     return " ".join([layer, *(f"{name}={value}" for name, value in config.items() if name != "layer")])
 
 
+def made(config: Config, **factory: Any) -> nn.Module:
+    """The layer of a configuration, of RWKV7 one that takes and returns what the others do."""
+    config = dict(config)
+    layer = config.pop("layer")
+    return (RWKV7WithFirst if layer is RWKV7Attention else layer)(**config, **factory)
+
+
 def build(config: Config, **to: Any) -> nn.Module:
     """A layer with no parameter at its initial value, none of them small: the same on every device."""
-    config = dict(config)
-    layer = config.pop("layer")(**config).to(**to)
+    layer = made(config).to(**to)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter, device="cpu").to(parameter.device), alpha=0.3)

@@ -5,7 +5,8 @@
 
 The file was made on a CPU, with PyTorch 2.13.0, Triton 3.7.1 and transformers 5.17.0. There, Triton's interpreter runs
 the peer's own kernels, all of them except those of FlashAttention, a package of its own for GPUs, whose function is
-written below. The peer's recurrent kernels are used, token by token: two of its chunked ones do not run interpreted.
+written below. The peer's recurrent kernels are used, token by token: three of its chunked ones do not run interpreted.
+Its layer of RWKV7 takes the chunked one for 64 tokens or more whatever its mode is, so that it is replaced there.
 Nothing else is replaced.
 """
 
@@ -25,6 +26,7 @@ from models.fla_weights import tokens, weight
 
 SIZES = {"vocab_size": 11, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 24}
 HEADS = {"num_heads": 2}
+RANKS = {"decay_low_rank_dim": 4, "gate_low_rank_dim": 6, "a_low_rank_dim": 5, "v_low_rank_dim": 3}
 # By name: the model, and its config beside SIZES.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("GLA", HEADS),
@@ -50,6 +52,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                      "hidden_ratio": 0.75, "intermediate_size": None, "fuse_norm": False}),
     "rwkv6 wide": ("RWKV6", HEADS | {"proj_low_rank_dim": 4, "gate_low_rank_dim": 6, "expand_v": 20.0,
                    "num_hidden_layers": 1}),
+    "rwkv7": ("RWKV7", {"head_dim": 16} | RANKS),
+    "rwkv7 varied": ("RWKV7", {"head_dim": None, "num_heads": 4, "num_hidden_layers": 3} | RANKS | {"norm_first": False,
+                     "norm_bias": False, "norm_eps": 0.1, "hidden_act": "relu", "hidden_ratio": 0.75,
+                     "intermediate_size": None, "fuse_norm": False, "tie_word_embeddings": True}),
     "hgrn2": ("HGRN2", {"expand_ratio": 16}),
     "hgrn2 varied": ("HGRN2", {"num_heads": 4, "expand_ratio": None, "use_short_conv": True,
                      "use_lower_bound": False}),
@@ -104,6 +110,15 @@ def flash_attn_varlen_func(
     return torch.cat([attend(q[a:b], k[a:b], v[a:b], **options) for a, b in rows])
 
 
+def chunk_rwkv7(
+    safe_gate: bool, lower_bound: float, chunk_size: int, **arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """The peer's recurrent kernel of RWKV7: what says how its chunked one computes has no use in it."""
+    from fla.ops.rwkv7 import fused_recurrent_rwkv7
+
+    return fused_recurrent_rwkv7(**arguments)
+
+
 def peer() -> Any:
     """The peer's models, whose kernels take their first configuration: the interpreter can time none."""
     from triton.runtime import autotuner
@@ -116,8 +131,9 @@ def peer() -> Any:
     autotuner.Autotuner.__init__ = first
     import fla
     import fla.models
-    from fla.layers import attn
+    from fla.layers import attn, rwkv7
 
+    rwkv7.chunk_rwkv7 = chunk_rwkv7
     attn.flash_attn_func, attn.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     assert fla.__version__ == "0.6.0", fla.__version__
     return fla.models

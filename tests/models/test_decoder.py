@@ -32,6 +32,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "GatedLinearAttention": {"num_heads": 2, "use_short_conv": True},
     "GatedDeltaNet": {"num_heads": 2, "head_dim": 8},
     "RWKV6Attention": {"num_heads": 2, "proj_low_rank_dim": 4, "gate_low_rank_dim": 4},
+    "RWKV7Attention": {"head_dim": 16},
     "ABCAttention": {"num_heads": 2, "num_slots": 8},
     "MultiScaleRetention": {"num_heads": 2},
 }
@@ -45,7 +46,7 @@ def model_of(
     **options: Any,
 ) -> RecurrentLM:
     torch.manual_seed(0)
-    feed_forward = "rwkv6" if layer == "RWKV6Attention" else "swiglu"
+    feed_forward = {"RWKV6Attention": "rwkv6", "RWKV7Attention": "rwkv7"}.get(layer, "swiglu")
     config = RecurrentConfig(
         vocab_size=20,
         hidden_size=hidden_size,
@@ -56,7 +57,11 @@ def model_of(
         feed_forward=feed_forward,
         **options,
     )
-    return RecurrentLM(config, device=device, dtype=dtype).requires_grad_(False)
+    model = RecurrentLM(config, device=device, dtype=dtype).requires_grad_(False)
+    for p in model.parameters():
+        if not p.any():  # as the last projection of each layer of RWKV7, which then has no effect
+            p.normal_(std=0.1)
+    return model
 
 
 def started(model: RecurrentLM, device: torch.device, B: int = 2) -> tuple[Tensor, Any]:
@@ -66,8 +71,9 @@ def started(model: RecurrentLM, device: torch.device, B: int = 2) -> tuple[Tenso
     return logits.argmax(-1, keepdim=True), state
 
 
-# Each has a state of another kind: convolutions, token shifts of two blocks, two recurrences with positions.
-@pytest.mark.parametrize("layer", ["GatedDeltaNet", "RWKV6Attention", "ABCAttention"])
+# Each has a state of another kind: convolutions, token shifts of two blocks, two recurrences with positions. In RWKV7
+# the first layer's values go to the second one.
+@pytest.mark.parametrize("layer", ["GatedDeltaNet", "RWKV6Attention", "RWKV7Attention", "ABCAttention"])
 def test_steps_are_those_of_the_model(layer: str, device: torch.device) -> None:
     model = model_of(layer, device)
     tokens, state = started(model, device)

@@ -22,6 +22,7 @@ from .make_fla_goldens import CASES, KEPT, LENGTH, PADDED, PADS, SIZES
 
 VOCAB = SIZES["vocab_size"]
 GLA = {"model_type": "gla", **SIZES, "num_heads": 2}
+RWKV7 = {"model_type": "rwkv7", "head_dim": 16}
 
 
 def close(actual: Tensor, golden: Any) -> None:
@@ -70,8 +71,9 @@ def test_sizes_have_the_defaults_of_the_peer(model_type: str) -> None:
     config = config_from_fla({"model_type": model_type})
     layers = 21 if model_type == "gated_deltanet" else 24
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (32000, 2048, layers)
-    # As GatedMLP(hidden_size=2048, hidden_ratio=...).intermediate_size of the peer, and RWKV6FeedForward's.
-    assert config.intermediate_size == {"retnet": 2816, "rwkv6": 7168}.get(model_type, 5632)
+    # As GatedMLP(hidden_size=2048, hidden_ratio=...).intermediate_size of the peer, and its RWKV6FeedForward's and
+    # RWKV7FeedForward's.
+    assert config.intermediate_size == {"retnet": 2816, "rwkv6": 7168, "rwkv7": 8192}.get(model_type, 5632)
 
 
 def test_gsa_takes_both_spellings_of_its_arguments() -> None:
@@ -97,6 +99,7 @@ def test_gsa_takes_both_spellings_of_its_arguments() -> None:
         ("retnet", [(8, 256, 512)]),
         ("gsa", [(4, 512, 64), (4, 64, 512)]),
         ("rwkv6", [(4, 256, 512)]),
+        ("rwkv7", [(32, 64, 64)]),
         ("hgrn2", [(16, 128, 128)]),
         ("delta_net", [(16, 128, 128)]),
         ("gated_deltanet", [(6, 256, 512)]),
@@ -118,6 +121,31 @@ def test_hgrn2_computes_its_heads_from_their_size() -> None:
     close(logits[0, list(KEPT)], GOLDENS["hgrn2"]["logits"])
 
 
+def test_rwkv7_computes_its_heads_from_their_size() -> None:
+    """As the peer's layer does where both are given; sizes of values may be given as one or for each layer."""
+    for value_dim in (None, 32, [32, 32]):
+        config = config_from_fla({**RWKV7, **SIZES, "num_heads": 7, "value_dim": value_dim})
+        model = RecurrentLM(config, device="meta")
+        assert {block.attn.state_shapes.recurrent for block in model.layers} == {((2, 16, 16),)}
+
+
+def test_mixtures_of_older_versions_of_rwkv7() -> None:
+    """They have one parameter for all six of a layer."""
+    config, weights = GOLDENS["rwkv7"]["config"], state_dict("rwkv7")
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}.attn.x_"
+        weights[f"{prefix}x"] = torch.cat([weights.pop(prefix + name)[0] for name in "rwkvag"])
+    expected = loaded("rwkv7").state_dict()
+    torch.testing.assert_close(from_fla(config, weights).state_dict(), expected, rtol=0, atol=0)
+    assert "model.layers.0.attn.x_x" in weights  # what is given stays as it is
+    weights["model.layers.1.attn.x_x"] = torch.zeros(5, 32)
+    with pytest.raises(
+        ValueError,
+        match=r"state_dict\['model.layers.1.attn.x_x'\] must have shape \(6, hidden_size\), got \(5, 32\)",
+    ):
+        from_fla(config, weights)
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -130,6 +158,10 @@ def test_hgrn2_computes_its_heads_from_their_size() -> None:
         ({"hidden_act": "powlu"}, r"hidden_act must be 'swish' in a gla, got 'powlu'"),
         ({"model_type": "rwkv6", "hidden_act": "bias_gelu"},
          r"config: hidden_act must be one of relu, .*'bias_gelu'"),
+        (RWKV7 | {"attn": {"layers": [0], "num_heads": 2}}, r"config: attn must be None in a rwkv7, got {'layers'"),
+        (RWKV7 | {"value_dim": [32, 64]}, r"config: value_dim must be one size for all layers, .*got \[32, 64\]"),
+        (RWKV7 | {"value_dim": [32]}, r"config: value_dim must be .*num_hidden_layers = 2, got \[32\]"),
+        (RWKV7 | {"head_dim": 5}, r"config: hidden_size must be a multiple of head_dim = 5, got 32"),
         ({"intermediate_size": None, "hidden_ratio": 0}, r"config: hidden_ratio must be positive, got 0"),
         ({"intermediate_size": None, "hidden_ratio": "4"}, r"config: hidden_ratio must be"),
         ({"attn_mode": "fast"}, r"attn_mode must be one of chunk, .* got 'fast'"),
@@ -250,7 +282,7 @@ def test_what_is_no_dtype(dtype: Any, got: str, tmp_path: Path) -> None:
         load_fla(tmp_path, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["gla hybrid", "rwkv6", "hgrn2", "kda"])
+@pytest.mark.parametrize("name", ["gla hybrid", "rwkv6", "rwkv7", "hgrn2", "kda"])
 @torch.no_grad()
 def test_one_parameter_in_another_dtype_is_refused_or_computed_with(name: str) -> None:
     """What is not refused gives logits; `dtype` lets every parameter pass."""

@@ -21,7 +21,17 @@ from .goldens import GOLDENS, loaded
 
 VOCAB = 11
 # One of each model; hybrids with all keys and values, with a window, and with lower bounds of forget gates.
-MODELS = ["gla", "retnet", "gsa varied", "rwkv6", "hgrn2", "delta_net", "gated_deltanet", "kda"]
+MODELS = [
+    "gla",
+    "retnet",
+    "gsa varied",
+    "rwkv6",
+    "rwkv7 varied",
+    "hgrn2",
+    "delta_net",
+    "gated_deltanet",
+    "kda",
+]
 HYBRIDS = ["gla hybrid", "gated_deltanet hybrid", "hgrn2 hybrid"]
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -137,7 +147,13 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 # What follows Dynamo takes most of a minute for a model, and Inductor trains one in tests/test_example.py.
 @pytest.mark.parametrize(
     "name, backend",
-    [("gla hybrid", "aot_eager"), ("rwkv6", "eager"), ("hgrn2", "eager"), ("gated_deltanet hybrid", "eager")],
+    [
+        ("gla hybrid", "aot_eager"),
+        ("rwkv6", "eager"),
+        ("rwkv7 varied", "eager"),
+        ("hgrn2", "eager"),
+        ("gated_deltanet hybrid", "eager"),
+    ],
 )
 def test_compiled(name: str, backend: str, device: torch.device) -> None:
     """One graph serves every length, forward and backward."""
@@ -162,7 +178,7 @@ def test_generates_compiled(name: str, device: torch.device) -> None:
     assert torch.equal(model.generate(ids, 6), expected)
 
 
-@pytest.mark.parametrize("name", ["hgrn2", "gated_deltanet hybrid"])
+@pytest.mark.parametrize("name", ["rwkv7 varied", "hgrn2", "gated_deltanet hybrid"])
 @torch.no_grad()
 def test_exported(name: str, device: torch.device) -> None:
     if "hybrid" in name and device.type == "cuda" and torch.__version__ < "2.12":
@@ -218,7 +234,7 @@ def test_state_of_a_beam(device: torch.device) -> None:
     assert 0 < (rounded - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("name", ["rwkv6", "gla hybrid"])
+@pytest.mark.parametrize("name", ["rwkv6", "rwkv7", "gla hybrid"])
 @torch.no_grad()
 def test_dtypes_of_states(name: str, device: torch.device) -> None:
     """Those of a first call are those of `init_state`, in bfloat16 and under autocast: one graph for all calls."""
@@ -252,6 +268,41 @@ def test_every_layer_makes_a_model() -> None:
         assert logits.shape == (2, 5, VOCAB)
         if bounds:
             assert model.lower_bounds.shape == (2, 64)
+
+
+@pytest.mark.parametrize("attention", [0, 1])
+def test_rwkv7_beside_softmax_attention(attention: int, device: torch.device) -> None:
+    """The first layer of RWKV7, which need not be the first of the model, gives its values to the other ones."""
+    torch.manual_seed(0)
+    attn = [{"layers": [attention], "num_heads": 2}]
+    rwkv7: dict[str, Any] = {
+        "layer": "RWKV7Attention",
+        "layer_options": {"head_dim": 16},
+        "feed_forward": "rwkv7",
+        "num_hidden_layers": 4,
+    }
+    model = small(**rwkv7, attn=attn).to(device)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    first, *others = [block.attn for i, block in enumerate(model.layers) if i != attention]
+    assert not hasattr(first, "v_lora") and all(hasattr(layer, "v_lora") for layer in others)
+    made, given = [], []
+    first.register_forward_hook(lambda _, args, results: made.append(results[2]))
+    for layer in others:
+        layer.register_forward_pre_hook(
+            lambda _, args, options: given.append(options["v_first"]), with_kwargs=True
+        )
+    ids = tokens(2, 12, VOCAB).to(device)
+    whole, _ = model(ids)
+    assert len(made) == 1 and len(given) == 2 and all(v is made[0] for v in given)
+    whole.square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+    state, pieces = model.init_state(2), []
+    for piece in ids.split([7, 1, 4], dim=1):
+        logits, state = model(piece, state)
+        pieces.append(logits)
+    close(torch.cat(pieces, dim=1), whole)
 
 
 def test_norm_eps_of_a_layer() -> None:
@@ -340,7 +391,9 @@ class TestSampling:
         ({"layer": "RMSNorm"}, ValueError, "layer must be one of ABCAttention, .* got 'RMSNorm'"),
         ({"layer_options": [2]}, TypeError, "layer_options must be a mapping, got list"),
         ({"layer_options": {"hidden_size": 2}}, ValueError, "layer_options must not hold hidden_size"),
-        ({"feed_forward": "relu"}, ValueError, "feed_forward must be one of swiglu, rwkv6, got 'relu'"),
+        ({"feed_forward": "relu"}, ValueError, "feed_forward must be one of swiglu, rwkv6, rwkv7, got 'relu'"),
+        ({"layer": "RWKV7Attention", "layer_options": {"num_hidden_layers": 2}}, ValueError,
+         "layer_options must not hold num_hidden_layers, which the model gives its layers"),
         ({"feed_forward_act": "tanh"}, ValueError, "feed_forward_act must be one of relu, .* got 'tanh'"),
         ({"norm": "batch"}, ValueError, "norm must be one of rms, layer, got 'batch'"),
         ({"norm_eps": -1}, ValueError, "norm_eps must be at least 0, got -1"),

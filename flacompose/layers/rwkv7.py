@@ -1,0 +1,318 @@
+"""RWKV7 (Goose), https://arxiv.org/abs/2503.14456, section 4: its time mixing."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flacompose.layers import _check
+from flacompose.layers.first_values import copy_, orthogonal_, with_first_values
+from flacompose.layers.layout import Layout, distributed_like
+from flacompose.layers.lora import lora
+from flacompose.layers.norm import GroupNorm
+from flacompose.layers.recurrent import RecurrentLayer, factory_of
+from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
+from flacompose.layers.token_shift import as_projected, token_shift
+from flacompose.ops import chunk_dplr_delta_rule, fused_recurrent_dplr_delta_rule
+from flacompose.ops._dtype import upcast
+
+
+class RWKV7Attention(RecurrentLayer):
+    r"""The time mixing of RWKV7, of $x$ and of $v^{first}$, the values of the first layer of a model, per head:
+
+    $$x^i_t = x_t + (x_{t-1} - x_t) \odot \mu^i \quad (i \in rwkvag) \qquad
+    r = x^r W_r \quad k' = x^k W_k \quad v' = x^v W_v$$
+    $$w = -e^{-1/2} \operatorname{sigmoid}\bigl(\tanh(x^w W_1) W_2 + b^w\bigr) \qquad
+    \eta = \operatorname{sigmoid}(x^a W_3 W_4 + b^a) \qquad g = \operatorname{sigmoid}(x^g W_5) W_6$$
+    $$v = v' + (v^{first} - v') \odot \operatorname{sigmoid}(x^v W_7 W_8 + b^v) \qquad
+    \kappa = \frac{k' \odot k_k}{\lVert k' \odot k_k \rVert} \qquad k = k' \odot (1 + (\eta - 1) \odot k_a)$$
+    $$S_t = \operatorname{diag}(e^{w_t})\, S_{t-1} - (\kappa_t \odot \eta_t) (S_{t-1}^\top \kappa_t)^\top + k_t v_t^\top
+    \qquad o_t = S_t^\top r_t$$
+    $$y = \Bigl(\bigl(\operatorname{groupnorm}(o) + (\textstyle\sum r \odot k \odot r_k)\, v\bigr) \odot g\Bigr) W_o$$
+
+    In the first layer $v$ is $v'$, which is the $v^{first}$ of the others. From "RWKV-7 Goose with Expressive Dynamic
+    State Evolution" (<https://arxiv.org/abs/2503.14456>). Arguments, defaults, parameter names and first values are
+    those of flash-linear-attention 0.6, whose checkpoints load. In the state dict the $W_1$ to $W_8$ and their biases
+    are ``w_lora``, ``a_lora``, ``g_lora`` and ``v_lora``, and the $\mu$ are ``x_r``, ``x_w`` and so on.
+
+    First values depend on which layer of a model it is. Without `layer_idx` or `num_hidden_layers` they are those of
+    the only layer of a model of one. The peer fills such a layer with other values, $k_k$ for example with zeros, of
+    which the norm has no gradient, or raises an error. Biases and weights over the `value_dim` channels of the values,
+    where it is not `hidden_size`, are spread over these in the same way; there the peer raises an error too.
+
+    Args:
+        mode: "chunk" or "fused_recurrent", two ways to the same numbers; calls of one token always take the second.
+        hidden_size: Size of the input and of the output, and of the keys of all heads together.
+        head_dim: Keys of each head, ``K``. None for ``hidden_size // num_heads``.
+        num_heads: Number of heads ``H``. Default: ``hidden_size // head_dim``, the only value allowed where `head_dim`
+            is given.
+        decay_low_rank_dim: Rank of the projection to ``w``. Default: about ``2.5 * hidden_size ** 0.5 * K / 64``, a
+            multiple of 32.
+        gate_low_rank_dim: Rank of that to ``g``. Default: about ``5 * hidden_size ** 0.5``, a multiple of 32.
+        a_low_rank_dim: Rank of that to $\eta$. Default: as that to ``w``.
+        v_low_rank_dim: Rank of that to how much of $v^{first}$ is taken. Default: about
+            ``1.7 * hidden_size ** 0.5 * K / 64``, a multiple of 32. Not used if `layer_idx` is 0.
+        elementwise_affine: Whether the norm has a weight and a bias; None stands for False.
+        norm_eps: This times ``K`` is added to the variance in the norm.
+        layer_idx: Which layer of a model it is. Layer 0 makes $v^{first}$, and every other takes it.
+        fuse_norm: How $\kappa$ is divided by its norm: if it is True, 1e-6 is added to the square of the norm, and if
+            not, the norm is at least 1e-12.
+        value_dim: The values of all heads together. Default: `hidden_size`.
+        num_hidden_layers: How many layers the model has, of which first values alone depend.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters. Default: PyTorch's default.
+
+    Raises:
+        ValueError: If an argument is none of these, neither `head_dim` nor `num_heads` is given or they contradict each
+            other, the heads do not divide the sizes, or a head has over 512 keys.
+        TypeError: If an argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        mode: str = "chunk",
+        hidden_size: int = 1024,
+        head_dim: int | None = 64,
+        num_heads: int | None = None,
+        decay_low_rank_dim: int | None = None,
+        gate_low_rank_dim: int | None = None,
+        a_low_rank_dim: int | None = None,
+        v_low_rank_dim: int | None = None,
+        elementwise_affine: bool | None = True,
+        norm_eps: float = 1e-5,
+        layer_idx: int | None = None,
+        fuse_norm: bool = False,
+        value_dim: int | None = None,
+        num_hidden_layers: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(mode, hidden_size, norm_eps, layer_idx)
+        self._keep_flags(fuse_norm=fuse_norm)
+        affine = _check.optional_flag("elementwise_affine", elementwise_affine)
+        H, K, V = _heads(hidden_size, head_dim, num_heads, value_dim)
+        D, HV, size = hidden_size, H * V, hidden_size**0.5
+        self.num_heads, self.head_dim, self.head_v_dim = H, K, V
+        self.key_dim, self.value_dim = D, HV
+        self.decay_low_rank_dim = _rank("decay_low_rank_dim", decay_low_rank_dim, 2.5 * size * (K / 64))
+        self.gate_low_rank_dim = _rank("gate_low_rank_dim", gate_low_rank_dim, 5 * size)
+        self.a_low_rank_dim = _rank("a_low_rank_dim", a_low_rank_dim, 2.5 * size * (K / 64))
+        self.v_low_rank_dim = _rank("v_low_rank_dim", v_low_rank_dim, 1.7 * size * (K / 64))
+        self.num_hidden_layers = num_hidden_layers
+        index, layers = place_of(layer_idx, num_hidden_layers)
+
+        factory = factory_of(device, dtype)
+        self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (
+            nn.Parameter(torch.empty(1, 1, D, **factory)) for _ in "rwkvag"
+        )
+        self.k_k = nn.Parameter(torch.empty(D, **factory))
+        self.k_a = nn.Parameter(torch.empty(D, **factory))
+        self.r_k = nn.Parameter(torch.empty(H, K, **factory))
+        self.r_proj, self.k_proj, self.v_proj = (
+            with_first_values(
+                nn.Linear(D, outputs, bias=False, **factory), weight=partial(orthogonal_, gain=gain)
+            )
+            for outputs, gain in ((D, 1.0), (D, 0.1), (HV, 1.0))
+        )
+        self.o_proj = with_first_values(nn.Linear(HV, D, bias=False, **factory), weight=nn.init.zeros_)
+        decays = partial(_first_decays_, head_dim=K, depth=index / max(layers - 1, 1))
+        rates = partial(_first_rates_, head_dim=K)
+        self.w_lora = lora(D, self.decay_low_rank_dim, D, nn.Tanh(), factory, decays)
+        if layer_idx != 0:
+            self.v_lora = lora(D, self.v_low_rank_dim, HV, nn.Identity(), factory, _first_shares_)
+        self.a_lora = lora(D, self.a_low_rank_dim, D, nn.Identity(), factory, rates)
+        self.g_lora = lora(D, self.gate_low_rank_dim, HV, nn.Sigmoid(), factory, bias=None)
+        self.g_norm = with_first_values(
+            GroupNorm(H, HV, K * norm_eps, affine, **factory),
+            weight=partial(nn.init.constant_, val=((index + 1) / layers) ** 0.7),
+            bias=nn.init.zeros_,
+        )
+        self.state_shapes = StateShapes(((H, K, V),), shift=(D,))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the first values of the parameters that no submodule has."""
+        index, layers = place_of(self.layer_idx, self.num_hidden_layers)
+        for mu, power in (
+            (self.x_r, 0.2), (self.x_w, 0.9), (self.x_k, 0.7), (self.x_v, 0.7), (self.x_a, 0.9), (self.x_g, 0.2)
+        ):  # fmt: skip
+            first_mix_(mu, power * (1 - index / layers))
+        copy_(self.k_k, 0.71 - 0.1 * _spread(self.k_k))
+        nn.init.constant_(self.k_a, 1.02)
+        nn.init.constant_(self.r_k, -0.04)
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None = None,
+        *,
+        v_first: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_states: int | None = None,
+    ) -> tuple[Tensor, RecurrentState | RecurrentStates, Tensor]:
+        r"""Go through ``T`` tokens from `state`.
+
+        Other arguments, results and errors are those of
+        [GatedLinearAttention][flacompose.layers.GatedLinearAttention.forward].
+
+        Args:
+            v_first: $v^{first}$ of the same ``T`` tokens, ``[B, T, value_dim]``, in any float dtype, which layer 0 has
+                returned. It is no state: each call of a model makes it anew. Not used if `layer_idx` is 0; every other
+                layer needs it.
+
+        Returns:
+            ``(output, state, v_first)``: in layer 0 `v_first` is the layer's own values, with zeros where there is no
+                token, and in every other layer the argument itself.
+        """
+        y, new, *own = self._call(hidden_states, state, attention_mask, cu_seqlens, num_states, v_first)
+        first: Any = own[0] if own else v_first
+        return y, new, first
+
+    def _compute(
+        self, x: Tensor, past: RecurrentState, tokens: Layout, v_first: Tensor | None
+    ) -> tuple[Tensor, RecurrentState] | tuple[Tensor, RecurrentState, Tensor]:
+        is_first = self.layer_idx == 0
+        shared = None if is_first else tokens.enter(self._checked(x, v_first))
+        x = as_projected(x)
+        before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
+        delta = before - x
+        mixed = (self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g)
+        x_r, x_w, x_k, x_v, x_a, x_g = ((x + delta * mu).to(x.dtype) for mu in mixed)
+        r, k, v_own = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
+        w = -math.exp(-0.5) * upcast(self.w_lora(x_w)).sigmoid()
+        eta = upcast(self.a_lora(x_a)).sigmoid()
+        gate = self.g_lora(x_g)
+        v = v_own if shared is None else self._mixed_values(v_own, shared, x_v)
+        kappa = upcast(k) * self.k_k
+        k = (k * (1 + (eta - 1) * self.k_a)).to(r.dtype)
+        r, w, k, v, kappa, eta, gate = (
+            y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, kappa, eta, gate)
+        )
+        kappa = self._divided_by_its_norm(kappa)
+        a, b = (-kappa).to(r.dtype), tokens.masked(kappa * eta).to(r.dtype)
+
+        dplr = self._wide_op(
+            chunk_dplr_delta_rule, fused_recurrent_dplr_delta_rule, x, past.recurrent, tokens
+        )
+        o, recurrent = dplr(r, tokens.masked(k), v, a, b, tokens.masked(w), scale=1.0)
+        bonus = (upcast(r) * k * self.r_k).sum(-1, keepdim=True) * v
+        y = ((self.g_norm(o) + bonus) * gate).to(o.dtype)
+        y, new = self.o_proj(y.flatten(2)), RecurrentState(recurrent, shift=shift)
+        return (y, new, v_own) if is_first else (y, new)
+
+    def _checked(self, x: Tensor, v_first: Tensor | None) -> Tensor:
+        if v_first is None:
+            raise ValueError(
+                "v_first must be given to a layer whose layer_idx is not 0: it is the third result of layer 0, got None"
+            )
+        _check.like(x, "v_first", v_first, (*x.shape[:2], self.value_dim))
+        return distributed_like(x, v_first)
+
+    def _mixed_values(self, own: Tensor, first: Tensor, x_v: Tensor) -> Tensor:
+        v, share = upcast(own), upcast(self.v_lora(x_v)).sigmoid()
+        return (v + (first - v) * share).to(own.dtype)
+
+    def _divided_by_its_norm(self, kappa: Tensor) -> Tensor:
+        if self.fuse_norm:
+            return kappa * torch.rsqrt(kappa.square().sum(-1, keepdim=True) + 1e-6)
+        return F.normalize(kappa, dim=-1, eps=1e-12)
+
+
+def _heads(
+    hidden_size: int, head_dim: int | None, num_heads: int | None, value_dim: int | None
+) -> tuple[int, int, int]:
+    """Check these arguments of a layer, return the number of heads and their sizes K and V."""
+    if num_heads is not None:
+        _check.count("num_heads", num_heads)
+    if head_dim is not None:
+        _check.head_size("head_dim", head_dim)
+        default = (
+            " (64 is the default; give head_dim=None where num_heads is given)" if head_dim == 64 else ""
+        )
+        if hidden_size % head_dim != 0:
+            raise ValueError(
+                f"hidden_size must be a multiple of head_dim = {head_dim}, got {hidden_size}{default}"
+            )
+        H, K = hidden_size // head_dim, head_dim
+        if num_heads not in (None, H):
+            raise ValueError(
+                f"num_heads must be hidden_size // head_dim = {H}, got {num_heads} with head_dim = {head_dim}{default}"
+            )
+    elif num_heads is not None:
+        if hidden_size % num_heads != 0:
+            raise ValueError(f"hidden_size must be a multiple of num_heads = {num_heads}, got {hidden_size}")
+        H, K = num_heads, hidden_size // num_heads
+        _check.head_size("hidden_size / num_heads", K)
+    else:
+        raise ValueError("head_dim or num_heads must be given, got None for both")
+    values = hidden_size if value_dim is None else value_dim
+    _check.count("value_dim", values)
+    if values % H != 0:
+        raise ValueError(f"value_dim must be a multiple of num_heads = {H}, got {values}")
+    return H, K, values // H
+
+
+def _rank(name: str, given: int | None, about: float) -> int:
+    """The rank of a projection that an argument gives or, without it, the multiple of 32 that is next to `about`."""
+    if given is None:
+        return max(32, round(about / 32) * 32)
+    _check.count(name, given)
+    return given
+
+
+def place_of(layer_idx: int | None, num_hidden_layers: int | None) -> tuple[int, int]:
+    """Check these arguments, return them, or where one of them is absent the place of the only layer of a model."""
+    if layer_idx is not None:
+        _check.integer("layer_idx", layer_idx)
+        _check.not_negative("layer_idx", layer_idx)
+    if num_hidden_layers is not None:
+        _check.count("num_hidden_layers", num_hidden_layers)
+    if layer_idx is None or num_hidden_layers is None:
+        return 0, 1
+    if layer_idx >= num_hidden_layers:
+        raise ValueError(
+            f"layer_idx must be from 0 to num_hidden_layers - 1 = {num_hidden_layers - 1}, got {layer_idx}"
+        )
+    return layer_idx, num_hidden_layers
+
+
+# First values, as in the authors' code.
+
+
+def first_mix_(x: Tensor, power: float) -> None:
+    """How much of the token before: all in the first of the channels ``x [..., D]``, ever less in those that follow."""
+    D = x.shape[-1]
+    i = torch.arange(D, device=x.device, dtype=torch.float32)
+    copy_(x, (1 - (i / D) ** power).expand(x.shape))
+
+
+def _first_decays_(x: Tensor, head_dim: int, depth: float) -> None:
+    """Biases of decays; `depth` is 0 in the first layer of a model and 1 in the last."""
+    copy_(x, 6 * (_spread(x) + 0.5) ** (1 + depth**0.3) - 5.5 + 2.5 * _zigzag(x, head_dim))
+
+
+def _first_rates_(x: Tensor, head_dim: int) -> None:
+    copy_(x, -0.19 + 0.3 * _zigzag(x, head_dim) + 0.4 * _spread(x))
+
+
+def _first_shares_(x: Tensor) -> None:
+    copy_(x, 0.73 - 0.4 * _spread(x))
+
+
+def _spread(x: Tensor) -> Tensor:
+    """Numbers for the channels ``x [D]``, evenly from -1/2 to 1/2; 0 for a single one."""
+    D = x.shape[0]
+    return (torch.arange(D, device=x.device, dtype=torch.float32) - (D - 1) / 2) / max(D - 1, 1)
+
+
+def _zigzag(x: Tensor, head_dim: int) -> Tensor:
+    """Numbers for the channels ``x [D]``, from -1 to 1 in each head, close to 0 in most of them."""
+    z = 2 * _spread(x[:head_dim])
+    return (z * z.abs()).repeat(x.shape[0] // head_dim)
