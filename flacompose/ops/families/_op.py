@@ -102,9 +102,10 @@ def define_ops(
     """Register ``<family>_<form>`` for each of `forms`, and ``<family>_backward``; return the operators by these names.
 
     With a form "recurrent" there is ``<family>_steps`` too, which is that form of sequences in rows, and returns states
-    after several of the last tokens. With `gates` there is ``<family>_ends``, which returns the state that each
-    sequence reaches from zero, whatever the initial state is, and what it does to any other: the sums of its gates or,
-    if there are none, the matrix by which it multiplies keys. Both have a backward of their own.
+    after several of the last tokens. Its derivatives are those of a call for each of these. With `gates` there is
+    ``<family>_ends``, which returns the state that each sequence reaches from zero, whatever the initial state is, and
+    what it does to any other: the sums of its gates or, if there are none, the matrix by which it multiplies keys. It
+    has a backward of its own.
 
     Args:
         family: the name of the family, and of its folder. Its module `cuda` has a function for each of the forms, and
@@ -119,12 +120,13 @@ def define_ops(
     """
     backward = _define_backward(family, "backward", signature, eager, flops)
     ops = {form: _define(family, form, signature, eager, flops, backward) for form in forms}
-    made: dict[str, Any] = {"steps": Steps(signature, eager)} if "recurrent" in forms else {}
+    if "recurrent" in forms:
+        steps = Steps(signature, ops["recurrent"])
+        ops["steps"] = _define(family, "steps", steps.signature, steps, flops)
     if gates is not None:
-        made["ends"] = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
-    for form, x in made.items():
-        own_backward = _define_backward(family, f"{form}_backward", x.signature, x, flops)
-        ops[form] = _define(family, form, x.signature, x, flops, own_backward)
+        ends = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
+        of_ends = _define_backward(family, "ends_backward", ends.signature, ends, flops)
+        ops["ends"] = _define(family, "ends", ends.signature, ends, flops, of_ends)
     return ops | {"backward": backward}
 
 
@@ -149,7 +151,7 @@ def _define(
     signature: Signature[Any],
     eager: Any,
     flops: Callable[..., int],
-    backward: OpOverload,
+    backward: OpOverload | None = None,
 ) -> OpOverload:
     load = partial(on_cuda, family, form, signature)
     return define_op(
@@ -169,9 +171,9 @@ def _define(
 def _define_backward(
     family: str, name: str, signature: Signature[Any], eager: Any, flops: Callable[..., int]
 ) -> OpOverload:
-    """Only that of the forms has kernels: those of steps and of ends are PyTorch on every device, the latter around it.
+    """Only that of the forms has kernels. That of ends is PyTorch around it on every device.
 
-    They are operators nevertheless, so that a graph of any length has one node for each.
+    It is an operator nevertheless, so that a graph of any length has one node for it.
     """
     load = partial(on_cuda, family, name, signature) if name == "backward" else None
     fake = signature.fake_backward

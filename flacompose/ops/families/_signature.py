@@ -150,11 +150,10 @@ class Signature(Generic[AnyInputs]):
     def backward_call(self, *args: Any) -> BackwardCall[AnyInputs]:
         """The call of a backward operator, from its arguments."""
         n, mask = len(self.inputs._fields), args[-1]
-        inputs, numbers = self.inputs(*args[:n]), args[n : n + len(self.numbers)]
+        inputs, arriving = self.inputs(*args[:n]), self.outputs(*args[n:-1])
         wanted = (x for x, want in zip(self.differentiable, mask, strict=True) if want)
         present = frozenset(x for x in wanted if getattr(inputs, x) is not None)
-        arriving = self.outputs(*args[n + len(numbers) : -1])
-        return BackwardCall(self, inputs, arriving, present, numbers)
+        return BackwardCall(self, inputs, arriving, present)
 
     def gradients_of(
         self, call: BackwardCall[AnyInputs], function: Callable[[BackwardCall[AnyInputs]], Gradients]
@@ -210,15 +209,13 @@ class BackwardCall(Generic[AnyInputs]):
     """One call of a family's backward.
 
     `inputs` are those of the forward. `arriving` has the gradients of the results under the names of these; None stands
-    for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are wanted. The `numbers` come
-    after the inputs.
+    for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are wanted.
     """
 
     signature: Signature[AnyInputs]
     inputs: AnyInputs
     arriving: Any
     wanted: frozenset[str]
-    numbers: tuple[int, ...] = ()
 
     def wants(self, *names: str) -> bool:
         """Whether the gradient of one of these inputs is wanted."""
