@@ -433,7 +433,7 @@ def direct(
         _check.like(q, "initial_state", initial_state, (N, H, K, V))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax)
-    o, state = getattr(op, form)(inputs)
+    o, state = getattr(op, form)(*inputs)
     return o, state if output_final_state else None
 
 

@@ -59,9 +59,7 @@ def _tensors_of(op: ModuleType) -> tuple[Argument, ...]:
     return tensors
 
 
-def run(
-    form: Callable[[Any], tuple[Tensor, Any]], inputs: Any, output_final_state: bool
-) -> tuple[Tensor, Any]:
+def run(form: Callable[..., Any], inputs: Any, output_final_state: bool) -> tuple[Tensor, Any]:
     """``(o, final_state)`` of one form of an op, or ``(o, None)``."""
-    o, final_state = form(inputs)
+    o, final_state = form(*inputs)
     return o, final_state if output_final_state else None

@@ -32,11 +32,16 @@ ONE_KERNEL = ("recurrent", "steps", "token")  # these are compiled at their laun
 
 @dataclass(frozen=True)
 class Forms(Generic[AnyInputs]):
-    """The forms of a family, functions that call its operators: `define_forms` explains each."""
+    """The forms of a family, and what else is made of them.
 
-    chunk: Callable[[AnyInputs], tuple[Tensor, Tensor]]
-    recurrent: Callable[[AnyInputs], tuple[Tensor, Tensor]]
-    steps: Callable[..., tuple[Tensor, Tensor]]
+    The operators return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts,
+    `recurrent` token by token, for decoding. `steps` is `recurrent` with `count` states, ``[N, count, ...]``, those
+    after the last tokens that are `stride` apart: more than 1 where several tokens of the op stand for one.
+    """
+
+    chunk: OpOverload
+    recurrent: OpOverload
+    steps: OpOverload
     stretch: Callable[[AnyInputs], tuple[Map, Tensor]]
     d_start: Callable[[AnyInputs, Tensor], Tensor]
 
@@ -51,33 +56,17 @@ def define_forms(
 ) -> Forms[AnyInputs]:
     """Register what `define_ops` does with the forms "chunk" and "recurrent", and return the functions for `op`."""
     ops = define_ops(family, signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
-    chunk_op, recurrent_op, steps_op, ends_op = (ops[x] for x in ("chunk", "recurrent", "steps", "ends"))
     of_state = signature.axes["final_state"].split()
     absent = [
         [i for i, axis in enumerate(of_state) if i > 0 and axis not in signature.axes[gate].split()]
         for gate in gates
     ]
 
-    def chunk(inputs: AnyInputs) -> tuple[Tensor, Tensor]:
-        """``(o, final_state)``, in chunks of tokens: for training and for prompts."""
-        return chunk_op(*inputs)
-
-    def recurrent(inputs: AnyInputs) -> tuple[Tensor, Tensor]:
-        """``(o, final_state)``, token by token: for decoding."""
-        return recurrent_op(*inputs)
-
-    def steps(inputs: AnyInputs, count: int, stride: int = 1) -> tuple[Tensor, Tensor]:
-        """`recurrent` with `count` states, ``[N, count, ...]``, those after the last tokens that are `stride` apart.
-
-        `stride` is above 1 for recurrences in which several tokens of the op stand for one token.
-        """
-        return steps_op(*inputs, count, stride)
-
     def stretch(inputs: AnyInputs) -> tuple[Map, Tensor]:
         """What the tokens of each sequence do to a state: the map, and the state that they reach from zero."""
         if "q" in inputs._fields:  # queries do nothing to the state
             inputs = inputs._replace(q=inputs.k.detach())
-        end, *maps = ends_op(*inputs._replace(initial_state=None))
+        end, *maps = ops["ends"](*inputs._replace(initial_state=None))
         if not absent:
             return Matrix(*maps), end
         logs = []
@@ -87,7 +76,8 @@ def define_forms(
             logs.append(log)
         return Decay(tuple(logs)), end
 
-    return Forms(chunk, recurrent, steps, stretch, start_gradient(signature, ops["backward"]))
+    d_start = start_gradient(signature, ops["backward"])
+    return Forms(ops["chunk"], ops["recurrent"], ops["steps"], stretch, d_start)
 
 
 def define_ops(

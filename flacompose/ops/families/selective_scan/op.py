@@ -25,13 +25,8 @@ def _flops(x, dt, A, *_, **__) -> int:
 
 
 _ops = define_ops("selective_scan", SIGNATURE, eager, forms=("forward",), gates=("dt",), flops=_flops)
-_forward, _ends = _ops["forward"], _ops["ends"]
+forward, _ends = _ops["forward"], _ops["ends"]
 d_start = start_gradient(SIGNATURE, _ops["backward"])
-
-
-def forward(inputs: Inputs) -> tuple[Tensor, ...]:
-    """``(y, final_state)``."""
-    return _forward(*inputs)
 
 
 def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
