@@ -110,7 +110,7 @@ class _Launches(Sweeps):
                 scale=scale,
                 **arguments,
                 MILD=only_mild,
-                **pair_config(self.bfloat16),
+                **pair_config(self.bfloat16, self.K),
             )
         for only_mild in self.launches:
             launch(
@@ -154,7 +154,7 @@ class _Launches(Sweeps):
             **pair_gradient_config(self.bfloat16),
         )
         self.pairs.clear()
-        config = gradient_config(self.bfloat16)
+        config = gradient_config(self.bfloat16, self.V)
         tiles = tile_count(K, config["BK"])
         made = {name: self.per_token(H, K, dtype=self.dtype) for name in OF_KEYS}
         of_writes = None
@@ -194,11 +194,13 @@ class _Launches(Sweeps):
 # Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.
 
 
-def pair_config(bfloat16: bool) -> dict[str, int]:
-    """Block size of the contracted axis, warps and pipeline stages."""
+def pair_config(bfloat16: bool, K: int) -> dict[str, int]:
+    """Block size of the contracted axis, warps, stages, and registers for three programs where one block is all."""
     if not bfloat16:
         return {"BK": 32, "num_warps": 4, "num_stages": 1}
-    return {"BK": 64, "num_warps": 4, "num_stages": 2}
+    if K <= 64:
+        return {"BK": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+    return {"BK": 64, "num_warps": 4, "num_stages": 3}
 
 
 def factor_config(bfloat16: bool) -> dict[str, int]:
@@ -213,7 +215,7 @@ def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
     return {"BV": 128 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
 
 
-def gradient_config(bfloat16: bool) -> dict[str, int]:
+def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
     B = 64 if bfloat16 else 32
-    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 3}
+    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2 if bfloat16 and V <= 64 else 3}
