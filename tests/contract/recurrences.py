@@ -47,7 +47,7 @@ def direct(
     """The operator of vector decay itself, which takes gates on both axes, a bonus beside any of them, and logits."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax)
-    o, state = getattr(op, form)(inputs)
+    o, state = getattr(op, form)(*inputs)
     return o, state if output_final_state else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -87,9 +88,9 @@ class Launched(torch.autograd.Function):
         return None, None, None, *grads, *[None] * (len(args) - ctx.differentiable)
 
 
-def launch_of(cuda: ModuleType, form: str, differentiable: int) -> Callable[[Any], Any]:
+def launch_of(cuda: ModuleType, form: str, differentiable: int) -> Callable[..., Any]:
     """A form of an `op` that is not registered."""
-    return lambda inputs: Launched.apply(cuda, form, differentiable, *inputs)
+    return partial(Launched.apply, cuda, form, differentiable)
 
 
 def launch_one_token_of_slots(patch: pytest.MonkeyPatch) -> None:
