@@ -16,12 +16,15 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     dot,
-    find_chunk,
+    in_float32,
+    load_numbers,
     load_state,
     load_tile,
+    numbers_of_tile,
+    size_of_chunk,
     split_dot,
-    split_program,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.scalar_decay.gates import (
     BEGINNING,
@@ -89,25 +92,23 @@ def gradient_kernel(
     Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_total`. Registers are scarce, so that
     queries and keys read one after the other, and inputs and weights are loaded again rather than kept.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     rh = row * HV + h
     first = lo * HV + h
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    q += (lo * H + h // (HV // H)) * K
-    k += (lo * H + h // (HV // H)) * K
+    t, s = i[:, None], i[None, :]
+    d = numbers_of_tile(tile, BK)
+    size = size_of_chunk(lo, hi, C)
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
     r += first * V
     states += rh * K * V
-    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    beta_i = load_numbers(beta, first, i, size, HV)
     beta_t = beta_i[:, None]
     if sums is not None:
         sums += rh * C

@@ -22,8 +22,10 @@ from flacompose.ops.families._kernels import (
     dot,
     dot_split,
     find_chunk,
+    in_float32,
     load_state,
     load_tile,
+    size_of_chunk,
     split_dot,
     split_program,
     store_tile,
@@ -166,7 +168,7 @@ def gradient_kernel(
     BLOCKS: tl.constexpr = C // BC
     PARTS: tl.constexpr = (3 + BLOCKS) * TILES
     tl.static_assert(BLOCKS == 1 or (BLOCKS == 2 and GROUP == 1))
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     part, row, group = split_program(TILES * BLOCKS, tl.num_programs(0) // (HV // GROUP * TILES * BLOCKS))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     tile = (part % TILES).to(tl.int32)
@@ -175,8 +177,7 @@ def gradient_kernel(
         return
     first = group * GROUP  # of its heads
     h = first // (HV // H)
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
-    size = tl.minimum(hi - lo, C).to(tl.int32)
+    size = size_of_chunk(lo, hi, C)
     t = block * BC + tl.arange(0, BC)
     d = tile * BK + tl.arange(0, BK)
     q += (lo * H + h) * K

@@ -21,6 +21,8 @@ from flacompose.ops.families._kernels import (
     dot_split,
     find_segment,
     find_sequence,
+    in_float32,
+    is_idle,
     split_dot,
     split_program,
 )
@@ -125,14 +127,10 @@ def sweep_kernel(
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
     PARTS: tl.constexpr = BD1 // BP
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tile, segment, nh = split_program(TILES * ((D2 + BD2 - 1) // BD2), SEGMENTS)
-    if ends is not None:
-        if segment == SEGMENTS - 1:
-            return
-    elif out is None and states is None:
-        if segment < SEGMENTS - 1:
-            return
+    if is_idle(segment, SEGMENTS, ends, out is not None or states is not None):
+        return
     at_end = (segment * N * H + nh) * D1 * D2
     n = nh // H
     h = nh % H

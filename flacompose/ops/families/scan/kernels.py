@@ -13,6 +13,7 @@ from flacompose.ops.families._kernels import (
     decayed,
     find_segment,
     find_sequence,
+    is_idle,
     split_program,
     state_number,
 )
@@ -65,12 +66,8 @@ def scan_kernel(
     before the token.
     """
     tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
-    if ends is not None:
-        if segment == SEGMENTS - 1:
-            return
-    elif out is None and dg is None:
-        if segment < SEGMENTS - 1:
-            return
+    if is_idle(segment, SEGMENTS, ends, out is not None or dg is not None):
+        return
     # Axes in this order, tokens the second, give a thread two channels and all tokens of a tile: its scan crosses no
     # threads where BD is 64.
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD // 2)[:, None] * 2 + tl.arange(0, 2)[None, :]

@@ -20,10 +20,10 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     LOWEST_RATE,
+    chunks_of_segment,
     decayed,
-    find_segment,
-    find_sequence,
     finite,
+    is_idle,
     split_program,
 )
 
@@ -127,19 +127,13 @@ def sweep_kernel(
     From tile to tile, `h` is decayed by all of the tile at once, and what its tokens add, `added`, is computed apart.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
-    if ends is not None:
-        if segment == SEGMENTS - 1:
-            return
-    elif y is None and before is None:
-        if segment < SEGMENTS - 1:
-            return
+    if is_idle(segment, SEGMENTS, ends, y is not None or before is not None):
+        return
     state_tile, group, _, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
     in_state = in_s[:, None] & in_d[None, :]
     at_end = segment * N + n
     at_state = d[None, :] * S + s[:, None]
-    lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
-    part = SEGMENTS - 1 - segment if REVERSE else segment
-    begin, stop = find_segment(part, SEGMENTS, tl.cdiv(hi - lo, CHUNK))
+    lo, hi, row, chunks, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, CHUNK, REVERSE)
     begin = (begin * (CHUNK // TOKENS)).to(tl.int32)
     stop = tl.minimum(stop * (CHUNK // TOKENS), tl.cdiv(hi - lo, TOKENS)).to(tl.int32)
 
@@ -238,8 +232,7 @@ def gradient_kernel(
     in_state = in_d[:, None] & in_s[None, :]
     at_end = segment * N + n
     at_state = d[:, None] * S + s[None, :]
-    lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
-    begin, stop = find_segment(SEGMENTS - 1 - segment, SEGMENTS, tl.cdiv(hi - lo, CHUNK))
+    lo, hi, row, chunks, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, CHUNK, True)
 
     A_ = finite(tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32))  # [BD, BS]
     c = tl.zeros([BD, BS], tl.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._kernels import decayed, split_program
+from flacompose.ops.families._kernels import decayed, in_float32, split_program
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -35,7 +35,7 @@ def token_kernel(
     their softmax, which is rescaled as larger logits come. Every program works out the logits that it needs. Of what
     several programs work out, one stores it, and none reads what another stores.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tile, query, bh = split_program(tl.cdiv(V, BV), G)
     dk = tl.arange(0, BK)
     dv = tile * BV + tl.arange(0, BV)

@@ -29,15 +29,17 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     bounded,
+    chunk_of_program,
+    chunks_of_segment,
     dot,
-    find_chunk,
-    find_segment,
-    find_sequence,
     fine_dot,
+    in_float32,
+    is_idle,
     load_tile,
     split_dot,
     split_program,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.vector_decay.gates import (
     LEVELS,
@@ -92,14 +94,10 @@ def state_kernel(
     of `states`, `ends` and `final`. `REVERSE` sweeps backwards in time.
     """
     tiles_v = tl.cdiv(V, BV)
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tile, segment, nh = split_program(tl.cdiv(K, BK) * tiles_v, SEGMENTS)
-    if ends is not None:
-        if segment == SEGMENTS - 1:
-            return
-    elif states is None:
-        if segment < SEGMENTS - 1:
-            return
+    if is_idle(segment, SEGMENTS, ends, states is not None):
+        return
     at_end = segment * N * H + nh
     n = nh // H
     h = nh % H
@@ -107,9 +105,7 @@ def state_kernel(
     dv = (tile % tiles_v) * BV + tl.arange(0, BV)
     in_state = (dk < K)[:, None] & (dv < V)[None, :]
     at_state = dk[:, None] * V + dv[None, :]
-    lo, hi, row0 = find_sequence(n, T, cu_seqlens, C)
-    chunks = tl.cdiv(hi - lo, C)
-    begin, stop = find_segment(segment, SEGMENTS, chunks)
+    lo, hi, row0, chunks, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C)
 
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if initial is not None:
@@ -190,17 +186,15 @@ def score_kernel(
 
     Only of chunks that are not `mild`, if that is given.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    row, h, _ = split_program(tl.num_programs(0) // H, H)
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     if mild is not None:
         if tl.load(mild + row * H + h) != 0:
             return
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
+    t, s = i[:, None], i[None, :]
     token = lo + i
     lower = tl.zeros([C, C], dtype=tl.float32)
     diagonal = tl.zeros([C], dtype=tl.float32)
@@ -264,17 +258,15 @@ def plain_kernel(
     kernel for both would need twice the registers. `FOR_GRADIENT`: what it notes holds for the gradient of `g` too.
     """
     tiles = tl.cdiv(D2, BD2)
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     if not MILD:
         if tl.load(mild + row * H + h) != 0:
             return
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
+    t, s = i[:, None], i[None, :]
     token = lo + i
     d2 = tile * BD2 + tl.arange(0, BD2)
 
@@ -511,14 +503,12 @@ def gated_kernel(
     than kept.
     """
     tiles = tl.cdiv(D2, BD2)
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    column, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    column, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
+    t, s = i[:, None], i[None, :]
     token = lo + i
     d2 = column * BD2 + tl.arange(0, BD2)
     at_mild = mild + (row * H + h if KNOWN else (row * H + h) * tiles + column)
