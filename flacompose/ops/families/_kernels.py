@@ -257,6 +257,7 @@ def state_number(left, count, stride):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "HG", "scale"])
 def recurrent_kernel(
+    # More than 25 parameters, as they are those of all families with a matrix state: each gate and vector of any.
     q,  # [tokens, H, K], from token to token it is q_token elements
     k,  # [tokens, H, K], likewise
     v,  # [tokens, HV, V], likewise
@@ -305,6 +306,7 @@ def recurrent_kernel(
     at_state = nh * K * V + dk[:, None] * V + dv[None, :]
     start, end, _ = find_sequence(n, T, cu_seqlens, 1)
 
+    # 1. The state before the first token.
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if initial is not None:
         S = tl.load(initial + at_state, mask=in_state, other=0.0).to(tl.float32)
@@ -313,6 +315,7 @@ def recurrent_kernel(
     if gamma is not None:
         gamma_ = tl.load(gamma + hv).to(tl.float32)
     for token in range(start, end):
+        # 2. The token's query, key and value. With a bonus, the query reads the state before it.
         at_v = (token * HV + hv) * V + dv
         q_ = tl.load(q + token * q_token + h * K + dk, mask=in_k, other=0.0).to(tl.float32)
         if SOFTMAX:
@@ -324,6 +327,7 @@ def recurrent_kernel(
         v_ = tl.load(v + token * v_token + hv * V + dv, mask=in_v, other=0.0).to(tl.float32)
         if u is not None:
             o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_
+        # 3. The state decays. What `a` has read of it, before or after that, `b` writes back.
         if b is not None and READ_BEFORE:
             a_ = tl.load(a + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
             read = tl.sum(S * a_[:, None], 0)
@@ -344,6 +348,7 @@ def recurrent_kernel(
                 read = tl.sum(S * a_[:, None], 0)
             b_ = tl.load(b + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
             S += b_[:, None] * read[None, :]
+        # 4. The token is written, by the delta rule in the place of what its key, or `a`, reads.
         if DELTA_RULE:
             a_ = k_
             if a is not None:
@@ -352,6 +357,7 @@ def recurrent_kernel(
         if beta is not None:
             v_ *= tl.load(beta + token * HV + hv).to(tl.float32)
         S += k_[:, None] * v_[None, :]
+        # 5. Without a bonus, the query reads the new state. What is wanted is stored.
         if u is None:
             o_ = tl.sum(S * q_[:, None], 0)
         tl.store(o + at_v, o_.to(o.dtype.element_ty), mask=in_v)

@@ -179,6 +179,7 @@ def channel_pair_kernel(
     i = tl.arange(0, C)
     s, t = i[:, None], i[None, :]
     size = size_of_chunk(lo, hi, C)
+    # 1. What reads, and the products of pairs of tokens, if the gates are those of this launch.
     # Rows are tokens that write, columns tokens that read. Their sums of gates are the same, as a token reads after its
     # gate.
     of_q = tl.zeros([C, C], dtype=tl.float32)
@@ -231,9 +232,11 @@ def channel_pair_kernel(
             of_k += exact_pairs(a_, k_, g_, s, t, False, DOT)
     if MILD:
         tl.store(mild + rh, 1)
+    # 2. Y and P.
     beta_i = load_numbers(beta, first, i, size, HV)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
+    # 3. W.
     if MILD and KEEP:
         for tile in tl.static_range(0, (K + BK - 1) // BK):
             d = tile * BK + tl.arange(0, BK)
@@ -337,6 +340,7 @@ def by_levels(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def channel_kernel(
+    # More than 25 parameters: what reads and what writes has the same gates, states and pairs, and so one kernel.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K], the keys that read, if they are not `k`
@@ -414,6 +418,7 @@ def channel_kernel(
     d_states += rh * K * V
     beta_t = load_numbers(beta, first, i, size, HV)[:, None]
 
+    # 1. What keys write, through the state after the chunk, and the gates that decay the state before it.
     written = of_state(r, d_states, size, HV, V, d, K, BV, DOT)
     d_total = tl.zeros([BK], dtype=tl.float32)
     if dgk is not None:
@@ -442,6 +447,8 @@ def channel_kernel(
         d_gates = tl.zeros([C, BK], dtype=tl.float32) + d_total[None, :]
         if dgk is not None:
             d_gates += select(t > s, load_tile(k, *at_q) * beta_t * written, DOT)
+    # 2. What queries and keys read, through the state before the chunk and through its pairs. The latter add to what
+    # keys write.
     for reader in range(2):
         of_q = reader == 0
         x = load_tile(q if of_q else key_reader, *at_q)
@@ -471,6 +478,7 @@ def channel_kernel(
             # in the gate's gradient.
             k_beta = load_tile(k, *at_q) * beta_t
             store_tile(dq + first * K, d_reader + tl.load(diagonal + i)[:, None] * k_beta, *at_g)
+    # 3. The gradients of gates, keys and `beta`.
     if MILD:
         if dgk is not None:
             writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)

@@ -59,6 +59,7 @@ def _reads(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
+    # More than 25 parameters, as queries and keys have the same vectors and states.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     beta,  # [tokens, HV]
@@ -116,6 +117,7 @@ def gradient_kernel(
             rest += rh * C
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
 
+    # 1. Queries read with the gradient do.
     pairs, transposed, dq_read = _reads(do + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
     # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
     diagonal = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
@@ -136,7 +138,7 @@ def gradient_kernel(
         in_chunk = split_dot(transposed, q_, DOT)
         ending = tl.sum(dq_read * q_, 1)
 
-        # Keys read with the gradient -dv.
+        # 2. Keys read with the gradient -dv.
         pairs, transposed, dk_read = _reads(dv + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
         pairs = tl.where(s < t, pairs * -beta_i[None, :], 0.0)
         transposed = tl.where(t < s, -transposed, 0.0)
@@ -151,7 +153,7 @@ def gradient_kernel(
         in_chunk = split_dot(transposed, k_, DOT, in_chunk)
         ending += tl.sum(dk_read * k_, 1)
 
-        # What keys write also reaches the chunk's end.
+        # 3. What keys write also reaches the chunk's end.
         written = tl.zeros([C, BK], dtype=tl.float32)
         d_total_ = tl.zeros([BK, BK], dtype=tl.float32)
         for v0 in range(0, V, BV):
@@ -164,6 +166,7 @@ def gradient_kernel(
             written *= to_end[:, None]
         q_ = load_tile(q, i, size, 0, d, H, K)
         k_ = load_tile(k, i, size, 0, d, H, K)
+        # 4. The gradients of sums of gates, of `beta` and of keys.
         if d_sums is not None:
             j = tl.arange(0, BK)
             d_total_ = tl.sum(tl.where(j[:, None] == j[None, :], d_total_, 0.0), 1)

@@ -145,6 +145,7 @@ def pair_kernel(
     s, t = i[:, None], i[None, :]
     size = size_of_chunk(lo, hi, C)
     beta_i = load_numbers(beta, first, i, size, HV)
+    # 1. The products of pairs of tokens, decayed by the gates between them.
     # Rows are tokens that write, columns tokens that read.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
@@ -162,10 +163,12 @@ def pair_kernel(
         between = decayed_pairs(sums, rest, C)
         of_q *= between
         of_k *= between
+    # 2. Y and P.
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     if sums is not None:
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
         weighted *= to_end[None, :]
+    # 3. W.
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
         written = split_dot(weighted, load_tile(k + of_keys, i, size, 0, d, H, K), DOT)
@@ -248,6 +251,8 @@ def _read_parts(
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
+    # More than 25 parameters, here and below, as each rule that erases has factors of its own: gates of heads or of
+    # channels, keys that write what others read, and, of `o`, `r` and states, what is wanted.
     q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
     k,  # [tokens, HK, K], the keys that read; likewise `k_read`
     v,  # [tokens, HV, V], zeros if there is none; from token to token it is v_token elements
@@ -306,6 +311,7 @@ def sweep_kernel(
         size = size_of_chunk(start, hi, C)
         at_k = (start * HK + hk) * K
         first = start * HV + h
+        # 1. What keys and queries read from the state, and e.
         read_by_k, read = _read_parts(
             k + at_k,
             None if o is None else q + at_k,
@@ -330,6 +336,7 @@ def sweep_kernel(
             e *= from_start[None, :]
         if v is not None:
             e += _load_transposed(v + start * v_token + h * V, i, size, v_token, dv, V)
+        # 2. r and o.
         if r is not None:
             if b is None:
                 # In two parts: where keys are alike, gradients are sums of `r` in which most of it cancels.
@@ -343,6 +350,7 @@ def sweep_kernel(
                 read *= from_start[None, :]
             o_ = read + dot(e, tl.load(P + rh * C * C + at_pair), DOT)
             _store_transposed(o + first * V, o_, i, size, 0, dv, HV, V)
+        # 3. The state after the chunk.
         before, S = S, ()
         for part in tl.static_range((K + BK - 1) // BK):
             dk = part * BK + tl.arange(0, BK)
@@ -419,6 +427,7 @@ def reverse_kernel(
         size = size_of_chunk(start, hi, C)
         at_k = (start * HK + hk) * K
         first = start * HV + h
+        # 1. dv, and what `b` reads of the state's gradient.
         do_ = _load_transposed(do + first * V, i, size, HV * V, d2, V)
         dv_ = dot(do_, tl.trans(P_), DOT)
         d_state = None if d_states is None else d_states + rh * K * V
@@ -439,6 +448,7 @@ def reverse_kernel(
             from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
             do_ *= from_start[None, :]
             dv_ *= from_start[None, :]
+        # 2. The gradient of the state before the chunk.
         after, dS = dS, ()
         for part in tl.static_range((K + BK - 1) // BK):
             dk = part * BK + tl.arange(0, BK)

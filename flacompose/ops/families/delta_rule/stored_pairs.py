@@ -118,6 +118,7 @@ def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_from_pairs_kernel(
+    # More than 25 parameters: those of `gradient_kernel`, and what is stored of the pairs.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     beta,  # [tokens, HV]
@@ -172,6 +173,7 @@ def gradient_from_pairs_kernel(
     pairs += rh * 2 * (PARTS * C * C)
     if sums is not None:
         from_start, to_end, of_chunk = decayed_rows(sums + rh * C, None if rest is None else rest + rh * C, C)
+    # 1. Through the states: what queries and keys read, and what keys write.
     dq_read = tl.zeros([C, BK], dtype=tl.float32)
     dk_read = tl.zeros([C, BK], dtype=tl.float32)
     written = tl.zeros([C, BK], dtype=tl.float32)
@@ -198,6 +200,7 @@ def gradient_from_pairs_kernel(
         dq_read *= from_start[:, None]
         dk_read *= from_start[:, None]
         written *= to_end[:, None]
+    # 2. Through the pairs: what queries and keys read.
     beta_i = load_numbers(beta, first, i, size, HV)
     diagonal_t = tl.load(diagonal + rh * C + i)[:, None]
     k_ = load_tile(k, i, size, 0, d, H, K)
@@ -212,6 +215,7 @@ def gradient_from_pairs_kernel(
             at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
             tl.store(at + ENDING * tiles * HV * C, tl.sum(dq_read * q_, 1) + tl.sum(dk_read * k_, 1))
             tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
+        # 3. What keys write, and the gradients of `beta` and of keys.
         in_chunk = tl.zeros([C, BK], dtype=tl.float32)
         in_chunk = _dot_with_stored(pairs, (q_,), in_chunk, True, DOT)
         in_chunk = _dot_with_stored(of_k, (k_,), in_chunk, True, DOT)

@@ -202,6 +202,7 @@ def write_gradient_kernel(
     at = i, size, 0, d, H, K
     GATES: tl.constexpr = of_writes is not None
 
+    # 1. The gates that decay the state before the chunk.
     d_gates = tl.zeros([C, BK], dtype=tl.float32)
     if GATES:
         d_total = tl.zeros([BK], dtype=tl.float32)
@@ -211,6 +212,7 @@ def write_gradient_kernel(
             S = load_state(states + rh * K * V, d, d2, K, V).to(tl.float32)
             d_total += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
         d_total *= tl.exp(tl.sum(load_gates(gk + first, *at).to(tl.float32), 0))
+    # 2. What `b` and keys write, through the state after the chunk, and then through its pairs.
     if MILD:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
@@ -252,7 +254,7 @@ def write_gradient_kernel(
         _, dk_, d_gates = by_levels(a_, k_, g, pairs + C * C, unused, dk_, d_gates, GATES, READ_BEFORE, DOT)
     if GATES:
         store_tile(of_writes + first, d_gates, *at)
-    # No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others in the
+    # 3. No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others in the
     # gate's gradient.
     q_ = load_tile(q + first, *at)
     store_tile(db + first, db_ + tl.load(diagonal + i)[:, None] * q_, *at)
@@ -314,8 +316,10 @@ def read_gradient_kernel(
     d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
 
+    # 1. What queries and `a` read, through the state before the chunk.
     dq_, da_ = _of_state(do + of_values, z + of_values, states, size, H, V, d, K, BV, DOT)
     dq_ *= scale
+    # 2. Through the pairs of the chunk, and the gates of all that is read.
     if MILD:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
@@ -357,6 +361,7 @@ def read_gradient_kernel(
         pairs += 2 * C * C
         da_, _, _g = by_levels(a_, b_, g, pairs, da_, unused, d_gates, False, READ_BEFORE, DOT)
         da_, _, _g = by_levels(a_, k_, g, pairs + C * C, da_, unused, d_gates, False, READ_BEFORE, DOT)
+    # 3. What is stored, with the pair of a token with itself.
     if dgk is not None:
         store_tile(dgk + first, d_gates + load_tile(of_writes + first, *at), *at)
     store_tile(da + first, da_, *at)

@@ -128,6 +128,7 @@ def _through_state(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
+    # More than 25 parameters, as the gradients of queries, keys, gates and `beta` have the same products and states.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     v,  # [tokens, HV, V]
@@ -185,7 +186,7 @@ def gradient_kernel(
     q_ = load_tile(q, t, size, 0, d, H, K)
     k_ = load_tile(k, t, size, 0, d, H, K)
 
-    # Through the block's own tokens: what multiplies keys, and transposed queries, over all heads.
+    # 1. Through the block's own tokens: what multiplies keys, and transposed queries, over all heads.
     joint = tl.zeros([BC, BC], dtype=tl.float32)
     products = dot(q_, tl.trans(k_), DOT)
     for head in range(GROUP):
@@ -206,7 +207,7 @@ def gradient_kernel(
         tl.store(_at(d_sums, row, ENDING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 1))
         tl.store(_at(d_sums, row, BEGINNING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 0))
 
-    # Through the state before the chunk, which the gates from its start decay, and the block before this one.
+    # 2. Through the state before the chunk, which the gates from its start decay, and the block before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
     for head in range(GROUP):
         hv = first + head
@@ -235,7 +236,7 @@ def gradient_kernel(
         acc = split_dot(joint, k_, DOT, acc)
         store_tile(dq + (lo * (HV // GROUP) + group) * K, acc * scale, t, size, 0, d, HV // GROUP, K)
 
-    # Through the state after it, to which the gates until its end decay, and the block after this one.
+    # 3. Through the state after it, to which the gates until its end decay, and the block after this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
     for head in range(GROUP):
         hv = first + head

@@ -65,9 +65,11 @@ def token_kernel(
         if initial_v is not None:
             Sv = tl.load(initial_v + at_Sv, mask=in_Sv, other=0.0).to(tl.float32)
 
+        # 1. The logits, from the state of the keys.
         Sk = decayed(Sk, g_[None, :])
         Sk += k_[:, None] * s_[None, :]
         logits = tl.where(in_m, tl.sum(Sk * q_[:, None], 0), float("-inf"))
+        # 2. The state of the values, read with their softmax.
         Sv = decayed(Sv, g_[:, None])
         Sv += s_[:, None] * v_[None, :]
         before = largest

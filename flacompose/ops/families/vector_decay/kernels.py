@@ -107,6 +107,7 @@ def state_kernel(
     at_state = dk[:, None] * V + dv[None, :]
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C)
 
+    # 1. The state before the segment.
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if initial is not None:
         S += tl.load(initial + at_end * K * V + at_state, mask=in_state, other=0.0)
@@ -119,6 +120,7 @@ def state_kernel(
         if states is not None:
             at = states + ((row0 + chunk) * H + h) * K * V + at_state
             tl.store(at, S.to(states.dtype.element_ty), mask=in_state)
+        # 2. The chunk's vectors, decayed to its end or, backwards, to its start, and the decayed state.
         token = lo + chunk * C + t
         at_k = (token * H + h)[None, :] * K + dk[:, None]
         in_k = (token < hi)[None, :] & (dk < K)[:, None]
@@ -142,8 +144,10 @@ def state_kernel(
             S *= tl.exp(total)[None, :]
             if sum_gv is not None:
                 gates_v += total
+        # 3. What the chunk adds.
         S += dot(a_, x_, DOT)
 
+    # 4. What is wanted of the segment.
     if sum_gk is not None:
         tl.store(sum_gk + at_end * K + dk, gates_k, mask=dk < K)
     if sum_gv is not None:
@@ -270,6 +274,7 @@ def plain_kernel(
     token = lo + i
     d2 = tile * BD2 + tl.arange(0, BD2)
 
+    # 1. By blocks of the contracted axis: the products of pairs of tokens, and what is read from the state.
     acc = tl.zeros([C, BD2], dtype=tl.float32)
     pairs = tl.zeros([C, C], dtype=tl.float32)
     diagonal = tl.zeros([C], dtype=tl.float32)
@@ -304,6 +309,7 @@ def plain_kernel(
     if not REVERSE:
         acc *= scale
 
+    # 2. Whether the gates were mild. If not, all this is for the second launch.
     if MILD and g is not None:
         is_mild = tl.max(sizes) < MILD_BOUND
         if FOR_GRADIENT and DOT != tl.float32:
@@ -312,6 +318,7 @@ def plain_kernel(
         tl.store(mild + row * H + h, is_mild.to(tl.int8))
         if not is_mild:
             return
+    # 3. The pairs of which the first token comes first join `x`.
     pairs = tl.where(
         reads_gate(s, t, READ_BEFORE) if REVERSE else reads_gate(t, s, READ_BEFORE), pairs * scale, 0.0
     )
@@ -461,6 +468,7 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def gated_kernel(
+    # More than 25 parameters: what reads and what writes has the same pairs and states, and is made with them at once.
     P,  # [chunks, H, C, C], from `a` and `b` here if there is none
     a,  # [tokens, H, D1]
     b,  # [tokens, H, D1]
@@ -511,6 +519,7 @@ def gated_kernel(
     t, s = i[:, None], i[None, :]
     token = lo + i
     d2 = column * BD2 + tl.arange(0, BD2)
+    # 1. Whether the gates are mild, and with it whether the tile is for this launch.
     at_mild = mild + (row * H + h if KNOWN else (row * H + h) * tiles + column)
     if KNOWN or not MILD:
         if (tl.load(at_mild) != 0) != MILD:
@@ -529,6 +538,7 @@ def gated_kernel(
         if not is_mild:
             return
 
+    # 2. What other chunks add, through the states.
     tile = token, hi, h, d2, H, D2
     state = (row * H + h) * D1 * D2, stride1, stride2
     before, after, d_total, pairs = _other_chunks(P, a, b, g1, S, dS, tile, D1, state, BD1, READ_BEFORE, DOT)
@@ -537,13 +547,15 @@ def gated_kernel(
         pairs = tl.where(s <= t, pairs * scale, 0.0)
     else:
         P += (row * H + h) * C * C
+    # 3. The pairs of this chunk, and the gradient of the gates.
     sums = before, after, d_total, pairs
     if S is not None or dS is not None:
         if MILD:
             before, after = _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE, DOT)
         else:
             before, after = _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE, DOT)
-    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
+    # 4. No gate decays the pair of a token with itself. It joins last, as it would drown the others in the gate's
+    # gradient.
     diagonal = (
         tl.sum(tl.where(t == s, pairs, 0.0), 1)[:, None] if P is None else tl.load(P + i * C + i)[:, None]
     )
