@@ -8,6 +8,7 @@ swept at the same time, forwards or backwards in time.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -51,6 +52,19 @@ class Sweeps(MatrixSequences):
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
 
+    def launch_by_gates(
+        self, kernel: Any, programs: int, arguments: dict[str, Any], gated: bool = True
+    ) -> None:
+        """Launch a kernel for what has mild gates, and then for the rest. All is mild where nothing is `gated`."""
+        for only_mild in (True, False) if gated else (True,):
+            launch(kernel, (programs,), **arguments, MILD=only_mild)
+
+    def chunk(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``(o [B, T, HV, V], final_state [N, HV, K, V])``, the former of this `dtype`."""
+        o, final_state = self.per_token(self.HV, self.V, dtype=dtype), self.state(torch.float32)
+        self.sweep(o=o, final=final_state)
+        return self.batched(o), final_state
+
     def scratch(self, *shape: int) -> Tensor:
         """Memory for a factor of products, of each token in a sequence."""
         return torch.empty(*self.tokens, *shape, dtype=self.dtype, device=self.device)
@@ -79,23 +93,14 @@ class Sweeps(MatrixSequences):
 
     def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
         V = self.V if V is None else V
-        arguments = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final")) | tensors
+        absent = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final"))
+        arguments: dict[str, Any] = {**absent, **tensors}
         factors = dict(self.factors)
         factors["P"] = None if arguments["o"] is None else factors["P"]
         factors["Y"] = None if arguments["r"] is None else factors["Y"]
+        arguments |= {**factors, **self.gates, **self.arguments, "v_token": self.v_token, "V": V}
         grid, config = self.sweep_launch(V)
-        launch(
-            sweep_kernel,
-            grid,
-            **factors,
-            **self.gates,
-            **arguments,
-            **self.arguments,
-            v_token=self.v_token,
-            V=V,
-            IDENTITY=IDENTITY,
-            **config,
-        )
+        launch(sweep_kernel, grid, **arguments, IDENTITY=IDENTITY, **config)
 
     def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
         """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
@@ -103,20 +108,11 @@ class Sweeps(MatrixSequences):
         sweep(d_final=self.row.starts(sweep, d_final, join=partial(self._join, reverse=True)), **tensors)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
-        arguments = dict.fromkeys(("d_final", "dv", "du", "d_states", "ends", "d_initial")) | tensors
+        absent = dict.fromkeys(("d_final", "dv", "du", "d_states", "ends", "d_initial"))
         factors = {name: x for name, x in self.factors.items() if name != "Y"}
+        arguments: dict[str, Any] = {**absent, **tensors, **factors, **self.gates, **self.arguments}
         grid, config = self.sweep_launch(self.V)
-        launch(
-            reverse_kernel,
-            grid,
-            do=do,
-            **factors,
-            **self.gates,
-            **arguments,
-            **self.arguments,
-            V=self.V,
-            **config,
-        )
+        launch(reverse_kernel, grid, do=do, **arguments, V=self.V, **config)
 
     def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it.
@@ -130,18 +126,9 @@ class Sweeps(MatrixSequences):
         starts = self.per_segment(self.row.count, self.HV, self.K, V)
         config = join_config(self.chip, self.bfloat16, self.K)
         arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
-        launch(
-            join_kernel,
-            (tile_count(V, config["BV"]) * self.HV * self.N,),
-            transitions=self.transitions,
-            ends=ends,
-            initial=initial,
-            starts=starts,
-            **arguments,
-            V=V,
-            REVERSE=reverse,
-            **config,
-        )
+        arguments |= {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
+        grid = (tile_count(V, config["BV"]) * self.HV * self.N,)
+        launch(join_kernel, grid, **arguments, V=V, REVERSE=reverse, **config)
         return starts
 
     def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
