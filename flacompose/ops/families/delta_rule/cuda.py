@@ -70,14 +70,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     return call.made(**made, initial_state=d_initial_state)
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return _launch.recurrent(**inputs._asdict(), delta_rule=True)
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], states [N, count, HV, K, V])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or ``[N, count, HV, K, V]`` with `count` and `stride`."""
     return _launch.recurrent(**inputs._asdict(), delta_rule=True, count=count, stride=stride)
+
+
+steps = recurrent
 
 
 def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:

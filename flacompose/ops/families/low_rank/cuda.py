@@ -55,14 +55,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(**inputs._asdict())
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], states [N, count, H, K, V])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``, or ``[N, count, H, K, V]`` with `count` and `stride`."""
     return _launch.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+steps = recurrent
 
 
 class _Launches(Sweeps):

@@ -96,14 +96,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     return call.made(q=dq, k=dk, v=dv, gk=dgk, gv=dgv, u=du, initial_state=d_initial_state)
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(**inputs._asdict())
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], states [N, count, H, K, V])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``, or ``[N, count, H, K, V]`` with `count` and `stride`."""
     return _launch.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+steps = recurrent
 
 
 def _with_probabilities(inputs: Inputs) -> Inputs:
@@ -136,21 +134,10 @@ class _Launches(MatrixSequences):
     def sweep(self, a: Tensor, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
         """Launch `state_kernel`, which fills what is given."""
         absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
-        launch(
-            state_kernel,
-            (self.tiles * self.row.count * self.N * self.H,),
-            a=a,
-            x=x,
-            gk=self.gk,
-            gv=self.gv,
-            **(absent | tensors),
-            **self.arguments,
-            K=self.K,
-            V=self.V,
-            SEGMENTS=self.row.count,
-            REVERSE=reverse,
-            **self.state_config,
-        )
+        given = {**absent, **tensors, "a": a, "x": x, "gk": self.gk, "gv": self.gv}
+        sizes = {"K": self.K, "V": self.V, "SEGMENTS": self.row.count, **self.state_config}
+        grid = (self.tiles * self.row.count * self.N * self.H,)
+        launch(state_kernel, grid, **given, **self.arguments, **sizes, REVERSE=reverse)
 
     def states(
         self,
