@@ -11,12 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import HOPPER, Chip
 from flacompose.ops._launching import launch
-from flacompose.ops.families._launch import block, operand, operand_by_token, operand_dtype, tile_count
+from flacompose.ops.families._launch import block, operand, operand_by_token, tile_count
 from flacompose.ops.families._segments import Segments, Sweep
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.kernels import join_kernel, reverse_kernel, sweep_kernel
@@ -39,13 +38,11 @@ class Sweeps(MatrixSequences):
         scale: float,
         C: int,
     ) -> None:
-        super().__init__(q, v, cu_seqlens, C)
+        super().__init__(q, v, cu_seqlens, scale, C)
         self.HV = self.arguments.pop("H")
-        self.dtype = operand_dtype(q)
         self.v, self.v_token = operand_by_token(v)
         self.initial = operand(initial_state)
-        self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
-        self.arguments["DOT"] = tl.bfloat16 if self.bfloat16 else tl.float32
+        self.arguments |= {"HV": self.HV, "K": self.K, "C": self.C}
         # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
         self.row = Segments(self, self.chunks_of_row, 4 * self.HV, (self.HV, self.K, self.V), least=4)
         self.transitions: Tensor | None = None
@@ -73,10 +70,6 @@ class Sweeps(MatrixSequences):
         """Give back the memory that only sweeps need."""
         self.factors.clear()
         self.transitions = None
-
-    def per_chunk_state(self) -> Tensor:
-        """Memory for a state of each chunk."""
-        return self.per_chunk(self.HV, self.K, self.V, dtype=self.dtype)
 
     def sweep(self, **tensors: Tensor | None) -> None:
         """Forwards in time: fill what is given of `o`, `r`, `states` and `final`."""

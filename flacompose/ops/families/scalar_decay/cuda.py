@@ -6,7 +6,6 @@ from functools import partial
 from math import prod
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import Chip
@@ -107,9 +106,8 @@ class _Launches(MatrixSequences):
         self.gated = g is not None or g_gamma is not None or gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
         self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated)
-        super().__init__(
-            q, v, cu_seqlens, chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
-        )
+        C = chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
+        super().__init__(q, v, cu_seqlens, self.scale, C)
         self.fine = fine and bfloat16
         self.parts = head_parts(self.H // q.shape[2])
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
@@ -180,7 +178,6 @@ class _Launches(MatrixSequences):
             "b": b,
             "x": x,
             "beta": self.beta,
-            "scale": self.scale,
             "HA": b.shape[2],
             "HX": x.shape[2],
             "SEGMENTS": self.row.count,
@@ -188,7 +185,6 @@ class _Launches(MatrixSequences):
             "CS": self.C,
             "REVERSE": reverse,
             "FINE": self.fine and "states" in tensors,
-            "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
         }
         tiles, columns = self.tiles(transpose)
         programs, out = columns * self.row.count * self.N * self.H, tensors.get("out")
@@ -235,10 +231,9 @@ class _Launches(MatrixSequences):
         grid = (tiles * blocks * self.chunks * (H * self.parts),)
         gates = self.gates["sums"], self.gates["rest"]
         tensors = q, k, v, do, self.beta, *gates, S, dS, dq, dk, d_sums, d_total, d_beta
-        sizes = {"H": H, "HV": self.H, "K": self.K, "V": self.V, "C": self.C, "scale": self.scale}
+        sizes = self.arguments | {"H": H, "HV": self.H, "K": self.K, "V": self.V, "C": self.C}
         sizes |= {"GROUP": self.H // (H * self.parts), "FINE": self.fine}
-        sizes |= {"DOT": tl.bfloat16 if self.bfloat16 else tl.float32}
-        launch(gradient_kernel, grid, *tensors, **self.positions, **sizes, **config)
+        launch(gradient_kernel, grid, *tensors, **sizes, **config)
         dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
         kinds = (2 * tiles, tiles, tiles)
         dg = gate_gradient(self, d_sums, kinds, d_total, self.scale, dtype, d_beta, dbeta, blocks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import Chip
@@ -118,14 +117,9 @@ class _Launches(MatrixSequences):
     """
 
     def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, CHUNK)
+        super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
         self.gk, self.gv, self.u = operand(inputs.gk), operand(inputs.gv), operand(inputs.u)
-        self.dtype = operand_dtype(inputs.q)
-        self.arguments |= {
-            "scale": inputs.scale,
-            "READ_BEFORE": inputs.u is not None,
-            "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
-        }
+        self.arguments["READ_BEFORE"] = inputs.u is not None
         self.state_config = state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
         self.tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
         state, gates = (self.H, self.K, self.V), {"gk": "sum_gk", "gv": "sum_gv"}
@@ -154,7 +148,7 @@ class _Launches(MatrixSequences):
         """
         sweep = partial(self.sweep, a, x, reverse)
         initial = self.row.starts(sweep, operand(initial))
-        states = self.per_chunk(self.H, self.K, self.V, dtype=self.dtype) if stored else None
+        states = self.per_chunk_state() if stored else None
         sweep(initial=initial, states=states, final=final)
         return states
 
