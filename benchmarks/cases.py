@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .recurrences import CASES
+from flacompose.ops.families.delta_rule.reference import delta_rule
+from flacompose.ops.families.low_rank.reference import low_rank
+from flacompose.ops.families.scalar_decay.reference import scalar_decay
+from flacompose.ops.families.scan.reference import scan
+from flacompose.ops.families.slot_attention.reference import slot_attention
+from flacompose.ops.families.vector_decay.reference import vector_decay
+from flacompose.ops.retention import log_decay
 
 Functions = ModuleType | SimpleNamespace
 """The functions of a library, by name."""
@@ -50,16 +57,6 @@ class Shape(NamedTuple):
     @property
     def HV(self) -> int:
         return self.H * self.group
-
-    @property
-    def HQ(self) -> int:
-        """Heads of queries where they may share one of keys; here each has its own."""
-        return self.H
-
-    @property
-    def N(self) -> int:
-        """Sequences."""
-        return self.B
 
     @property
     def D(self) -> int:
@@ -144,21 +141,38 @@ class Op:
     chunk: str
     recurrent: str
     inputs: Mapping[str, Draw]
-    reference: Callable[..., tuple[Tensor, Tensor]]
+    reference: Callable[..., tuple[Tensor, Any]] | None = None
+    """The recurrence token by token."""
     output: str = "v"
     """The input that has the output's shape."""
     states: Mapping[str, Draw] = field(default_factory=lambda: {"state": Draw("B HV K V")})
-    label: Callable[[Shape], str] = lambda shape: shape.label
     state_gradients: bool = True
     """Whether the peer has them."""
     recurrent_names: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
-    grouped: bool = False
-    has_heads: bool = True
     peer_keys: int | None = None
     """The most keys of a head that the peer takes, where it refuses more."""
     training: Sequence[Shape] = TRAINING
     targets: Targets = Targets()
+
+    @property
+    def axes(self) -> set[str]:
+        """All axes of its inputs."""
+        return {axis for x in self.inputs.values() for axis in x.axes.split()}
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several heads of values may share one of queries and keys."""
+        return "HV" in self.axes
+
+    @property
+    def has_heads(self) -> bool:
+        return "D" not in self.axes
+
+    def label(self, shape: Shape) -> str:
+        if not self.has_heads:
+            return f"B{shape.B} T{shape.T} D={shape.D}"
+        return f"{shape.label} M={shape.M}" if "M" in self.axes else shape.label
 
     def chunk_of(self, module: Functions) -> Callable[..., tuple]:
         """One side's chunk function, the op's options bound."""
@@ -202,61 +216,103 @@ def more_shapes(op: Op, taken: Sequence[Shape]) -> list[Shape]:
     return shapes
 
 
-def _op(name: str, entry: str, targets: Targets, **fields) -> Op:
-    """The op of this entry of the table of recurrences: its inputs and states with their axes, and its reference."""
-    case = next(case for case in CASES if case.name == entry)
+def _reference(
+    recurrence: Callable[..., tuple[Tensor, Any]], **names: str
+) -> Callable[..., tuple[Tensor, Any]]:
+    """The recurrence token by token, with the functions' default scale; it knows some inputs by other `names`."""
 
-    def reference(**inputs: Tensor) -> tuple[Tensor, Tensor]:
-        arguments: dict[str, Any] = dict(inputs)
-        if case.scaled:
-            arguments["scale"] = inputs[case.first].shape[-1] ** -0.5
-        return case.joint_reference(**arguments)
+    def reference(**inputs: Tensor) -> tuple[Tensor, Any]:
+        options = {"scale": next(iter(inputs.values())).shape[-1] ** -0.5}
+        return recurrence(**{names.get(name, name): x for name, x in inputs.items()}, **options)
 
-    def label(shape: Shape) -> str:
-        if "D" in case.inputs[case.first]:
-            return f"B{shape.B} T{shape.T} D={shape.D}"
-        slots = any("M" in axes for axes in case.inputs.values())
-        return f"{shape.label} M={shape.M}" if slots else shape.label
+    return reference
 
-    names = {1: ("state",), 2: ("Hk", "Hv")}[len(case.states)]
+
+def _retention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return scalar_decay(q, k, v, g_gamma=log_decay(v.shape[2], q), scale=scale)
+
+
+def _rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return low_rank(r, k, v, a, b, w)
+
+
+def _op(name: str, reference: Callable[..., tuple[Tensor, Any]], inputs: Mapping[str, Draw], **fields) -> Op:
     return Op(
-        name=name,
+        name,
         chunk=f"chunk_{name}",
         recurrent=f"fused_recurrent_{name}",
-        inputs={x: Draw(" ".join(axes), case.draws.get(x, plain)) for x, axes in case.inputs.items()}
-        | {x: Draw(" ".join(axes), F.logsigmoid) for x, axes in case.gates.items()},
+        inputs=inputs,
         reference=reference,
-        output=case.output,
-        states={x: Draw(" ".join(axes)) for x, axes in zip(names, case.states.values(), strict=True)},
-        label=label,
-        grouped=any("HV" in axes for axes in case.inputs.values()),
-        has_heads="D" not in case.inputs[case.first],
-        targets=targets,
-        **fields,
+        **{"targets": Targets(forward=0.6, decode_gpu_us=70.0), **fields},
     )
 
 
-TARGETS = Targets(forward=0.6, decode_gpu_us=70.0)
+def gate(axes: str) -> Draw:
+    """Natural-log decays."""
+    return Draw(axes, F.logsigmoid)
 
+
+ROWS, GROUPED_ROWS = Draw("B T H K"), Draw("B T HV V")
+QKV, QKV_GROUPED = ({"q": ROWS, "k": ROWS, "v": v} for v in (Draw("B T H V"), GROUPED_ROWS))
+# Keys that replace values have norm 1, and replace up to twice what they find.
+DELTA = {
+    "q": ROWS,
+    "k": Draw("B T H K", functools.partial(F.normalize, dim=-1)),
+    "v": GROUPED_ROWS,
+    "beta": Draw("B T HV", lambda x: 2 * x.sigmoid()),
+}
+# Gates from -0.6 to 0, and tokens that erase a part of what `a` reads.
+RWKV7 = {
+    "r": ROWS,
+    "w": Draw("B T H K", lambda x: -math.exp(-0.5) * x.sigmoid()),
+    "k": Draw("B T H K", lambda x: x / 8),
+    "v": Draw("B T H V"),
+    "a": Draw("B T H K", functools.partial(F.normalize, dim=-1)),
+    "b": Draw("B T H K", lambda x: F.normalize(x, dim=-1) / 2),
+}
+SLOTS = {"s": Draw("B T H M"), "g": gate("B T H M")}
 OPS = {
     op.name: op
     for op in (
-        _op("gla", "chunk_gla", TARGETS, recurrent_names={"g": "gk"}),
-        _op("simple_gla", "chunk_simple_gla-g", TARGETS),
-        _op("retention", "chunk_retention", TARGETS),
+        _op(
+            "gla",
+            _reference(vector_decay, g="gk"),
+            {**QKV, "g": gate("B T H K")},
+            recurrent_names={"g": "gk"},
+        ),
+        _op("simple_gla", _reference(scalar_decay), {**QKV_GROUPED, "g": gate("B T HV")}),
+        _op("retention", _reference(_retention), QKV_GROUPED),
         # The peer's chunk form would normalise, unless it is told not to.
-        _op("linear_attn", "chunk_linear_attn", TARGETS, options={"normalize": False}),
-        _op("gsa", "chunk_gsa", TARGETS),
-        _op("rwkv6", "chunk_rwkv6", TARGETS),
-        _op("hgrn", "chunk_hgrn", Targets(forward=0.6), state_gradients=False),
-        _op("delta_rule", "chunk_delta_rule", TARGETS, peer_keys=256),
+        _op("linear_attn", _reference(scalar_decay), QKV_GROUPED, options={"normalize": False}),
+        _op(
+            "gsa",
+            _reference(slot_attention),
+            {**QKV, **SLOTS},
+            states={"Hk": Draw("B H K M"), "Hv": Draw("B H M V")},
+        ),
+        _op(
+            "rwkv6",
+            _reference(vector_decay, r="q", w="gk"),
+            {"r": ROWS, "k": ROWS, "v": QKV["v"], "u": Draw("H K"), "w": gate("B T H K")},
+        ),
+        _op(
+            "hgrn",
+            scan,
+            {"x": Draw("B T D"), "g": gate("B T D")},
+            output="x",
+            states={"state": Draw("B D")},
+            state_gradients=False,
+            targets=Targets(forward=0.6),
+        ),
+        _op("delta_rule", _reference(delta_rule), DELTA, peer_keys=256),
         _op(
             "gated_delta_rule",
-            "chunk_gated_delta_rule",
-            TARGETS,
+            _reference(delta_rule),
+            {**DELTA, "g": gate("B T HV")},
             training=(*TRAINING, *SHARED_KEYS),
             peer_keys=256,
         ),
-        _op("kda", "chunk_kda", TARGETS, peer_keys=256),
+        _op("kda", _reference(delta_rule, g="gk"), {**DELTA, "g": gate("B T HV K")}, peer_keys=256),
+        _op("rwkv7", _rwkv7, RWKV7, training=(*TRAINING, Shape(8, 2048, 32, 64, 64))),
     )
 }

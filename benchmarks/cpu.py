@@ -16,6 +16,7 @@ STEP = "forward + backward, float32"
 
 def training(op: Op, module: Functions, shape: Shape) -> Iterator[Row]:
     """An op beside its reference, which goes token by token, under autograd."""
+    assert op.reference is not None
     inputs = op.draw(shape, torch.float32, "cpu", grad=True)
     do = op.draw_do(shape, torch.float32, "cpu")
     ours = measure.cpu_ms(measure.step(op.chunk_of(module), inputs, do), runs=5)

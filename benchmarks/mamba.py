@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from . import cuda, measure, tuned, warm
-from .cases import MAMBA2_TRAINING, Draw, Op, Shape, Targets, plain
-from .recurrences import SSD, ssd
+from .cases import MAMBA2_TRAINING, Draw, Op, Shape, Targets
 from .report import Row
 
 PACKAGE, SIDE = "mamba_ssm", "mamba-ssm"
@@ -64,39 +63,53 @@ def decays(x: Tensor) -> Tensor:
     return -x.exp()
 
 
-def _op(name: str, *optional: str) -> Op:
-    """The scan with some of its optional inputs. Parameters are float32, as the layer keeps them."""
-    wanted = ("x", "dt", "A", "B", "C", *optional)
-    transforms = {"dt": small_steps, "A": decays}
-    parameters = ("A", "D", "dt_bias")
-    (state,) = SSD.states.values()
+PARAMETER = torch.float32
+"""The dtype of parameters, as the layer keeps them, whatever the dtype of the inputs."""
+INPUTS = {
+    "x": Draw("B T HV V"),
+    "dt": Draw("B T HV", small_steps),
+    "A": Draw("HV", decays, PARAMETER),
+    "B": Draw("B T H K"),
+    "C": Draw("B T H K"),
+}
+OPTIONAL = {"D": Draw("HV", dtype=PARAMETER), "z": Draw("B T HV V"), "dt_bias": Draw("HV", dtype=PARAMETER)}
+
+
+def _op(name: str, inputs: Mapping[str, Draw]) -> Op:
     return Op(
-        name=name,
+        name,
         chunk="chunk_mamba2",
         recurrent="chunk_mamba2",
-        inputs={
-            x: Draw(" ".join(axes), transforms.get(x, plain), torch.float32 if x in parameters else None)
-            for x, axes in SSD.inputs.items()
-            if x in wanted
-        },
-        reference=SSD.joint_reference,
-        output=SSD.output,
-        states={"state": Draw(" ".join(state))},
+        inputs=inputs,
+        output="x",
+        states={"state": Draw("B HV V K")},
         options={"chunk_size": CHUNK},
-        grouped=True,
         training=MAMBA2_TRAINING,
         targets=Targets(memory=None),
     )
 
 
-OPS = (_op("mamba2"), _op("mamba2 with D, z and dt_bias", "D", "z", "dt_bias"))
+OPS = (_op("mamba2", INPUTS), _op("mamba2 with D, z and dt_bias", INPUTS | OPTIONAL))
 COMPILED = dataclasses.replace(OPS[-1], name=f"{OPS[-1].name} under torch.compile")
 """What surrounds the scan is in kernels of mamba-ssm. flacompose leaves its fusion to the compiler."""
 
 
+def ssd(
+    scan: Callable[..., Any],
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **inputs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """A side's `scan`, its keywords for states as the other functions have them."""
+    results = scan(
+        **inputs, dt_softplus=True, initial_states=initial_state, return_final_states=output_final_state
+    )
+    return results if output_final_state else (results, None)
+
+
 def functions(module: Any) -> SimpleNamespace:
-    """The scan of one side, its keywords for states as the other functions have them."""
-    return SimpleNamespace(chunk_mamba2=partial(ssd, scan=module.mamba_chunk_scan_combined))
+    """The scan of one side by the name that the ops have for it."""
+    return SimpleNamespace(chunk_mamba2=partial(ssd, module.mamba_chunk_scan_combined))
 
 
 def difference(op: Op, both: cuda.Sides, shape: Shape) -> Row:

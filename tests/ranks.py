@@ -17,6 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 # The server of the processes imports these once, so that each of them begins with what takes seconds to import.
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.tensor", "flacompose.layers"]
 
+# The axes along which the batch, or the heads, may be split. N counts sequences, which are rows of the batch unless
+# they are packed. HV and HQ are the heads that come in groups, D are channels without heads.
+BATCH, HEADS = ("B", "N"), ("H", "HV", "HQ", "D")
+
+
+def placement(axes: Sequence[str], split: Sequence[str]) -> Any:
+    """Of a tensor with these axes, of which those in `split` are split."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return next((Shard(dim) for dim, axis in enumerate(axes) if axis in split), Replicate())
+
 
 def on_two_ranks(worker: Callable[..., None], *arguments: Any, start_method: str = "forkserver") -> None:
     """Call ``worker(mesh, *arguments)`` on each of two ranks of the CPU; what it raises there is raised here."""

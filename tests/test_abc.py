@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 from torch.func import grad, jvp, vmap
 
-from benchmarks.recurrences import slots_reference
 from flacompose.ops import _logsumexp, chunk_abc, chunk_gsa, fused_recurrent_gsa
 from flacompose.ops._logsumexp import running_logsumexp
+from flacompose.ops.families.slot_attention.reference import slot_attention
 
 FORMS = [chunk_abc, fused_recurrent_gsa]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -249,7 +249,7 @@ def test_logits_of_any_size(form, strength: float, device: torch.device) -> None
     actual = results(form, tensors)
     assert not actual["o"][:, :9].any()
     exact = results(
-        lambda **x: slots_reference(**x, scale=0.25), {name: x.double() for name, x in tensors.items()}
+        lambda **x: slot_attention(**x, scale=0.25), {name: x.double() for name, x in tensors.items()}
     )
     for name, x in actual.items():
         assert x.isfinite().all(), name

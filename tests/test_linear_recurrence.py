@@ -24,7 +24,7 @@ ROW = re.compile(r"^\| `(.+)` \| `(.+)` \|$", re.MULTILINE)
 ROWS, REFUSED = ROW.findall(TABLE), ROW.findall(BEFORE_TABLE.split("<!-- refused:")[1])
 DEFINITIONS = re.findall(r"^```python\n(.*?)^```$", BEFORE_TABLE, re.MULTILINE | re.DOTALL)[-1]
 SIZES = "B, T, H, HV, K, V, M = 2, 70, 2, 2,"
-NO_MATRIX_STATE = {
+WITHOUT_ROW = {
     "causal_conv1d": "its state is the last inputs",
     "chunk_hgrn": "its state is a vector",
     "selective_scan_fn": "each number of its state has a decay of its own",
@@ -48,7 +48,7 @@ def recurrence(call: str) -> str:
 def test_the_table_has_every_function() -> None:
     """Both forms of a recurrence are the same function, as the contract proves, and a row has one of them."""
     assert len(ROWS) == TABLE.count("\n| `")
-    of_rows, others = {recurrence(call) for call, _ in ROWS}, {recurrence(name) for name in NO_MATRIX_STATE}
+    of_rows, others = {recurrence(call) for call, _ in ROWS}, {recurrence(name) for name in WITHOUT_ROW}
     assert not of_rows & others
     assert of_rows | others == {recurrence(name) for name in ops.__all__}
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from contract.accuracy import assert_accurate, assert_equal, error
-from contract.cases import SELECTIVE, SELECTIVE_GROUPS, every
+from contract.cases import SELECTIVE, SELECTIVE_GROUPS, OpCase, every
 from contract.graphs import op_nodes, recorded
-from contract.problems import call, draw, evaluate
+from contract.problems import call, call_reference, draw, evaluate, named
+from contract.recurrences import mamba, mamba1
 from families import flat
 from torch import Tensor, nn
 from torch.export import Dim, export
@@ -22,8 +23,7 @@ from flacompose.ops import selective_scan_fn, selective_state_update
 from flacompose.ops.families import _chunks
 from flacompose.ops.families.selective_scan import eager
 
-B, T, D, S, G = 2, 70, 6, 5, 2
-OPTIONAL = ("D", "z", "delta_bias", "initial_states")
+T, D, S = 70, 6, 5
 # Rates as gates, since with none of them nothing is forgotten: what is 0 is measured on that.
 RATES = [
     replace(
@@ -34,74 +34,32 @@ RATES = [
     for case in (SELECTIVE, SELECTIVE_GROUPS)
 ]
 each = every(RATES)
+SIZES = {"V": D, "K": S}
+OPTIONS = {"D": ("D",), "z": ("B", "T", "D"), "delta_bias": ("D",)}
 
 
-def inputs(device: torch.device, dtype: torch.dtype = torch.float32, *, T: int = T, N: int = B, B: int = B):
-    """Time steps on both sides of 0, so that a softplus matters."""
-    generator = torch.Generator().manual_seed(T)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    tensors = {
-        "u": normal(B, T, D),
-        "delta": normal(B, T, D) - 1,
-        "A": -normal(D, S).exp(),
-        "B": normal(B, T, S),
-        "C": normal(B, T, S),
-        "D": normal(D),
-        "z": normal(B, T, D),
-        "delta_bias": normal(D) / 2,
-        "initial_states": normal(N, D, S),
-    }
-    return {name: x.to(device, dtype) for name, x in tensors.items()}
+def case_of(softplus: bool = True, *options: str) -> OpCase:
+    """The scan with these options. Time steps are on both sides of 0 before a softplus, and above it without one."""
+    steps = (lambda x: x - 1) if softplus else (lambda x: x.abs() / 4)
+    return replace(
+        SELECTIVE,
+        function=mamba(selective_scan_fn, "return_last_state", delta_softplus=softplus),
+        reference=partial(mamba1, softplus=softplus),
+        inputs=SELECTIVE.inputs | {name: OPTIONS[name] for name in options},
+        draws=SELECTIVE.draws | {"delta": steps, "delta_bias": lambda x: x / 2 if softplus else x.abs()},
+    )
 
 
-def one_by_one(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_states: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The truth, channel by channel of one number each."""
-    bounds = None if cu_seqlens is None else cu_seqlens.tolist()
-    sequences = [(n, 0, u.shape[1]) for n in range(u.shape[0])]
-    if bounds is not None:
-        sequences = [(0, *span) for span in zip(bounds[:-1], bounds[1:], strict=True)]
-    ys, states = [], []
-    for i, (n, start, end) in enumerate(sequences):
-        h = u.new_zeros(A.shape) if initial_states is None else initial_states[i]
-        y = []
-        for t in range(start, end):
-            dt = delta[n, t] if delta_bias is None else delta[n, t] + delta_bias
-            dt = (F.softplus(dt) if delta_softplus else dt)[:, None]
-            h = (dt * A).exp() * h + dt * u[n, t, :, None] * B[n, t]
-            out = h @ C[n, t] + (0 if D is None else D * u[n, t])
-            y.append(out if z is None else out * F.silu(z[n, t]))
-        ys.append(torch.stack(y) if y else u.new_zeros(0, u.shape[2]))
-        states.append(h)
-    tail = [] if bounds is None else [u.new_zeros(u.shape[1] - bounds[-1], u.shape[2])]
-    return torch.stack(ys) if bounds is None else torch.cat([*ys, *tail])[None], torch.stack(states)
+FULL = case_of(True, *OPTIONS)
+
+
+def inputs(device: torch.device, **options) -> dict[str, Tensor]:
+    """All tensors that the scan takes."""
+    return named(draw(FULL, device, **SIZES, **options))
 
 
 def scan(**arguments) -> tuple[Tensor, Tensor]:
     return selective_scan_fn(**arguments, return_last_state=True)
-
-
-def gradients(function, tensors: dict[str, Tensor], **options) -> dict[str, Tensor]:
-    leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-    y, states = function(**leaves, **options)
-    generator = torch.Generator().manual_seed(1)
-    arriving = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in (y, states)]
-    results = torch.autograd.grad([y, states], list(leaves.values()), arriving)
-    return {"y": y.detach(), "states": states.detach(), **dict(zip(leaves, results, strict=True))}
 
 
 WITH = {
@@ -112,65 +70,52 @@ WITH = {
     "D": (True, ("D",)),
     "z": (True, ("z",)),
     "states": (True, ("initial_states",)),
-    "all": (True, OPTIONAL),
+    "all": (True, ("D", "z", "delta_bias", "initial_states")),
 }
 
 
 @pytest.mark.parametrize(("softplus", "given"), WITH.values(), ids=WITH)
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("lengths", [None, [30, 0, 1, 34]], ids=["dense", "packed"])
 def test_values_and_gradients(
-    softplus: bool, given: tuple[str, ...], packed: bool, device: torch.device
+    softplus: bool, given: tuple[str, ...], lengths: list[int] | None, device: torch.device
 ) -> None:
-    tensors = inputs(device, **({"B": 1, "N": 4} if packed else {}))
-    tensors = {name: x for name, x in tensors.items() if name not in OPTIONAL or name in given}
-    if not softplus:
-        tensors["delta"] = tensors["delta"].abs() / 4
-        if "delta_bias" in tensors:
-            tensors["delta_bias"] = tensors["delta_bias"].abs()
-    options: dict = {"delta_softplus": softplus}
-    if packed:
-        options["cu_seqlens"] = torch.tensor([0, 30, 30, 31, 65], device=device)
-    double = {name: x.double() for name, x in tensors.items()}
-    truth = gradients(one_by_one, double, **options)
-    actual = gradients(scan, tensors, **options)
-    assert actual["y"].dtype == actual["states"].dtype == torch.float32
-    for name, x in actual.items():
-        assert error(x, truth[name]) <= (2e-5 if name in ("y", "states") else 1e-4), name
-    for name, x in gradients(scan, double, **options).items():
-        assert error(x, truth[name]) <= 1e-10, name
+    case = case_of(softplus, *(name for name in given if name in OPTIONS))
+    for dtype in (torch.float32, torch.float64):
+        problem = draw(case, device, dtype, **SIZES, lengths=lengths, tail=5, state="initial_states" in given)
+        results = evaluate(problem)
+        assert_accurate(problem, results)
+        assert results["o"].dtype == results["final_state"].dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     """Time steps, rates and states are computed with in float32; outputs and gradients have their inputs' dtypes."""
-    tensors = inputs(device)
-    for name in ("u", "B", "C", "z", "delta"):
-        tensors[name] = tensors[name].to(dtype)
-    options = {"delta_softplus": True}
-    truth = gradients(one_by_one, {name: x.double() for name, x in tensors.items()}, **options)
-    actual = gradients(scan, tensors, **options)
-    assert actual["y"].dtype == dtype and actual["states"].dtype == torch.float32
+    problem = draw(FULL, device, **SIZES)
+    given = {name: problem.tensors[name].to(dtype) for name in ("u", "B", "C", "z", "delta")}
+    problem = replace(problem.with_tensors(**given), do=problem.do.to(dtype))
+    truth = evaluate(problem.to(torch.float64), function=call_reference)
+    actual = evaluate(problem)
+    assert actual["o"].dtype == dtype and actual["final_state"].dtype == torch.float32
+    assert all(actual[f"d{name}"].dtype == x.dtype for name, x in problem.tensors.items())
     for name, x in actual.items():
-        assert name in ("y", "states") or x.dtype == tensors[name].dtype
         # The output of the op and the sum with D are rounded, and what meets them backwards.
         assert error(x, truth[name]) <= 4 * torch.finfo(dtype).eps, name
 
 
 def test_what_a_tail_holds_changes_nothing(device: torch.device) -> None:
     """Not the gradients either that its tokens would add to those of D, delta_bias and A."""
-    options = {"delta_softplus": True, "cu_seqlens": torch.tensor([0, 30, 65], device=device)}
-    tensors = inputs(device, B=1)
-    expected = gradients(scan, tensors, **options)
+    problem = draw(FULL, device, **SIZES, lengths=[30, 35], tail=5)
+    expected = evaluate(problem)
     for name in ("u", "delta", "B", "C", "z"):
-        tensors[name][:, 65:] = torch.nan
-    results = gradients(scan, tensors, **options)
-    assert not results["y"][:, 65:].any()
+        problem.tensors[name][:, 65:] = torch.nan
+    results = evaluate(problem)
+    assert not results["o"][:, 65:].any()
     assert_equal(results, expected)
 
 
 def test_a_tail_is_zeros_and_has_no_gradient(device: torch.device) -> None:
     """Whatever a sequence's `D` is, and whatever arrives on the tail, as NaN from the square root of its zeros."""
-    tensors = inputs(device, B=1)
+    tensors = inputs(device, lengths=[30, 35], tail=5)
     options = {"delta_softplus": True, "cu_seqlens": torch.tensor([0, 30, 65], device=device)}
     y, _ = scan(**tensors | {"D": torch.full_like(tensors["D"], torch.inf)}, **options)
     assert not y[:, 65:].any()
@@ -236,21 +181,20 @@ def test_time_steps_of_0_leave_the_state_as_it_is(device: torch.device) -> None:
 
 def test_channels_first(device: torch.device) -> None:
     """Transposed views of tensors as mamba-ssm and transformers have them."""
-    tensors = inputs(device)
-    views = {name: x.mT.contiguous().mT if x.dim() == 3 else x for name, x in tensors.items()}
+    problem = draw(FULL, device, **SIZES)
+    views = {name: x.mT.contiguous().mT for name, x in problem.tensors.items() if x.dim() == 3}
     assert not views["u"].is_contiguous()
-    options = {"delta_softplus": True}
-    expected = gradients(scan, tensors, **options)
-    for name, x in gradients(scan, views, **options).items():
+    expected = evaluate(problem)
+    for name, x in evaluate(problem.with_tensors(**views)).items():
         assert error(x, expected[name]) <= 1e-6, name  # a softplus may depend on the layout in its last bits
 
 
 def test_a_bias_of_another_shape(device: torch.device) -> None:
-    tensors = inputs(device, T=5)
-    expected = gradients(scan, tensors, delta_softplus=True)
-    bias = tensors["delta_bias"].view(1, D, 1)
-    results = gradients(scan, tensors | {"delta_bias": bias}, delta_softplus=True)
-    assert_equal(results, expected | {"delta_bias": expected["delta_bias"].view_as(bias)})
+    problem = draw(FULL, device, **SIZES, T=5)
+    bias = problem.tensors["delta_bias"].view(1, D, 1)
+    expected = evaluate(problem)
+    expected["ddelta_bias"] = expected["ddelta_bias"].view_as(bias)
+    assert_equal(evaluate(problem.with_tensors(delta_bias=bias)), expected)
 
 
 def test_last_states_are_not_returned_unless_asked_for(device: torch.device) -> None:
@@ -291,13 +235,13 @@ def test_exported_with_all_that_surrounds_it(device: torch.device) -> None:
 
 
 def test_compiled_training_with_one_graph(device: torch.device) -> None:
-    compiled = torch.compile(scan, fullgraph=True, dynamic=True, backend="aot_eager")
+    function = partial(FULL.call, output_final_state=True)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (64, 2, 3, 65):
-            tensors = inputs(device, T=length)
-            actual = gradients(compiled, tensors, delta_softplus=True)
-            expected = gradients(scan, tensors, delta_softplus=True)
-            for name, x in actual.items():
+            problem = draw(FULL, device, **SIZES, T=length)
+            expected = evaluate(problem)
+            for name, x in evaluate(problem, function=lambda _, **tensors: compiled(**tensors)).items():
                 assert error(x, expected[name]) <= 1e-6, name
 
 

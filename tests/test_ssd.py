@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from contract.accuracy import assert_equal, error
+from contract import problems
+from contract.accuracy import assert_accurate, assert_equal, error
+from contract.cases import SSD, OpCase
 from contract.graphs import op_nodes, other_ops, recorded
+from contract.problems import call, call_reference, evaluate, named
+from contract.recurrences import mamba
+from contract.recurrences import ssd as reference
 from torch import Tensor, nn
 from torch.export import Dim, export
 
@@ -16,142 +23,80 @@ from flacompose.ops import mamba_chunk_scan_combined, selective_state_update, ss
 
 INF = float("inf")
 BATCH, HEADS, GROUPS, P, S = 2, 4, 2, 6, 5
+# Time steps are on both sides of 0, so that what bounds them matters.
+drawn = partial(problems.draw, H=GROUPS, K=S, V=P)
+
+
+def case_of(
+    softplus: bool = True, limit: tuple[float, float] = (0.0, INF), **axes: tuple[str, ...]
+) -> OpCase:
+    """The scan with these options, of the inputs that it needs and those whose axes are given."""
+    return replace(
+        SSD,
+        function=mamba(
+            mamba_chunk_scan_combined,
+            "return_final_states",
+            chunk_size=64,
+            dt_softplus=softplus,
+            dt_limit=limit,
+        ),
+        reference=partial(reference, softplus=softplus, limit=limit),
+        inputs={name: SSD.inputs[name] for name in ("x", "dt", "A", "B", "C")} | axes,
+    )
 
 
 def scan(**arguments) -> Tensor | tuple[Tensor, Tensor]:
     return mamba_chunk_scan_combined(**{"chunk_size": 64, **arguments})
 
 
-def one_by_one(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, INF),
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The truth: ``h = exp(dt A) h + dt x B^T``, ``y = h C + D x``, head by head of its group."""
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        y, states = [], []
-        for n, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            part = [t[:, start:end] for t in (x, dt, B, C)] + [None if z is None else z[:, start:end]]
-            h = None if initial_states is None else initial_states[n : n + 1]
-            out, h = one_by_one(
-                part[0], part[1], A, part[2], part[3], D, part[4], dt_bias, h, dt_softplus, dt_limit
-            )
-            y.append(out)
-            states.append(h)
-        return torch.cat(y, 1), torch.cat(states)
-    batch, T, H, P = x.shape
-    B, C = (t.repeat_interleave(H // t.shape[2], 2) for t in (B, C))
-    h = x.new_zeros(batch, H, P, B.shape[-1]) if initial_states is None else initial_states
-    endless = A == -INF  # leaves nothing after a time step above 0
-    A = A.masked_fill(endless, 0)
-    y = []
-    for t in range(T):
-        step = dt[:, t] if dt_bias is None else dt[:, t] + dt_bias
-        step = F.softplus(step) if dt_softplus else step
-        step = step.clamp(*dt_limit)
-        decay = (step * A).exp().masked_fill(endless & (step > 0), 0)
-        h = decay[..., None, None] * h + torch.einsum("bh,bhp,bhs->bhps", step, x[:, t], B[:, t])
-        out = torch.einsum("bhps,bhs->bhp", h, C[:, t])
-        if D is not None:
-            out = out + (D if D.dim() == 2 else D[:, None]) * x[:, t]
-        y.append(out if z is None else out * F.silu(z[:, t]))
-    return (torch.stack(y, 1) if y else x.new_zeros(x.shape)), h
-
-
-def draw(device: torch.device, dtype: torch.dtype = torch.float32, **options) -> dict[str, Tensor]:
-    """Time steps on both sides of 0, so that what bounds them matters; packed, one row of three sequences."""
-    T, batch, N = options.get("T", 70), options.get("batch", BATCH), options.get("N", BATCH)
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    shapes = {
-        "x": normal(batch, T, HEADS, P),
-        "dt": normal(batch, T, HEADS) / 2,
-        "A": -normal(HEADS).exp(),
-        "B": normal(batch, T, GROUPS, S),
-        "C": normal(batch, T, GROUPS, S),
-        "D": normal(HEADS, P) if options.get("matrix") else normal(HEADS),
-        "z": normal(batch, T, HEADS, P),
-        "dt_bias": normal(HEADS) / 2,
-        "initial_states": normal(N, HEADS, P, S),
-    }
-    return {name: x.to(device, dtype) for name, x in shapes.items()}
-
-
-def gradients(function, tensors: dict[str, Tensor], **options) -> dict[str, Tensor]:
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    y, states = function(**leaves, **options)
-    generator = torch.Generator().manual_seed(1)
-    arriving = [
-        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in (y, states)
-    ]
-    results = torch.autograd.grad([y, states], list(leaves.values()), arriving)
-    results = {f"d{name}": dx for name, dx in zip(leaves, results, strict=True)}
-    return {"y": y.detach(), "states": states.detach(), **results}
+def draw(device: torch.device, matrix: bool = False, **options) -> dict[str, Tensor]:
+    """All tensors that the scan takes."""
+    case = replace(SSD, inputs=SSD.inputs | ({"D": ("HV", "V")} if matrix else {}))
+    return named(drawn(case, device, **options))
 
 
 OPTIONS = {
-    "plain": ({}, ()),
-    "softplus": ({"dt_softplus": True}, ()),
-    "bias": ({}, ("dt_bias",)),
-    "softplus and bias": ({"dt_softplus": True}, ("dt_bias",)),
-    "limits": ({"dt_softplus": True, "dt_limit": (0.4, 1.2)}, ("dt_bias",)),
-    "D": ({"dt_softplus": True}, ("D",)),
-    "z": ({"dt_softplus": True}, ("z",)),
-    "states": ({"dt_softplus": True}, ("initial_states",)),
-    "all": ({"dt_softplus": True, "dt_limit": (0.4, 1.2)}, ("D", "z", "dt_bias", "initial_states")),
+    "plain": ({"softplus": False}, ()),
+    "softplus": ({}, ()),
+    "bias": ({"softplus": False}, ("dt_bias",)),
+    "softplus and bias": ({}, ("dt_bias",)),
+    "limits": ({"limit": (0.4, 1.2)}, ("dt_bias",)),
+    "D": ({}, ("D",)),
+    "z": ({}, ("z",)),
+    "states": ({}, ("initial_states",)),
+    "all": ({"limit": (0.4, 1.2)}, ("D", "z", "dt_bias", "initial_states")),
 }
-each_option = pytest.mark.parametrize(("options", "given"), OPTIONS.values(), ids=OPTIONS)
 
 
-@each_option
+@pytest.mark.parametrize(("options", "given"), OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("matrix", [False, True], ids=["D [H]", "D [H, P]"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("lengths", [None, [30, 0, 1, 39]], ids=["dense", "packed"])
 def test_values_and_gradients(
-    options: dict, given: tuple[str, ...], matrix: bool, packed: bool, device: torch.device
+    options: dict, given: tuple[str, ...], matrix: bool, lengths: list[int] | None, device: torch.device
 ) -> None:
-    tensors = draw(device, matrix=matrix, **({"batch": 1, "N": 4} if packed else {}))
-    optional = ("D", "z", "dt_bias", "initial_states")
-    tensors = {name: x for name, x in tensors.items() if name not in optional or name in given}
-    if packed:
-        options = {**options, "cu_seqlens": torch.tensor([0, 30, 30, 31, 70], device=device)}
-    double = {name: x.double() for name, x in tensors.items()}
-    truth = gradients(one_by_one, double, **options)
-    actual = gradients(scan, tensors, return_final_states=True, **options)
-    assert actual["y"].dtype == actual["states"].dtype == torch.float32
-    assert actual["states"].is_contiguous()
-    for name, x in actual.items():
-        assert error(x, truth[name]) <= (1e-4 if name.startswith("d") else 2e-5), name
-    exact = gradients(scan, double, return_final_states=True, **options)
-    for name, x in exact.items():
-        assert error(x, truth[name]) <= 1e-10, name
+    axes = {name: axes for name, axes in SSD.inputs.items() if name in given}
+    if matrix and "D" in axes:
+        axes["D"] = ("HV", "V")
+    case, state = case_of(**options, **axes), "initial_states" in given
+    for dtype in (torch.float32, torch.float64):
+        problem = drawn(case, device, dtype, lengths=lengths, state=state)
+        results = evaluate(problem)
+        assert_accurate(problem, results)
+        assert results["o"].dtype == results["final_state"].dtype == dtype
+    assert call(problem)[1].is_contiguous()
 
 
 def test_rates_of_minus_infinity(device: torch.device) -> None:
     """A time step above 1e-36 forgets all, one of 0 nothing; such a rate has no gradient, and gives the steps none."""
-    tensors = draw(device, T=9)
-    tensors = {name: tensors[name] for name in ("x", "dt", "A", "B", "C", "initial_states")}
+    problem = drawn(case_of(softplus=False), device, T=9)
+    tensors = problem.tensors
     tensors["A"][1:3] = -INF
-    tensors["dt"] = tensors["dt"].abs()
+    tensors["dt"].abs_()
     tensors["dt"][:, 1::3] = 0
     tensors["dt"][:, 5] = 1e-36
-    truth = gradients(one_by_one, {name: x.double() for name, x in tensors.items()})
-    actual = gradients(scan, tensors, return_final_states=True)
-    for name, x in actual.items():
-        assert error(x, truth[name]) <= (1e-4 if name.startswith("d") else 2e-5), name
-    assert not actual["dA"][1:3].any()
+    results = evaluate(problem)
+    assert_accurate(problem, results)
+    assert not results["dA"][1:3].any()
 
 
 def test_gates_that_leave_nothing_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,11 +115,11 @@ def test_gates_that_leave_nothing_have_no_gradient(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_bias_of_another_shape(device: torch.device) -> None:
-    tensors = draw(device, T=5)
-    expected = gradients(scan, tensors, dt_softplus=True, return_final_states=True)
-    bias = tensors["dt_bias"].view(1, HEADS, 1)
-    results = gradients(scan, tensors | {"dt_bias": bias}, dt_softplus=True, return_final_states=True)
-    assert_equal(results, expected | {"ddt_bias": expected["ddt_bias"].view_as(bias)})
+    problem = drawn(SSD, device, T=5)
+    bias = problem.tensors["dt_bias"].view(1, HEADS, 1)
+    expected = evaluate(problem)
+    expected["ddt_bias"] = expected["ddt_bias"].view_as(bias)
+    assert_equal(evaluate(problem.with_tensors(dt_bias=bias)), expected)
 
     tensors = step(device, heads=True)
     flat = tensors | {"dt_bias": tensors["dt_bias"].flatten()}
@@ -194,18 +139,16 @@ def test_negative_time_steps_are_clamped_to_0(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
     """Time steps, rates and states are computed with in float32, outputs and gradients have their inputs' dtypes."""
-    tensors = draw(device)
-    for name in ("x", "B", "C", "z", "dt"):
-        tensors[name] = tensors[name].to(dtype)
-    options = {"dt_softplus": True}
-    truth = gradients(one_by_one, {name: x.double() for name, x in tensors.items()}, **options)
-    actual = gradients(scan, tensors, return_final_states=True, **options)
-    assert actual["y"].dtype == dtype and actual["states"].dtype == torch.float32
-    # Values dt * x are rounded, outputs twice.
-    bound = 8 * torch.finfo(dtype).eps
+    problem = drawn(SSD, device)
+    given = {name: problem.tensors[name].to(dtype) for name in ("x", "B", "C", "z", "dt")}
+    problem = replace(problem.with_tensors(**given), do=problem.do.to(dtype))
+    truth = evaluate(problem.to(torch.float64), function=call_reference)
+    actual = evaluate(problem)
+    assert actual["o"].dtype == dtype and actual["final_state"].dtype == torch.float32
+    assert all(actual[f"d{name}"].dtype == x.dtype for name, x in problem.tensors.items())
     for name, x in actual.items():
-        assert name in ("y", "states") or x.dtype == tensors[name.removeprefix("d")].dtype
-        assert error(x, truth[name]) <= bound, name
+        # Values dt * x are rounded, outputs twice.
+        assert error(x, truth[name]) <= 8 * torch.finfo(dtype).eps, name
 
 
 def test_final_states_are_not_returned_unless_asked_for(device: torch.device) -> None:
@@ -269,15 +212,14 @@ def test_graph_of_the_scan() -> None:
 
 
 def test_compiled_training_with_one_graph(device: torch.device) -> None:
-    def function(**tensors: Tensor) -> tuple[Tensor, Tensor]:
-        return scan(**tensors, dt_softplus=True, dt_limit=(0.4, 1.2), return_final_states=True)
-
+    case = case_of(limit=(0.4, 1.2), **SSD.inputs)
+    function = partial(case.call, output_final_state=True)
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for T in (64, 2, 3, 65):
-            tensors = draw(device, T=T)
-            actual, expected = gradients(compiled, tensors), gradients(function, tensors)
-            for name, x in actual.items():
+            problem = drawn(case, device, T=T)
+            expected = evaluate(problem)
+            for name, x in evaluate(problem, function=lambda _, **tensors: compiled(**tensors)).items():
                 assert error(x, expected[name]) <= 1e-6, name
 
 

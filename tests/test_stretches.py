@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -114,6 +115,12 @@ CASES = [
 ]
 every = pytest.mark.parametrize("case", CASES, ids=str)
 packed = pytest.mark.parametrize("bounds", [None, [0, 40, 40, 90, 150], [5, 60, 71, 140]], ids=str)
+
+
+def test_every_family_with_maps_has_a_case() -> None:
+    folders = (Path(__file__).parents[1] / "flacompose" / "ops" / "families").iterdir()
+    mapped = {x.name for x in folders if hasattr(torch.ops.flacompose, f"{x.name}_ends")}
+    assert {case.family for case in CASES} == mapped
 
 
 def drawn(case: Case, bounds: list[int] | None) -> Any:

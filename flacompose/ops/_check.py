@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
+from operator import eq
 from typing import Any
 
 import torch
@@ -32,31 +33,11 @@ def floating(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {_name(x.dtype)}")
 
 
-def axes(name: str, x: Tensor, names: str) -> None:
-    """Check that `x` is a float tensor with as many axes as `names` has, as ``B, T, D``."""
+def axes(name: str, x: Tensor, names: tuple[str, ...]) -> None:
+    """Check that `x` is a float tensor with axes of these names, as ``("B", "T", "D")``."""
     floating(name, x)
-    if x.dim() != len(names.split(", ")):
-        raise ValueError(f"{name} must have shape [{names}], got {tuple(x.shape)}")
-
-
-def qkv(q: Tensor, k: Tensor, v: Tensor, grouped: bool = False, q_name: str = "q") -> tuple[int, int, int]:
-    """Check ``q, k [B, T, H, K]`` and ``v [B, T, HV, V]``, return ``HV, K, V``; ``HV = H`` unless `grouped`.
-
-    `q_name` is what the function that the user has called names `q`; errors use it.
-    """
-    axes(q_name, q, "B, T, H, K")
-    B, T, H, K = q.shape
-    like(q, "k", k, q.shape, q_name)
-    axes("v", v, "B, T, HV, V" if grouped else "B, T, H, V")
-    HV, V = v.shape[2] if grouped else H, v.shape[3]
-    like(q, "v", v, (B, T, HV, V), q_name)
-    if grouped and H != 0 and HV % H != 0:
-        raise ValueError(f"v must have a multiple of the {H} heads of {q_name}, got {HV}")
-    same_dtype(q, "k", k, q_name)
-    same_dtype(q, "v", v, q_name)
-    head_size(q_name, q)
-    head_size("v", v)
-    return HV, K, V
+    if x.dim() != len(names):
+        raise ValueError(f"{name} must have shape [{', '.join(names)}], got {tuple(x.shape)}")
 
 
 def same_dtype(q: Tensor, name: str, x: Tensor, q_name: str = "q") -> None:
@@ -85,17 +66,26 @@ def is_empty(x: Tensor) -> bool:
     """Whether `x` has no elements, as far as is known before the data; see `violated`."""
     if not torch.compiler.is_compiling():  # all sizes at once, which is faster
         return 0 in x.shape
-    return any(violated(size > 0) for size in x.shape)
+    for size in x.shape:
+        filled = size > 0
+        if filled is not True and violated(filled):
+            return True
+    return False
 
 
 def has_shape(x: Tensor, shape: Sequence[int]) -> bool:
     """Whether `x` has this shape, as far as is known before the data; see `violated`."""
     if not torch.compiler.is_compiling():
-        return x.shape == shape
-    return x.dim() == len(shape) and not any(violated(a == b) for a, b in zip(x.shape, shape))
+        return x.shape == tuple(shape)
+    if x.dim() != len(shape):
+        return False
+    for same in map(eq, x.shape, shape):
+        if same is not True and violated(same):
+            return False
+    return True
 
 
-def like(q: Tensor, name: str, x: Tensor, shape: tuple[int, ...], q_name: str = "q") -> None:
+def like(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str = "q") -> None:
     """Check that `x` is a float tensor of this shape on the device of `q`, which errors call `q_name`."""
     floating(name, x)
     if not has_shape(x, shape):
@@ -184,12 +174,13 @@ def finite(name: str, x: float) -> None:
         raise ValueError(f"{name} must be finite, got {x}")
 
 
-def scale(x: float | None, K: int) -> float:
-    """Check the argument `scale` for keys of size `K`, return it, or its default."""
-    if x is None:
-        return K**-0.5
-    finite("scale", x)
-    return x
+def scale(x: float | None, q: Tensor) -> float:
+    """Check the argument `scale`, return it, or its default for ``q [..., K]``, which need not be checked yet."""
+    if x is not None:
+        finite("scale", x)
+        return x
+    K = q.shape[-1] if isinstance(q, Tensor) and not q.is_nested and q.dim() > 0 else 1
+    return 1.0 if violated(K > 0) else K**-0.5
 
 
 def kind(x: object) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check, _states
+from flacompose.ops import _states
+from flacompose.ops._call import check
 from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops.families.short_conv import op
 
@@ -52,24 +53,15 @@ def causal_conv1d(
         ValueError: If a shape or a device is wrong, or `activation` none of these.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.axes("x", x, "B, T, D")
-    _check.not_empty("x", x)
-    _check.axes("weight", weight, "D, W")
-    D, W = x.shape[2], weight.shape[1]
-    _check.like(x, "weight", weight, (D, W), q_name="x")
-    _check.not_empty("weight", weight)
-    _check.optional(x, "bias", bias, (D,), q_name="x")
+    inputs = op.Inputs(x, weight, bias, initial_state, cu_seqlens, silu=activation is not None)
+    check(op, inputs)
     if activation not in ("silu", "swish", None):
         raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
-    N = _check.sequences(x, cu_seqlens, q_name="x")
-    _check.optional(x, "initial_state", initial_state, (N, D, W), q_name="x")
     if output_states is not None:
         _states.check(output_states, x, cu_seqlens)
-    y, final_state = op.forward(
-        op.Inputs(x, weight, bias, initial_state, cu_seqlens, silu=activation is not None)
-    )
+    y, final_state = op.forward(inputs)
     if output_states is not None:
-        return y, _last_states(x, W, initial_state, output_states)
+        return y, _last_states(x, weight.shape[1], initial_state, output_states)
     return y, final_state if output_final_state else None
 
 

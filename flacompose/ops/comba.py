@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
-from flacompose.ops.delta_rule import check, normalized
-from flacompose.ops.delta_rule import run as run_delta_rule
-from flacompose.ops.dplr_delta_rule import run_checked
+from flacompose.ops.delta_rule import normalized
 from flacompose.ops.families.delta_rule import op as delta_rule
 from flacompose.ops.families.low_rank import op as low_rank
 
@@ -71,20 +71,10 @@ def chunk_comba(
             not one of the two.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return _run(
-        q,
-        k,
-        v,
-        p,
-        g,
-        beta,
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        cu_seqlens,
-        erase,
-    )
+    form = family_of(erase).chunk
+    scale = _check.scale(scale, q)
+    given = delta_rule.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale)
+    return run(form, _inputs(given, use_qk_l2norm_in_kernel, erase), output_final_state)
 
 
 def fused_recurrent_comba(
@@ -111,76 +101,45 @@ def fused_recurrent_comba(
             [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
-    return _run(
-        q, k, v, p, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, erase,
-        chunked=False, output_states=output_states,
-    )  # fmt: skip
+    form, wanted = recurrent_form(family_of(erase), q, output_final_state, cu_seqlens, output_states)
+    scale = _check.scale(scale, q)
+    given = delta_rule.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale)
+    return run(form, _inputs(given, use_qk_l2norm_in_kernel, erase), wanted)
 
 
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    normalize: bool,
-    cu_seqlens: Tensor | None,
-    erase: str,
-    chunked: bool = True,
-    output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments, normalise, and call one form of the op that has such an `erase`."""
-    HV, _ = check(q, k, v, beta, scale, initial_state, cu_seqlens)
-    _check.like(q, "p", p, k.shape)
-    _check.same_dtype(q, "p", p)
-    _check.like(q, "g", g, (*q.shape[:2], HV))
-    check_erase(erase)
-    _check.flags(use_qk_l2norm_in_kernel=normalize)
-    if normalize:
-        q, k, p = map(normalized, without_tail(cu_seqlens, q, k, p))
+def _inputs(
+    given: delta_rule.Inputs, use_qk_l2norm_in_kernel: bool, erase: str
+) -> delta_rule.Inputs | low_rank.Inputs:
+    """Check the arguments, in `given` as the delta rule has them with `p` as its `a`, and make `erasing` inputs."""
+    _check.tensor("p", given.a)
+    _check.tensor("g", given.g)
+    check(delta_rule, given, {"a": "p"})
+    assert given.a is not None and given.g is not None
+    q, k, p, g = given.q, given.k, given.a, given.g
+    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    if use_qk_l2norm_in_kernel:
+        q, k, p = map(normalized, without_tail(given.cu_seqlens, q, k, p))
     gk = g.unsqueeze(-1).expand(*g.shape, q.shape[3])
-    return erasing(
-        q, k, v, p, gk, beta, scale, initial_state, output_final_state, cu_seqlens, erase,
-        chunked=chunked, output_states=output_states,
-    )  # fmt: skip
+    return erasing(given._replace(q=q, k=k, a=p, g=None, gk=gk), erase)
 
 
-def check_erase(erase: Any) -> None:
+def family_of(erase: Any) -> ModuleType:
+    """The family that erases what is read "after" the decay, or "before" it."""
     if erase not in ("after", "before"):
         raise ValueError(f'erase must be "after" or "before", got {_check.shown(erase)}')
+    return delta_rule if erase == "after" else low_rank
 
 
-def erasing(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Tensor,
-    gk: Tensor | None,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    erase: str,
-    *,
-    chunked: bool = True,
-    output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """One form of the delta rule in which ``p [B, T, H, K]`` reads what is replaced, on checked arguments.
+def erasing(inputs: delta_rule.Inputs, erase: str) -> delta_rule.Inputs | low_rank.Inputs:
+    """`inputs` of the delta rule, with ``a [B, T, H, K]``, as those of the family of `erase`.
 
     The kernels of the delta rule read after the decay, ``gk [B, T, HV, K]``. Before it, the rule is one of low rank,
-    which has as many queries, keys and ``p`` as values.
+    which has as many queries, keys and ``a`` as values.
     """
-    op: Any = delta_rule if erase == "after" else low_rank
-    form, wanted = op.chunk, output_final_state
-    if not chunked:
-        form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     if erase == "after":
-        return run_delta_rule(form, q, k, v, beta, scale, initial_state, wanted, cu_seqlens, gk=gk, a=p)
+        return inputs
+    q, k, v, beta, _, gk, p, initial_state, cu_seqlens, scale = inputs
+    assert p is not None
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v, p = (x.to(dtype) for x in (q, k, v, p))
@@ -190,4 +149,4 @@ def erasing(
     # `beta` would have a gradient from tokens that are in no sequence, and that need not be finite.
     k, beta = without_tail(cu_seqlens, k, beta)
     written = (upcast(k, beta) * beta.unsqueeze(-1)).to(k.dtype)
-    return run_checked(form, q, written, v, p, -written, gk, scale, initial_state, wanted, cu_seqlens)
+    return low_rank.Inputs(q, written, v, p, -written, gk, initial_state, cu_seqlens, scale)

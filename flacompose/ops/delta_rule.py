@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._dtype import upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
@@ -62,11 +61,13 @@ def chunk_delta_rule(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs)
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
-        q, k = map(normalized, without_tail(cu_seqlens, q, k))
-    return run(op.chunk, q, k, v, beta, scale, initial_state, output_final_state, cu_seqlens)
+        inputs = with_norms(inputs)
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_delta_rule(
@@ -90,63 +91,20 @@ def fused_recurrent_delta_rule(
             [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
-    check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs)
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
-        q, k = map(normalized, without_tail(cu_seqlens, q, k))
-    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, beta, scale, initial_state, wanted, cu_seqlens)
+        inputs = with_norms(inputs)
+    return run(form, inputs, wanted)
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[int, int]:
-    """Check the arguments of a rule with a `beta`; ``(HV, K)``."""
-    HV, K, V = _check.qkv(q, k, v, grouped=True)
-    _check.like(q, "beta", beta, (*q.shape[:2], HV))
-    check_sequences(q, HV, V, scale, initial_state, cu_seqlens)
-    return HV, K
-
-
-def check_sequences(
-    q: Tensor,
-    HV: int,
-    V: int,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Check the arguments that all rules have beside tokens."""
-    N, K = _check.sequences(q, cu_seqlens), q.shape[3]
-    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
-    _check.scale(scale, K)
-
-
-def run(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    *,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    a: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """One form of the family's op on checked arguments; `g`, `gk` and `a` are its own."""
-    scale = _check.scale(scale, q.shape[3])
-    o, final_state = form(op.Inputs(q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale))
-    return o, final_state if output_final_state else None
+def with_norms(inputs: op.Inputs) -> op.Inputs:
+    """`inputs` with queries and keys that are `normalized`."""
+    q, k = map(normalized, without_tail(inputs.cu_seqlens, inputs.q, inputs.k))
+    return inputs._replace(q=q, k=k)
 
 
 def normalized(x: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.low_rank import op
 
@@ -58,7 +57,11 @@ def chunk_dplr_delta_rule(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return run(op.chunk, q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, a, b, gk, initial_state, cu_seqlens, scale)
+    _check.tensor("gk", gk)
+    check(op, inputs)
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_dplr_delta_rule(
@@ -84,59 +87,8 @@ def fused_recurrent_dplr_delta_rule(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, a, b, gk, scale, initial_state, wanted, cu_seqlens)
-
-
-def run(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    gk: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    q_name: str = "q",
-    gk_name: str = "gk",
-) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments and call one form of the family's op. Errors call `q` and `gk` by the names given."""
-    check(q, k, v, a, b, q_name)
-    _check.like(q, gk_name, gk, q.shape, q_name)
-    return run_checked(
-        form, q, k, v, a, b, gk, scale, initial_state, output_final_state, cu_seqlens, q_name=q_name
-    )
-
-
-def check(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, q_name: str = "q") -> None:
-    """Check the vectors of every token."""
-    _check.qkv(q, k, v, q_name=q_name)
-    for name, x in (("a", a), ("b", b)):
-        _check.like(q, name, x, q.shape, q_name)
-        _check.same_dtype(q, name, x, q_name)
-
-
-def run_checked(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    gk: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    *,
-    read_before: bool = True,
-    q_name: str = "q",
-) -> tuple[Tensor, Tensor | None]:
-    """Check what all recurrences have beside tokens, and call one form of the family's op."""
-    N, (H, K), V = _check.sequences(q, cu_seqlens, q_name), q.shape[2:], v.shape[3]
-    _check.optional(q, "initial_state", initial_state, (N, H, K, V), q_name)
-    scale = _check.scale(scale, K)
-    o, final_state = form(op.Inputs(q, k, v, a, b, gk, initial_state, cu_seqlens, scale, read_before))
-    return o, final_state if output_final_state else None
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, a, b, gk, initial_state, cu_seqlens, scale)
+    _check.tensor("gk", gk)
+    check(op, inputs)
+    return run(form, inputs, wanted)

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._dtype import upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import stretched, without_tail
-from flacompose.ops.delta_rule import normalized, run
+from flacompose.ops.delta_rule import normalized
 from flacompose.ops.families.delta_rule import op
 
 
@@ -119,18 +120,15 @@ def _product(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, and call one form of the family's op on the steps of all tokens."""
     _check.count("num_householder", n)
-    _check.axes("q", q, "B, T, H, K")
-    B, T, H, K = q.shape
+    _check.axes("q", q, ("B", "T", "H", "K"))
     _check.not_empty("q", q)
+    B, T, H, K = q.shape
     _check.like(q, "k", k, (B, T * n, H, K))
     _check.same_dtype(q, "k", k)
-    _check.head_size("q", q)
-    HV, _, V = _check.qkv(k, k, v, q_name="k", grouped=True)
-    _check.like(q, "beta", beta, (B, T * n, HV))
-    _check.optional(q, "g", g, (B, T, HV))
-    N = _check.sequences(q, cu_seqlens)
-    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
-    _check.scale(scale, K)
+    scale = _check.scale(scale, q)
+    # Keys are as queries would be of which there was one for each step.
+    check(op, op.Inputs(k, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens))
+    _check.optional(q, "g", g, (B, T, v.shape[2]))
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         (q,) = without_tail(cu_seqlens, q)
@@ -143,7 +141,6 @@ def _product(
         # of the steps that do not decay, and get their rounding errors.
         g = torch.where(upcast(g).exp() == 0, g.detach(), g)
         g = F.pad(g.unsqueeze(2), (0, 0, 0, n - 1)).flatten(1, 2)
-    o, final_state = run(
-        form, q, k, v, beta, scale, initial_state, output_final_state, stretched(cu_seqlens, n), g=g
-    )
+    inputs = op.Inputs(q, k, v, beta, g, None, None, initial_state, stretched(cu_seqlens, n), scale)
+    o, final_state = run(form, inputs, output_final_state)
     return o.unflatten(1, (T, n))[:, :, -1].contiguous(), final_state

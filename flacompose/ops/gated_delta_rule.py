@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import log
-from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, finfo
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._dtype import upcast
 from flacompose.ops._gates import bounded
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
-from flacompose.ops.delta_rule import check, normalized, run
+from flacompose.ops.delta_rule import with_norms
 from flacompose.ops.families.delta_rule import op
 
 LARGEST_LOG_RATE = 40.0  # a larger A_log is not exponentiated: see log_decay
@@ -78,10 +77,15 @@ def chunk_gated_delta_rule(
             lacks the one that it belongs to.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return run_gated(
-        op.chunk, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, None, cu_seqlens,
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    _check.tensor("g", g)
+    check(op, inputs)
+    inputs = with_gates(
+        inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )  # fmt: skip
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -112,69 +116,63 @@ def fused_recurrent_gated_delta_rule(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run_gated(
-        form, q, k, v, g, beta, scale, initial_state, wanted, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, None, cu_seqlens,
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    _check.tensor("g", g)
+    check(op, inputs)
+    inputs = with_gates(
+        inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
     )  # fmt: skip
+    return run(form, inputs, wanted)
 
 
-def run_gated(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
+def with_gates(
+    inputs: op.Inputs,
     normalize: bool,
     use_gate: bool,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     sigmoid: bool,
     neg_eigval: bool,
-    lower_bound: float | None,
-    cu_seqlens: Tensor | None,
-    gate: Literal["g", "gk"] = "g",
-) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments, make gates and betas of them, and call one form of the family's op.
-
-    `gate` is the name that `g` has there: "gk" if there is one for each channel of a key.
-    """
-    HV, K = check(q, k, v, beta, scale, initial_state, cu_seqlens)
+    lower_bound: float | None = None,
+) -> op.Inputs:
+    """Check the options, and apply them to checked `inputs`, whose gate is one per head, `g`, or per channel, `gk`."""
     _check.flags(
         use_qk_l2norm_in_kernel=normalize,
         use_gate_in_kernel=use_gate,
         use_beta_sigmoid_in_kernel=sigmoid,
         allow_neg_eigval=neg_eigval,
     )
-    of_a_token = (HV,) if gate == "g" else (HV, K)
-    g = decay(q, g, of_a_token, use_gate, A_log, dt_bias, lower_bound, cu_seqlens)
     if neg_eigval and not sigmoid:
         raise ValueError(
             "allow_neg_eigval must not be True without use_beta_sigmoid_in_kernel: it scales sigmoid(beta)"
         )
+    q, cu_seqlens = inputs.q, inputs.cu_seqlens
+    gate = inputs.g if inputs.gk is None else inputs.gk
+    assert gate is not None
+    g = decay(q, gate, use_gate, A_log, dt_bias, lower_bound, cu_seqlens)
+    if use_gate:
+        inputs = inputs._replace(g=g) if inputs.gk is None else inputs._replace(gk=g)
     if normalize:
-        q, k = map(normalized, without_tail(cu_seqlens, q, k))
+        inputs = with_norms(inputs)
     if sigmoid:
-        (beta,) = without_tail(cu_seqlens, beta)
-        beta = upcast(beta, q).sigmoid() * (2 if neg_eigval else 1)
-    return run(form, q, k, v, beta, scale, initial_state, output_final_state, cu_seqlens, **{gate: g})
+        (beta,) = without_tail(cu_seqlens, inputs.beta)
+        inputs = inputs._replace(beta=upcast(beta, q).sigmoid() * (2 if neg_eigval else 1))
+    return inputs
 
 
 def decay(
     q: Tensor,
     g: Tensor,
-    of_a_token: tuple[int, ...],
     use_gate: bool,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     lower_bound: float | None,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
-    """Check ``g [B, T, *of_a_token]`` and what belongs to it, and make the decay of them."""
-    _check.like(q, "g", g, (*q.shape[:2], *of_a_token))
+    """Check the options of a checked gate ``g [B, T, HV]`` or ``[B, T, HV, K]``, and make the decay of it."""
+    of_a_token = tuple(g.shape[2:])
     _check.parameter(q, "A_log", A_log, of_a_token[:1])
     _check.parameter(q, "dt_bias", dt_bias, of_a_token)
     if lower_bound is not None:

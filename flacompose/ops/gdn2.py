@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
-from flacompose.ops.delta_rule import check_sequences, normalized, run
+from flacompose.ops.delta_rule import normalized
 from flacompose.ops.families.delta_rule import op
+from flacompose.ops.families.scalar_decay import op as scalar_decay
 from flacompose.ops.gated_delta_rule import decay
 
 
@@ -142,12 +144,15 @@ def _run(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, apply the gates, and call one form of the family's op."""
-    HV, K, V = _check.qkv(q, k, v, grouped=True)
-    check_sequences(q, HV, V, scale, initial_state, cu_seqlens)
-    _check.flags(use_qk_l2norm_in_kernel=normalize, use_gate_in_kernel=use_gate)
-    g = decay(q, g, (HV, K), use_gate, A_log, dt_bias, lower_bound, cu_seqlens)
+    scale = _check.scale(scale, q)
+    # The arguments that are checked as those of scalar decay, which has no `beta`: here that is made of the others.
+    given = scalar_decay.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(scalar_decay, given)
+    _check.like(q, "g", g, (*v.shape[:3], q.shape[3]))
     _check.like(q, "b", b, k.shape)
     _check.like(q, "w", w, v.shape)
+    _check.flags(use_qk_l2norm_in_kernel=normalize, use_gate_in_kernel=use_gate)
+    g = decay(q, g, use_gate, A_log, dt_bias, lower_bound, cu_seqlens)
     q, k, v, b, w = without_tail(cu_seqlens, q, k, v, b, w)
     if normalize:
         q, k = normalized(q), normalized(k)
@@ -157,6 +162,5 @@ def _run(
     erased = (upcast(k, b) * b).to(k.dtype)
     written = (upcast(v, w) * w).to(v.dtype)
     beta = torch.ones_like(written[..., 0])
-    return run(
-        form, q, k, written, beta, scale, initial_state, output_final_state, cu_seqlens, gk=g, a=erased
-    )
+    inputs = op.Inputs(q, k, written, beta, None, g, erased, initial_state, cu_seqlens, scale)
+    return run(form, inputs, output_final_state)

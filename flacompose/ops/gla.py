@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.vector_decay import op
 
@@ -48,9 +47,11 @@ def chunk_gla(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.qkv(q, k, v)
-    _check.like(q, "g", g, q.shape)
-    return run(op.chunk, q, k, v, {"gk": g}, scale, initial_state, output_final_state, cu_seqlens)
+    _check.tensor("g", g)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs, {"gk": "g"})
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_gla(
@@ -83,31 +84,8 @@ def fused_recurrent_gla(
             The last of them is the final state. It needs no `output_final_state`, and takes no `cu_seqlens`.
             Default: the final state alone, if asked for.
     """
-    _check.qkv(q, k, v)
-    _check.optional(q, "gk", gk, q.shape)
-    _check.optional(q, "gv", gv, v.shape)
-    gates = {"gk": gk, "gv": gv}
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, gates, scale, initial_state, wanted, cu_seqlens)
-
-
-def run(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Mapping[str, Tensor | None],
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    q_name: str = "q",
-) -> tuple[Tensor, Tensor | None]:
-    """Check what is left after `q`, `k`, `v` and the gates, and call one form of the family's op."""
-    H, K = q.shape[2:]
-    N = _check.sequences(q, cu_seqlens, q_name)
-    _check.optional(q, "initial_state", initial_state, (N, H, K, v.shape[3]), q_name)
-    scale = _check.scale(scale, K)
-    gk, gv, u = (gates.get(name) for name in ("gk", "gv", "u"))
-    o, final_state = form(op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale))
-    return o, final_state if output_final_state else None
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, gk, gv, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs)
+    return run(form, inputs, wanted)

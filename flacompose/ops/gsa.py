@@ -129,7 +129,7 @@ def run(
         for i, (x, shape) in enumerate(zip(initial_state, shapes, strict=False)):
             _check.like(q, f"initial_state[{i}]", x, shape)
         Hk, Hv, z = initial_state if g is None else (*initial_state, None)
-    scale = _check.scale(scale, K)
+    scale = _check.scale(scale, q)
 
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
@@ -180,8 +180,13 @@ def _read(
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> int:
     """Check the inputs that every token has, and return how many heads of queries share one of keys."""
-    for name, x, axes in (("q", q, "HQ, K"), ("k", k, "H, K"), ("v", v, "H, V"), ("s", s, "H, M")):
-        _check.axes(name, x, f"B, T, {axes}")
+    for name, x, axes in (
+        ("q", q, ("HQ", "K")),
+        ("k", k, ("H", "K")),
+        ("v", v, ("H", "V")),
+        ("s", s, ("H", "M")),
+    ):
+        _check.axes(name, x, ("B", "T", *axes))
     B, T, HQ, K = q.shape
     H, M = k.shape[2], s.shape[3]
     for name, x, D in (("k", k, K), ("v", v, v.shape[3]), ("s", s, M)):

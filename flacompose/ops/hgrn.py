@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scan import op
 
@@ -42,7 +40,9 @@ def chunk_hgrn(
         ValueError: If a shape or a device is wrong.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return _run(op.chunk, x, g, initial_state, output_final_state, cu_seqlens)
+    inputs = op.Inputs(x, g, initial_state, cu_seqlens)
+    check(op, inputs)
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_hgrn(
@@ -63,21 +63,6 @@ def fused_recurrent_hgrn(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, x, output_final_state, cu_seqlens, output_states)
-    return _run(form, x, g, initial_state, wanted, cu_seqlens)
-
-
-def _run(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    x: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    _check.axes("x", x, "B, T, D")
-    _check.like(x, "g", g, x.shape, q_name="x")
-    _check.not_empty("x", x)
-    N = _check.sequences(x, cu_seqlens, q_name="x")
-    _check.optional(x, "initial_state", initial_state, (N, x.shape[2]), q_name="x")
-    o, final_state = form(op.Inputs(x, g, initial_state, cu_seqlens))
-    return o, final_state if output_final_state else None
+    inputs = op.Inputs(x, g, initial_state, cu_seqlens)
+    check(op, inputs)
+    return run(form, inputs, wanted)

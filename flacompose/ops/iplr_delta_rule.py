@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._states import recurrent_form
-from flacompose.ops.dplr_delta_rule import check, run_checked
 from flacompose.ops.families.low_rank import op
 
 
@@ -51,8 +52,10 @@ def chunk_iplr_delta_rule(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    check(q, k, v, a, b)
-    return run_checked(op.chunk, q, k, v, a, b, None, scale, initial_state, output_final_state, cu_seqlens)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, a, b, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs)
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_iplr_delta_rule(
@@ -76,6 +79,8 @@ def fused_recurrent_iplr_delta_rule(
             [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, H, K, V]``.
             Default: the final state alone.
     """
-    check(q, k, v, a, b)
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run_checked(form, q, k, v, a, b, None, scale, initial_state, wanted, cu_seqlens)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, a, b, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs)
+    return run(form, inputs, wanted)

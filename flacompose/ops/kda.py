@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.delta_rule import op
-from flacompose.ops.gated_delta_rule import run_gated
+from flacompose.ops.gated_delta_rule import with_gates
 
 
 def chunk_kda(
@@ -72,11 +74,15 @@ def chunk_kda(
             is not finite or not below 0, or an option lacks the one that it belongs to.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return run_gated(
-        op.chunk, q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens,
-        gate="gk",
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, beta, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    _check.tensor("g", g)
+    check(op, inputs, {"gk": "g"})
+    inputs = with_gates(
+        inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, lower_bound,
     )  # fmt: skip
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_kda(
@@ -108,8 +114,12 @@ def fused_recurrent_kda(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run_gated(
-        form, q, k, v, g, beta, scale, initial_state, wanted, use_qk_l2norm_in_kernel,
-        use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, cu_seqlens,
-        gate="gk",
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, beta, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    _check.tensor("g", g)
+    check(op, inputs, {"gk": "g"})
+    inputs = with_gates(
+        inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, lower_bound,
     )  # fmt: skip
+    return run(form, inputs, wanted)

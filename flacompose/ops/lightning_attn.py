@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scalar_decay import op
-from flacompose.ops.simple_gla import run
 
 
 def chunk_lightning_attn(
@@ -63,8 +61,11 @@ def chunk_lightning_attn(
             no layer of `num_layers`, or `decay` is unknown.
         TypeError: If an argument has the wrong type or dtype.
     """
-    rates = partial(log_decay, layer_idx=layer_idx, num_layers=num_layers, decay=decay, q=q)
-    return run(op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, rates)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs)
+    inputs = inputs._replace(g_gamma=log_decay(v.shape[2], layer_idx, num_layers, decay, q))
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_lightning_attn(
@@ -89,9 +90,12 @@ def fused_recurrent_lightning_attn(
             [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
-    rates = partial(log_decay, layer_idx=layer_idx, num_layers=num_layers, decay=decay, q=q)
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, None, None, scale, initial_state, wanted, cu_seqlens, rates)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs)
+    inputs = inputs._replace(g_gamma=log_decay(v.shape[2], layer_idx, num_layers, decay, q))
+    return run(form, inputs, wanted)
 
 
 def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._dtype import autocast_dtype, autocast_on, upcast
 from flacompose.ops._states import recurrent_form
+from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families.scalar_decay import op
-from flacompose.ops.simple_gla import run
 
 LinearAttentionState = Tensor | tuple[Tensor, Tensor]
 
@@ -103,15 +104,15 @@ def _run(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
     _check.flags(normalize=normalize)
+    scale = _check.scale(scale, q)
     if not normalize:
         if isinstance(initial_state, (tuple, list)):
             got = _check.kind(initial_state)
             raise TypeError(f"initial_state must be a tensor S without normalize, got {got}")
-        return run(form, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens)
+        inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+        check(op, inputs)
+        return run(form, inputs, output_final_state)
 
-    HV, K, V = _check.qkv(q, k, v, grouped=True)
-    N = _check.sequences(q, cu_seqlens)
-    B, T, H, _ = q.shape
     S, z = None, None
     if initial_state is not None:
         if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 2:
@@ -119,10 +120,14 @@ def _run(
                 f"initial_state must be a tuple (S, z) with normalize, got {_check.kind(initial_state)}"
             )
         S, z = initial_state
-        _check.like(q, "initial_state[0]", S, (N, HV, K, V))
-        _check.like(q, "initial_state[1]", z, (N, H, K))
-    _check.scale(scale, K)  # before anything is computed
-    z = None if z is None else z.unsqueeze(-1)
+        _check.tensor("initial_state[0]", S)
+        _check.tensor("initial_state[1]", z)
+    inputs = op.Inputs(q, k, v, initial_state=S, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs, {"initial_state": "initial_state[0]"})
+    B, T, H, K = q.shape
+    if z is not None:
+        _check.like(q, "initial_state[1]", z, (sequence_count(q, cu_seqlens), H, K))
+        z = z.unsqueeze(-1)
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -130,9 +135,8 @@ def _run(
     # Numerator and denominator may be large, and their gradients cancel, so nothing is rounded before the division.
     q, k, v = upcast(q), upcast(k), upcast(v)
     with nullcontext() if not autocast_on(q.device) else torch.autocast(q.device.type, enabled=False):
-        o, S = run(form, q, k, v, None, None, scale, S, True, cu_seqlens)
+        o, S = form(inputs._replace(q=q, k=k, v=v))
         # z is the state of values that are 1.
-        weight, z = run(form, q, k, q.new_ones(B, T, H, 1), None, None, scale, z, True, cu_seqlens)
-    assert S is not None and z is not None  # asked for
+        weight, z = form(inputs._replace(q=q, k=k, v=q.new_ones(B, T, H, 1), initial_state=z))
     o = (o.unflatten(2, (H, -1)) / (weight + 1e-10).unsqueeze(3)).flatten(2, 3).to(dtype)
     return o, (S, z.squeeze(-1)) if output_final_state else None

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._sizes import always_true
-from flacompose.ops.comba import check_erase, erasing
-from flacompose.ops.delta_rule import run as run_delta_rule
-from flacompose.ops.dplr_delta_rule import run_checked
+from flacompose.ops.comba import erasing, family_of
 from flacompose.ops.families.delta_rule import op as delta_rule
 from flacompose.ops.families.low_rank import op as low_rank
 from flacompose.ops.families.scalar_decay import op as scalar_decay
 from flacompose.ops.families.vector_decay import op as vector_decay
-from flacompose.ops.gla import run as run_vector_decay
-from flacompose.ops.simple_gla import run as run_scalar_decay
 
 
 def linear_recurrence(
@@ -87,50 +86,48 @@ def linear_recurrence(
             no family has together.
         TypeError: If an argument has the wrong type or dtype.
     """
-    HV, K, V = _check.qkv(q, k, v, grouped=True)
-    of_heads = (*q.shape[:2], HV)
-    _check.optional(q, "g", g, of_heads)
-    _check.optional(q, "gk", gk, (*of_heads, K))
-    _check.optional(q, "gv", gv, (*of_heads, V))
-    _check.optional(q, "beta", beta, of_heads)
+    scale = _check.scale(scale, q)
+    inputs = scalar_decay.Inputs(q, k, v, g, None, beta, initial_state, cu_seqlens, scale)
+    check(scalar_decay, inputs)
+    (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
+    _check.optional(q, "gk", gk, (B, T, HV, K))
+    _check.optional(q, "gv", gv, (B, T, HV, V))
     for name, x in (("a", a), ("b", b)):
-        _check.optional(q, name, x, q.shape)
         if x is not None:
+            _check.like(q, name, x, q.shape)
             _check.same_dtype(q, name, x)
-    _check.optional(q, "u", u, (q.shape[2], K))
-    check_erase(erase)
+    _check.optional(q, "u", u, (H, K))
+    eraser = family_of(erase)
     _check_combination(gv, beta, a, b, erase, u, read)
-    N = _check.sequences(q, cu_seqlens)
-    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
-    scale = _check.scale(scale, K)
 
-    options = scale, initial_state, output_final_state, cu_seqlens
-    groups = HV // q.shape[2]
+    options, groups = (initial_state, cu_seqlens, scale), HV // H
     if beta is None and a is None:
         if gk is None and gv is None and read == "after":
-            return run_scalar_decay(_form(scalar_decay, q), q, k, v, g, None, *options)
+            return run(_form(scalar_decay, T), inputs, output_final_state)
         if gv is not None and gk is None and g is not None:
-            gates = {"gk": None, "gv": _with(g, gv)}
+            gv = _with(g, gv)
         else:
-            gates = {"gk": _with(g, gk, K), "gv": gv}
+            gk = _with(g, gk, K)
         q, k = _for_each_value(groups, q, k)
         if read == "before":
-            gates["u"] = q.new_zeros(HV, K) if u is None else _for_each_value(groups, u, axis=0)[0]
-        return run_vector_decay(_form(vector_decay, q), q, k, v, gates, *options)
+            u = q.new_zeros(HV, K) if u is None else _for_each_value(groups, u, axis=0)[0]
+        return run(
+            _form(vector_decay, T), vector_decay.Inputs(q, k, v, gk, gv, u, *options), output_final_state
+        )
     if beta is not None:
         if a is None and erase == "after":
-            return run_delta_rule(_form(delta_rule, q), q, k, v, beta, *options, g=g, gk=gk)
+            rule = delta_rule.Inputs(q, k, v, beta, g, gk, None, *options)
+            return run(_form(delta_rule, T), rule, output_final_state)
         decay = _with(g, gk, K)
         # Only the kernels for gates of channels read with a vector other than the key.
         if decay is None and erase == "after":
-            decay = beta.new_zeros(*of_heads, K)
-        chunked = not always_true(q.shape[1] == 1)
-        return erasing(q, k, v, k if a is None else a, decay, beta, *options, erase, chunked=chunked)
+            decay = beta.new_zeros(B, T, HV, K)
+        rule = delta_rule.Inputs(q, k, v, beta, None, decay, k if a is None else a, *options)
+        return run(_form(eraser, T), erasing(rule, erase), output_final_state)
     assert a is not None and b is not None
     q, k, a, b = _for_each_value(groups, q, k, a, b)
-    return run_checked(
-        _form(low_rank, q), q, k, v, a, b, _with(g, gk, K), *options, read_before=erase == "before"
-    )
+    low = low_rank.Inputs(q, k, v, a, b, _with(g, gk, K), *options, read_before=erase == "before")
+    return run(_form(low_rank, T), low, output_final_state)
 
 
 def _check_combination(
@@ -170,9 +167,9 @@ def _check_combination(
         )
 
 
-def _form(op: Any, q: Tensor) -> Any:
+def _form(op: ModuleType, T: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """The form of a family that computes this fastest: one kernel for one token."""
-    return op.recurrent if always_true(q.shape[1] == 1) else op.chunk
+    return op.recurrent if always_true(T == 1) else op.chunk
 
 
 def _with(g: Tensor | None, of_channels: Tensor | None, size: int | None = None) -> Tensor | None:

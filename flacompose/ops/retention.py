@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
+from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scalar_decay import op
-from flacompose.ops.simple_gla import run
 
 
 def chunk_retention(
@@ -51,8 +50,11 @@ def chunk_retention(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    decay = partial(log_decay, q=q)
-    return run(op.chunk, q, k, v, None, None, scale, initial_state, output_final_state, cu_seqlens, decay)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs)
+    inputs = inputs._replace(g_gamma=log_decay(v.shape[2], q))
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_retention(
@@ -74,9 +76,12 @@ def fused_recurrent_retention(
             [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
-    decay = partial(log_decay, q=q)
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, None, None, scale, initial_state, wanted, cu_seqlens, decay)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(op, inputs)
+    inputs = inputs._replace(g_gamma=log_decay(v.shape[2], q))
+    return run(form, inputs, wanted)
 
 
 def log_decay(HV: int, q: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.vector_decay import op
-from flacompose.ops.gla import run
 
 
 def chunk_rwkv6(
@@ -52,8 +52,12 @@ def chunk_rwkv6(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    gates = _checked_gates(r, k, v, w, u)
-    return run(op.chunk, r, k, v, gates, scale, initial_state, output_final_state, cu_seqlens, q_name="r")
+    scale = _check.scale(scale, r)
+    inputs = op.Inputs(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
+    _check.tensor("w", w)
+    _check.tensor("u", u)
+    check(op, inputs, {"q": "r", "gk": "w"})
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_rwkv6(
@@ -77,14 +81,10 @@ def fused_recurrent_rwkv6(
             [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, H, K, V]``.
             Default: the final state alone.
     """
-    gates = _checked_gates(r, k, v, w, u)
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
-    return run(form, r, k, v, gates, scale, initial_state, wanted, cu_seqlens, q_name="r")
-
-
-def _checked_gates(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> dict[str, Tensor]:
-    """Check the inputs that every token has and the bonus, and return `w` and `u` by the op's names for them."""
-    H, K, _ = _check.qkv(r, k, v, q_name="r")
-    _check.like(r, "w", w, r.shape, q_name="r")
-    _check.like(r, "u", u, (H, K), q_name="r")
-    return {"gk": w, "u": u}
+    scale = _check.scale(scale, r)
+    inputs = op.Inputs(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
+    _check.tensor("w", w)
+    _check.tensor("u", u)
+    check(op, inputs, {"q": "r", "gk": "w"})
+    return run(form, inputs, wanted)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._states import recurrent_form
-from flacompose.ops.dplr_delta_rule import run
 from flacompose.ops.families.low_rank import op
 
 
@@ -55,21 +56,11 @@ def chunk_rwkv7(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return run(
-        op.chunk,
-        r,
-        k,
-        v,
-        a,
-        b,
-        w,
-        scale,
-        initial_state,
-        output_final_state,
-        cu_seqlens,
-        q_name="r",
-        gk_name="w",
-    )
+    scale = _check.scale(scale, r)
+    inputs = op.Inputs(r, k, v, a, b, w, initial_state, cu_seqlens, scale)
+    _check.tensor("w", w)
+    check(op, inputs, {"q": "r", "gk": "w"})
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_rwkv7(
@@ -95,4 +86,8 @@ def fused_recurrent_rwkv7(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
-    return run(form, r, k, v, a, b, w, scale, initial_state, wanted, cu_seqlens, q_name="r", gk_name="w")
+    scale = _check.scale(scale, r)
+    inputs = op.Inputs(r, k, v, a, b, w, initial_state, cu_seqlens, scale)
+    _check.tensor("w", w)
+    check(op, inputs, {"q": "r", "gk": "w"})
+    return run(form, inputs, wanted)

@@ -61,11 +61,11 @@ def selective_scan_fn(
         ValueError: If a shape or a device is wrong, or ``S`` is above 512.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.axes("u", u, "B, T, D")
+    _check.axes("u", u, ("B", "T", "D"))
     _check.not_empty("u", u)
     batch, T, channels = u.shape
     _check.like(u, "delta", delta, u.shape, q_name="u")
-    _check.axes("A", A, "D, S")
+    _check.axes("A", A, ("D", "S"))
     S = A.shape[1]
     _check.like(u, "A", A, (channels, S), q_name="u")
     _check.head_size("A", A, size_of="state")

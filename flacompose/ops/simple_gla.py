@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._call import check, run
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scalar_decay import op
 
@@ -55,7 +54,10 @@ def chunk_simple_gla(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return run(op.chunk, q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens, beta=beta)
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale)
+    check(op, inputs)
+    return run(op.chunk, inputs, output_final_state)
 
 
 def fused_recurrent_simple_gla(
@@ -81,32 +83,7 @@ def fused_recurrent_simple_gla(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    return run(form, q, k, v, g, g_gamma, scale, initial_state, wanted, cu_seqlens, beta=beta)
-
-
-def run(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_gamma: Tensor | None,
-    scale: float | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    decay: Callable[[int], Tensor] | None = None,
-    beta: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Check the arguments and call one form of the family's op; `decay` makes `g_gamma` of the number of heads."""
-    HV, K, V = _check.qkv(q, k, v, grouped=True)
-    _check.optional(q, "g", g, (*q.shape[:2], HV))
-    _check.optional(q, "g_gamma", g_gamma, (HV,))
-    _check.optional(q, "beta", beta, (*q.shape[:2], HV))
-    N = _check.sequences(q, cu_seqlens)
-    _check.optional(q, "initial_state", initial_state, (N, HV, K, V))
-    scale = _check.scale(scale, K)
-    if decay is not None:
-        g_gamma = decay(HV)
-    o, final_state = form(op.Inputs(q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale))
-    return o, final_state if output_final_state else None
+    scale = _check.scale(scale, q)
+    inputs = op.Inputs(q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale)
+    check(op, inputs)
+    return run(form, inputs, wanted)

@@ -12,7 +12,7 @@ from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
 from flacompose.ops._gates import bounded
 from flacompose.ops._varlen import inside
-from flacompose.ops.simple_gla import chunk_simple_gla
+from flacompose.ops.families.scalar_decay import op
 
 
 def mamba_chunk_scan_combined(
@@ -69,11 +69,11 @@ def mamba_chunk_scan_combined(
         ValueError: If a shape, a device or a bound is wrong, or ``P`` or ``S`` is above 512.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.axes("x", x, "B, T, H, P")
+    _check.axes("x", x, ("B", "T", "H", "P"))
     batch, T, H, P = x.shape
     _check.like(x, "dt", dt, (batch, T, H), q_name="x")
     _check.like(x, "A", A, (H,), q_name="x")
-    _check.axes("B", B, "B, T, G, S")
+    _check.axes("B", B, ("B", "T", "G", "S"))
     G, S = B.shape[2:]
     _check.like(x, "B", B, (batch, T, G, S), q_name="x")
     _check.like(x, "C", C, B.shape, q_name="x")
@@ -103,8 +103,7 @@ def mamba_chunk_scan_combined(
     dt_bias = None if dt_bias is None else dt_bias.reshape(H)
     dt = time_step(dt, dt_bias, dt_softplus, x, dt_limit)
     g = bounded(log_decay(dt, upcast(A, x)))
-    y, states = chunk_simple_gla(C, B, x, g, None, 1.0, initial_states, True, cu_seqlens, dt)
-    assert states is not None  # asked for
+    y, states = op.chunk(op.Inputs(C, B, x, g, None, dt, initial_states, cu_seqlens))
     if D is not None:
         y = y + x * upcast(D if D.dim() == 2 else D.unsqueeze(-1), x)
     if z is not None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.recurrences import CASES, GATES_ON_BOTH_AXES, SOFTMAX, SSD, OpCase
-from flacompose.ops.families.selective_scan.reference import selective_scan
+from .opcase import OpCase
+from .recurrences import CASES, GATES_ON_BOTH_AXES, SOFTMAX, SSD
 
 __all__ = [
     "CASES",
@@ -30,7 +30,6 @@ SELECTIVE = NAMED["selective_scan_fn"]
 SELECTIVE_GROUPS = replace(
     SELECTIVE,
     name="selective_scan_fn-groups",
-    reference=lambda u, delta, A, B, C, initial_state=None: selective_scan(u, delta, A, B, C, initial_state),
     inputs={**SELECTIVE.inputs, **dict.fromkeys("BC", ("B", "T", "H", "S"))},
     other_ops=(),
 )
@@ -69,8 +68,8 @@ PAIRS = {
 }
 TWO_FORMS = [*reversed(PAIRS.values())]
 each_op_of_two_forms = every(TWO_FORMS)
-# One entry of each recurrence, for tests that take long and to which forms make no difference.
-ONE_EACH = [*{case.reference: case for case in reversed(NAMED.values())}.values()]
+# One entry of each recurrence under each of its names, for tests that take long and to which forms make no difference.
+ONE_EACH = [*{(case.reference, *case.renamed): case for case in reversed(NAMED.values())}.values()]
 INDUCTOR = [case for case in CASES if case.inductor]
 one_op_a_form = every(INDUCTOR)
 # On a CPU both forms of a family run the same code under two names.

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.recurrences import OpCase
+from .opcase import OpCase
 
 GATES = [0.0, -1e-6, -0.1, -5.0, -15.0, -30.0, -1e4, float("-inf")]
 Results = dict[str, Tensor]
@@ -99,7 +99,7 @@ def draw(
         tensors[name] = gate(axes, size, gates, generator).to(device, gate_dtype or dtype)
     if state:
         tensors["initial_state"] = normal(case.state, state_dtype or accumulator, "initial_state")
-    do = normal(case.output_axes or case.inputs[case.output], dtype)
+    do = normal(case.output_axes, dtype)
     d_final_state = normal(case.state, accumulator)
     start = [
         torch.full([1, *(size[axis] for axis in axes[1:])], case.empty.get(name, 0.0)).to(d_final_state)

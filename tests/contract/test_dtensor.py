@@ -7,11 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo
-from ranks import check_sharded, on_two_ranks
+from ranks import BATCH, HEADS, check_sharded, on_two_ranks, placement
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-
-from benchmarks.recurrences import BATCH, HEADS
 
 from .cases import NAMED, ONE_EACH
 from .problems import call_named, draw, named
@@ -21,13 +19,12 @@ def check(
     mesh: DeviceMesh, name: str, compiled: bool, state: bool, lengths: list[int] | None, T: int
 ) -> None:
     """Results lie as the inputs do, by their axes; without a state, compiled, and packed, of one form."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
     case = NAMED[name]
     problem = draw(case, torch.device("cpu"), T=T, K=4, V=6, M=3, state=state, lengths=lengths)
     tensors, bounds = named(problem), problem.cu_seqlens
     everywhere = None if bounds is None else distribute_tensor(bounds, mesh, [Replicate()])
-    output = case.output_axes or case.inputs[case.output]
     axes_of = {**case.inputs, **case.gates, **case.states}
 
     def run(form, cu_seqlens: Tensor | None, *x: Tensor) -> tuple[Tensor, ...]:
@@ -35,11 +32,7 @@ def check(
         o, final = call_named(case, form, **arguments, output_final_state=True, cu_seqlens=cu_seqlens)
         return (o, final) if isinstance(final, Tensor) else (o, *final)
 
-    for sharded_axes in (BATCH, HEADS) if bounds is None else (HEADS,):
-
-        def placement(axes: tuple[str, ...], sharded_axes=sharded_axes):
-            return next((Shard(dim) for dim, axis in enumerate(axes) if axis in sharded_axes), Replicate())
-
+    for split in (BATCH, HEADS) if bounds is None else (HEADS,):
         for form in (case.function, case.other if state and not compiled and bounds is None else None):
             if form is None:
                 continue
@@ -47,9 +40,10 @@ def check(
             unsharded, sharded = partial(run, form, bounds), partial(run, form, everywhere)
             if compiled:
                 sharded = torch.compile(sharded, fullgraph=True, backend="aot_eager")
-            placements = [placement(axes_of[x]) for x in tensors]
+            placements = [placement(axes_of[x], split) for x in tensors]
             outputs = check_sharded(mesh, sharded, list(tensors.values()), placements, unsharded)
-            assert outputs == [placement(axes) for axes in (output, *case.states.values())], (name, form)
+            expected = [placement(axes, split) for axes in (case.output_axes, *case.states.values())]
+            assert outputs == expected, (name, form)
 
 
 def check_all(

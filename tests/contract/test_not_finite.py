@@ -48,7 +48,7 @@ def check_input(problem: Problem, name: str, value: float, function: Callable, e
     x[tuple(at.get(axis, 0) for axis in poisoned)] = value
     results = evaluate(problem.with_tensors(**{name: x}), function=function)
 
-    output = case.output_axes or case.inputs[case.output]
+    output = case.output_axes
     if value != value and name in {**case.inputs, **case.gates} and "T" in poisoned:
         # Some recurrences read before they decay: a gate is seen at the next token.
         since = TOKEN if name in case.inputs else TOKEN + 1

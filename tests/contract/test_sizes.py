@@ -78,7 +78,7 @@ def problems(case: OpCase, layout: str, device: torch.device) -> list[tuple[Prob
             problem = draw(case, device, lengths=lengths, tail=16 - kept, seed=kept, state=False)
             other = torch.cat([*map(torch.arange, lengths), torch.ones(16 - kept, dtype=torch.int64)])
             at = {"T": places(tokens).to(device)}
-        axes = case.output_axes or case.inputs[case.output]
+        axes = case.output_axes
         d_state = chosen(problem.d_final_state, case.state, {"N": at["B"]} if "B" in at else {})
         problem = replace(problem, do=chosen(problem.do, axes, at), d_final_state=d_state)
         calls.append((problem, tokens.to(device), other.to(device)))

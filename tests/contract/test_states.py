@@ -10,14 +10,13 @@ from functools import partial
 import pytest
 import torch
 import torch._dynamo
-from ranks import check_sharded, on_two_ranks
+from ranks import BATCH, HEADS, check_sharded, on_two_ranks, placement
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 from torch.func import vmap
 
-from benchmarks.recurrences import BATCH, HEADS
 from flacompose.ops import _logsumexp
 
 from .accuracy import FIXED, VALUES, assert_close, error
@@ -259,8 +258,6 @@ def test_opcheck(case: OpCase, device: torch.device) -> None:
 
 
 def check_distributed(mesh: DeviceMesh) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-
     for case in FEW:
         tensors = named(draw(case, torch.device("cpu"), T=5, K=4, V=6, M=3))
         axes_of = {**case.inputs, **case.gates, **case.states}
@@ -269,11 +266,8 @@ def check_distributed(mesh: DeviceMesh) -> None:
             o, states = call_named(case, **dict(zip(names, x, strict=True)), output_states=2)
             return (o, states) if isinstance(states, Tensor) else (o, *states)
 
-        for sharded_axes in (BATCH, HEADS):
-            placements = [
-                next((Shard(i) for i, axis in enumerate(axes_of[x]) if axis in sharded_axes), Replicate())
-                for x in tensors
-            ]
+        for split in (BATCH, HEADS):
+            placements = [placement(axes_of[x], split) for x in tensors]
             check_sharded(mesh, run, list(tensors.values()), placements, run)
 
 

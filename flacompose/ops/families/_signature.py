@@ -72,6 +72,28 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
     return fields
 
 
+class Argument(NamedTuple):
+    """What a tensor of a call must be like."""
+
+    name: str
+    optional: bool
+    axes: tuple[str, ...]
+    new: tuple[str, ...]  # the axes that no argument before it has, and whose sizes it gives therefore
+    cast: bool  # by autocast, before which it has the dtype of the first argument
+
+
+def _tensors(fields: Iterable[_Field]) -> tuple[Argument, ...]:
+    """The arguments that have axes."""
+    found, seen = [], {"N"}
+    for x in fields:
+        if x.axes is not None:
+            axes = tuple(x.axes.split())
+            new = tuple(axis for axis in axes if axis not in seen)
+            found.append(Argument(x.name, x.type == "Tensor?", axes, new, x.autocast is not None))
+            seen.update(axes)
+    return tuple(found)
+
+
 def gradient_name(x: str) -> str:
     """``dx``, or where that would be hard to read, ``d_x``."""
     return f"d_{x}" if "_" in x else f"d{x}"
@@ -93,6 +115,7 @@ class Signature(Generic[AnyInputs]):
     def __init__(self, inputs: type[AnyInputs], outputs: type[Any], numbers: tuple[str, ...] = ()) -> None:
         arguments, results = _fields(inputs), _fields(outputs)
         self.inputs, self.outputs, self.numbers = inputs, outputs, numbers
+        self.tensors = _tensors(arguments)
         self._results = results
         self.axes = {x.name: x.axes for x in (*arguments, *results) if x.axes is not None}
         self.autocast = {x.name: x.autocast.unless for x in arguments if x.autocast is not None}

@@ -316,10 +316,12 @@ def by_levels(
     GATES: tl.constexpr,
     READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
+    rest: tl.constexpr = 0,
 ):
     """Adds the pairs of readers `x` and `writer`, one product for each level of blocks, to the three gradients.
 
-    In it, readers are the rows of odd blocks, and writers those of even ones.
+    In it, readers are the rows of odd blocks, and writers those of even ones. What was rounded off of `pairs`, if it is
+    stored, begins `rest` elements after them.
     """
     t = tl.arange(0, C)[:, None]
     s = tl.arange(0, C)[None, :]
@@ -328,8 +330,10 @@ def by_levels(
         weight = tl.exp(select(in_local_sum(t, s, level, READ_BEFORE), g, DOT))
         role = tl.where(odd, x, writer)
         # The pairs where a reader is the row, and their transpose where a writer is.
-        between = tl.load(pairs + tl.where(odd, t * C + s, s * C + t), mask=siblings(t, s, level), other=0.0)
-        between = between.to(tl.float32)
+        pair = pairs + tl.where(odd, t * C + s, s * C + t)
+        between = tl.load(pair, mask=siblings(t, s, level), other=0.0).to(tl.float32)
+        if rest != 0:
+            between += tl.load(pair + rest, mask=siblings(t, s, level), other=0.0).to(tl.float32)
         out = weight * rounded_dot(between, tf32_rounded(role * weight, DOT), DOT)
         d_reader += tl.where(odd, out, 0.0)
         written += tl.where(odd, 0.0, out)

@@ -94,7 +94,7 @@ class _Launches(Sweeps):
                 middle = self.at_middle = {name: self.scratch(H, self.K) for name in middle}
                 self.mild_gradient = self.per_chunk(H, tiles, dtype=torch.int8)
         arguments = {**self.vectors, **parts, "mild": mild, **self.common, "READ_BEFORE": self.read_before}
-        given = {"P": P, "scale": scale, **arguments, **pair_config(self.bfloat16)}
+        given = {"P": P, "scale": scale, **arguments, **pair_config(self.bfloat16, self.K)}
         self.launch_by_gates(pair_kernel, self.chunks * H, given, gk is not None)
         arguments |= {**made, **middle, "total": self.gates["total"], "mild_gradient": self.mild_gradient}
         given = {**arguments, **factor_config(self.bfloat16)}
@@ -121,7 +121,7 @@ class _Launches(Sweeps):
         config = pair_gradient_config(self.bfloat16)
         launch(pair_gradient_kernel, (2 * self.chunks * H,), **self.pairs, **given, **config)
         self.pairs.clear()
-        config = gradient_config(self.bfloat16)
+        config = gradient_config(self.bfloat16, self.V)
         tiles = tile_count(K, config["BK"])
         made = {name: self.per_token(H, K, dtype=self.dtype) for name in OF_KEYS}
         of_writes = None
@@ -145,11 +145,13 @@ class _Launches(Sweeps):
 # Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.
 
 
-def pair_config(bfloat16: bool) -> dict[str, int]:
-    """Block size of the contracted axis, warps and pipeline stages."""
+def pair_config(bfloat16: bool, K: int) -> dict[str, int]:
+    """Block size of the contracted axis, warps, stages, and registers for three programs where one block is all."""
     if not bfloat16:
         return {"BK": 32, "num_warps": 4, "num_stages": 1}
-    return {"BK": 64, "num_warps": 4, "num_stages": 2}
+    if K <= 64:
+        return {"BK": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+    return {"BK": 64, "num_warps": 4, "num_stages": 3}
 
 
 def factor_config(bfloat16: bool) -> dict[str, int]:
@@ -164,7 +166,7 @@ def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
     return {"BV": 128 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
 
 
-def gradient_config(bfloat16: bool) -> dict[str, int]:
+def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
     B = 64 if bfloat16 else 32
-    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 3}
+    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2 if bfloat16 and V <= 64 else 3}

@@ -192,7 +192,9 @@ def write_gradient_kernel(
             return
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
-    pairs += rh * (4 if DOT == tl.float32 else 6) * C * C
+    # From the first parts of the pairs of `a` to the second, of which there are none in float32.
+    REST: tl.constexpr = 0 if DOT == tl.float32 else 2 * C * C
+    pairs += rh * (4 * C * C + REST)
     diagonal += rh * 2 * C
     d_states += rh * K * V
     i = tl.arange(0, C)
@@ -240,18 +242,21 @@ def write_gradient_kernel(
         db_, dk_ = _of_state(u + of_values, v + of_values, d_states, size, H, V, d, K, BV, DOT)
         db_ *= to_end
         dk_ *= to_end
-        q_ = load_tile(q + first, *at).to(tl.float32)
-        a_ = load_tile(a + first, *at).to(tl.float32)
         b_ = load_tile(b + first, *at).to(tl.float32)
         k_ = load_tile(k + first, *at).to(tl.float32)
         if GATES:
             d_gates += d_total[None, :] + select(t > s, b_ * db_ + k_ * dk_, DOT)
         unused = tl.zeros([C, BK], dtype=tl.float32)
-        _, db_, d_gates = by_levels(q_, b_, g, pairs, unused, db_, d_gates, GATES, False, DOT)
-        _, dk_, d_gates = by_levels(q_, k_, g, pairs + C * C, unused, dk_, d_gates, GATES, False, DOT)
-        pairs += 2 * C * C
-        _, db_, d_gates = by_levels(a_, b_, g, pairs, unused, db_, d_gates, GATES, READ_BEFORE, DOT)
-        _, dk_, d_gates = by_levels(a_, k_, g, pairs + C * C, unused, dk_, d_gates, GATES, READ_BEFORE, DOT)
+        a_ = load_tile(a + first, *at).to(tl.float32)
+        q_ = load_tile(q + first, *at).to(tl.float32)
+        for writer in range(2):
+            y = tl.where(writer == 0, b_, k_)
+            _, d_y, d_gates = by_levels(q_, y, g, pairs, unused, unused, d_gates, GATES, False, DOT)
+            of_a = pairs + 2 * C * C
+            _, d_y, d_gates = by_levels(a_, y, g, of_a, unused, d_y, d_gates, GATES, READ_BEFORE, DOT, REST)
+            db_ += tl.where(writer == 0, d_y, 0.0)
+            dk_ += tl.where(writer == 0, 0.0, d_y)
+            pairs += C * C
     if GATES:
         store_tile(of_writes + first, d_gates, *at)
     # 3. No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others in the
@@ -307,7 +312,9 @@ def read_gradient_kernel(
             return
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
-    pairs += rh * (4 if DOT == tl.float32 else 6) * C * C
+    # From the first parts of the pairs of `a` to the second, of which there are none in float32.
+    REST: tl.constexpr = 0 if DOT == tl.float32 else 2 * C * C
+    pairs += rh * (4 * C * C + REST)
     diagonal += rh * 2 * C
     states += rh * K * V
     i = tl.arange(0, C)
@@ -348,19 +355,18 @@ def read_gradient_kernel(
         g = load_gates(gk + first, *at)
         q_ = load_tile(q + first, *at).to(tl.float32)
         a_ = load_tile(a + first, *at).to(tl.float32)
-        b_ = load_tile(b + first, *at).to(tl.float32)
-        k_ = load_tile(k + first, *at).to(tl.float32)
         dq_ *= tl.exp(select(s <= t, g, DOT))
         da_ *= tl.exp(select(reads_gate(t, s, READ_BEFORE), g, DOT))
         d_gates = tl.zeros([C, BK], dtype=tl.float32)
         if dgk is not None:
             d_gates = select(t <= s, q_ * dq_, DOT) + select(reads_gate(s, t, READ_BEFORE), a_ * da_, DOT)
         unused = tl.zeros([C, BK], dtype=tl.float32)
-        dq_, _, _g = by_levels(q_, b_, g, pairs, dq_, unused, d_gates, False, False, DOT)
-        dq_, _, _g = by_levels(q_, k_, g, pairs + C * C, dq_, unused, d_gates, False, False, DOT)
-        pairs += 2 * C * C
-        da_, _, _g = by_levels(a_, b_, g, pairs, da_, unused, d_gates, False, READ_BEFORE, DOT)
-        da_, _, _g = by_levels(a_, k_, g, pairs + C * C, da_, unused, d_gates, False, READ_BEFORE, DOT)
+        for writer in range(2):
+            y = load_tile((b if writer == 0 else k) + first, *at).to(tl.float32)
+            dq_, _, _g = by_levels(q_, y, g, pairs, dq_, unused, d_gates, False, False, DOT)
+            of_a = pairs + 2 * C * C
+            da_, _, _g = by_levels(a_, y, g, of_a, da_, unused, d_gates, False, READ_BEFORE, DOT, REST)
+            pairs += C * C
     # 3. What is stored, with the pair of a token with itself.
     if dgk is not None:
         store_tile(dgk + first, d_gates + load_tile(of_writes + first, *at), *at)

@@ -25,7 +25,6 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     chunk_of_program,
-    dot,
     dot_in_parts,
     dot_of_parts,
     fine_dot,
@@ -34,6 +33,7 @@ from flacompose.ops.families._kernels import (
     load_tile,
     numbers_of_tile,
     size_of_chunk,
+    split_dot,
     store_tile,
     tile_of_program,
 )
@@ -78,8 +78,9 @@ def _pairs_with(
 ):  # fmt: skip
     """`of_b` and `of_k` with the products of channels `d` of readers `x` with ``b`` and keys, and their sums' size.
 
-    Rows are tokens that write, columns tokens that read. The products of `a` are in two parts, as a system is solved
-    with them: where keys are alike, its solution is a small difference of large terms.
+    Rows are tokens that write, columns tokens that read. Where keys are alike, `b` takes back nearly all that they
+    write, so vectors that write are multiplied in two parts. So are those of `a`, as a system is solved with their
+    products; a query is rounded once, wherever it is multiplied, which is as if it were another query.
     """
     at = i, size, 0, d, H, K
     g, sums = load_sums(gk, i, size, d, H, K, DOT)
@@ -93,14 +94,18 @@ def _pairs_with(
             of_b = dot_of_parts(load_tile(b, *at) * to_middle, parts, DOT, of_b)
             of_k = dot_of_parts(load_tile(k, *at) * to_middle, parts, DOT, of_k)
         else:
-            of_b += dot(load_tile(b, *at) * to_middle, reader, DOT)
-            of_k += dot(load_tile(k, *at) * to_middle, reader, DOT)
+            of_b = split_dot(load_tile(b, *at) * to_middle, reader, DOT, of_b)
+            of_k = split_dot(load_tile(k, *at) * to_middle, reader, DOT, of_k)
     else:
         s = i[:, None]
         t = i[None, :]
         reader = load_tile(x, *at)
-        of_b += exact_pairs(reader, load_tile(b, *at), g, s, t, OF_A and READ_BEFORE, DOT)
-        of_k += exact_pairs(reader, load_tile(k, *at), g, s, t, OF_A and READ_BEFORE, DOT)
+        for writer in range(2):  # a loop, so that half as much is compiled
+            of_y = exact_pairs(
+                reader, load_tile(b if writer == 0 else k, *at), g, s, t, OF_A and READ_BEFORE, DOT
+            )
+            of_b += tl.where(writer == 0, of_y, 0.0)
+            of_k += tl.where(writer == 0, 0.0, of_y)
     return of_b, of_k, largest
 
 
@@ -295,6 +300,8 @@ def factor_kernel(
     else:
         of_q = tl.exp(select(t <= s, g, DOT))
     q_ = load_tile(q + first, *at) * of_q
+    if MILD:
+        q_ = q_.to(DOT).to(tl.float32)  # as `pair_kernel` multiplies it
     if MIDDLE:
         store_tile(q_middle + first, q_, *at)
     store_tile(Q + first, _dot_with_stored(X, X_rest, transposed, a_, DOT, q_) * early, *at)

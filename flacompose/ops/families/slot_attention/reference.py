@@ -1,0 +1,59 @@
+"""The recurrence as the papers write it, token by token: the specification of this family.
+
+Gated slot attention, https://arxiv.org/abs/2409.07146, section 3; without gates attention with bounded memory control,
+https://arxiv.org/abs/2110.02488, whose slots are normalised by what they were written with until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
+def slot_attention(
+    q: Tensor,  # [B, T, HQ, K], HQ a multiple of H: neighbouring heads of q read the slots of one head
+    k: Tensor,  # [B, T, H, K]
+    v: Tensor,  # [B, T, H, V]
+    s: Tensor,  # [B, T, H, M], what each slot takes of the token; logits of it if g is absent
+    g: Tensor | None = None,  # [B, T, H, M], natural-log decay of the slots
+    initial_state: tuple[Tensor, ...]
+    | None = None,  # Hk [B, H, K, M], Hv [B, H, M, V], and without g z [B, H, M]
+    scale: float = 1.0,
+    weights: Callable[[Tensor], Tensor] = softmax,  # how a query weighs the slots, by its logits
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """``Hk_t = Hk_{t-1} diag(exp g_t) + k_t s_t^T``; ``Hv_t`` likewise; ``o_t = Hv_t^T softmax(scale * Hk_t^T q_t)``.
+
+    Without g, by ``z_t = logaddexp(z_{t-1}, s_t)``: ``g_t = z_{t-1} - z_t``, and ``exp(s_t - z_t)`` in place of s.
+    """
+    B, T, H, M = s.shape
+    z = s.new_full((B, H, M), -torch.inf)
+    if initial_state is None:
+        Hk, Hv = s.new_zeros(B, H, k.shape[-1], M), s.new_zeros(B, H, M, v.shape[-1])
+    elif g is None:
+        Hk, Hv, z = initial_state
+    else:
+        Hk, Hv = initial_state
+    o = []
+    for t in range(T):
+        if g is not None:
+            decay, weight = g[:, t].exp(), s[:, t]
+        else:
+            # Where nothing has come yet, 0 stands for -inf, whose derivatives are NaN.
+            empty, none = z == -torch.inf, s[:, t] == -torch.inf
+            new = torch.logaddexp(torch.where(empty, 0, z), torch.where(none, 0, s[:, t]))
+            new = torch.where(empty, torch.where(none, 0, s[:, t]), torch.where(none, z, new))
+            decay = torch.where(empty, torch.where(none, 1, 0), torch.where(none, 1, (z - new).exp()))
+            weight = torch.where(none, 0, (s[:, t] - new).exp())
+            z = torch.where(empty & none, z, new)
+        Hk = decay[:, :, None, :] * Hk + k[:, t, :, :, None] * weight[:, :, None, :]
+        Hv = decay[:, :, :, None] * Hv + weight[:, :, :, None] * v[:, t, :, None, :]
+        q_t = q[:, t].unflatten(1, (H, -1))  # [B, H, heads of q for one of k, K]
+        p = weights(scale * torch.einsum("bhnk,bhkm->bhnm", q_t, Hk))
+        o.append(torch.einsum("bhnm,bhmv->bhnv", p, Hv).flatten(1, 2))
+    return torch.stack(o, 1), (Hk, Hv) if g is not None else (Hk, Hv, z)

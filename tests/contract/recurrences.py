@@ -1,0 +1,299 @@
+"""The recurrences, one entry each: what the contract tests have to know about one and its signature does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose import ops
+from flacompose.ops.families.delta_rule.reference import delta_rule
+from flacompose.ops.families.low_rank.reference import low_rank
+from flacompose.ops.families.scalar_decay.reference import scalar_decay
+from flacompose.ops.families.selective_scan.reference import selective_scan
+from flacompose.ops.families.short_conv.reference import short_conv
+from flacompose.ops.families.slot_attention.reference import slot_attention
+from flacompose.ops.families.vector_decay import op
+from flacompose.ops.families.vector_decay.reference import vector_decay
+
+from .opcase import Function, State, entry, unit_vectors, without_overwriting
+
+# References and functions whose arguments differ from those of a family's. Their own have the names of operands.
+
+
+def gla_by_tokens(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **options) -> tuple[Tensor, State | None]:
+    """The form for decoding, which knows `g` as `gk`."""
+    return ops.fused_recurrent_gla(q, k, v, gk=g, **options)
+
+
+def direct(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    u: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    form: str,
+    softmax: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The operator of vector decay itself, which takes gates on both axes, a bonus beside any of them, and logits."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    inputs = op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax)
+    o, state = getattr(op, form)(inputs)
+    return o, state if output_final_state else None
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
+    h = torch.arange(v.shape[2], dtype=torch.float64, device=v.device)
+    return scalar_decay(q, k, v, g_gamma=(1 - 2 ** (-5 - h)).log().to(v.dtype), **options)
+
+
+def lightning(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """Lightning attention, for layer 1 of 4."""
+    H = v.shape[2]
+    h = torch.arange(H, dtype=torch.float64, device=v.device)
+    return scalar_decay(q, k, v, g_gamma=(-8 * h / H * (1 - 1 / 4)).to(v.dtype), **options)
+
+
+def normalized(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    scale: float = 1.0,
+    constant_weight: bool = False,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """``z_t = z_{t-1} + k_t``; ``o_t = scale * S_t^T q_t / (scale * z_t^T q_t + 1e-10)``."""
+    S, z = None, k.cumsum(1)
+    if initial_state is not None:
+        S, z = initial_state[0], initial_state[1][:, None] + z
+    o, S = scalar_decay(q, k, v, initial_state=S, scale=scale)
+    weight = scale * (z * q).sum(-1, keepdim=True)
+    o = o / ((weight.detach() if constant_weight else weight) + 1e-10)
+    return o, (S, z[:, -1])
+
+
+def gdn2(
+    q: Tensor, k: Tensor, v: Tensor, gk: Tensor, b: Tensor, w: Tensor, **options
+) -> tuple[Tensor, Tensor]:
+    return delta_rule(q, k, w * v, torch.ones_like(v[..., 0]), gk=gk, a=b * k, **options)
+
+
+def comba_before(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, beta: Tensor, g: Tensor, **options
+) -> tuple[Tensor, Tensor]:
+    """Comba that reads what it replaces before the decay."""
+    q, k, a = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k, a))
+    k = beta[..., None] * k
+    return low_rank(q, k, v, a, -k, g[..., None].expand(q.shape), **options)
+
+
+def by_steps(form: Function) -> Function:
+    """A form of the delta product whose steps have an axis of their own: of `k`, `v` and `beta`, after the tokens."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, **options):
+        k, v, b = (x.flatten(1, 2) for x in (k, v, beta))
+        return form(q, k, v, g, b, num_householder=beta.shape[2], **options)
+
+    return function
+
+
+def delta_product(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, every_step: bool = False, **options
+) -> tuple[Tensor, Tensor]:
+    """The delta rule of one step after the other, of which the first decays and the last is read.
+
+    With `every_step` the gate of a token gets the gradients of the gates of all of its steps, the others being 0.
+    """
+    n = beta.shape[2]
+    other = g - g.detach() if every_step else torch.zeros_like(g)
+    other = torch.where(g.isinf(), 0, other)
+    gates = torch.stack([g, *[other] * (n - 1)], 2)
+    queries = q.unsqueeze(2).expand(-1, -1, n, -1, -1)
+    q, k, v, beta, g = (x.flatten(1, 2) for x in (queries, k, v, beta, gates))
+    o, state = delta_rule(q, k, v, beta, g, **options)
+    return o[:, n - 1 :: n], state
+
+
+def constant_weight(logits: Tensor) -> Tensor:
+    """The softmax with the gradient that it has where its denominator is a constant."""
+    return (logits - logits.logsumexp(-1, keepdim=True).detach()).exp()
+
+
+def mamba(function: Callable[..., object], returned: str, **fixed: object) -> Function:
+    """A scan of Mamba, its two keywords for states as the other functions have them."""
+
+    def scan(initial_state: Tensor | None = None, output_final_state: bool = False, **inputs):
+        options = {**fixed, "initial_states": initial_state, returned: output_final_state}
+        results = function(**inputs, **options)
+        return results if output_final_state else (results, None)
+
+    return scan
+
+
+def time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = dt if bias is None else dt + bias
+    return F.softplus(dt) if softplus else dt
+
+
+def gated_output(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    y = y if D is None else y + D * x
+    return y if z is None else y * F.silu(z)
+
+
+def mamba1(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    delta_bias: Tensor | None = None, initial_state: Tensor | None = None, softplus: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """With what Mamba's scan has around the recurrence; B and C may be those of groups of channels."""
+    B, C = (y if y.dim() == 4 else y.unsqueeze(2) for y in (B, C))
+    y, h = selective_scan(x, time_steps(dt, delta_bias, softplus), A, B, C, initial_state)
+    return gated_output(y, x, D, z), h
+
+
+def ssd(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    dt_bias: Tensor | None = None, initial_state: Tensor | None = None, softplus: bool = True,
+    limit: tuple[float, float] = (0.0, torch.inf),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T``; ``y_t = (h_t C_t + D x_t) silu(z_t)``."""
+    dt = time_steps(dt, dt_bias, softplus).clamp(*limit)
+    endless = A == -torch.inf  # leaves nothing after a time step above 0
+    g = (dt * A.masked_fill(endless, 0)).masked_fill(endless & (dt > 0), -torch.inf)
+    h = None if initial_state is None else initial_state.mT
+    y, h = scalar_decay(C, B, dt.unsqueeze(-1) * x, g, initial_state=h)
+    return gated_output(y, x, D if D is None or D.dim() == 2 else D.unsqueeze(-1), z), h.mT
+
+
+def softmax_of_q(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **options) -> tuple[Tensor, Tensor]:
+    return vector_decay(q.softmax(-1), k, v, gk, **options)
+
+
+# The table
+
+chunk, recurrent = partial(direct, form="chunk"), partial(direct, form="recurrent")
+OF_SLOTS = {"q": "B T HQ K", "s": "B T H M", "g": "B T H M"}
+SLOTS = {"initial_state[0]": "N H K M", "initial_state[1]": "N H M V"}
+slots = partial(
+    entry, family="vector_decay", axes=OF_SLOTS, output_axes="B T HQ V", reference=slot_attention, nodes=2
+)
+OF_STEPS = {"k": "B T R H K", "v": "B T R HV V", "beta": "B T R HV"}
+product = partial(
+    entry, family="delta_rule", arguments="q k v beta g", axes=OF_STEPS, reference=delta_product,
+    # A strong gate is computed with those of the steps that do not decay, whose gradients are far larger.
+    uncancelled=without_overwriting(partial(delta_product, every_step=True)), flops=12, other_ops=None,
+)  # fmt: skip
+two_keys = partial(
+    entry, family="delta_rule", arguments="q k v b w g=gk", axes={"b": "B T H K", "w": "B T HV V"},
+    draws={"b": torch.sigmoid, "w": torch.sigmoid}, reference=gdn2, other_ops=None, prepared=True,
+)  # fmt: skip
+comba = partial(entry, groups=2, other_ops=None, prepared=True)
+
+# fmt: off
+CASES = [
+    entry("chunk_gla", ops.chunk_gla, gla_by_tokens, "vector_decay", "q k v g=gk", inductor=True),
+    entry("fused_recurrent_gla-gk-gv", ops.fused_recurrent_gla, None, "vector_decay", "q k v gk gv", inductor=True),
+    entry("fused_recurrent_gla-gk", ops.fused_recurrent_gla, None, "vector_decay", "q k v gk"),
+    entry("fused_recurrent_gla-gv", ops.fused_recurrent_gla, None, "vector_decay", "q k v gv"),
+    entry("fused_recurrent_gla", ops.fused_recurrent_gla, None, "vector_decay", "q k v"),
+    entry("bonus-chunk-gk-gv", chunk, recurrent, "vector_decay", "q k v u gk gv"),
+    entry("bonus-recurrent", recurrent, None, "vector_decay", "q k v u"),
+    entry("chunk_rwkv6", ops.chunk_rwkv6, ops.fused_recurrent_rwkv6, "vector_decay", "r=q k v u w=gk"),
+    entry("fused_recurrent_rwkv6", ops.fused_recurrent_rwkv6, ops.chunk_rwkv6, "vector_decay", "r=q k v u w=gk"),
+    entry("chunk_simple_gla-g", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "scalar_decay", "q k v g",
+          groups=2, inductor=True),
+    entry("chunk_simple_gla-g-beta", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "scalar_decay",
+          "q k v beta g", groups=2),
+    entry("chunk_simple_gla-beta", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "scalar_decay",
+          "q k v beta"),
+    entry("fused_recurrent_simple_gla-g-beta", ops.fused_recurrent_simple_gla, ops.chunk_simple_gla, "scalar_decay",
+          "q k v beta g"),
+    entry("chunk_simple_gla-g_gamma", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "scalar_decay",
+          "q k v g_gamma"),
+    entry("fused_recurrent_simple_gla-g-g_gamma", ops.fused_recurrent_simple_gla, ops.chunk_simple_gla,
+          "scalar_decay", "q k v g g_gamma", groups=2, inductor=True),
+    entry("fused_recurrent_simple_gla", ops.fused_recurrent_simple_gla, ops.chunk_simple_gla, "scalar_decay", "q k v"),
+    entry("chunk_retention", ops.chunk_retention, ops.fused_recurrent_retention, "scalar_decay", "q k v", groups=2,
+          reference=retention),
+    entry("fused_recurrent_lightning_attn", partial(ops.fused_recurrent_lightning_attn, layer_idx=1, num_layers=4),
+          partial(ops.chunk_lightning_attn, layer_idx=1, num_layers=4), "scalar_decay", "q k v", groups=2,
+          reference=lightning),
+    entry("chunk_linear_attn", ops.chunk_linear_attn, ops.fused_recurrent_linear_attn, "scalar_decay", "q k v"),
+    entry("chunk_linear_attn-normalize", partial(ops.chunk_linear_attn, normalize=True),
+          partial(ops.fused_recurrent_linear_attn, normalize=True), "scalar_decay", "q k v", reference=normalized,
+          # Values share a z where they share a head of keys; here each has its own.
+          states={"initial_state[0]": "N HV K V", "initial_state[1]": "N H K"},
+          draws={"q": F.softplus, "k": F.softplus}, nodes=2, other_ops=None,
+          # Outputs are means, so what q does to the numerator the denominator undoes, but for differences of values.
+          uncancelled=partial(normalized, constant_weight=True)),
+    entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
+    entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
+    entry("causal_conv1d-silu", partial(ops.causal_conv1d, activation="silu"), None, "short_conv", "x weight bias",
+          reference=partial(short_conv, silu=True), inductor=True),
+    entry("causal_conv1d", ops.causal_conv1d, None, "short_conv", "x weight"),
+    entry("selective_scan_fn", mamba(ops.selective_scan_fn, "return_last_state"), None, "selective_scan",
+          "u=x delta=dt A B C", axes={"B": "B T S", "C": "B T S"}, states={"initial_states": "N D S"},
+          reference=mamba1, other_ops=("unsqueeze", "unsqueeze"), inductor=True),
+    entry("chunk_delta_rule", ops.chunk_delta_rule, ops.fused_recurrent_delta_rule, "delta_rule", "q k v beta"),
+    entry("chunk_gated_delta_rule", ops.chunk_gated_delta_rule, ops.fused_recurrent_gated_delta_rule, "delta_rule",
+          "q k v beta g", groups=2, inductor=True),
+    entry("fused_recurrent_gated_delta_rule", ops.fused_recurrent_gated_delta_rule, ops.chunk_gated_delta_rule,
+          "delta_rule", "q k v beta g", inductor=True),
+    entry("chunk_kda", ops.chunk_kda, ops.fused_recurrent_kda, "delta_rule", "q k v beta g=gk", groups=2,
+          inductor=True),
+    entry("fused_recurrent_kda", ops.fused_recurrent_kda, ops.chunk_kda, "delta_rule", "q k v beta g=gk"),
+    two_keys("chunk_gdn2", ops.chunk_gdn2, ops.fused_recurrent_gdn2, groups=2),
+    two_keys("fused_recurrent_gdn2", ops.fused_recurrent_gdn2, ops.chunk_gdn2),
+    comba("chunk_comba", ops.chunk_comba, ops.fused_recurrent_comba, "delta_rule", "q k v p=a beta g",
+          draws={"beta": torch.sigmoid}),
+    comba("chunk_comba-before", partial(ops.chunk_comba, erase="before"),
+          partial(ops.fused_recurrent_comba, erase="before"), "low_rank", "q k v p=a beta g",
+          axes={"v": "B T HV V", "beta": "B T HV", "g": "B T HV"}, states={"initial_state": "N HV K V"},
+          output_axes="B T HV V", draws={"k": unit_vectors, "beta": torch.sigmoid}, reference=comba_before,
+          uncancelled=without_overwriting(comba_before)),
+    entry("chunk_dplr_delta_rule", ops.chunk_dplr_delta_rule, ops.fused_recurrent_dplr_delta_rule, "low_rank",
+          "q k v a b gk", inductor=True),
+    entry("fused_recurrent_dplr_delta_rule", ops.fused_recurrent_dplr_delta_rule, ops.chunk_dplr_delta_rule,
+          "low_rank", "q k v a b gk", inductor=True),
+    entry("chunk_iplr_delta_rule", ops.chunk_iplr_delta_rule, ops.fused_recurrent_iplr_delta_rule, "low_rank",
+          "q k v a b"),
+    # With the scale of the others, whose default is not 1.
+    entry("chunk_rwkv7", partial(ops.chunk_rwkv7, scale=None), partial(ops.fused_recurrent_rwkv7, scale=None),
+          "low_rank", "r=q k v a b w=gk"),
+    product("steps-chunk_gated_delta_product", by_steps(ops.chunk_gated_delta_product),
+            by_steps(ops.fused_recurrent_gated_delta_product), groups=2),
+    product("steps-fused_recurrent_gated_delta_product", by_steps(ops.fused_recurrent_gated_delta_product),
+            by_steps(ops.chunk_gated_delta_product)),
+    slots("chunk_gsa", ops.chunk_gsa, ops.fused_recurrent_gsa, arguments="q k v s g", not_cast=(), states=SLOTS,
+          other_ops=("view", "view", "cat")),
+    slots("fused_recurrent_gsa-grouped", ops.fused_recurrent_gsa, ops.chunk_gsa, arguments="q k v s g", not_cast=(),
+          states=SLOTS, groups=3, other_ops=None),
+    slots("chunk_abc", ops.chunk_abc, ops.fused_recurrent_gsa, arguments="q k v s", gates=("s",),
+          states={**SLOTS, "initial_state[2]": "N H M"}, empty={"initial_state[2]": -torch.inf},
+          flops=3,  # 4 for each element but those of z
+          # Slots that hold the same are read as one, however they are weighed.
+          uncancelled=partial(slot_attention, weights=constant_weight), other_ops=None),
+]
+# Three that are not under the whole contract. No public function asks for gates on both axes alone, nor for a softmax;
+# Mamba-2's scan is more than its op.
+GATES_ON_BOTH_AXES = entry("chunk-gk-gv", chunk, recurrent, "vector_decay", "q k v gk gv")
+SOFTMAX = [
+    entry(f"softmax-{form}", partial(direct, form=form, softmax=True), None, "vector_decay", "q k v gk",
+          reference=softmax_of_q)
+    for form in ("chunk", "recurrent")
+]
+SSD = entry("mamba_chunk_scan_combined",
+            mamba(ops.mamba_chunk_scan_combined, "return_final_states", chunk_size=64, dt_softplus=True), None,
+            "scalar_decay", "x dt A B C D z dt_bias", groups=2, scaled=False, reference=ssd,
+            axes={"x": "B T HV V", "dt": "B T HV", "A": "HV", "B": "B T H K", "C": "B T H K", "D": "HV",
+                  "z": "B T HV V", "dt_bias": "HV"},
+            states={"initial_states": "N HV V K"}, output="x", draws={"A": lambda x: -x.exp()}, other_ops=None)
+# fmt: on
