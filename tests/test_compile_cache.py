@@ -49,11 +49,7 @@ def counted(code: str, *arguments: str, cache: Path) -> dict[str, int]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": path}
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract.accuracy import error
+from contract.recurrences import by_steps, delta_product
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -301,60 +302,25 @@ def test_options_that_lack_another(device: torch.device) -> None:
             form(**x, g=channel, use_gate_in_kernel=True, lower_bound=float("-inf"))
 
 
-def product_by_hand(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, n: int, S: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Householder steps one after the other, the first of a token after its decay."""
-    q, k = (x.repeat_interleave(HV // H, 2) for x in (q, k))
-    o = []
-    for t in range(q.shape[1]):
-        if g is not None:
-            S = g[:, t, :, None, None].exp() * S
-        for i in range(t * n, (t + 1) * n):
-            u = beta[:, i, :, None] * (v[:, i] - torch.einsum("bhk,bhkv->bhv", k[:, i], S))
-            S = S + k[:, i, :, :, None] * u[:, :, None]
-        o.append(K**-0.5 * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
-    return torch.stack(o, 1), S
-
-
 @product_forms
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 def test_delta_product(form, n: int, gated: bool, device: torch.device) -> None:
+    """Without gates, and with other numbers of steps than the two that the contract has."""
     x = inputs(device, T=n * 25)
-    x["q"] = x["q"][:, :25]
-    x["g"] = -torch.rand(B, 25, HV, dtype=torch.float64, device=device)
-    state = torch.randn(B, HV, K, V, dtype=torch.float64, device=device)
-    leaves = {"initial_state": state} | x
-    for y in leaves.values():
-        y.requires_grad_()
-    if not gated:
-        x |= {"g": None}
-    o, S = form(**x, num_householder=n, initial_state=state, output_final_state=True)
-    expected, last = product_by_hand(**x, n=n, S=state)
-    assert_close((o, S), (expected, last), atol=1e-10, rtol=1e-10)
-    wanted = [y for name, y in leaves.items() if gated or name != "g"]
-    given = torch.autograd.grad(o.sin().sum() + S.cos().sum(), wanted)
-    assert_close(
-        given, torch.autograd.grad(expected.sin().sum() + last.cos().sum(), wanted), atol=1e-9, rtol=1e-9
-    )
-    assert o.is_contiguous()
+    given = {name: y if name == "q" else y.unflatten(1, (25, n)) for name, y in x.items()}
+    given["q"] = x["q"][:, :25]
+    given["initial_state"] = torch.randn(B, HV, K, V, dtype=torch.float64, device=device)
+    g = -torch.rand(B, 25, HV, dtype=torch.float64, device=device)
+    function, g = (by_steps(form), g) if gated else (partial(by_steps(form), g=None), torch.zeros_like(g))
 
+    def by_hand(output_final_state: bool, g: Tensor = g, **y: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_product(**y, g=g, scale=K**-0.5)
 
-@product_forms
-def test_packed_delta_product(form, device: torch.device) -> None:
-    n = 2
-    x = inputs(device, B=1, T=n * 30)
-    x["q"], x["g"] = x["q"][:, :30], -torch.rand(1, 30, HV, dtype=torch.float64, device=device)
-    cu_seqlens = torch.tensor([0, 11, 11, 28], device=device)
-    o, states = form(**x, num_householder=n, cu_seqlens=cu_seqlens, output_final_state=True)
-    for i, (begin, end) in enumerate(((0, 11), (11, 28))):
-        tokens, steps = slice(begin, end), slice(begin * n, end * n)
-        alone = {name: y[:, tokens if name in ("q", "g") else steps] for name, y in x.items()}
-        expected, last = form(**alone, num_householder=n, output_final_state=True)
-        assert_close(o[:, tokens], expected)
-        assert_close(states[2 * i], last[0])
-    assert (states[1] == 0).all() and (o[:, 28:] == 0).all()
+    given |= {"g": g} if gated else {}
+    actual = results(function, given)
+    assert_close(actual, results(by_hand, given), atol=1e-9, rtol=1e-9)
+    assert actual[0].is_contiguous()
 
 
 @product_forms
@@ -368,26 +334,6 @@ def test_wrong_delta_products(form, device: torch.device) -> None:
         form(**x | {"q": x["q"][:, :3]}, g=x["beta"], num_householder=2)
     with pytest.raises(TypeError, match="use_qk_l2norm_in_kernel must be a bool, got 'False'"):
         form(**x | {"q": x["q"][:, :3]}, g=None, num_householder=2, use_qk_l2norm_in_kernel="False")
-
-
-@product_forms
-def test_delta_product_is_one_node(form, device: torch.device) -> None:
-    class Model(torch.nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-            return form(q, k, v, g, beta, 2)[0]
-
-    def arguments(T: int) -> tuple[Tensor, ...]:
-        x = inputs(device, T=2 * T)
-        q, g = x["q"][:, :T].contiguous(), -x["beta"][:, :T].contiguous()
-        return q, x["k"], x["v"], g, x["beta"]
-
-    tokens = torch.export.Dim("T", min=2, max=2**16)
-    shapes = ({1: tokens}, {1: 2 * tokens}, {1: 2 * tokens}, {1: tokens}, {1: 2 * tokens})
-    program = torch.export.export(Model(), arguments(9), dynamic_shapes=shapes)
-    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert sum(call.startswith("flacompose.delta_rule_") for call in calls) == 1
-    for T in (3, 64, 65):
-        assert_close(program.module()(*arguments(T)), Model()(*arguments(T)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from contract.accuracy import assert_accurate, assert_equal
 from contract.cases import NAMED, each_softmax
-from contract.graphs import op_nodes, recorded
+from contract.graphs import recorded
 from contract.problems import draw, evaluate
 from torch import Tensor
-from torch.export import Dim, export
+from torch.export import export
 
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
 
@@ -23,19 +23,6 @@ PLAIN, GROUPED = NAMED["chunk_gsa"], NAMED["fused_recurrent_gsa-grouped"]
 
 def inputs(device: torch.device, case=PLAIN, **options) -> dict[str, Tensor]:
     return draw(case, device, state=False, **options).tensors
-
-
-@each_form
-def test_the_state_is_new_and_returned_when_asked_for(form, device: torch.device) -> None:
-    tensors = inputs(device, T=5)
-    assert form(**tensors)[1] is None
-    _, (Hk, Hv) = form(**tensors, output_final_state=True)
-    assert (Hk.shape, Hv.shape) == ((2, 2, 16, 12), (2, 2, 12, 32))
-    before = Hk.clone(), Hv.clone()
-    _, after = form(**tensors, initial_state=(Hk, Hv), output_final_state=True)
-    assert torch.equal(Hk, before[0]) and torch.equal(Hv, before[1])
-    assert len({x.untyped_storage().data_ptr() for x in (Hk, Hv, *after)}) == 4
-    assert all(x.is_contiguous() for x in after)
 
 
 @each_form
@@ -106,23 +93,6 @@ class Model(torch.nn.Module):
 
     def forward(self, tensors: dict[str, Tensor], state: tuple[Tensor, ...]):
         return self.form(**tensors, initial_state=state, output_final_state=True)
-
-
-def test_exported_with_any_batch(device: torch.device) -> None:
-    """Two nodes, at every length and with as many states as there are rows."""
-    T, B = Dim("T", min=2, max=2**20), Dim("B", min=1, max=64)
-    tensors = inputs(device, GROUPED, T=37)
-    state = chunk_gsa(**tensors, output_final_state=True)[1]
-    shapes = ({name: {0: B, 1: T} for name in tensors}, tuple({0: B} for _ in state))
-    program = export(Model(chunk_gsa), (tensors, state), dynamic_shapes=shapes)
-    assert op_nodes(program.run_decompositions().graph_module) == ["flacompose::vector_decay_chunk"] * 2
-    for length in (2, 64, 165):
-        tensors = inputs(device, GROUPED, T=length, B=1)
-        state = tuple(x[:1] for x in state)
-        expected, after = chunk_gsa(**tensors, initial_state=state, output_final_state=True)
-        o, new = program.module()(tensors, state)
-        assert torch.equal(o, expected)
-        assert all(torch.equal(a, b) for a, b in zip(new, after, strict=True))
 
 
 @each_form

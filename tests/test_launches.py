@@ -18,20 +18,11 @@ pytest.importorskip("triton")
 from families import flat
 from launches import matrix_calls, other_calls, recorded
 
-from flacompose.ops import (
-    chunk_delta_rule,
-    chunk_gsa,
-    fused_recurrent_delta_rule,
-    fused_recurrent_gsa,
-)
+from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
-from flacompose.ops.families.delta_rule.kernels import (
-    pair_kernel,
-    reverse_kernel,
-    sweep_kernel,
-)
+from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
 from flacompose.ops.families.scan import cuda as scan
@@ -39,11 +30,7 @@ from flacompose.ops.families.selective_scan import cuda as selective_scan
 from flacompose.ops.families.slot_attention import cuda as slot_attention
 from flacompose.ops.families.slot_attention.kernels import token_kernel
 from flacompose.ops.families.vector_decay import cuda as vector_decay
-from flacompose.ops.families.vector_decay.kernels import (
-    gated_kernel,
-    plain_kernel,
-    score_kernel,
-)
+from flacompose.ops.families.vector_decay.kernels import gated_kernel, plain_kernel, score_kernel
 
 Launches = list[tuple[Any, dict[str, Any]]]
 
@@ -123,21 +110,17 @@ def test_launches_at_every_length(dtype: torch.dtype, N: int | None) -> None:
             assert [guard.expr for guard in symbol.env.guards] == [], f"{call.at} {call.op}"
 
 
-def one_token_of_slots(
-    dtype: torch.dtype, B: Any, H: int, G: int, K: int, M: int, V: int, gate_dtype: torch.dtype, state: bool
-) -> tuple[Any, ...]:
+def one_token_of_slots(dtype: torch.dtype, B: Any, H: int, G: int, K: int, M: int, V: int) -> tuple[Any, ...]:
     """The arguments of the op of one token of slot attention."""
-    q, k, v = (torch.zeros(B, 1, H, *D, dtype=dtype) for D in ((G, K), (K,), (V,)))
-    s, g = (torch.zeros(B, 1, H, M, dtype=x) for x in (dtype, gate_dtype))
-    states = (torch.zeros(B, H, K, M), torch.zeros(B, H, M, V)) if state else (None, None)
-    return q, k, v, s, g, *states, 1.0
+    q, k, v, s = (torch.zeros(B, 1, H, *D, dtype=dtype) for D in ((G, K), (K,), (V,), (M,)))
+    return q, k, v, s, torch.zeros(B, 1, H, M), torch.zeros(B, H, K, M), torch.zeros(B, H, M, V), 1.0
 
 
 @pytest.mark.parametrize("G", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_one_token_of_slots_is_one_launch(dtype: torch.dtype, G: int) -> None:
     """And nothing is copied for it."""
-    args = one_token_of_slots(dtype, 2, 3, G, 128, 64, 200, torch.float32, True)
+    args = one_token_of_slots(dtype, 2, 3, G, 128, 64, 200)
     ((kernel, arguments),), _ = launched(lambda: flat(slot_attention, "token")(*args))
     assert kernel is token_kernel
     assert [arguments[name] for name in kernel.arg_names[:7]] == [Is(x) for x in args[:7]]
@@ -157,7 +140,7 @@ def test_slot_attention_launches_for_every_batch() -> None:
     symbol = Symbols()
     with FakeTensorMode(shape_env=symbol.env):
         B = symbol("B", 5)
-        args = one_token_of_slots(torch.float32, B, 2, 3, 16, 12, 20, torch.float32, True)
+        args = one_token_of_slots(torch.float32, B, 2, 3, 16, 12, 20)
         _, (o, final_k, final_v) = launched(lambda: flat(slot_attention, "token")(*args))
     assert o.shape[0] == final_k.shape[0] == final_v.shape[0] == B
     assert [guard.expr for guard in symbol.env.guards] == []

@@ -36,16 +36,6 @@ def test_outputs_are_not_normalised_unless_asked_for(form, device: torch.device)
 
 
 @each_form
-def test_the_state_is_not_returned_unless_asked_for(form, device: torch.device) -> None:
-    q, k, v = qkv(device)
-    assert form(q, k, v, normalize=True)[1] is None
-    _, (S, z) = form(q, k, v, normalize=True, output_final_state=True)
-    assert (S.shape, z.shape) == ((2, 2, 16, 32), (2, 2, 16))
-    assert error(z, k.sum(1)) <= 1e-6
-    assert S.untyped_storage().data_ptr() != z.untyped_storage().data_ptr()
-
-
-@each_form
 def test_means_of_values(form, device: torch.device) -> None:
     """Whatever the scale; of one value, that value."""
     q, k, v = qkv(device)

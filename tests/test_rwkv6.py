@@ -1,4 +1,4 @@
-"""RWKV6: its bonus, its read before the write, and states of every shape."""
+"""RWKV6: its bonus, and states of every shape."""
 
 from __future__ import annotations
 
@@ -21,12 +21,6 @@ def inputs(device: torch.device, **options) -> dict[str, Tensor]:
     return draw(CASE["chunk_rwkv6"], device, **options).tensors
 
 
-def at(window: slice, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The window of tokens; the bonus is that of every token."""
-    tensors = {name: x for name, x in tensors.items() if name != "initial_state"}
-    return {name: x if name == "u" else x[:, window] for name, x in tensors.items()}
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only kernels differ by the shape of a state")
 @each_case
 @pytest.mark.parametrize(("K", "V"), [(16, 64), (64, 16)])
@@ -36,16 +30,6 @@ def test_states_of_every_shape(case, lengths, gates, K: int, V: int, device: tor
     problem = draw(case, device, T=130, K=K, V=V, gates=gates, lengths=lengths)
     for loss in ("o", "state", "both"):
         assert_accurate(problem, evaluate(problem, loss), loss)
-
-
-@each_form
-def test_the_first_token_sees_itself_alone(form, device: torch.device) -> None:
-    """Its output is its own value, weighed by its key and the bonus, whatever the decay is."""
-    tensors = inputs(device, T=1, state=False, dtype=torch.float64)
-    o, state = form(**tensors, scale=0.5, output_final_state=True)
-    r, k, v, u = (tensors[name] for name in "rkvu")
-    torch.testing.assert_close(o, 0.5 * (r * u * k).sum(-1, keepdim=True) * v)
-    torch.testing.assert_close(state, k[:, 0, :, :, None] * v[:, 0, :, None])
 
 
 @each_form
@@ -76,13 +60,3 @@ def test_bonus_is_not_rounded(form, autocast: bool, device: torch.device) -> Non
         o, _ = form(**tensors, scale=1.0)
     assert o.dtype == torch.bfloat16
     assert torch.equal(o, torch.full_like(o, -(2**-9)))
-
-
-@each_form
-def test_no_bonus_is_read_before_the_write(form, device: torch.device) -> None:
-    """So that a sequence reads at its end what the one before it wrote."""
-    tensors = inputs(device, T=70, dtype=torch.float64)
-    tensors["u"] = torch.zeros_like(tensors["u"])
-    o, _ = form(**tensors, scale=1.0)
-    _, state = form(**at(slice(69), tensors), initial_state=tensors["initial_state"], output_final_state=True)
-    torch.testing.assert_close(o[:, 69], torch.einsum("bhk,bhkv->bhv", tensors["r"][:, 69], state))

@@ -37,11 +37,13 @@ def small(case: OpCase, device: torch.device) -> Problem:
     return draw(case, device, torch.float64, B=2, T=1, H=1, K=2, V=3, M=3)
 
 
-def by_two_calls(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+def by_two_calls(
+    problem: Problem, run: Callable[..., tuple[Tensor, Tensor]] = call, **tensors: Tensor
+) -> tuple[Tensor, Tensor]:
     """The function in two calls, as it is computed where a graph does not know that there is one token."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gsa, "always_true", lambda _: False)
-        return call(problem, **tensors)
+        return run(problem, **tensors)
 
 
 def called(problem: Problem, **options) -> list[str]:

@@ -365,27 +365,16 @@ SCAN_ERRORS = [
     ({"B": lambda x: x[0]}, ValueError, "B must have shape [B, T, G, S], got (70, 2, 5)"),
     ({"B": lambda x: x[:, :1]}, ValueError, "B must have shape (2, 70, 2, 5), got (2, 1, 2, 5)"),
     ({"C": lambda x: x[..., :1]}, ValueError, "C must have shape (2, 70, 2, 5), got (2, 70, 2, 1)"),
-    (
-        {name: lambda x: torch.cat([x, x[:, :, :1]], 2) for name in ("B", "C")},
-        ValueError,
-        "B must have a number of groups that divides the 4 heads of x, got 3",
-    ),
+    ({name: lambda x: torch.cat([x, x[:, :, :1]], 2) for name in ("B", "C")}, ValueError,
+     "B must have a number of groups that divides the 4 heads of x, got 3"),
     ({"D": lambda x: x[:1]}, ValueError, "D must have shape (4,), got (1,)"),
     ({"D": lambda x: x.view(2, 2)}, ValueError, "D must have shape (4, 6), got (2, 2)"),
     ({"z": lambda x: x[:, :1]}, ValueError, "z must have shape (2, 70, 4, 6), got (2, 1, 4, 6)"),
-    (
-        {"dt_bias": lambda x: x[:1]},
-        ValueError,
-        "dt_bias must have the 4 elements of shape (4,), got shape (1,)",
-    ),
-    (
-        {"initial_states": lambda x: x.mT},
-        ValueError,
-        "initial_states must have shape (2, 4, 6, 5), got (2, 4, 5, 6)",
-    ),
+    ({"dt_bias": lambda x: x[:1]}, ValueError, "dt_bias must have the 4 elements of shape (4,), got shape (1,)"),
+    ({"initial_states": lambda x: x.mT}, ValueError, "initial_states must have shape (2, 4, 6, 5), got (2, 4, 5, 6)"),
     ({"dt": lambda x: None}, TypeError, "dt must be a tensor, got NoneType"),
     ({"z": lambda x: x.to("meta")}, ValueError, "z must be on the device of x, {device}, got meta"),
-]
+]  # fmt: skip
 
 
 def refused(function, arguments: dict, kind: type[Exception], message: str) -> None:

@@ -167,6 +167,7 @@ DRAWS: Mapping[str, Mapping[str, Draw]] = {
     "low_rank": {"a": unit_vectors, "b": lambda x: unit_vectors(x) / 8},
     "selective_scan": {"dt": lambda x: F.softplus(x - 1), "A": lambda x: -x.exp()},
 }
+# Per token and element of the state, 4 in the other families.
 FLOPS = {"delta_rule": 6, "low_rank": 8, "scan": 2, "short_conv": 2, "selective_scan": 7}
 
 

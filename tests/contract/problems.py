@@ -150,10 +150,7 @@ def call(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     """The op on the problem's inputs, or on others of those names."""
     scale = {"scale": problem.scale} if problem.case.scaled else {}
     o, state = problem.case.call(
-        **{**problem.tensors, **tensors},
-        **scale,
-        output_final_state=True,
-        cu_seqlens=problem.cu_seqlens,
+        **{**problem.tensors, **tensors}, **scale, output_final_state=True, cu_seqlens=problem.cu_seqlens
     )
     assert state is not None
     return o, state

@@ -14,15 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from flacompose.ops import _logsumexp
 
 from .accuracy import assert_close
-from .cases import (
-    DISTINCT,
-    INDUCTOR,
-    ONE_EACH,
-    OpCase,
-    every,
-    one_op_a_form,
-    one_op_a_form_of_kernels,
-)
+from .cases import DISTINCT, INDUCTOR, ONE_EACH, OpCase, every, one_op_a_form, one_op_a_form_of_kernels
 from .problems import Problem, Results, call, draw, evaluate
 
 LENGTHS = [64, 2, 65, 165]

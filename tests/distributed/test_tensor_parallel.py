@@ -42,19 +42,14 @@ ODD = {
     "retention, 3 heads of keys": EVERY["retention"] | KEYS,
     "gsa, 3 heads of keys": EVERY["gsa"] | KEYS,
     "gated_deltanet, 3 heads of keys": EVERY["gated_deltanet"] | VALUES,
-    "gated_deltaproduct, 3 heads of keys, 3 steps": EVERY["gated_deltaproduct"]
-    | VALUES
-    | {"num_householder": 3},
-    "gated_deltaproduct, the same without decays": EVERY["gated_deltaproduct"]
-    | VALUES
-    | {"num_householder": 3, "use_forget_gate": False},
-    "gated_deltaproduct, 3 heads of keys, 1 step": EVERY["gated_deltaproduct"]
-    | VALUES
-    | {"num_householder": 1},
+    "gated_deltaproduct, 3 heads of keys, 3 steps": EVERY["gated_deltaproduct"] | VALUES | {"num_householder": 3},
+    "gated_deltaproduct, the same without decays": EVERY["gated_deltaproduct"] | VALUES | {"num_householder": 3,
+                                  "use_forget_gate": False},
+    "gated_deltaproduct, 3 heads of keys, 1 step": EVERY["gated_deltaproduct"] | VALUES | {"num_householder": 1},
     "kda, 3 heads of keys": EVERY["kda"] | VALUES,
     "mamba2, 3 groups": EVERY["mamba2"],
     "hgrn, 27 channels": EVERY["hgrn"] | {"expand_ratio": 1.125},
-}
+}  # fmt: skip
 
 # How often one call communicates: the sum at the end, the mean of a norm over all heads, and what is gathered whole.
 REDUCED = {"lightning_attn": 2, "hgrn": 2, "hgrn2": 2, "lightnet": 2, "gsa": 2, "mamba2, one group": 2}
@@ -194,30 +189,15 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
 
 BASE = {"vocab_size": 32, "hidden_size": HIDDEN, "num_hidden_layers": 2, "intermediate_size": 16}
 MODELS = {
-    "tied": {
-        "layer": "GatedDeltaNet",
-        "layer_options": {"num_heads": 2, "head_dim": 8},
-        "tie_word_embeddings": True,
-        "norm": "layer",
-    },
+    "tied": {"layer": "GatedDeltaNet", "layer_options": {"num_heads": 2, "head_dim": 8}, "tie_word_embeddings": True,
+             "norm": "layer"},
     "bounds": {"layer": "HGRN2Attention", "layer_options": {"expand_ratio": 6}, "use_lower_bound": True},
-    "rwkv6": {
-        "layer": "RWKV6Attention",
-        "layer_options": {"num_heads": 2, "proj_low_rank_dim": 4, "gate_low_rank_dim": 4},
-        "feed_forward": "rwkv6",
-        "norm": "layer",
-        "norm_embeddings": True,
-    },
+    "rwkv6": {"layer": "RWKV6Attention", "layer_options": {"num_heads": 2, "proj_low_rank_dim": 4,
+              "gate_low_rank_dim": 4}, "feed_forward": "rwkv6", "norm": "layer", "norm_embeddings": True},
     "odd": {"layer": "HGRNAttention", "vocab_size": 33, "hidden_size": 25, "intermediate_size": 15},
-    "odd and tied": {
-        "layer": "Mamba2",
-        "layer_options": {"head_dim": 5, "expand": 2, "n_groups": 5},
-        "vocab_size": 33,
-        "hidden_size": 25,
-        "intermediate_size": 15,
-        "tie_word_embeddings": True,
-    },
-}
+    "odd and tied": {"layer": "Mamba2", "layer_options": {"head_dim": 5, "expand": 2, "n_groups": 5},
+                     "vocab_size": 33, "hidden_size": 25, "intermediate_size": 15, "tie_word_embeddings": True},
+}  # fmt: skip
 
 
 def parallel_models(mesh: DeviceMesh) -> None:

@@ -24,20 +24,13 @@ from .tiny import tiny
 
 # The functions of each module that transformers looks for: the distribution, its version, and where they are.
 LIBRARIES: dict[tuple[str, str], dict[str, list[str]]] = {
-    ("flash-linear-attention", "0.5.0"): {
-        "fla.ops.gated_delta_rule": ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"],
-        "fla.ops.kda": ["chunk_kda", "fused_recurrent_kda"],
-    },
-    ("mamba-ssm", "2.3.0"): {
-        "mamba_ssm.ops.selective_scan_interface": ["mamba_inner_fn", "selective_scan_fn"],
-        "mamba_ssm.ops.triton.selective_state_update": ["selective_state_update"],
-        "mamba_ssm.ops.triton.ssd_combined": [
-            "mamba_chunk_scan_combined",
-            "mamba_split_conv1d_scan_combined",
-        ],
-    },
+    ("flash-linear-attention", "0.5.0"): {"fla.ops.gated_delta_rule": ["chunk_gated_delta_rule",
+     "fused_recurrent_gated_delta_rule"], "fla.ops.kda": ["chunk_kda", "fused_recurrent_kda"]},
+    ("mamba-ssm", "2.3.0"): {"mamba_ssm.ops.selective_scan_interface": ["mamba_inner_fn", "selective_scan_fn"],
+     "mamba_ssm.ops.triton.selective_state_update": ["selective_state_update"],
+     "mamba_ssm.ops.triton.ssd_combined": ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"]},
     ("causal-conv1d", "1.6.0"): {"causal_conv1d": ["causal_conv1d_fn", "causal_conv1d_update"]},
-}
+}  # fmt: skip
 
 # What `kernels` makes of a decorated function. transformers imports the other names, and calls none of them.
 KERNELS = """

@@ -19,12 +19,7 @@ import triton
 import triton.language as tl
 from contract.accuracy import VALUES, assert_accurate, assert_equal
 from contract.cases import CASES as ALL_CASES
-from contract.cases import (
-    GATES_ON_BOTH_AXES,
-    OpCase,
-    each_softmax,
-    every,
-)
+from contract.cases import GATES_ON_BOTH_AXES, OpCase, each_softmax, every
 from contract.problems import Problem, call, call_reference, draw, evaluate, permuted, side_by_side
 from contract.test_pure import head_first
 from families import flat, part
@@ -510,16 +505,11 @@ DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34,
 @pytest.mark.parametrize(
     "family, shapes, constants",
     [
-        (
-            "scalar_decay",
-            [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (2,), (1, 34, 2), (1, 2, 5, 6)],
-            (0.7,),
-        ),
-        (
-            "vector_decay",
-            [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 1, 6), (1, 34, 1, 5), (1, 34, 1, 6), (1, 5), (1, 1, 5, 6)],
-            (0.7, False, False),
-        ),
+        ("scalar_decay", [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (2,), (1, 34, 2), (1, 2, 5, 6)],
+         (0.7,)),
+        ("vector_decay",
+         [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 1, 6), (1, 34, 1, 5), (1, 34, 1, 6), (1, 5), (1, 1, 5, 6)],
+         (0.7, False, False)),
         ("delta_rule", [*DELTA_TOKENS, None, None, (1, 2, 5, 6)], (0.7,)),
         ("delta_rule", [*DELTA_TOKENS, (1, 34, 2, 5), (1, 34, 1, 5), (1, 2, 5, 6)], (0.7,)),
         ("scan", [(1, 34, 3), (1, 34, 3), (1, 3)], ()),
@@ -527,7 +517,7 @@ DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34,
         ("selective_scan", [(1, 18, 3), (1, 18, 3), (3, 2), (1, 18, 1, 2), (1, 18, 1, 2), (1, 3, 2)], ()),
     ],
     ids=["scalar", "vector", "delta", "delta with gates of channels", "scan", "convolution", "selective"],
-)
+)  # fmt: skip
 def test_one_gradient(
     family: str, shapes: list[tuple[int, ...] | None], constants: tuple[float, ...]
 ) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from contract.accuracy import FIXED, assert_accurate, assert_close, assert_equal
-from contract.cases import NAMED, OpCase, every
-from contract.problems import Problem, call, draw, evaluate, permuted, side_by_side
+from contract.cases import OpCase, every
+from contract.problems import Problem, draw, evaluate, permuted, side_by_side
+from test_slot_attention import CASES, by_two_calls
 from torch import Tensor
 
-from flacompose.ops import fused_recurrent_gsa, gsa
 from flacompose.ops.families.slot_attention import cuda
 
 from .test_kernels import CPU, launched
@@ -21,22 +20,12 @@ from .test_kernels import CPU, launched
 # What a gate of -inf leaves is computed in two ways, of which one is chosen.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
-GATED = replace(NAMED["chunk_gsa"], name="gated", function=fused_recurrent_gsa)
-CASES = [
-    GATED,
-    replace(NAMED["fused_recurrent_gsa-grouped"], name="grouped"),
-    replace(NAMED["chunk_abc"], name="without gates", function=fused_recurrent_gsa),
-]
 each = every(CASES)
 # Two passes in float32 are each within the bounds of the truth.
 BOUND = 2 * FIXED[torch.float32][0]
 
 
-def by_two_passes(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """The function in two passes, as it is computed where a graph does not know that there is one token."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gsa, "always_true", lambda _: False)
-        return launched(problem, **tensors)
+by_two_passes = partial(by_two_calls, run=launched)
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -187,13 +176,3 @@ def test_every_place_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_equal(values(problem), expected)
     config = cuda.token_config(40, 130, 150)
     assert config["BM"] < 130 and config["BV"] < 150
-
-
-def test_eager_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CPU computes is to the bit what it computes of two calls."""
-    for case in CASES:
-        problem = draw(case, CPU, T=1, K=5, V=6)
-        found = evaluate(problem, function=call)
-        with monkeypatch.context() as patch:
-            patch.setattr(gsa, "always_true", lambda _: False)
-            assert_equal(found, evaluate(problem, function=call))

@@ -14,11 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encount
 
 
 # What is the same for all tokens is added to the gates before.
-@pytest.mark.parametrize(
-    "case",
-    [case for case in CASES if "g_gamma" not in case.given],
-    ids=str,
-)
+@pytest.mark.parametrize("case", [case for case in CASES if "g_gamma" not in case.given], ids=str)
 @packed
 @pytest.mark.parametrize("segments", [1, 3])
 def test_ends(case: Case, bounds: list[int] | None, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:

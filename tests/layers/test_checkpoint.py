@@ -83,12 +83,8 @@ def delta_output(head: int, values: int) -> dict[str, tuple[int, ...]]:
 
 CHECKPOINTS = [
     pytest.param(GatedLinearAttention, {}, PROJECTIONS | DECAY | OUTPUT | FUSED, id="defaults"),
-    pytest.param(
-        GatedLinearAttention,
-        {"use_short_conv": True, "conv_bias": True, "conv_size": 3},
-        PROJECTIONS | convs("qkv", 32, 32, 64, width=3, bias=True) | DECAY | OUTPUT | FUSED,
-        id="conv",
-    ),
+    pytest.param(GatedLinearAttention, {"use_short_conv": True, "conv_bias": True, "conv_size": 3},
+                 PROJECTIONS | convs("qkv", 32, 32, 64, width=3, bias=True) | DECAY | OUTPUT | FUSED, id="conv"),
     pytest.param(
         GatedLinearAttention,
         {"num_kv_heads": 2, "use_short_conv": True},
@@ -108,15 +104,10 @@ CHECKPOINTS = [
         | NORM,
         id="no gate",
     ),
-    pytest.param(
-        GatedLinearAttention, {"fuse_norm": False}, PROJECTIONS | DECAY | OUTPUT | NORM, id="norm apart"
-    ),
-    pytest.param(
-        GatedLinearAttention, {"gate_fn": "silu"}, PROJECTIONS | DECAY | OUTPUT | NORM, id="silu is not swish"
-    ),
-    pytest.param(
-        GatedLinearAttention, {"elementwise_affine": False}, PROJECTIONS | DECAY | OUTPUT, id="no affine"
-    ),
+    pytest.param(GatedLinearAttention, {"fuse_norm": False}, PROJECTIONS | DECAY | OUTPUT | NORM, id="norm apart"),
+    pytest.param(GatedLinearAttention, {"gate_fn": "silu"}, PROJECTIONS | DECAY | OUTPUT | NORM,
+                 id="silu is not swish"),
+    pytest.param(GatedLinearAttention, {"elementwise_affine": False}, PROJECTIONS | DECAY | OUTPUT, id="no affine"),
     pytest.param(
         GatedLinearAttention,
         {"expand_k": 1.0, "expand_v": 2.0, "gate_low_rank_dim": 5},
@@ -231,18 +222,10 @@ CHECKPOINTS = [
         | convs("qkv", 32, 32, 64, bias=True)
         | {"g_norm.weight": (16,)},
     ),
-    (
-        ABCAttention,
-        {"num_heads": 4, "use_output_gate": False, "use_norm": False},
-        projections(q=32, k=32, v=64, s=32, o=64),
-    ),
-    (
-        HGRN2Attention,
-        {"expand_ratio": 16, "use_short_conv": True},
-        projections(q=64, f=64, i=64)
-        | convs("qfi", 64, 64, 64)
-        | {"g_norm.weight": (64,), "o_proj.weight": (64, 64)},
-    ),
+    (ABCAttention, {"num_heads": 4, "use_output_gate": False, "use_norm": False},
+     projections(q=32, k=32, v=64, s=32, o=64)),
+    (HGRN2Attention, {"expand_ratio": 16, "use_short_conv": True},
+     projections(q=64, f=64, i=64) | convs("qfi", 64, 64, 64) | {"g_norm.weight": (64,), "o_proj.weight": (64, 64)}),
     (
         LightNetAttention,
         {"expand_ratio": 8, "num_heads": 4, "use_short_conv": True},
@@ -271,11 +254,7 @@ CHECKPOINTS = [
     ),
     (HGRNAttention, {}, HGRN | HGRN_OUTPUT),
     (HGRNAttention, {"elementwise_affine": False}, HGRN | {"o_proj.weight": (64, 64)}),
-    (
-        HGRNAttention,
-        {"use_short_conv": True, "conv_bias": True},
-        HGRN | convs("fi", 64, 64, bias=True) | HGRN_OUTPUT,
-    ),
+    (HGRNAttention, {"use_short_conv": True, "conv_bias": True}, HGRN | convs("fi", 64, 64, bias=True) | HGRN_OUTPUT),
     (
         HGRNAttention,
         {"expand_ratio": 2, "use_short_conv": True, "conv_size": 3},
@@ -312,16 +291,9 @@ CHECKPOINTS = [
             "out_proj.bias": (24,),
         },
     ),
-    (
-        DeltaNet,
-        {},
-        DELTA | {"b_proj.weight": (4, 64)} | convs("qkv", 64, 64, 64) | delta_output(16, 64),
-    ),
-    (
-        DeltaNet,
-        {"d_model": 64, "use_beta": False, "use_gate": True, "use_short_conv": False, "expand_v": 2.0},
-        DELTA | {"v_proj.weight": (128, 64), "g_proj.weight": (128, 64)} | delta_output(32, 128),
-    ),
+    (DeltaNet, {}, DELTA | {"b_proj.weight": (4, 64)} | convs("qkv", 64, 64, 64) | delta_output(16, 64)),
+    (DeltaNet, {"d_model": 64, "use_beta": False, "use_gate": True, "use_short_conv": False, "expand_v": 2.0},
+     DELTA | {"v_proj.weight": (128, 64), "g_proj.weight": (128, 64)} | delta_output(32, 128)),
     (
         GatedDeltaNet,
         {"num_heads": 2, "num_v_heads": 4, "head_dim": 32, "conv_bias": True},
@@ -379,7 +351,7 @@ CHECKPOINTS = [
         )
         for conv in (True, False)
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layer_type", "config", "expected"), CHECKPOINTS)

@@ -9,12 +9,7 @@ import re
 import pytest
 import torch
 
-from flacompose.layers import (
-    ABCAttention,
-    HGRN2Attention,
-    LightNetAttention,
-    RecurrentState,
-)
+from flacompose.layers import ABCAttention, HGRN2Attention, LightNetAttention, RecurrentState
 
 from .truth import (
     EVERY,
@@ -48,58 +43,28 @@ EXPANDED = "hgrn2 lightnet"
 # the error, where it is no ValueError.
 REFUSED = [
     ("", {"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
-    ("", {"hidden_size": "32"}, "hidden_size must be an int, got str", TypeError),
     ("", {"mode": "chunks"}, "mode must be 'chunk' or 'fused_recurrent', got 'chunks'"),
-    (
-        f"{GATED} linear_attn gsa hgrn2 delta_net",
-        {"mode": "fused_chunk"},
-        "mode 'fused_chunk' is no op of its own",
-    ),
+    (f"{GATED} linear_attn gsa hgrn2 delta_net", {"mode": "fused_chunk"}, "mode 'fused_chunk' is no op of its own"),
     ("retention", {"mode": "parallel"}, "mode 'parallel' is no op of its own: use 'chunk'"),
     ("rwkv6 lightnet", {"mode": "fused_chunk"}, "mode must be 'chunk' or 'fused_recurrent', got"),
     ("", {"norm_eps": -1e-5}, "norm_eps must be at least 0, got -1e-05"),
     ("", {"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),
     ("", {"norm_eps": math.inf}, "norm_eps must be finite, got inf"),
-    ("", {"norm_eps": None}, "norm_eps must be a number, got NoneType", TypeError),
-    *(
-        ("", {"use_short_conv": use, "conv_size": size}, f"conv_size must be {rest}", error)
-        for use in (True, False)
-        for size, error, rest in ((0, ValueError, "at least 1, got 0"), ("a", TypeError, "an int, got str"))
-    ),
-    (
-        f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn",
-        {"num_heads": 0},
-        "num_heads must be at least 1, got 0",
-    ),
-    ("", {"num_heads": 2.0}, "num_heads must be an int, got float", TypeError),
+    *(("", {"use_short_conv": use, "conv_size": 0}, "conv_size must be at least 1, got 0") for use in (True, False)),
+    (f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn", {"num_heads": 0}, "num_heads must be at least 1, got 0"),
     ("", {"num_kv_heads": 0}, "num_kv_heads must divide num_heads = {num_heads}, got 0"),
     ("", {"num_kv_heads": 3}, "num_kv_heads must divide num_heads = {num_heads}, got 3"),
-    ("", {"num_kv_heads": "2"}, "num_kv_heads must be an int, got str", TypeError),
     *(
-        (
-            HEADS,
-            {"hidden_size": size, f"expand_{x}": ratio},
-            f"{'' if error is TypeError else 'hidden_size * '}expand_{x}{message}",
-            error,
-        )
+        (HEADS, {"hidden_size": 64, f"expand_{x}": ratio},
+         f"hidden_size * expand_{x} must be a positive multiple of num_heads = {{num_heads}}, got {product}")
         for x in "kv"
-        for size, ratio, error, message in (
-            (64, 0.3, ValueError, " must be a positive multiple of num_heads = {num_heads}, got 19.2"),
-            (64, 0.015625, ValueError, " must be a positive multiple of num_heads = {num_heads}, got 1.0"),
-            (64, math.nan, ValueError, " must be a positive multiple of num_heads = {num_heads}, got nan"),
-            (64, "1", TypeError, " must be a number, got str"),
-        )
+        for ratio, product in ((0.3, 19.2), (0.015625, 1.0), (math.nan, math.nan))
     ),
-    (
-        " ".join(name for name in HEADS.split() if name not in ("gsa", "abc")),
-        {"hidden_size": 4096, "expand_k": 2, "expand_v": 1},
-        "hidden_size * expand_k / num_heads must be at most 512, got ",
-    ),
-    (
-        "retention",
-        {"hidden_size": 12},
-        "hidden_size * expand_k / num_heads must be even, for rotary positions, got 3",
-    ),
+    (" ".join(name for name in HEADS.split() if name not in ("gsa", "abc")),
+     {"hidden_size": 4096, "expand_k": 2, "expand_v": 1},
+     "hidden_size * expand_k / num_heads must be at most 512, got "),
+    ("retention", {"hidden_size": 12},
+     "hidden_size * expand_k / num_heads must be even, for rotary positions, got 3"),
     ("abc", {"num_heads": 4}, "hidden_size * expand_k / num_heads must be even, for rotary positions, got 3"),
     *(
         (names, {argument: name}, f"{argument} must be {choices} {name!r}")
@@ -114,71 +79,37 @@ REFUSED = [
     ("gsa", {"feature_map": "elu"}, "feature_map must be 'swish', 'relu' or 't2r', got 'elu'"),
     ("gla", {"gate_fn": "bias_gelu"}, f"gate_fn must be {CHOICES} 'bias_gelu' (bias_gelu takes a bias"),
     *(
-        ("gla simple_gla gsa", {"gate_logit_normalizer": x}, f"gate_logit_normalizer must be {rest}", error)
-        for x, error, rest in (
-            (0, ValueError, "positive, got 0"),
-            (-1, ValueError, "positive, got -1"),
-            (math.nan, ValueError, "positive, got nan"),
-            ("a", TypeError, "a number, got str"),
-        )
+        ("gla simple_gla gsa", {"gate_logit_normalizer": x}, f"gate_logit_normalizer must be positive, got {x}")
+        for x in (0, -1, math.nan)
     ),
     ("gla", {"clamp_min": 0.5}, "clamp_min must be at most 0, as log-decays are, got 0.5"),
     ("gla", {"clamp_min": math.nan}, "clamp_min must be at most 0, as log-decays are, got nan"),
     ("gla", {"clamp_min": math.inf}, "clamp_min must be at most 0, as log-decays are, got inf"),
-    ("gla", {"clamp_min": "a"}, "clamp_min must be a number, got str", TypeError),
     *(
-        (names, {f"{name}_low_rank_dim": x}, f"{name}_low_rank_dim must be {rest}", error)
+        (names, {f"{name}_low_rank_dim": 0}, f"{name}_low_rank_dim must be at least 1, got 0")
         for names, name in (("gla rwkv6 lightnet", "gate"), ("rwkv6", "proj"))
-        for x, error, rest in (
-            (0, ValueError, "at least 1, got 0"),
-            ("4", TypeError, "an int, got str"),
-        )
     ),
-    (
-        "linear_attn",
-        {"hidden_size": 320, "feature_map": "dpfp"},
-        "feature_map 'dpfp' must map 80 keys of a head to at most 512, got 640",
-    ),
-    (
-        "linear_attn",
-        {"hidden_size": 1152, "feature_map": "hedgehog"},
-        "feature_map 'hedgehog' must map 288 keys of a head to at most 512, got 576",
-    ),
-    (
-        "linear_attn",
-        {"output_norm": "layernorm"},
-        "output_norm must be 'rmsnorm' or 'identity', got 'layernorm'",
-    ),
-    (
-        "lightning_attn",
-        {"num_heads": 5},
-        "hidden_size must be a multiple of num_heads = 5 without a head_dim, got 24",
-    ),
+    ("linear_attn", {"hidden_size": 320, "feature_map": "dpfp"},
+     "feature_map 'dpfp' must map 80 keys of a head to at most 512, got 640"),
+    ("linear_attn", {"hidden_size": 1152, "feature_map": "hedgehog"},
+     "feature_map 'hedgehog' must map 288 keys of a head to at most 512, got 576"),
+    ("linear_attn", {"output_norm": "layernorm"}, "output_norm must be 'rmsnorm' or 'identity', got 'layernorm'"),
+    ("lightning_attn", {"num_heads": 5},
+     "hidden_size must be a multiple of num_heads = 5 without a head_dim, got 24"),
     ("lightning_attn", {"head_dim": 513}, "head_dim must be from 1 to 512, got 513"),
-    (
-        "lightning_attn",
-        {"hidden_size": 2048, "num_heads": 2},
-        "hidden_size / num_heads must be from 1 to 512, got 1024",
-    ),
-    ("lightning_attn", {"head_dim": 6.0}, "head_dim must be an int, got float", TypeError),
+    ("lightning_attn", {"hidden_size": 2048, "num_heads": 2},
+     "hidden_size / num_heads must be from 1 to 512, got 1024"),
     ("lightning_attn", {"layer_idx": 3}, "layer_idx must be from 0 to num_layers - 1 = 2, got 3"),
-    ("lightning_attn", {"layer_idx": 0.5}, "layer_idx must be an int, got float", TypeError),
-    ("lightning_attn hgrn hgrn2", {"layer_idx": "0"}, "layer_idx must be an int, got str", TypeError),
-    ("lightning_attn", {"num_layers": 2.5}, "num_layers must be an int, got float", TypeError),
     ("lightning_attn", {"decay": "retnet"}, "decay must be 'tnl' or 'minimax', got 'retnet'"),
     ("hgrn", {"expand_ratio": 0.3}, "hidden_size * expand_ratio must be a positive int, got 7.1"),
     ("hgrn", {"expand_ratio": -1}, "hidden_size * expand_ratio must be a positive int, got -24"),
     ("hgrn", {"expand_ratio": math.nan}, "hidden_size * expand_ratio must be a positive int, got nan"),
-    ("hgrn", {"expand_ratio": None}, "expand_ratio must be a number, got NoneType", TypeError),
     ("gsa", {"expand_v": 2.0}, "expand_v must be 1, since the norm has hidden_size channels, got 2.0"),
     ("gsa", {"num_slots": 513}, "num_slots must be from 1 to 512, got 513"),
     ("gsa abc", {"num_slots": 0}, "num_slots must be from 1 to 512, got 0"),
-    ("gsa", {"num_slots": 5.0}, "num_slots must be an int, got float", TypeError),
-    ("gsa", {"scale": "1"}, "scale must be a number, got str", TypeError),
     ("gsa", {"scale": math.nan}, "scale must be finite, got nan"),
     ("gsa", {"scale": -math.inf}, "scale must be finite, got -inf"),
     ("abc", {"clamp_min": 33}, "clamp_min must be at most clamp_max = 32, got 33"),
-    ("abc", {"clamp_max": "1"}, "clamp_max must be a number, got str", TypeError),
     *(
         (
             "abc",
@@ -195,7 +126,6 @@ REFUSED = [
             ({"expand_ratio": None}, "num_heads or expand_ratio must be given, got None for both"),
             ({"expand_ratio": 128}, "expand_ratio must be at most hidden_size = 24, got 128"),
             ({"expand_ratio": 513, "hidden_size": 1026}, "expand_ratio must be from 1 to 512, got 513"),
-            ({"expand_ratio": 2.0}, "expand_ratio must be an int, got float", TypeError),
             ({"expand_ratio": None, "num_heads": 5}, "hidden_size must be a multiple of num_heads = 5"),
             (
                 {"expand_ratio": None, "num_heads": 2, "hidden_size": 2048},
@@ -205,20 +135,12 @@ REFUSED = [
     ),
     ("mamba2", {"head_dim": 0}, "head_dim must be at least 1, got 0"),
     ("mamba2", {"state_size": 513}, "state_size must be from 1 to 512, got 513"),
-    ("mamba2", {"head_dim": "8"}, "head_dim must be an int, got str", TypeError),
     ("mamba2", {"state_size": 0}, "state_size must be from 1 to 512, got 0"),
-    ("mamba2", {"state_size": 8.0}, "state_size must be an int, got float", TypeError),
     ("mamba2", {"head_dim": 7}, "expand * hidden_size must be a positive multiple of head_dim = 7, got 48"),
     ("mamba2", {"expand": 1.3}, "expand * hidden_size must be a positive multiple of head_dim = 8, got 31.2"),
-    (
-        "mamba2",
-        {"expand": math.nan},
-        "expand * hidden_size must be a positive multiple of head_dim = 8, got nan",
-    ),
-    ("mamba2", {"expand": "2"}, "expand must be a number, got str", TypeError),
+    ("mamba2", {"expand": math.nan}, "expand * hidden_size must be a positive multiple of head_dim = 8, got nan"),
     ("mamba2", {"num_heads": 5}, "num_heads must be expand * hidden_size / head_dim = 6, got 5"),
     ("mamba2", {"n_groups": 4}, "n_groups must divide the 6 heads, got 4"),
-    ("mamba2", {"n_groups": 2.0}, "n_groups must be an int, got float", TypeError),
     ("mamba2", {"A_init_range": (0, 1)}, "A_init_range must be two ascending bounds above 0, got (0, 1)"),
     ("mamba2", {"A_init_range": (1,)}, "A_init_range must be two ascending bounds above 0, got (1,)"),
     ("mamba2", {"A_init_range": (1, math.inf)}, "A_init_range[1] must be finite, got inf"),
@@ -226,24 +148,17 @@ REFUSED = [
     ("mamba2", {"A_init_range": None}, "A_init_range must be a tuple of two bounds, got NoneType", TypeError),
     ("mamba2", {"A_init_range": (1, "a")}, "A_init_range[1] must be a number, got str", TypeError),
     ("mamba2", {"dt_min": 0.2}, "(dt_min, dt_max) must be two ascending bounds above 0, got (0.2, 0.1)"),
-    ("mamba2", {"dt_min": None}, "dt_min must be a number, got NoneType", TypeError),
-    ("mamba2", {"dt_max": "a"}, "dt_max must be a number, got str", TypeError),
     ("mamba2", {"dt_max": math.inf}, "dt_max must be finite, got inf"),
     ("mamba2", {"dt_init_floor": 0}, "dt_init_floor must be above 0, got 0"),
-    ("mamba2", {"dt_init_floor": None}, "dt_init_floor must be a number, got NoneType", TypeError),
     ("mamba2", {"dt_init_floor": math.nan}, "dt_init_floor must be finite, got nan"),
     ("mamba2", {"dt_limit": None}, "dt_limit must be a tuple of two bounds, got NoneType", TypeError),
     ("mamba2", {"dt_limit": (-1, 1)}, "dt_limit must be two ascending bounds of at least 0, got (-1, 1)"),
     ("mamba2", {"dt_limit": (math.inf, math.inf)}, "dt_limit[0] must be finite, got inf"),
     ("mamba2", {"conv_kernel": 0}, "conv_kernel must be at least 1, got 0"),
-    ("mamba2", {"conv_kernel": "a"}, "conv_kernel must be an int, got str", TypeError),
     ("mamba2", {"conv_init": -0.1}, "conv_init must be at least 0, got -0.1"),
     ("mamba2", {"conv_init": math.inf}, "conv_init must be finite, got inf"),
-    ("mamba2", {"conv_init": "a"}, "conv_init must be a number, got str", TypeError),
     ("mamba2", {"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
-    ("mamba2", {"chunk_size": 64.0}, "chunk_size must be an int, got float", TypeError),
     ("delta_net", {"d_model": 0}, "d_model must be at least 1, got 0"),
-    ("delta_net", {"d_model": 24.0}, "d_model must be an int, got float", TypeError),
     *(
         (names, {argument: x}, f"{argument} must be one of {choices}, got {x!r}")
         for x in (["silu"], "gelu", None)
@@ -258,12 +173,9 @@ REFUSED = [
         for refused in (
             ({"num_v_heads": 0}, "num_v_heads must be a multiple of num_heads = 2, got 0"),
             ({"num_v_heads": 3}, "num_v_heads must be a multiple of num_heads = 2, got 3"),
-            ({"num_v_heads": 4.0}, "num_v_heads must be an int, got float", TypeError),
             ({"head_dim": 513}, "head_dim must be from 1 to 512, got 513"),
-            ({"head_dim": 8.0}, "head_dim must be an int, got float", TypeError),
             ({"expand_v": 1.3}, "head_dim * expand_v must be a positive int, got 7.8"),
             ({"expand_v": 0}, "head_dim * expand_v must be a positive int, got 0"),
-            ({"expand_v": "2"}, "expand_v must be a number, got str", TypeError),
             (
                 {"head_dim": 1, "expand_v": 513},
                 "head_dim * expand_v must have 2 equal parts of at most 512, got 513",
@@ -271,18 +183,11 @@ REFUSED = [
         )
     ),
     ("gated_deltaproduct", {"num_householder": 0}, "num_householder must be at least 1, got 0"),
-    ("gated_deltaproduct", {"num_householder": 2.0}, "num_householder must be an int, got float", TypeError),
     ("kda", {"lower_bound": 0}, "lower_bound must be below 0, as log-decays are, got 0"),
     ("kda", {"lower_bound": -math.inf}, "lower_bound must be finite, got -inf"),
-    ("kda", {"lower_bound": "-5"}, "lower_bound must be a number, got str", TypeError),
     ("kda", {"safe_gate": True}, "safe_gate must not be True without a lower_bound"),
-    (
-        "abc",
-        {"mode": "chunk"},
-        "ABCAttention.__init__() got an unexpected keyword argument 'mode'",
-        TypeError,
-    ),
-]
+    ("abc", {"mode": "chunk"}, "ABCAttention.__init__() got an unexpected keyword argument 'mode'", TypeError),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -356,20 +261,35 @@ def test_refused_batch_size(batch_size, error, message):
         build(CONFIG).init_state(batch_size)
 
 
-FLAGS = [
-    (name, flag, value, "a bool" if parameter.annotation == "bool" else "a bool or None")
-    for name, config in EVERY.items()
-    for flag, parameter in inspect.signature(config["layer"]).parameters.items()
-    if parameter.annotation in ("bool", "bool | None")
-    for value in ("False", 1, *([None] if parameter.annotation == "bool" else []))
-]
+# By annotation, what an argument has to be in the words of an error, and what it refuses.
+TYPES = {"bool": ("a bool", ("False", 1)), "int": ("an int", ("2", 2.0)), "float": ("a number", ("2",))}
 
 
-@pytest.mark.parametrize(("name", "flag", "value", "expected"), FLAGS)
-def test_refused_flags(name, flag, value, expected):
-    """An ``if`` would take the string "False" of a configuration for True; a layer refuses it."""
-    with pytest.raises(TypeError, match=f"^{flag} must be {expected}, got {value!r}$"):
-        build(EVERY[name] | {flag: value})
+# Arguments of the peer without a use here, which are not looked at.
+UNUSED = {name: ["layer_idx"] for name in EVERY if name not in ("lightning_attn", "hgrn", "hgrn2")}
+UNUSED["abc"] += ["gate_low_rank_dim", "gate_logit_normalizer"]
+
+
+def wrong_types(name):
+    """The arguments of a layer that have one type, values that they refuse, and in which words."""
+    for argument, parameter in inspect.signature(EVERY[name]["layer"]).parameters.items():
+        kind, *optional = parameter.annotation.split(" | ")
+        if kind in TYPES and argument not in UNUSED.get(name, ()):
+            expected, values = TYPES[kind]
+            for value in values if optional else (*values, None):
+                got = repr(value) if kind == "bool" else type(value).__name__
+                or_none = " or None" if kind == "bool" and optional else ""
+                yield argument, value, f"{argument} must be {expected}{or_none}, got {got}"
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value", "message"),
+    [(name, *wrong) for name in EVERY for wrong in wrong_types(name)],
+)
+def test_refused_types(name, argument, value, message):
+    """An ``if`` would take the string "False" of a configuration for True; a layer refuses it, as any other type."""
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        build(EVERY[name] | {argument: value})
 
 
 @pytest.mark.parametrize(
@@ -410,51 +330,23 @@ def test_refused_dtypes(config, dtype, got):
         ((X[:, :0],), ValueError, "hidden_states must have no empty dimension, got (2, 0, 16)"),
         ((X[:0],), ValueError, "hidden_states must have no empty dimension, got (0, 5, 16)"),
         ((X.long(),), TypeError, "hidden_states must be float32, bfloat16, float16 or float64, got int64"),
-        (
-            (X[:1], RecurrentState(RECURRENT, CONV)),
-            ValueError,
-            "state.recurrent must have shape (1, 2, 4, 8), got (2, ",
-        ),
+        ((X[:1], RecurrentState(RECURRENT, CONV)), ValueError,
+         "state.recurrent must have shape (1, 2, 4, 8), got (2, "),
         ((X, RecurrentState(RECURRENT)), ValueError, "state.conv must hold 3 tensors, got 0"),
-        (
-            (X, MASK),
-            TypeError,
-            "state must be a RecurrentState, got Tensor (a mask is the keyword attention_mask)",
-        ),
+        ((X, MASK), TypeError, "state must be a RecurrentState, got Tensor (a mask is the keyword attention_mask)"),
         ((X, (RECURRENT, CONV)), TypeError, "state must be a RecurrentState, got tuple"),
         ((X, RecurrentState(None, CONV)), TypeError, "state.recurrent must be a tensor, got NoneType"),
-        (
-            (X, RecurrentState(RECURRENT.long(), CONV)),
-            TypeError,
-            "state.recurrent must be float32, bfloat16, ",
-        ),
-        (
-            (X, RecurrentState(RECURRENT.to("meta"), CONV)),
-            ValueError,
-            "state.recurrent must be on cpu, got meta",
-        ),
-        (
-            (X, RecurrentState(RECURRENT, None)),
-            TypeError,
-            "state.conv must be a tuple of tensors, got NoneType",
-        ),
-        (
-            (X, RecurrentState(RECURRENT, (CONV[0], None, CONV[2]))),
-            TypeError,
-            "state.conv[1] must be a tensor, got NoneType",
-        ),
-        (
-            (X, RecurrentState(RECURRENT, (CONV[0], CONV[1], CONV[2].int()))),
-            TypeError,
-            "state.conv[2] must be float32, bfloat16, float16 or float64, got int32",
-        ),
-        (
-            (X, RecurrentState(RECURRENT, (CONV[0], CONV[2], CONV[1]))),
-            ValueError,
-            "state.conv[1] must have shape (2, 8, 4), got (2, 16, 4)",
-        ),
+        ((X, RecurrentState(RECURRENT.long(), CONV)), TypeError, "state.recurrent must be float32, bfloat16, "),
+        ((X, RecurrentState(RECURRENT.to("meta"), CONV)), ValueError, "state.recurrent must be on cpu, got meta"),
+        ((X, RecurrentState(RECURRENT, None)), TypeError, "state.conv must be a tuple of tensors, got NoneType"),
+        ((X, RecurrentState(RECURRENT, (CONV[0], None, CONV[2]))), TypeError,
+         "state.conv[1] must be a tensor, got NoneType"),
+        ((X, RecurrentState(RECURRENT, (CONV[0], CONV[1], CONV[2].int()))), TypeError,
+         "state.conv[2] must be float32, bfloat16, float16 or float64, got int32"),
+        ((X, RecurrentState(RECURRENT, (CONV[0], CONV[2], CONV[1]))), ValueError,
+         "state.conv[1] must have shape (2, 8, 4), got (2, 16, 4)"),
     ],
-)
+)  # fmt: skip
 def test_refused_calls(call, error, message):
     """A layer refuses tokens and states of another kind, shape, dtype or device."""
     with pytest.raises(error, match=re.escape(message)):
@@ -465,21 +357,11 @@ def test_refused_calls(call, error, message):
     ("config", "field", "value", "error", "message"),
     [
         (LINEAR | NORMALIZED, "normalizer", (), TypeError, "must be a tensor, got tuple"),
-        (
-            LINEAR | NORMALIZED,
-            "normalizer",
-            torch.ones(2, 2, 4),
-            ValueError,
-            "must have shape (2, 2, 8), got (2, 2, 4)",
-        ),
+        (LINEAR | NORMALIZED, "normalizer", torch.ones(2, 2, 4), ValueError,
+         "must have shape (2, 2, 8), got (2, 2, 4)"),
         (LINEAR, "normalizer", torch.ones(2, 2, 8), ValueError, "must be () in this layer, got Tensor"),
-        (
-            LINEAR | {"feature_map": "hedgehog"},
-            "recurrent",
-            torch.ones(2, 2, 8, 8),
-            ValueError,
-            "must have shape (2, 2, 16, 8), got (2, 2, 8, 8)",
-        ),
+        (LINEAR | {"feature_map": "hedgehog"}, "recurrent", torch.ones(2, 2, 8, 8), ValueError,
+         "must have shape (2, 2, 16, 8), got (2, 2, 8, 8)"),
         (RETENTION, "position", (), TypeError, "must be a tensor, got tuple"),
         (RETENTION, "position", torch.zeros(2), TypeError, "must be an integer dtype, got float32"),
         (RETENTION, "position", torch.zeros(2, 1).long(), ValueError, "must have shape (2,), got (2, 1)"),
@@ -492,20 +374,14 @@ def test_refused_calls(call, error, message):
         (RWKV6, "shift", (), TypeError, "must be a tensor, got tuple"),
         (RWKV6, "shift", X[:, :1], ValueError, "must have shape (2, 16), got (2, 1, 16)"),
         (RWKV6, "shift", X[:, 0].to("meta"), ValueError, "must be on cpu, got meta"),
-        (
-            RWKV6,
-            "shift",
-            X[:, 0].long(),
-            TypeError,
-            "must be float32, bfloat16, float16 or float64, got int64",
-        ),
+        (RWKV6, "shift", X[:, 0].long(), TypeError, "must be float32, bfloat16, float16 or float64, got int64"),
         (ABC, "recurrent", HK, TypeError, "must be a tuple of tensors, got Tensor"),
         (ABC, "recurrent", (HK,), ValueError, "must hold 2 tensors, got 1"),
         (ABC, "recurrent", (HV, HV), ValueError, "[0] must have shape (2, 2, 4, 5), got (2, 2, 5, 8)"),
         (ABC, "normalizer", (), TypeError, "must be a tensor, got tuple"),
         (ABC, "normalizer", HK, ValueError, "must have shape (2, 2, 5), got (2, 2, 4, 5)"),
     ],
-)
+)  # fmt: skip
 def test_refused_states(config, field, value, error, message):
     """A layer refuses a state in which a part is missing, too much or of another shape."""
     layer = build(config | SMALL)
@@ -546,12 +422,8 @@ CU_SEQLENS = torch.tensor([0, 5])
     ("rows", "layout", "error", "message"),
     [
         (2, {"attention_mask": [[1]]}, TypeError, "attention_mask must be a tensor, got list"),
-        (
-            2,
-            {"attention_mask": MASK.float()},
-            TypeError,
-            "attention_mask must be bool or an integer dtype, got float32 (nonzero at tokens",
-        ),
+        (2, {"attention_mask": MASK.float()}, TypeError,
+         "attention_mask must be bool or an integer dtype, got float32 (nonzero at tokens"),
         (2, {"attention_mask": MASK[:, :4]}, ValueError, f"{WHOLE_HISTORY} (2, 4)"),
         (2, {"attention_mask": MASK[:1]}, ValueError, f"{WHOLE_HISTORY} (1, 5)"),
         (2, {"attention_mask": MASK[:, None, None]}, ValueError, f"{WHOLE_HISTORY} (2, 1, 1, 5)"),
@@ -559,32 +431,14 @@ CU_SEQLENS = torch.tensor([0, 5])
         (1, {"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens must be a tensor, got list"),
         (1, {"cu_seqlens": CU_SEQLENS.short()}, TypeError, "cu_seqlens must be int32 or int64, got int16"),
         (1, {"cu_seqlens": CU_SEQLENS.float()}, TypeError, "cu_seqlens must be int32 or int64, got float32"),
-        (
-            1,
-            {"cu_seqlens": CU_SEQLENS[0]},
-            ValueError,
-            "cu_seqlens must have shape [N + 1] with N >= 1, got ()",
-        ),
-        (
-            2,
-            {"cu_seqlens": CU_SEQLENS},
-            ValueError,
-            "cu_seqlens needs hidden_states of one row (B = 1), got B = 2",
-        ),
-        (
-            1,
-            {"cu_seqlens": torch.tensor([0, 2, 2, 5]), "state": RecurrentState(RECURRENT, CONV)},
-            ValueError,
-            "state.recurrent must have shape (3, 2, 4, 8), got (2, 2, 4, 8)",
-        ),
-        (
-            1,
-            {"cu_seqlens": CU_SEQLENS, "attention_mask": MASK[:1]},
-            ValueError,
-            "attention_mask and cu_seqlens exclude each other",
-        ),
+        (1, {"cu_seqlens": CU_SEQLENS[0]}, ValueError, "cu_seqlens must have shape [N + 1] with N >= 1, got ()"),
+        (2, {"cu_seqlens": CU_SEQLENS}, ValueError, "cu_seqlens needs hidden_states of one row (B = 1), got B = 2"),
+        (1, {"cu_seqlens": torch.tensor([0, 2, 2, 5]), "state": RecurrentState(RECURRENT, CONV)}, ValueError,
+         "state.recurrent must have shape (3, 2, 4, 8), got (2, 2, 4, 8)"),
+        (1, {"cu_seqlens": CU_SEQLENS, "attention_mask": MASK[:1]}, ValueError,
+         "attention_mask and cu_seqlens exclude each other"),
     ],
-)
+)  # fmt: skip
 def test_refused_layouts(rows, layout, error, message):
     """A layer refuses masks and bounds of sequences that do not fit its tokens."""
     with pytest.raises(error, match=f"^{re.escape(message)}"):

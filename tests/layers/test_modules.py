@@ -234,10 +234,7 @@ def sharded(mesh: DeviceMesh, by: str, names: list[str]) -> None:
             assert y.placements == (Shard(0),), name
 
 
-@pytest.mark.skipif(
-    torch.__version__ < "2.13",
-    reason="PyTorch 2.11: docs/layers.md says what fails",
-)
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="PyTorch 2.11: docs/layers.md says what fails")
 @pytest.mark.parametrize("by", ["rows", "columns"])
 def test_sharded(by):
     on_two_ranks(sharded, by, list(EVERY))

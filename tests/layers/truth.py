@@ -1,4 +1,4 @@
-"""The layers said again slowly: float64, one sequence at a time, token by token, names as in a checkpoint.
+"""The layers said again slowly: float64, one sequence at a time, over the references, names as in a checkpoint.
 
 A layer is a configuration: its arguments, and under "layer" its class.
 """
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from contract.recurrences import delta_product
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -32,6 +33,12 @@ from flacompose.layers import (
     RWKV6Attention,
     SimpleGatedLinearAttention,
 )
+from flacompose.ops.families.delta_rule.reference import delta_rule
+from flacompose.ops.families.scalar_decay.reference import scalar_decay
+from flacompose.ops.families.scan.reference import scan
+from flacompose.ops.families.short_conv.reference import short_conv
+from flacompose.ops.families.slot_attention.reference import slot_attention
+from flacompose.ops.families.vector_decay.reference import vector_decay
 
 # Each layer with what it has to carry, and with its defaults.
 GLA = {"layer": GatedLinearAttention, "hidden_size": 24, "num_heads": 4}
@@ -109,8 +116,7 @@ Result = tuple[Tensor, RecurrentState]
 def sequence(config: Config, parameters: Parameters, x: Tensor, state: RecurrentState) -> Result:
     """One sequence ``x [T, hidden]`` from a state of one row: ``[T, hidden]`` and the new state, on the CPU."""
     p = {name: value.detach().cpu().double() for name, value in parameters.items()}
-    x = x.detach().cpu().double()
-    state = pytree.tree_map(lambda t: t.detach().cpu()[0].double(), state)
+    state = pytree.tree_map(lambda t: t.detach().cpu().double(), state)
     truth = {
         GatedLinearAttention: gated_linear_attention,
         SimpleGatedLinearAttention: simple_gated_linear_attention,
@@ -124,226 +130,181 @@ def sequence(config: Config, parameters: Parameters, x: Tensor, state: Recurrent
         HGRN2Attention: hgrn2_or_lightnet,
         BoundedHGRN2: hgrn2_or_lightnet,
         LightNetAttention: hgrn2_or_lightnet,
-        GatedSlotAttention: slot_attention,
-        ABCAttention: slot_attention,
-        DeltaNet: delta_rule,
-        GatedDeltaNet: delta_rule,
-        GatedDeltaProduct: delta_rule,
-        KimiDeltaAttention: delta_rule,
+        GatedSlotAttention: gated_slot_attention,
+        ABCAttention: abc,
+        DeltaNet: delta_net,
+        GatedDeltaNet: delta_net,
+        GatedDeltaProduct: delta_net,
+        KimiDeltaAttention: delta_net,
     }[config["layer"]]
-    y, state = truth(config, p, x, state)
-    return y, pytree.tree_map(lambda t: t[None], state)
+    y, new = truth(config, p, x.detach().cpu().double()[None], state)
+    return y[0], new
 
 
 def gated_linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
-    q, k, v, conv = projected(config, p, x, state)
-    g = x @ p["gk_proj.0.weight"].T @ p["gk_proj.1.weight"].T + p["gk_proj.1.bias"]
-    g = ACTIVATIONS["logsigmoid"](g) / config.get("gate_logit_normalizer", 16)
+    q, k, v, conv = qkv(config, p, x, state)
+    g = ACTIVATIONS["logsigmoid"](linear(p, "gk_proj.1", linear(p, "gk_proj.0", x)))
+    g = g / config.get("gate_logit_normalizer", 16)
     if config.get("clamp_min") is not None:
         g = g.clamp(min=config["clamp_min"])
-    q, k = activated(config, q), activated(config, k)
-    o, S = recurrence(q, k, v, in_heads(config, g, repeat=True).exp(), state)
+    o, S = vector_decay(q, k, v, in_heads(config, g, repeat=True), **from_state(state, k))
     return gated_output(config, p, x, o), RecurrentState(S, conv)
 
 
 def simple_gated_linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
-    q, k, v, conv = projected({"use_short_conv": True} | config, p, x, state)
-    g = x @ p["gk_proj.weight"].T + p["gk_proj.bias"]
-    g = ACTIVATIONS["logsigmoid"](g) / config.get("gate_logit_normalizer", 16)
-    q, k = activated(config, q), activated(config, k)
-    o, S = recurrence(q, k, v, g.exp()[:, :, None], state)
+    q, k, v, conv = qkv(config, p, x, state)
+    g = ACTIVATIONS["logsigmoid"](linear(p, "gk_proj", x)) / config.get("gate_logit_normalizer", 16)
+    o, S = scalar_decay(q, k, v, g, **from_state(state, k))
     return gated_output(config, p, x, o), RecurrentState(S, conv)
 
 
 def linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
-    q, k, v, _ = projected(config, p, x, state)
+    q, k, v, _ = qkv(config | {"feature_map": None}, p, x, state)
     q, k = feature_map(config, p, "q", q), feature_map(config, p, "k", k)
     if config.get("norm_q"):
         q = q / (q.sum(-1, keepdim=True) + 1e-4)
     if config.get("norm_k"):
         k = k / (k.sum(-1, keepdim=True) + 1e-4)
-    o, S = recurrence(q, k, v, torch.ones(len(x), 1, 1), state)
+    o, S = scalar_decay(q, k, v, **from_state(state, k))
     z = ()
     if config.get("do_feature_map_norm"):
-        z = state.normalizer
-        for t in range(len(x)):
-            z = z + k[t]
-            o[t] /= (q[t] * z).sum(-1, keepdim=True) * k.shape[2] ** -0.5 + 1e-10
+        sums = state.normalizer[:, None] + k.cumsum(1)
+        o, z = o / ((q * sums).sum(-1, keepdim=True) * k.shape[3] ** -0.5 + 1e-10), sums[:, -1]
     if config.get("output_norm", "rmsnorm") == "rmsnorm":
         o = rms_norm(config, p.get("norm.weight", 1), o)
-    return o.flatten(1) @ p["o_proj.weight"].T, RecurrentState(S, normalizer=z)
+    return linear(p, "o_proj", o.flatten(2)), RecurrentState(S, normalizer=z)
 
 
 def multi_scale_retention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
-    q, k, v, conv = projected(config, p, x, state)
-    q, k = activated(config, q), activated(config, k)
-    start = int(state.position)
-    q, k = rotated(q, start), rotated(k, start)
+    q, k, v, conv = qkv(config, p, x, state)
+    q, k = rotated(q, state.position), rotated(k, state.position)
     decay = torch.tensor([1 - 2.0 ** (-5 - h) for h in range(config["num_heads"])], dtype=q.dtype)
-    o, S = recurrence(q, k, v, decay[None, :, None].expand(len(x), -1, -1), state)
-    return gated_output(config, p, x, o), RecurrentState(S, conv, position=torch.tensor(start + len(x)))
+    o, S = scalar_decay(q, k, v, g_gamma=decay.log(), **from_state(state, k))
+    return gated_output(config, p, x, o), RecurrentState(S, conv, position=state.position + x.shape[1])
 
 
 def lightning_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, depth, L = config["num_heads"], config["layer_idx"], config["num_layers"]
-    D = len(p["norm.weight"]) // H
     if config.get("decay", "minimax") == "tnl":
         rates = [8 * h / H * (1 - depth / L) for h in range(H)]
     else:
         rates = [2 ** (-8 * (h + 1) / H) * (1 - depth / (L - 1 + 1e-5) + 1e-5) for h in range(H)]
-    decay = (-torch.tensor(rates, dtype=torch.float64)).exp()[:, None, None]
-    S, out = state.recurrent, []
-    for token in x:
-        qkv = ACTIVATIONS[config.get("hidden_act", "silu")](p["qkv_proj.weight"] @ token)
-        q, k, v = (qkv[i * D :].unfold(0, D, 3 * D) for i in range(3))  # [H, D], a head's side by side
-        S = decay * S + k[:, :, None] * v[:, None]
-        o = rms_norm({"norm_eps": 1e-6} | config, p["norm.weight"], (S * q[:, :, None]).sum(1).flatten())
-        o = o / (1 + (-p["output_gate.weight"] @ token).exp())
-        out.append(p["out_proj.weight"] @ o)
-    return torch.stack(out), RecurrentState(S)
+    q, k, v = (
+        ACTIVATIONS[config.get("hidden_act", "silu")](linear(p, "qkv_proj", x))
+        .unflatten(-1, (H, 3, -1))
+        .unbind(-2)
+    )
+    o, S = scalar_decay(q, k, v, g_gamma=-q.new_tensor(rates), initial_state=state.recurrent)
+    o = rms_norm({"norm_eps": 1e-6} | config, p["norm.weight"], o.flatten(2))
+    return linear(p, "out_proj", o * ACTIVATIONS["sigmoid"](linear(p, "output_gate", x))), RecurrentState(S)
 
 
 def mamba2(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, P, S, G = len(p["A_log"]), config["head_dim"], config["state_size"], config.get("n_groups", 1)
-    low, high = config.get("dt_limit", (0, math.inf))
     act, silu = ACTIVATIONS[config.get("hidden_act", "silu")], ACTIVATIONS["silu"]
-    D = p["D"].reshape(H, -1)
 
     def norm(y: Tensor) -> Tensor:
-        return torch.cat([rms_norm(config, 1, part) for part in y.chunk(G)]) * p["norm.weight"]
+        return torch.cat([rms_norm(config, 1, part) for part in y.chunk(G, -1)], -1) * p["norm.weight"]
 
-    h, window, out = state.recurrent, state.conv[0], []
-    for token in x:
-        z, xBC, dt = (p["in_proj.weight"] @ token + p.get("in_proj.bias", 0)).split(
-            [H * P, H * P + 2 * G * S, H]
-        )
-        window = torch.cat([window[:, 1:], xBC[:, None]], 1)
-        xBC = act((window * p["conv1d.weight"][:, 0]).sum(1) + p.get("conv1d.bias", 0))
-        X, B, C = xBC.split([H * P, G * S, G * S])
-        X = X.reshape(H, P)
-        B, C = (torch.stack([y.chunk(G)[i * G // H] for i in range(H)]) for y in (B, C))  # [H, S]
-        dt = (1 + (dt + p["dt_bias"]).exp()).log().clamp(low, high)
-        decay = (-dt * p["A_log"].exp()).exp()
-        h = decay[:, None, None] * h + dt[:, None, None] * B[:, :, None] * X[:, None]
-        y = ((h * C[:, :, None]).sum(1) + D * X).flatten()
-        if not config.get("rmsnorm", True):
-            y = y * silu(z)
-        elif config.get("norm_before_gate"):
-            y = norm(y) * silu(z)
-        else:
-            y = norm(y * silu(z))
-        out.append(p["out_proj.weight"] @ y + p.get("out_proj.bias", 0))
-    return torch.stack(out), RecurrentState(h, (window,))
+    z, xBC, dt = linear(p, "in_proj", x).split([H * P, H * P + 2 * G * S, H], -1)
+    xBC, window = convolved(p, "conv1d", xBC, state.conv[0])
+    X, B, C = act(xBC).split([H * P, G * S, G * S], -1)
+    X, B, C = (y.unflatten(-1, (n, -1)) for y, n in ((X, H), (B, G), (C, G)))
+    dt = (1 + (dt + p["dt_bias"]).exp()).log().clamp(*config.get("dt_limit", (0, math.inf)))
+    y, h = scalar_decay(C, B, dt[..., None] * X, -dt * p["A_log"].exp(), initial_state=state.recurrent)
+    y = (y + p["D"].reshape(H, -1) * X).flatten(2)
+    if not config.get("rmsnorm", True):
+        y = y * silu(z)
+    elif config.get("norm_before_gate"):
+        y = norm(y) * silu(z)
+    else:
+        y = norm(y * silu(z))
+    return linear(p, "out_proj", y), RecurrentState(h, (window,))
 
 
 def rwkv6(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
-    H, eps = config["num_heads"], config.get("norm_eps", 1e-5)
-    S, before, out = state.recurrent, state.shift, []
-    for token in x:
-        delta = before - token
-        low = torch.tanh(p["x_proj.0.linear.weight"] @ (token + delta * p["x_proj.0.mu"])).chunk(5)
-        up = p["x_proj.2.weight"].chunk(5, 1)
-        mixed = [token + delta * (W @ z + b) for W, z, b in zip(up, low, p["x_bias"], strict=True)]
-        r, _, k, v, g = (
-            p[f"{name}_proj.linear.weight"] @ y if name != "w" else None
-            for name, y in zip("rwkvg", mixed, strict=True)
-        )
-        w = p["w_proj.linear.lora.2.weight"] @ torch.tanh(p["w_proj.linear.lora.0.weight"] @ mixed[1])
-        w = -(w + p["w_proj.linear.lora.2.bias"]).exp()
-        o = []
-        for h in range(H):
-            r_, k_, v_, w_ = (y.chunk(H)[h] for y in (r, k, v, w))
-            kv = k_[:, None] * v_
-            o.append(r_ @ (S[h] + p["bonus"][h][:, None] * kv))
-            S = S.index_put((torch.tensor(h),), w_.exp()[:, None] * S[h] + kv)
-        o = torch.cat([(y - y.mean()) / (y.var(correction=0) + eps).sqrt() for y in o])
-        o = o * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
-        out.append(p["o_proj.weight"] @ (o * ACTIVATIONS[config.get("gate_fn", "swish")](g)))
-        before = token
-    return torch.stack(out), RecurrentState(S, shift=before)
+    H = config["num_heads"]
+    delta = torch.cat([state.shift[:, None], x[:, :-1]], 1) - x
+    low = torch.tanh(linear(p, "x_proj.0.linear", x + delta * p["x_proj.0.mu"])).chunk(5, -1)
+    up = p["x_proj.2.weight"].chunk(5, 1)
+    mixed = [x + delta * (z @ W.T + b) for W, z, b in zip(up, low, p["x_bias"], strict=True)]
+    r, k, v, g = (linear(p, f"{name}_proj.linear", mixed["rwkvg".index(name)]) for name in "rkvg")
+    w = linear(p, "w_proj.linear.lora.2", torch.tanh(linear(p, "w_proj.linear.lora.0", mixed[1])))
+    r, k, v, w = (y.unflatten(-1, (H, -1)) for y in (r, k, v, -w.exp()))
+    o, S = vector_decay(r, k, v, w, u=p["bonus"], initial_state=state.recurrent)
+    o = o - o.mean(-1, keepdim=True)
+    o = rms_norm(config, 1, o).flatten(2) * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
+    o = o * ACTIVATIONS[config.get("gate_fn", "swish")](g)
+    return linear(p, "o_proj", o), RecurrentState(S, shift=x[:, -1])
 
 
 def hgrn(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     bound, silu = lower_bound(config, p), ACTIVATIONS["silu"]
-    h, windows, out = state.recurrent, list(state.conv), []
-    for token in x:
-        i, f = step(p, "if", token, windows)
-        f = bound + (1 - bound) / (1 + (-f).exp())
-        h = f * h + (1 - f) * silu(i)
-        o = rms_norm(config, p.get("g_norm.weight", 1), h)
-        out.append(p["o_proj.weight"] @ (o * silu(p["g_proj.weight"] @ token)))
-    return torch.stack(out), RecurrentState(h, tuple(windows))
+    (i, f), conv = projected(p, "if", x, state)
+    f = bound + (1 - bound) * ACTIVATIONS["sigmoid"](f)
+    o, h = scan((1 - f) * silu(i), f.log(), state.recurrent)
+    o = rms_norm(config, p.get("g_norm.weight", 1), o) * silu(linear(p, "g_proj", x))
+    return linear(p, "o_proj", o), RecurrentState(h, conv)
 
 
 def hgrn2_or_lightnet(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, silu = config.get("num_heads") or config["hidden_size"] // config["expand_ratio"], ACTIVATIONS["silu"]
-    lightnet = "k_proj.weight" in p
-    h, z, windows, out = state.recurrent, state.normalizer, list(state.conv), []
-    for token in x:
-        q, k, v = (y.reshape(H, -1) for y in step(p, "qkv" if lightnet else "qfi", token, windows))
-        if lightnet:
-            before, z = z, (z.exp() + k.exp()).log()
-            decay, k = (before - z).exp(), (k - z).exp()
-        else:
-            bound = lower_bound(config, p).reshape(-1, k.shape[1])
-            decay = bound + (1 - bound) / (1 + (-k).exp())
-            k = 1 - decay
-        h = decay[:, :, None] * h + k[:, :, None] * v[:, None]
-        o = (h * silu(q)[:, :, None]).sum(1) * q.shape[1] ** -0.5
-        o = rms_norm(config, p.get("g_norm.weight", 1), o.flatten())
-        if lightnet:
-            o = o * silu(p["g_proj.1.weight"] @ p["g_proj.0.weight"] @ token)
-        out.append(p["o_proj.weight"] @ o)
-    return torch.stack(out), RecurrentState(h, tuple(windows), z)
+    lightnet, z = "k_proj.weight" in p, state.normalizer
+    (q, k, v), conv = projected(p, "qkv" if lightnet else "qfi", x, state)
+    q, k, v = (y.unflatten(-1, (H, -1)) for y in (q, k, v))
+    if lightnet:
+        sums = torch.cat([z[:, None], k], 1).logcumsumexp(1)
+        g, k, z = sums[:, :-1] - sums[:, 1:], (k - sums[:, 1:]).exp(), sums[:, -1]
+    else:
+        bound = lower_bound(config, p).reshape(H, -1)
+        decay = bound + (1 - bound) * ACTIVATIONS["sigmoid"](k)
+        g, k = decay.log(), 1 - decay
+    o, S = vector_decay(silu(q), k, v, g, **from_state(state, k))
+    o = rms_norm(config, p.get("g_norm.weight", 1), o.flatten(2))
+    if lightnet:
+        o = o * silu(linear(p, "g_proj.1", linear(p, "g_proj.0", x)))
+    return linear(p, "o_proj", o), RecurrentState(S, conv, z)
 
 
-def slot_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
-    H, M, silu = config["num_heads"], state.recurrent[1].shape[1], ACTIVATIONS["silu"]
-    gated = "f_proj.weight" in p
+def gated_slot_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    H, (Hk, Hv), silu = config["num_heads"], state.recurrent, ACTIVATIONS["silu"]
+    outputs, conv = projected(p, "qkv", x, state)
+    q, k, v = (silu(y) if conv else y for y in outputs)
+    q, k, v = (y.unflatten(-1, (n, -1)) for y, n in ((q, H), (k, Hk.shape[1]), (silu(v), Hk.shape[1])))
+    name = config.get("feature_map", "swish")
+    if name == "t2r":
+        q, k = (linear(p, "feature_map.layer", h) for h in (q, k))
+    q, k = (ACTIVATIONS["relu" if name == "t2r" else name](h) for h in (q, k))
+    g = ACTIVATIONS["logsigmoid"](linear(p, "f_proj", x)).unflatten(-1, (Hk.shape[1], -1))
+    g = g / config.get("gate_logit_normalizer", 8)
+    scale = q.shape[-1] ** -0.5 if config.get("scale", 1.0) is None else 1.0
+    o, S = slot_attention(q, k, v, 1 - g.exp(), g, (Hk, Hv), scale)
+    o = rms_norm(config, p.get("g_norm.weight", 1), silu(o).flatten(2))
+    return linear(p, "o_proj", o), RecurrentState(S, conv)
+
+
+def abc(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    H, silu, position = config["num_heads"], ACTIVATIONS["silu"], state.position
+    outputs, conv = projected(p, "qkv", x, state)
+    if conv:
+        outputs = [silu(y) for y in outputs]
+    if config.get("use_input_gate"):
+        outputs = [silu(y) for y in outputs]
+    q, k, v, s = (y.unflatten(-1, (H, -1)) for y in (*outputs, linear(p, "s_proj", x)))
+    if config.get("use_rope", True):
+        q, k = rotated(q, position), rotated(k, position)
+        position = position + x.shape[1]
     low, high = config.get("clamp_min", -32), config.get("clamp_max", 32)
-    low, high = -math.inf if low is None else low, math.inf if high is None else high
-    (Hk, Hv), z, position = state.recurrent, state.normalizer, state.position
-    groups = H // len(Hk)
-    windows, out = list(state.conv), []
-    for token in x:
-        q, k, v = (silu(y) if windows else y for y in step(p, "qkv", token, windows))
-        if not gated and config.get("use_input_gate"):
-            q, k, v = silu(q), silu(k), silu(v)
-        q, k, v = q.reshape(H, -1), k.reshape(len(Hk), -1), v.reshape(len(Hk), -1)
-        scale = q.shape[1] ** -0.5
-        if gated:
-            v = silu(v)
-            name = config.get("feature_map", "swish")
-            if name == "t2r":
-                q, k = (h @ p["feature_map.layer.weight"].T for h in (q, k))
-            q, k = (ACTIVATIONS["relu" if name == "t2r" else name](h) for h in (q, k))
-            f = ACTIVATIONS["logsigmoid"](p["f_proj.weight"] @ token).reshape(-1, M)
-            decay = (f / config.get("gate_logit_normalizer", 8)).exp()
-            weight = 1 - decay
-            scale = scale if config.get("scale", 1.0) is None else 1.0
-        else:
-            if config.get("use_rope", True):
-                q, k = (rotated(y[None], int(position))[0] for y in (q, k))
-                position = position + 1
-            s = (p["s_proj.weight"] @ token).clamp(low, high).reshape(H, -1)
-            before, z = z, (z.exp() + s.exp()).log()
-            decay, weight = (before - z).exp(), (s - z).exp()
-        Hk = Hk * decay[:, None] + k[:, :, None] * weight[:, None]
-        Hv = decay[:, :, None] * Hv + weight[:, :, None] * v[:, None]
-        logits = torch.stack([Hk[h // groups].T @ q[h] for h in range(H)]) * scale
-        probability = logits.exp() / logits.exp().sum(1, keepdim=True)
-        o = torch.stack([Hv[h // groups].T @ probability[h] for h in range(H)])
-        if gated:
-            o = rms_norm(config, p.get("g_norm.weight", 1), silu(o).flatten())
-        else:
-            o = rms_norm(config, p.get("g_norm.weight", 1), o) if config.get("use_norm", True) else o
-            if config.get("use_output_gate", True):
-                o = o * silu(p["g_proj.weight"] @ token).reshape(H, -1)
-        out.append(p["o_proj.weight"] @ o.flatten())
-    return torch.stack(out), RecurrentState((Hk, Hv), tuple(windows), z, position)
+    s = s if low is None and high is None else s.clamp(low, high)
+    initial = (*state.recurrent, state.normalizer)
+    o, (*S, z) = slot_attention(q, k, v, s, None, initial, q.shape[-1] ** -0.5)
+    o = rms_norm(config, p.get("g_norm.weight", 1), o) if config.get("use_norm", True) else o
+    if config.get("use_output_gate", True):
+        o = o * silu(linear(p, "g_proj", x)).unflatten(-1, (H, -1))
+    return linear(p, "o_proj", o.flatten(2)), RecurrentState(tuple(S), conv, z, position)
 
 
-def delta_rule(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+def delta_net(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     """Without a decay DeltaNet, with one per head Gated DeltaNet, with one per channel of the keys KDA.
 
     Gated DeltaProduct has several steps a token, of which the first decays.
@@ -351,66 +312,50 @@ def delta_rule(config: Config, p: Parameters, x: Tensor, state: RecurrentState) 
     H, HV = config["num_heads"], config.get("num_v_heads") or config["num_heads"]
     product = config["layer"] is GatedDeltaProduct
     n = config.get("num_householder", 2) if product else 1
-    act, sigmoid, silu = config.get("qk_activation", "silu"), ACTIVATIONS["sigmoid"], ACTIVATIONS["silu"]
-    parts = len(state.recurrent) // HV  # of the values of a head
-    S = torch.cat(state.recurrent.unflatten(0, (HV, parts)).unbind(1), -1)  # [HV, K, V]
-    windows, out = list(state.conv), []
+    act, sigmoid = config.get("qk_activation", "silu"), ACTIVATIONS["sigmoid"]
+    parts = state.recurrent.shape[1] // HV  # of the values of a head
+    S = torch.cat(state.recurrent.unflatten(1, (HV, parts)).unbind(2), -1)  # [1, HV, K, V]
 
-    def prepared(y: Tensor) -> Tensor:
+    def prepared(y: Tensor, steps: int) -> Tensor:
         y = feature_map({"feature_map": act}, p, "", y) if act in ("elu", "identity") else ACTIVATIONS[act](y)
-        y = y.reshape(-1, H, S.shape[1])
+        y = y.unflatten(-1, (steps, H, -1))
         if config.get("qk_norm") == "sum":
-            y = y / y.abs().sum(-1, keepdim=True).clamp(min=1e-6)
-        else:
-            y = y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-        return y.repeat_interleave(HV // H, 1)
+            return y / y.abs().sum(-1, keepdim=True).clamp(min=1e-6)
+        return y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
-    for token in x:
-        q, k, v = step(p, "qkv", token, windows)
-        q, k, v = prepared(q)[0], prepared(k), silu(v).reshape(n, HV, -1)
-        beta = torch.ones(n, HV, dtype=x.dtype)
-        if "b_proj.weight" in p:
-            beta = sigmoid(p["b_proj.weight"] @ token).reshape(n, HV)
-        if config.get("allow_neg_eigval", product):
-            beta = 2 * beta
-        S = delta_decay(config, p, token, HV)[:, :, None] * S
-        for i in range(n):
-            wanted = v[i] - (S * k[i, :, :, None]).sum(1)
-            S = S + beta[i, :, None, None] * k[i, :, :, None] * wanted[:, None]
-        o = rms_norm(config, p["o_norm.weight"], (S * q[:, :, None]).sum(1) * q.shape[1] ** -0.5).flatten()
-        if "g_proj.weight" in p:
-            o = o * ACTIVATIONS[config.get("output_gate_activation", "silu")](p["g_proj.weight"] @ token)
-        if "g_proj.0.weight" in p:
-            o = o * sigmoid(p["g_proj.1.weight"] @ p["g_proj.0.weight"] @ token + p["g_proj.1.bias"])
-        out.append(p["o_proj.weight"] @ o)
-    S = torch.stack(S.chunk(parts, -1), 1).flatten(0, 1)
-    return torch.stack(out), RecurrentState(S, tuple(windows))
-
-
-def delta_decay(config: Config, p: Parameters, token: Tensor, HV: int) -> Tensor:
-    """By what a token multiplies the state that it finds, ``[HV, 1]`` or ``[HV, K]``."""
-    if "f_proj.0.weight" in p:
-        a = p["f_proj.1.weight"] @ p["f_proj.0.weight"] @ token
-    elif "a_proj.weight" in p:
-        a = p["a_proj.weight"] @ token
+    (q, k, v), conv = projected(p, "qkv", x, state)
+    q, k, v = prepared(q, 1)[:, :, 0], prepared(k, n), ACTIVATIONS["silu"](v).unflatten(-1, (n, HV, -1))
+    beta = torch.ones(*v.shape[:-1], dtype=x.dtype)
+    if "b_proj.weight" in p:
+        beta = sigmoid(linear(p, "b_proj", x)).unflatten(-1, (n, HV))
+    if config.get("allow_neg_eigval", product):
+        beta = 2 * beta
+    g, given = delta_decay(config, p, x, HV), from_state(state._replace(recurrent=S), k)
+    if g.shape[-1] > 1:  # of channels
+        o, S = delta_rule(q, k[:, :, 0], v[:, :, 0], beta[:, :, 0], gk=g, **given)
     else:
-        return torch.ones(HV, 1, dtype=token.dtype)
-    a, rate = (a + p["dt_bias"]).reshape(HV, -1), p["A_log"].exp()[:, None]
+        o, S = delta_product(q, k, v, beta, g[..., 0], **given)
+    o = rms_norm(config, p["o_norm.weight"], o).flatten(2)
+    if "g_proj.weight" in p:
+        o = o * ACTIVATIONS[config.get("output_gate_activation", "silu")](linear(p, "g_proj", x))
+    if "g_proj.0.weight" in p:
+        o = o * sigmoid(linear(p, "g_proj.1", linear(p, "g_proj.0", x)))
+    S = torch.stack(S.chunk(parts, -1), 2).flatten(1, 2)
+    return linear(p, "o_proj", o), RecurrentState(S, conv)
+
+
+def delta_decay(config: Config, p: Parameters, x: Tensor, HV: int) -> Tensor:
+    """The log decays of tokens, ``[1, T, HV, 1]`` or ``[1, T, HV, K]``."""
+    if "f_proj.0.weight" in p:
+        a = linear(p, "f_proj.1", linear(p, "f_proj.0", x))
+    elif "a_proj.weight" in p:
+        a = linear(p, "a_proj", x)
+    else:
+        return x.new_zeros(*x.shape[:2], HV, 1)
+    a, rate = (a + p["dt_bias"]).unflatten(-1, (HV, -1)), p["A_log"].exp()[:, None]
     if config.get("lower_bound") is not None:
-        return (config["lower_bound"] * ACTIVATIONS["sigmoid"](rate * a)).exp()
-    return (1 + a.exp()) ** -rate
-
-
-def step(p: Parameters, names: str, token: Tensor, windows: list[Tensor]) -> list[Tensor]:
-    """The projections of one token, after convolutions where there are windows, which move on in their list."""
-    outputs = []
-    for i, name in enumerate(names):
-        y = p[f"{name}_proj.weight"] @ token
-        if windows:
-            windows[i] = torch.cat([windows[i][:, 1:], y[:, None]], 1)
-            y = (windows[i] * p[f"{name}_conv1d.weight"][:, 0]).sum(1) + p.get(f"{name}_conv1d.bias", 0)
-        outputs.append(y)
-    return outputs
+        return config["lower_bound"] * ACTIVATIONS["sigmoid"](rate * a)
+    return -rate * (1 + a.exp()).log()
 
 
 def lower_bound(config: Config, p: Parameters) -> Tensor:
@@ -419,51 +364,59 @@ def lower_bound(config: Config, p: Parameters) -> Tensor:
     return ACTIVATIONS["sigmoid"](none if config.get("layer_idx") == 0 else p.get("bound", none))
 
 
+def linear(p: Parameters, name: str, x: Tensor) -> Tensor:
+    return x @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0)
+
+
+def convolved(p: Parameters, name: str, x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+    return short_conv(x, p[f"{name}.weight"][:, 0], p.get(f"{name}.bias"), window)
+
+
 def projected(
+    p: Parameters, names: str, x: Tensor, state: RecurrentState
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """The projections of these names, after convolutions where the state has windows, and the new windows."""
+    outputs = [linear(p, f"{name}_proj", x) for name in names]
+    if not state.conv:
+        return outputs, ()
+    pairs = zip(names, outputs, state.conv, strict=True)
+    outputs, conv = zip(*(convolved(p, f"{name}_conv1d", y, window) for name, y, window in pairs))
+    return outputs, conv
+
+
+def qkv(
     config: Config, p: Parameters, x: Tensor, state: RecurrentState
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-    """``q, k [T, H, K]`` and ``v [T, H, V]``, and the windows of the convolutions."""
-    outputs, conv = [], []
-    for i, name in enumerate("qkv"):
-        h = x @ p[f"{name}_proj.weight"].T
-        if config.get("use_short_conv"):
-            w = p[f"{name}_conv1d.weight"][:, 0]  # [D, W]
-            window, out = state.conv[i], []
-            for token in h:
-                window = torch.cat([window[:, 1:], token[:, None]], 1)
-                y = (window * w).sum(1) + p.get(f"{name}_conv1d.bias", 0)
-                out.append(ACTIVATIONS["silu"](y))
-            h = torch.stack(out)
-            conv.append(window)
-        outputs.append(in_heads(config, h, repeat=name != "q"))
-    q, k, v = outputs
-    return q, k, v, tuple(conv)
+    """``q, k [1, T, H, K]``, mapped, and ``v [1, T, H, V]``, and the windows of the convolutions."""
+    outputs, conv = projected(p, "qkv", x, state)
+    q, k, v = (ACTIVATIONS["silu"](y) if conv else y for y in outputs)
+    if config.get("feature_map"):
+        q, k = (ACTIVATIONS[config["feature_map"]](y) for y in (q, k))
+    return in_heads(config, q, repeat=False), *(in_heads(config, y, repeat=True) for y in (k, v)), conv
 
 
 def in_heads(config: Config, h: Tensor, repeat: bool) -> Tensor:
-    """``[T, H, D]`` of ``h [T, heads * D]``, neighbours sharing a head of keys and values."""
+    """``[1, T, H, D]`` of ``h [1, T, heads * D]``, neighbours sharing a head of keys and values."""
     heads = config["num_heads"]
     groups = heads // (config.get("num_kv_heads") or heads) if repeat else 1
-    return torch.stack([h.chunk(heads // groups, 1)[i // groups] for i in range(heads)], 1)
+    return h.unflatten(-1, (heads // groups, -1)).repeat_interleave(groups, 2)
 
 
-def activated(config: Config, h: Tensor) -> Tensor:
-    return ACTIVATIONS[config["feature_map"]](h) if config.get("feature_map") else h
+def from_state(state: RecurrentState, k: Tensor) -> dict[str, Any]:
+    """What the recurrences get: the state, and the scale of queries of the keys' width."""
+    return {"initial_state": state.recurrent, "scale": k.shape[-1] ** -0.5}
 
 
 def feature_map(config: Config, p: Parameters, side: str, h: Tensor) -> Tensor:
-    def linear(name: str) -> Tensor:
-        name = f"feature_map_{side}.{name}"
-        return h @ p[f"{name}.weight"].T + p.get(f"{name}.bias", 0)
-
-    name = config.get("feature_map", "elementwise_product")
+    maps, name = f"feature_map_{side}", config.get("feature_map", "elementwise_product")
     if name == "hedgehog":
-        e = torch.cat([2 * linear("layer"), -2 * linear("layer")], -1).exp()
+        mapped = linear(p, f"{maps}.layer", h)
+        e = torch.cat([2 * mapped, -2 * mapped], -1).exp()
         return e / e.sum(-1, keepdim=True)
     if name == "t2r":
-        return ACTIVATIONS["relu"](linear("layer"))
+        return ACTIVATIONS["relu"](linear(p, f"{maps}.layer", h))
     if name == "elementwise_product":
-        return linear("layer1") * linear("layer2")
+        return linear(p, f"{maps}.layer1", h) * linear(p, f"{maps}.layer2", h)
     if name == "dpfp":
         r = torch.cat([ACTIVATIONS["relu"](h), ACTIVATIONS["relu"](-h)], -1)
         n = r.shape[-1]
@@ -473,25 +426,12 @@ def feature_map(config: Config, p: Parameters, side: str, h: Tensor) -> Tensor:
     return {"relu": ACTIVATIONS["relu"], "identity": lambda h: h}[name](h)
 
 
-def rotated(h: Tensor, start: int) -> Tensor:
-    """``h [T, H, K]``, its halves the parts of complex numbers, turned by their positions."""
-    T, _, K = h.shape
-    angle = torch.arange(start, start + T)[:, None] * 10000.0 ** (-torch.arange(0, K, 2).double() / K)
+def rotated(h: Tensor, start: Tensor) -> Tensor:
+    """``h [1, T, H, K]``, its halves the parts of complex numbers, turned by their positions from `start` on."""
+    T, K = h.shape[1], h.shape[3]
+    angle = (start + torch.arange(T))[:, None] * 10000.0 ** (-torch.arange(0, K, 2).double() / K)
     z = torch.complex(h[..., : K // 2], h[..., K // 2 :]) * torch.exp(1j * angle)[:, None]
     return torch.cat([z.real, z.imag], -1)
-
-
-def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: RecurrentState
-) -> tuple[Tensor, Tensor]:
-    """``S = decay * S + k v^T``, read by ``q K^-1/2``; ``decay`` is ``[T, H or 1, K or 1]``."""
-    K = k.shape[2]
-    S = state.recurrent
-    o = torch.empty_like(v)
-    for t in range(len(k)):
-        S = decay[t][:, :, None] * S + k[t][:, :, None] * v[t][:, None]
-        o[t] = (q[t][:, :, None] * S).sum(1) * K**-0.5
-    return o, S
 
 
 def rms_norm(config: Config, weight: Tensor | int, o: Tensor) -> Tensor:
@@ -499,10 +439,10 @@ def rms_norm(config: Config, weight: Tensor | int, o: Tensor) -> Tensor:
 
 
 def gated_output(config: Config, p: Parameters, x: Tensor, o: Tensor) -> Tensor:
-    o = rms_norm(config, p.get("g_norm_swish_gate.weight", p.get("g_norm.weight", 1)), o).flatten(1)
+    o = rms_norm(config, p.get("g_norm_swish_gate.weight", p.get("g_norm.weight", 1)), o).flatten(2)
     if config.get("use_output_gate", True):
-        o = o * ACTIVATIONS[config.get("gate_fn", "swish")](x @ p["g_proj.weight"].T)
-    return o @ p["o_proj.weight"].T
+        o = o * ACTIVATIONS[config.get("gate_fn", "swish")](linear(p, "g_proj", x))
+    return linear(p, "o_proj", o)
 
 
 def precision(device: torch.device) -> tuple[torch.dtype, float]:
@@ -511,12 +451,7 @@ def precision(device: torch.device) -> tuple[torch.dtype, float]:
 
 
 def assert_true(
-    config: Config,
-    parameters: Parameters,
-    x: Tensor,
-    state: RecurrentState,
-    y: Tensor,
-    new: RecurrentState,
+    config: Config, parameters: Parameters, x: Tensor, state: RecurrentState, y: Tensor, new: RecurrentState
 ) -> None:
     """One sequence ``x [T, hidden]`` from a state of one row gave `y` and `new`."""
     expected, after = sequence(config, parameters, x, state)

@@ -28,116 +28,46 @@ HEADS = {"num_heads": 2}
 # By name: the model, and its config beside SIZES.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("GLA", HEADS),
-    "gla varied": (
-        "GLA",
-        {
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "expand_k": 1.0,
-            "feature_map": "relu",
-            "use_short_conv": True,
-            "conv_size": 3,
-            "clamp_min": -0.1,
-            "elementwise_affine": False,
-            "norm_eps": 0.1,
-            "fuse_norm": False,
-            "fuse_swiglu": False,
-            "tie_word_embeddings": True,
-            "intermediate_size": None,
-            "hidden_ratio": 1,
-        },
-    ),
+    "gla varied": ("GLA", {"num_heads": 4, "num_kv_heads": 2, "expand_k": 1.0, "feature_map": "relu",
+                   "use_short_conv": True, "conv_size": 3, "clamp_min": -0.1, "elementwise_affine": False,
+                   "norm_eps": 0.1, "fuse_norm": False, "fuse_swiglu": False, "tie_word_embeddings": True,
+                   "intermediate_size": None, "hidden_ratio": 1}),
     "gla ungated": ("GLA", HEADS | {"use_output_gate": False}),
-    "gla hybrid": (
-        "GLA",
-        HEADS
-        | {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "rope_theta": 50.0}},
-    ),
+    "gla hybrid": ("GLA", HEADS | {"attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": True,
+                   "rope_theta": 50.0}}),
     "gla wide": ("GLA", HEADS | {"expand_v": 20.0, "num_hidden_layers": 1}),  # 320 values
     "retnet": ("RetNet", HEADS),
-    "retnet varied": (
-        "RetNet",
-        {"num_heads": 4, "num_kv_heads": 2, "expand_v": 1.0, "feature_map": "sigmoid", "fuse_norm": False},
-    ),
+    "retnet varied": ("RetNet", {"num_heads": 4, "num_kv_heads": 2, "expand_v": 1.0, "feature_map": "sigmoid",
+                      "fuse_norm": False}),
     "retnet wide": ("RetNet", HEADS | {"expand_v": 20.0, "num_hidden_layers": 1}),
     "gsa": ("GSA", HEADS | {"num_slots": 8}),
-    "gsa varied": (
-        "GSA",
-        HEADS
-        | {"num_kv_heads": 1, "num_slots": 16, "use_short_conv": True, "feature_map": "t2r", "norm_eps": 0.1}
-        | {"gate_logit_normalizer": 2},
-    ),
+    "gsa varied": ("GSA", HEADS | {"num_kv_heads": 1, "num_slots": 16, "use_short_conv": True, "feature_map": "t2r",
+                   "norm_eps": 0.1} | {"gate_logit_normalizer": 2}),
     "gsa wide": ("GSA", HEADS | {"num_slots": 8, "exapnd_k": 20.0, "num_hidden_layers": 1}),  # 320 keys
     "rwkv6": ("RWKV6", HEADS | {"proj_low_rank_dim": 4, "gate_low_rank_dim": 6}),
-    "rwkv6 varied": (
-        "RWKV6",
-        HEADS
-        | {
-            "proj_low_rank_dim": 4,
-            "gate_low_rank_dim": 6,
-            "expand_k": 1.0,
-            "norm_first": False,
-            "norm_bias": False,
-        }
-        | {
-            "norm_eps": 0.1,
-            "hidden_act": "relu",
-            "hidden_ratio": 0.75,
-            "intermediate_size": None,
-            "fuse_norm": False,
-        },
-    ),
-    "rwkv6 wide": (
-        "RWKV6",
-        HEADS | {"proj_low_rank_dim": 4, "gate_low_rank_dim": 6, "expand_v": 20.0, "num_hidden_layers": 1},
-    ),
+    "rwkv6 varied": ("RWKV6", HEADS | {"proj_low_rank_dim": 4, "gate_low_rank_dim": 6, "expand_k": 1.0,
+                     "norm_first": False, "norm_bias": False} | {"norm_eps": 0.1, "hidden_act": "relu",
+                     "hidden_ratio": 0.75, "intermediate_size": None, "fuse_norm": False}),
+    "rwkv6 wide": ("RWKV6", HEADS | {"proj_low_rank_dim": 4, "gate_low_rank_dim": 6, "expand_v": 20.0,
+                   "num_hidden_layers": 1}),
     "hgrn2": ("HGRN2", {"expand_ratio": 16}),
-    "hgrn2 varied": (
-        "HGRN2",
-        {"num_heads": 4, "expand_ratio": None, "use_short_conv": True, "use_lower_bound": False},
-    ),
-    "hgrn2 hybrid": (
-        "HGRN2",
-        {"expand_ratio": 16, "num_hidden_layers": 3, "attn": {"layers": [1], "num_heads": 2}},
-    ),
+    "hgrn2 varied": ("HGRN2", {"num_heads": 4, "expand_ratio": None, "use_short_conv": True,
+                     "use_lower_bound": False}),
+    "hgrn2 hybrid": ("HGRN2", {"expand_ratio": 16, "num_hidden_layers": 3, "attn": {"layers": [1], "num_heads": 2}}),
     "delta_net": ("DeltaNet", HEADS),
-    "delta_net varied": (
-        "DeltaNet",
-        HEADS
-        | {
-            "expand_v": 2.0,
-            "use_gate": True,
-            "use_short_conv": False,
-            "qk_norm": "sum",
-            "qk_activation": "elu",
-        },
-    ),
+    "delta_net varied": ("DeltaNet", HEADS | {"expand_v": 2.0, "use_gate": True, "use_short_conv": False,
+                         "qk_norm": "sum", "qk_activation": "elu"}),
     "delta_net reversing": ("DeltaNet", HEADS | {"allow_neg_eigval": True, "use_beta": False}),
     "gated_deltanet": ("GatedDeltaNet", HEADS | {"head_dim": 8}),
-    "gated_deltanet varied": (
-        "GatedDeltaNet",
-        HEADS
-        | {
-            "head_dim": 8,
-            "num_v_heads": 4,
-            "use_gate": False,
-            "use_short_conv": False,
-            "allow_neg_eigval": True,
-        },
-    ),
-    "gated_deltanet hybrid": (
-        "GatedDeltaNet",
-        HEADS
-        | {"head_dim": 8, "output_gate_activation": "sigmoid", "num_hidden_layers": 3}
-        | {"attn": [{"layers": [0], "num_heads": 2, "window_size": 5}, {"layers": [2], "num_heads": 1}]},
-    ),
+    "gated_deltanet varied": ("GatedDeltaNet", HEADS | {"head_dim": 8, "num_v_heads": 4, "use_gate": False,
+                              "use_short_conv": False, "allow_neg_eigval": True}),
+    "gated_deltanet hybrid": ("GatedDeltaNet", HEADS | {"head_dim": 8, "output_gate_activation": "sigmoid",
+                              "num_hidden_layers": 3} | {"attn": [{"layers": [0], "num_heads": 2, "window_size": 5},
+                              {"layers": [2], "num_heads": 1}]}),
     "kda": ("KDA", HEADS | {"head_dim": 8}),
-    "kda varied": (
-        "KDA",
-        HEADS
-        | {"head_dim": 8, "num_v_heads": 4, "safe_gate": True, "lower_bound": -3.0, "use_short_conv": False},
-    ),
-}
+    "kda varied": ("KDA", HEADS | {"head_dim": 8, "num_v_heads": 4, "safe_gate": True, "lower_bound": -3.0,
+                   "use_short_conv": False}),
+}  # fmt: skip
 # More than 64 tokens, so that a chunk of flacompose ends among them; the logits of some are kept.
 LENGTH, KEPT = 70, (0, 1, 33, 64, 69)
 # A batch of two, the first row of which begins with pads.
@@ -214,12 +144,7 @@ def golden(models: Any, kind: str, given: dict[str, Any]) -> dict[str, Any]:
     mask[0, :PADS] = 0
     ids = tokens(2, PADDED, config.vocab_size)
     padded = model(ids, attention_mask=mask, use_cache=False).logits[:, [PADS, -1]]
-    return {
-        "config": saved,
-        "shapes": shapes,
-        "logits": rounded(logits),
-        "padded": rounded(padded),
-    }
+    return {"config": saved, "shapes": shapes, "logits": rounded(logits), "padded": rounded(padded)}
 
 
 def rounded(x: Tensor) -> Any:

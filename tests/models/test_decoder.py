@@ -102,11 +102,7 @@ def test_generate(device: torch.device) -> None:
     other = model_of("GatedDeltaNet", device)
     for changes, kind, message in (
         ({"decoder": model}, TypeError, "decoder must be a Decoder, got RecurrentLM"),
-        (
-            {"decoder": Decoder(other, ids[:, :1], other.init_state(2))},
-            ValueError,
-            "made of another model",
-        ),
+        ({"decoder": Decoder(other, ids[:, :1], other.init_state(2))}, ValueError, "made of another model"),
         ({"decoder": decoder, "assistant": other}, ValueError, "must not be given with an assistant"),
     ):
         with pytest.raises(kind, match=message):
@@ -222,35 +218,17 @@ X = torch.zeros(2)
         ((add, X, None), TypeError, "state must be a plain tensor, got NoneType"),
         ((add, X, (X.to("meta"),)), ValueError, r"state\[0\] must be on cpu, got meta"),
         ((lambda x, s: x, X, (X,)), TypeError, r"model must return \(outputs, state\), got Tensor"),
-        (
-            (lambda x, s: (x, s, 1), X, (X,)),
-            TypeError,
-            r"model must return \(outputs, state\), got tuple of 3",
-        ),
-        (
-            (lambda x, s: (None, s), X, (X,)),
-            TypeError,
-            "outputs of model must be a plain tensor, got NoneType",
-        ),
+        ((lambda x, s: (x, s, 1), X, (X,)), TypeError, r"model must return \(outputs, state\), got tuple of 3"),
+        ((lambda x, s: (None, s), X, (X,)), TypeError, "outputs of model must be a plain tensor, got NoneType"),
         ((lambda x, s: ({"n": 3}, s), X, (X,)), TypeError, r"outputs of model\['n'\] must be .*, got int"),
-        (
-            (lambda x, s: (x, (3,)), X, (X,)),
-            TypeError,
-            r"state\[0\], as model returns it, must be .*, got int",
-        ),
-        (
-            (lambda x, s: (x, s[0]), X, (X,)),
-            ValueError,
-            r"model must return as state what the decoder was made with, a pytree of state\[0\], got Tensor: state",
-        ),
-        (
-            (lambda x, s: (x, (torch.cat([s[0], x]),)), X, (X,)),
-            ValueError,
-            r"state\[0\] must be \(2,\), torch.float32 on cpu, got \(4,\), .*; the state of softmax attention grows",
-        ),
+        ((lambda x, s: (x, (3,)), X, (X,)), TypeError, r"state\[0\], as model returns it, must be .*, got int"),
+        ((lambda x, s: (x, s[0]), X, (X,)), ValueError,
+         r"model must return as state what the decoder was made with, a pytree of state\[0\], got Tensor: state"),
+        ((lambda x, s: (x, (torch.cat([s[0], x]),)), X, (X,)), ValueError,
+         r"state\[0\] must be \(2,\), torch.float32 on cpu, got \(4,\), .*; the state of softmax attention grows"),
         ((lambda x, s: (x, (s[0].double(),)), X, (X,)), ValueError, r"got \(2,\), torch.float64 on cpu$"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_models(arguments: tuple[Any, Any, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Decoder(*arguments)

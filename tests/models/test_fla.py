@@ -123,18 +123,13 @@ def test_hgrn2_computes_its_heads_from_their_size() -> None:
     [
         ({"model_type": "mamba2"}, r"model_type must be one of gla, .*, kda, got 'mamba2'"),
         ({"model_type": None}, r"model_type must be one of .* got None"),
-        (
-            {"num_attention_heads": 4, "rms_norm_eps": 1},
-            r"num_attention_heads, rms_norm_eps are not known of a gla",
-        ),
+        ({"num_attention_heads": 4, "rms_norm_eps": 1}, r"num_attention_heads, rms_norm_eps are not known of a gla"),
         ({"head_dim": 4}, r"head_dim is not known of a gla"),
         ({"attnres_block_size": 2}, r"attnres_block_size must be None in a gla, got 2"),
         ({"use_gv": True}, r"use_gv must be False in a gla, got True"),
         ({"hidden_act": "powlu"}, r"hidden_act must be 'swish' in a gla, got 'powlu'"),
-        (
-            {"model_type": "rwkv6", "hidden_act": "bias_gelu"},
-            r"config: hidden_act must be one of relu, .*'bias_gelu'",
-        ),
+        ({"model_type": "rwkv6", "hidden_act": "bias_gelu"},
+         r"config: hidden_act must be one of relu, .*'bias_gelu'"),
         ({"intermediate_size": None, "hidden_ratio": 0}, r"config: hidden_ratio must be positive, got 0"),
         ({"intermediate_size": None, "hidden_ratio": "4"}, r"config: hidden_ratio must be"),
         ({"attn_mode": "fast"}, r"attn_mode must be one of chunk, .* got 'fast'"),
@@ -142,19 +137,12 @@ def test_hgrn2_computes_its_heads_from_their_size() -> None:
         ({"num_heads": 5}, r"config: hidden_size \* expand_k must be a positive multiple of num_heads = 5"),
         ({"hidden_size": "32"}, r"config: hidden_size must be"),
         ({"tie_word_embeddings": 1}, r"config: tie_word_embeddings must be a bool, got 1"),
-        (
-            {"attn": {"layers": [2], "num_heads": 2}},
-            r"config: attn\[0\]\['layers'\] must hold indices below .* 2, .* 2",
-        ),
-        (
-            {"attn": {"layers": [0], "num_heads": 2, "qk_norm": True}},
-            r"config: attn\[0\]: a key must be one of .*qk_norm",
-        ),
+        ({"attn": {"layers": [2], "num_heads": 2}},
+         r"config: attn\[0\]\['layers'\] must hold indices below .* 2, .* 2"),
+        ({"attn": {"layers": [0], "num_heads": 2, "qk_norm": True}},
+         r"config: attn\[0\]: a key must be one of .*qk_norm"),
         ({"attn": {"layers": [0]}}, r"config: attn\[0\] must have the key 'num_heads'"),
-        (
-            {"attn": {"layers": [0], "num_heads": 3}},
-            r"config: hidden_size must be a multiple of 2 \* num_heads = 6",
-        ),
+        ({"attn": {"layers": [0], "num_heads": 3}}, r"config: hidden_size must be a multiple of 2 \* num_heads = 6"),
         ({"attn": 3}, r"config: attn must be a sequence of mappings, got int"),
         ({"use_gk": False}, r"use_gk must be True in a gla, got False"),
         *(
@@ -170,7 +158,7 @@ def test_hgrn2_computes_its_heads_from_their_size() -> None:
             )
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_supported_in_a_config_is_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_fla(GLA | given)

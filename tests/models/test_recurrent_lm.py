@@ -137,12 +137,7 @@ def test_gradients_reach_every_parameter(name: str) -> None:
 # What follows Dynamo takes most of a minute for a model, and Inductor trains one in tests/test_example.py.
 @pytest.mark.parametrize(
     "name, backend",
-    [
-        ("gla hybrid", "aot_eager"),
-        ("rwkv6", "eager"),
-        ("hgrn2", "eager"),
-        ("gated_deltanet hybrid", "eager"),
-    ],
+    [("gla hybrid", "aot_eager"), ("rwkv6", "eager"), ("hgrn2", "eager"), ("gated_deltanet hybrid", "eager")],
 )
 def test_compiled(name: str, backend: str, device: torch.device) -> None:
     """One graph serves every length, forward and backward."""
@@ -356,45 +351,24 @@ class TestSampling:
         ({"use_lower_bound": True}, ValueError, "use_lower_bound must be False with GatedLinearAttention"),
         ({"attn": {"layers": [0]}}, TypeError, "attn must be a sequence of mappings, got dict"),
         ({"attn": [3]}, TypeError, r"attn\[0\] must be a mapping, got int"),
-        (
-            {"attn": [{"layers": 0, "num_heads": 2}]},
-            TypeError,
-            r"attn\[0\]\['layers'\] must be a list of indices, got 0",
-        ),
-        (
-            {"attn": [{"layers": [1], "num_heads": 2}, {"layers": [0, 1], "num_heads": 2}]},
-            ValueError,
-            r"attn\[1\]\['layers'\] must hold indices .* at most once in attn, got 1",
-        ),
-        (
-            {"attn": [{"layers": [1], "num_heads": 2, "num_kv_heads": 3}]},
-            ValueError,
-            "num_kv_heads must divide num_heads",
-        ),
-        (
-            {"attn": [{"layers": [1], "num_heads": 2, "qkv_bias": "no"}]},
-            TypeError,
-            "qkv_bias must be a bool, got 'no'",
-        ),
+        ({"attn": [{"layers": 0, "num_heads": 2}]}, TypeError,
+         r"attn\[0\]\['layers'\] must be a list of indices, got 0"),
+        ({"attn": [{"layers": [1], "num_heads": 2}, {"layers": [0, 1], "num_heads": 2}]}, ValueError,
+         r"attn\[1\]\['layers'\] must hold indices .* at most once in attn, got 1"),
+        ({"attn": [{"layers": [1], "num_heads": 2, "num_kv_heads": 3}]}, ValueError,
+         "num_kv_heads must divide num_heads"),
+        ({"attn": [{"layers": [1], "num_heads": 2, "qkv_bias": "no"}]}, TypeError,
+         "qkv_bias must be a bool, got 'no'"),
         ({"attn": [{"layers": [1], "num_heads": 2, "window_size": 0}]}, ValueError, "window_size must be"),
-        (
-            {"attn": [{"layers": [1], "num_heads": 2, "rope_theta": 0}]},
-            ValueError,
-            "rope_theta must be positive, got 0",
-        ),
-        (
-            {"layer_options": {"num_head": 2}},
-            ValueError,
-            "layer_options: a key must be one of mode, .* got 'num_head', of GatedLinearAttention",
-        ),
+        ({"attn": [{"layers": [1], "num_heads": 2, "rope_theta": 0}]}, ValueError,
+         "rope_theta must be positive, got 0"),
+        ({"layer_options": {"num_head": 2}}, ValueError,
+         "layer_options: a key must be one of mode, .* got 'num_head', of GatedLinearAttention"),
         ({"layer_options": {1: 2}}, ValueError, "layer_options: a key must be one of mode, .* got 1, of"),
-        (
-            {"layer": "LightningAttention"},
-            ValueError,
-            r"layer_options must have the key 'num_layers', which LightningAttention .* got \['num_heads'\]",
-        ),
+        ({"layer": "LightningAttention"}, ValueError,
+         r"layer_options must have the key 'num_layers', which LightningAttention .* got \['num_heads'\]"),
     ],
-)
+)  # fmt: skip
 def test_errors_of_a_config(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         small(**changes)
@@ -410,11 +384,7 @@ def test_errors_of_a_call() -> None:
         (lambda: model(ids.float()), TypeError, "input_ids must be int32 or int64, got float32"),
         (lambda: model(ids.byte()), TypeError, "input_ids must be int32 or int64, got uint8"),
         (lambda: model(ids, last_only="no"), TypeError, "last_only must be a bool, got 'no'"),
-        (
-            lambda: RecurrentLM(model.config, dtype=torch.int32),
-            TypeError,
-            "dtype must be float32, .* got int32",
-        ),
+        (lambda: RecurrentLM(model.config, dtype=torch.int32), TypeError, "dtype must be float32, .* got int32"),
         (lambda: model(ids[0]), ValueError, r"input_ids must have shape \[B, T\], none 0, got \(5,\)"),
         (lambda: model(ids[:, :0]), ValueError, r"input_ids must have shape .* got \(2, 0\)"),
         (lambda: model(ids, state[:1]), ValueError, "state must be a tuple of 2 RecurrentState, got 1"),
@@ -423,57 +393,30 @@ def test_errors_of_a_call() -> None:
         (lambda: model(ids, state[0]), ValueError, "state must be a tuple of 2 .*, got a RecurrentState"),
         (lambda: six(ids, state[0]), ValueError, "state must be a tuple of 6 .*, got a RecurrentState"),
         (lambda: model(ids, model.init_state(3)), ValueError, r"state\[0\].recurrent must have shape"),
-        (
-            lambda: model(ids, (state[0], model.init_state(3)[1])),
-            ValueError,
-            r"state\[1\].recurrent must have shape \(2, 2, 8, 16\), got \(3, 2, 8, 16\)",
-        ),
-        (
-            lambda: model(ids[:1], (model.init_state(1)[0], state[1]), cu_seqlens=one),
-            ValueError,
-            r"state\[1\].recurrent must have shape \(1, 2, 8, 16\), got \(2, 2, 8, 16\)",
-        ),
-        (
-            lambda: model(ids, (state[0], state[1].map(lambda t: t.to("meta")))),
-            ValueError,
-            r"state\[1\].recurrent must be on cpu, got meta",
-        ),
-        (
-            lambda: model(ids, wider.init_state(2)),
-            ValueError,
-            r"state\[0\].recurrent must have shape \(2, 2, 8, 16\), got \(2, 2, 16, 16\)",
-        ),
-        (
-            lambda: model(ids, (state[0], RecurrentState(()))),
-            TypeError,
-            r"state\[1\].recurrent must be a tensor, got tuple",
-        ),
+        (lambda: model(ids, (state[0], model.init_state(3)[1])), ValueError,
+         r"state\[1\].recurrent must have shape \(2, 2, 8, 16\), got \(3, 2, 8, 16\)"),
+        (lambda: model(ids[:1], (model.init_state(1)[0], state[1]), cu_seqlens=one), ValueError,
+         r"state\[1\].recurrent must have shape \(1, 2, 8, 16\), got \(2, 2, 8, 16\)"),
+        (lambda: model(ids, (state[0], state[1].map(lambda t: t.to("meta")))), ValueError,
+         r"state\[1\].recurrent must be on cpu, got meta"),
+        (lambda: model(ids, wider.init_state(2)), ValueError,
+         r"state\[0\].recurrent must have shape \(2, 2, 8, 16\), got \(2, 2, 16, 16\)"),
+        (lambda: model(ids, (state[0], RecurrentState(()))), TypeError,
+         r"state\[1\].recurrent must be a tensor, got tuple"),
         (lambda: model(ids, (None, None)), TypeError, r"state\[0\] must be a RecurrentState, got NoneType"),
         (lambda: model(ids, attention_mask=mask[:1]), ValueError, "attention_mask must have shape"),
         (lambda: model(ids, cu_seqlens=one), ValueError, "cu_seqlens needs hidden_states of one row"),
         (lambda: model(ids[:1], attention_mask=mask[:1], cu_seqlens=one), ValueError, "exclude each other"),
         (lambda: model.generate(ids, 0), ValueError, "max_new_tokens must be"),
-        (
-            lambda: model.generate(ids, 1, temperature=-1),
-            ValueError,
-            "temperature must be at least 0, got -1",
-        ),
+        (lambda: model.generate(ids, 1, temperature=-1), ValueError, "temperature must be at least 0, got -1"),
         (lambda: model.generate(ids, 1, top_k=2), ValueError, "top_k must not be given at temperature 0"),
         (lambda: model.generate(ids, 1, top_p=0.5), ValueError, "top_p must not be given at temperature 0"),
         (lambda: model.generate(ids, 1, temperature=1, top_k=0), ValueError, "top_k must be"),
-        (
-            lambda: model.generate(ids, 1, temperature=1, top_p=1.5),
-            ValueError,
-            "top_p must be at most 1, got 1.5",
-        ),
-        (
-            lambda: model.generate(ids, 1, eos_token_id=11),
-            ValueError,
-            "eos_token_id must be below vocab_size = 11",
-        ),
+        (lambda: model.generate(ids, 1, temperature=1, top_p=1.5), ValueError, "top_p must be at most 1, got 1.5"),
+        (lambda: model.generate(ids, 1, eos_token_id=11), ValueError, "eos_token_id must be below vocab_size = 11"),
         (lambda: model.generate(ids, 1, eos_token_id="2"), TypeError, "eos_token_id must be an int"),
         (lambda: model.generate(ids, 1, eos_token_id=[]), ValueError, "eos_token_id must hold at least one"),
-    ]:
+    ]:  # fmt: skip
         with pytest.raises(error, match=message):
             call()
 
@@ -499,19 +442,11 @@ def test_errors_of_a_hybrid() -> None:
     keys, values = attention.cache
     for cache, error, message in [
         ((keys,), ValueError, "state.cache must hold 2 tensors, got 1"),
-        (
-            (keys, values[:, :3]),
-            ValueError,
-            r"state.cache\[1\] must have shape \(1, 5, 2, 8\), got \(1, 3, 2, 8\)",
-        ),
-        (
-            (keys[0], values[0]),
-            ValueError,
-            r"state.cache\[0\] must have shape \(1, 0, 2, 8\), got \(5, 2, 8\)",
-        ),
+        ((keys, values[:, :3]), ValueError, r"state.cache\[1\] must have shape \(1, 5, 2, 8\), got \(1, 3, 2, 8\)"),
+        ((keys[0], values[0]), ValueError, r"state.cache\[0\] must have shape \(1, 0, 2, 8\), got \(5, 2, 8\)"),
         ((), ValueError, "state.cache must hold 2 tensors, got 0"),
         (keys, TypeError, "state.cache must be a tuple of tensors, got Tensor"),
-    ]:
+    ]:  # fmt: skip
         with pytest.raises(error, match=message.replace("state", r"^state\[1\]")):
             model(ids, (recurrent, attention._replace(cache=cache)))
     with pytest.raises(ValueError, match=r"^state\[1\].recurrent must hold 0 tensors, got 1"):

@@ -177,21 +177,14 @@ def test_errors() -> None:
     model, ids = small(), tokens(2, 5, VOCAB)
     for options, kind, message in [
         ({"assistant": "gpt"}, TypeError, "assistant must be a RecurrentLM, got str$"),
-        (
-            {"assistant": torch.compile(small())},
-            TypeError,
-            r"got OptimizedModule: compile it in place, by assistant.compile\(\)",
-        ),
-        (
-            {"assistant": small(vocab_size=12)},
-            ValueError,
-            "assistant must have the vocab_size of the model, 11",
-        ),
+        ({"assistant": torch.compile(small())}, TypeError,
+         r"got OptimizedModule: compile it in place, by assistant.compile\(\)"),
+        ({"assistant": small(vocab_size=12)}, ValueError, "assistant must have the vocab_size of the model, 11"),
         ({"temperature": 1.0}, ValueError, "temperature must be 0 with an assistant, got 1.0"),
         ({"num_assistant_tokens": 0}, ValueError, "num_assistant_tokens must be from 1 to 15, got 0"),
         ({"num_assistant_tokens": 16}, ValueError, "num_assistant_tokens must be from 1 to 15, got 16"),
         ({"num_assistant_tokens": 2.0}, TypeError, "num_assistant_tokens must be an int, got float"),
-    ]:
+    ]:  # fmt: skip
         with pytest.raises(kind, match=message):
             model.generate(ids, 3, **{"assistant": model, **options})
     _, states = model(ids, num_states=2)

@@ -31,11 +31,7 @@ from flacompose.ops.families.vector_decay import cuda as vector_decay
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    rule = _Launches(inputs)
-    o = rule.per_token(rule.HV, rule.V, dtype=inputs.v.dtype)
-    final_state = rule.state(torch.float32)
-    rule.sweep(o=o, final=final_state)
-    return rule.batched(o), final_state
+    return _Launches(inputs).chunk(inputs.v.dtype)
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -74,14 +70,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     return call.made(**made, initial_state=d_initial_state)
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return _launch.recurrent(**inputs._asdict(), delta_rule=True)
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], states [N, count, HV, K, V])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or ``[N, count, HV, K, V]`` with `count` and `stride`."""
     return _launch.recurrent(**inputs._asdict(), delta_rule=True, count=count, stride=stride)
+
+
+steps = recurrent
 
 
 def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
@@ -125,21 +119,10 @@ class _Launches(Sweeps):
         self.factors |= {"q": q_read, "k": k_read}
         self.gates["total"] = self.per_chunk(self.HV, self.K)
         self.arguments["HK"] = self.HV
-        mild = self.per_chunk(self.HV, dtype=torch.int8)
-        for only_mild in (True, False):
-            launch(
-                channel_pair_kernel,
-                (self.chunks * self.HV,),
-                a=self.a,
-                gk=self.gk,
-                q_read=q_read,
-                k_read=k_read,
-                total=self.gates["total"],
-                mild=mild,
-                MILD=only_mild,
-                **arguments,
-                **channel_pair_config(self.chip, self.bfloat16, self.K),
-            )
+        arguments |= {"a": self.a, "gk": self.gk, "q_read": q_read, "k_read": k_read}
+        arguments |= {"total": self.gates["total"], "mild": self.per_chunk(self.HV, dtype=torch.int8)}
+        config = channel_pair_config(self.chip, self.bfloat16, self.K)
+        self.launch_by_gates(channel_pair_kernel, self.chunks * self.HV, {**arguments, **config})
 
     def gradients(
         self,
@@ -166,22 +149,10 @@ class _Launches(Sweeps):
         d_total = self.per_chunk(HV, self.K) if gated else None
         if dS is None:  # queries alone
             outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
-        launch(
-            kernel,
-            (tiles * self.chunks * HV,),
-            q=self.q,
-            k=self.k,
-            beta=self.beta,
-            dv=dv,
-            states=S,
-            d_states=dS,
-            **{name: x for name, x in outputs.items() if name != "da"},
-            d_sums=d_sums,
-            d_total=d_total,
-            **arguments,
-            H=self.q.shape[2],
-            **config,
-        )
+        arguments |= {"q": self.q, "k": self.k, "beta": self.beta, "H": self.q.shape[2]}
+        arguments |= {"dv": dv, "states": S, "d_states": dS, "d_sums": d_sums, "d_total": d_total}
+        arguments |= {name: x for name, x in outputs.items() if name != "da"}
+        launch(kernel, (tiles * self.chunks * HV,), **arguments, **config)
         made = self.added_up(outputs)
         if gates:
             assert d_sums is not None and d_total is not None
@@ -224,29 +195,18 @@ class _Launches(Sweeps):
         parts = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(parts)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
-        mild = self.per_chunk(HV, parts, dtype=torch.int8)
-        for only_mild in (True, False):
-            launch(
-                channel_kernel,
-                (parts * self.chunks * HV,),
-                q=self.q,
-                k=self.k,
-                a=self.a,
-                beta=self.beta,
-                gk=self.gk,
-                **vectors,
-                **products,
-                states=S,
-                d_states=dS,
-                **outputs,
-                dgk=dgk,
-                mild=mild,
-                **arguments,
-                H=H,
-                K=self.K,
-                MILD=only_mild,
-                **config,
-            )
+        arguments |= {
+            "q": self.q,
+            "k": self.k,
+            "a": self.a,
+            "beta": self.beta,
+            "gk": self.gk,
+            "H": H,
+            "K": self.K,
+        }
+        arguments |= {**vectors, **products, "states": S, "d_states": dS, **outputs, "dgk": dgk}
+        arguments["mild"] = self.per_chunk(HV, parts, dtype=torch.int8)
+        self.launch_by_gates(channel_kernel, parts * self.chunks * HV, {**arguments, **config})
         made = self.added_up(outputs)
         if dgk is not None:
             made["gk"] = self.batched(dgk)

@@ -7,7 +7,7 @@ three products for each, forwards and, with the inverse transposed, backwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families._chunks import Chunks, Sweep
+from flacompose.ops.families._signature import BackwardCall
 from flacompose.ops.families.scalar_decay.eager import Decay
 from flacompose.ops.families.vector_decay.eager import Gate, halves
 
@@ -38,6 +39,43 @@ def state_or_zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state: Tenso
         N = sequence_count(q, cu_seqlens)
         return q.new_zeros(N, v.shape[2], q.shape[-1], v.shape[-1], dtype=state_dtype(q.dtype))
     return state.to(state_dtype(q.dtype))
+
+
+def forward(inputs: Any, rule: Callable[[Any, Chunks], Any]) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])`` of what a family's `rule` is for each segment."""
+    tokens = inputs.q, inputs.v, inputs.cu_seqlens
+    chunks, segments = cut(*tokens)
+    sweep = Sweep(chunks, state_or_zeros(*tokens, inputs.initial_state))
+    outputs = []
+    for segment in segments:
+        of_segment = rule(inputs, segment)
+        outputs.append(of_segment.outputs(*of_segment.states(sweep)).to(inputs.v.dtype))
+    # A state that is a view would be compiled for once more, beside those that are none.
+    return join(chunks, outputs), sweep.end().clone()
+
+
+def gradients(
+    call: BackwardCall[Any],
+    rule: Callable[[Any, Chunks], Any],
+    of_segment: Callable[..., dict[str, Tensor]],
+    of_states: tuple[str, ...],
+) -> tuple[dict[str, Tensor], Callable[[], Tensor]]:
+    """The gradients that `of_segment` gives, by their names, and a function that gives that of the initial state.
+
+    It goes forwards over the segments, for the states, if a gradient of those inputs is wanted, and then backwards.
+    """
+    inputs, do = call.inputs, call.do
+    tokens = inputs.q, inputs.v, inputs.cu_seqlens
+    chunks, segments = cut(*tokens)
+    rules = [rule(inputs, segment) for segment in segments]
+    written: list[tuple[Tensor, Tensor] | None] = [None] * len(rules)
+    if call.wants(*of_states):
+        forwards = Sweep(chunks, state_or_zeros(*tokens, inputs.initial_state))
+        written = [x.states(forwards) for x in rules]
+    backwards = Sweep(chunks, state_or_zeros(*tokens, call.arriving.final_state), reverse=True)
+    made = [of_segment(call, x, x.split(do), S, backwards) for x, S in zip(rules[::-1], written[::-1])]
+    parts = {name: [part[name] for part in made[::-1]] for name in made[0]}
+    return {name: join(chunks, x) for name, x in parts.items()}, lambda: backwards.end().clone()
 
 
 class Segment:

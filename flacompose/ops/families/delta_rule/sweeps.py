@@ -8,14 +8,14 @@ swept at the same time, forwards or backwards in time.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import HOPPER, Chip
 from flacompose.ops._launching import launch
-from flacompose.ops.families._launch import block, operand, operand_by_token, operand_dtype, tile_count
+from flacompose.ops.families._launch import block, operand, operand_by_token, tile_count
 from flacompose.ops.families._segments import Segments, Sweep
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.kernels import join_kernel, reverse_kernel, sweep_kernel
@@ -38,18 +38,29 @@ class Sweeps(MatrixSequences):
         scale: float,
         C: int,
     ) -> None:
-        super().__init__(q, v, cu_seqlens, C)
+        super().__init__(q, v, cu_seqlens, scale, C)
         self.HV = self.arguments.pop("H")
-        self.dtype = operand_dtype(q)
         self.v, self.v_token = operand_by_token(v)
         self.initial = operand(initial_state)
-        self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
-        self.arguments["DOT"] = tl.bfloat16 if self.bfloat16 else tl.float32
+        self.arguments |= {"HV": self.HV, "K": self.K, "C": self.C}
         # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
         self.row = Segments(self, self.chunks_of_row, 4 * self.HV, (self.HV, self.K, self.V), least=4)
         self.transitions: Tensor | None = None
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
+
+    def launch_by_gates(
+        self, kernel: Any, programs: int, arguments: dict[str, Any], gated: bool = True
+    ) -> None:
+        """Launch a kernel for what has mild gates, and then for the rest. All is mild where nothing is `gated`."""
+        for only_mild in (True, False) if gated else (True,):
+            launch(kernel, (programs,), **arguments, MILD=only_mild)
+
+    def chunk(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``(o [B, T, HV, V], final_state [N, HV, K, V])``, the former of this `dtype`."""
+        o, final_state = self.per_token(self.HV, self.V, dtype=dtype), self.state(torch.float32)
+        self.sweep(o=o, final=final_state)
+        return self.batched(o), final_state
 
     def scratch(self, *shape: int) -> Tensor:
         """Memory for a factor of products, of each token in a sequence."""
@@ -59,10 +70,6 @@ class Sweeps(MatrixSequences):
         """Give back the memory that only sweeps need."""
         self.factors.clear()
         self.transitions = None
-
-    def per_chunk_state(self) -> Tensor:
-        """Memory for a state of each chunk."""
-        return self.per_chunk(self.HV, self.K, self.V, dtype=self.dtype)
 
     def sweep(self, **tensors: Tensor | None) -> None:
         """Forwards in time: fill what is given of `o`, `r`, `states` and `final`."""
@@ -79,23 +86,14 @@ class Sweeps(MatrixSequences):
 
     def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
         V = self.V if V is None else V
-        arguments = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final")) | tensors
+        absent = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final"))
+        arguments: dict[str, Any] = {**absent, **tensors}
         factors = dict(self.factors)
         factors["P"] = None if arguments["o"] is None else factors["P"]
         factors["Y"] = None if arguments["r"] is None else factors["Y"]
+        arguments |= {**factors, **self.gates, **self.arguments, "v_token": self.v_token, "V": V}
         grid, config = self.sweep_launch(V)
-        launch(
-            sweep_kernel,
-            grid,
-            **factors,
-            **self.gates,
-            **arguments,
-            **self.arguments,
-            v_token=self.v_token,
-            V=V,
-            IDENTITY=IDENTITY,
-            **config,
-        )
+        launch(sweep_kernel, grid, **arguments, IDENTITY=IDENTITY, **config)
 
     def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
         """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
@@ -103,20 +101,11 @@ class Sweeps(MatrixSequences):
         sweep(d_final=self.row.starts(sweep, d_final, join=partial(self._join, reverse=True)), **tensors)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
-        arguments = dict.fromkeys(("d_final", "dv", "du", "d_states", "ends", "d_initial")) | tensors
+        absent = dict.fromkeys(("d_final", "dv", "du", "d_states", "ends", "d_initial"))
         factors = {name: x for name, x in self.factors.items() if name != "Y"}
+        arguments: dict[str, Any] = {**absent, **tensors, **factors, **self.gates, **self.arguments}
         grid, config = self.sweep_launch(self.V)
-        launch(
-            reverse_kernel,
-            grid,
-            do=do,
-            **factors,
-            **self.gates,
-            **arguments,
-            **self.arguments,
-            V=self.V,
-            **config,
-        )
+        launch(reverse_kernel, grid, do=do, **arguments, V=self.V, **config)
 
     def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it.
@@ -130,18 +119,9 @@ class Sweeps(MatrixSequences):
         starts = self.per_segment(self.row.count, self.HV, self.K, V)
         config = join_config(self.chip, self.bfloat16, self.K)
         arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
-        launch(
-            join_kernel,
-            (tile_count(V, config["BV"]) * self.HV * self.N,),
-            transitions=self.transitions,
-            ends=ends,
-            initial=initial,
-            starts=starts,
-            **arguments,
-            V=V,
-            REVERSE=reverse,
-            **config,
-        )
+        arguments |= {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
+        grid = (tile_count(V, config["BV"]) * self.HV * self.N,)
+        launch(join_kernel, grid, **arguments, V=V, REVERSE=reverse, **config)
         return starts
 
     def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:

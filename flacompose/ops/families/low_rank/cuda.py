@@ -26,11 +26,7 @@ OF_KEYS = ("q", "k", "a", "b")
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    rule = _Launches(inputs, backward=False)
-    o = rule.per_token(rule.HV, rule.V, dtype=inputs.v.dtype)
-    final_state = rule.state(torch.float32)
-    rule.sweep(o=o, final=final_state)
-    return rule.batched(o), final_state
+    return _Launches(inputs, backward=False).chunk(inputs.v.dtype)
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -59,14 +55,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(**inputs._asdict())
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], states [N, count, H, K, V])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``, or ``[N, count, H, K, V]`` with `count` and `stride`."""
     return _launch.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+steps = recurrent
 
 
 class _Launches(Sweeps):
@@ -83,8 +77,6 @@ class _Launches(Sweeps):
         # What all kernels of this family take.
         self.common = {name: x for name, x in self.arguments.items() if name not in ("HV", "C", "scale")}
         self.common["H"] = H
-        # The first launch of a kernel is for what has mild gates, the second for the rest.
-        self.launches = (True,) if gk is None else (True, False)
         self.read_before = read_before and gk is not None
         tiles = tile_count(self.K, factor_config(self.bfloat16)["BK"])
         P, Y, M, X = (self.per_chunk(H, C, C, dtype=self.dtype) for _ in range(4))
@@ -102,28 +94,11 @@ class _Launches(Sweeps):
                 middle = self.at_middle = {name: self.scratch(H, self.K) for name in middle}
                 self.mild_gradient = self.per_chunk(H, tiles, dtype=torch.int8)
         arguments = {**self.vectors, **parts, "mild": mild, **self.common, "READ_BEFORE": self.read_before}
-        for only_mild in self.launches:
-            launch(
-                pair_kernel,
-                (self.chunks * H,),
-                P=P,
-                scale=scale,
-                **arguments,
-                MILD=only_mild,
-                **pair_config(self.bfloat16, self.K),
-            )
-        for only_mild in self.launches:
-            launch(
-                factor_kernel,
-                (tiles * self.chunks * H,),
-                **arguments,
-                **made,
-                **middle,
-                total=self.gates["total"],
-                mild_gradient=self.mild_gradient,
-                MILD=only_mild,
-                **factor_config(self.bfloat16),
-            )
+        given = {"P": P, "scale": scale, **arguments, **pair_config(self.bfloat16, self.K)}
+        self.launch_by_gates(pair_kernel, self.chunks * H, given, gk is not None)
+        arguments |= {**made, **middle, "total": self.gates["total"], "mild_gradient": self.mild_gradient}
+        given = {**arguments, **factor_config(self.bfloat16)}
+        self.launch_by_gates(factor_kernel, tiles * self.chunks * H, given, gk is not None)
         self.scale, self.pairs = scale, {"Y": Y, "X": X}
         self.factors |= {"q": made["Q"], "k": made["W_a"], "W": made["W"], "b": made["b_write"]}
         self.factors |= {"P": P, "Y": M}
@@ -142,17 +117,9 @@ class _Launches(Sweeps):
         }
         arguments: dict[str, Any] = {**self.common, "V": self.V}
         del arguments["K"]
-        launch(
-            pair_gradient_kernel,
-            (2 * self.chunks * H,),
-            **of_values,
-            du=du,
-            **self.pairs,
-            **products,
-            **arguments,
-            scale=self.scale,
-            **pair_gradient_config(self.bfloat16),
-        )
+        given = {**of_values, "du": du, **products, **arguments, "scale": self.scale}
+        config = pair_gradient_config(self.bfloat16)
+        launch(pair_gradient_kernel, (2 * self.chunks * H,), **self.pairs, **given, **config)
         self.pairs.clear()
         config = gradient_config(self.bfloat16, self.V)
         tiles = tile_count(K, config["BK"])
@@ -164,30 +131,14 @@ class _Launches(Sweeps):
             made["gk"] = self.per_token(H, K, dtype=gk.dtype)
             of_writes = torch.empty(*self.tokens, H, K, dtype=torch.float32, device=self.device)
         outputs = {f"d{name}": made.get(name) for name in (*OF_KEYS, "gk")}
-        arguments |= {
-            **self.vectors,
-            **self.at_middle,
-            **products,
-            "mild": self.mild_gradient,
-            "states": S,
-            "of_writes": of_writes,
-        }
+        arguments |= {**self.vectors, **self.at_middle, **products, "K": K, "READ_BEFORE": self.read_before}
+        arguments |= {"mild": self.mild_gradient, "states": S, "of_writes": of_writes}
         for kernel, more, filled in (
             (write_gradient_kernel, {"u": u, "v": self.values, "d_states": dS}, ("db", "dk")),
             (read_gradient_kernel, {"do": do, "z": of_values["z"], "scale": self.scale}, ("dq", "da", "dgk")),
         ):
-            for only_mild in self.launches:
-                launch(
-                    kernel,
-                    (tiles * self.chunks * H,),
-                    **more,
-                    **{name: outputs[name] for name in filled},
-                    **arguments,
-                    K=K,
-                    MILD=only_mild,
-                    READ_BEFORE=self.read_before,
-                    **config,
-                )
+            given = {**more, **{name: outputs[name] for name in filled}, **arguments, **config}
+            self.launch_by_gates(kernel, tiles * self.chunks * H, given, arguments["gk"] is not None)
         return {name: self.batched(x) for name, x in made.items()}
 
 

@@ -38,11 +38,13 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     dot,
-    find_chunk,
+    in_float32,
     load_state,
     load_tile,
-    split_program,
+    numbers_of_tile,
+    size_of_chunk,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.delta_rule.channel_kernels import by_levels
 from flacompose.ops.families.low_rank.kernels import load_sums, sums_of_reads
@@ -76,18 +78,15 @@ def pair_gradient_kernel(
     DOT: tl.constexpr,
 ):
     """Fills `pairs`, `diagonal` and ``z = scale * X^T do + Y^T du``, one program for each of the two that read."""
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    reader, row, h = split_program(2, tl.num_programs(0) // (2 * H))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    reader, row, h, lo, hi = tile_of_program(2, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * H + h) * V
     rh = row * H + h
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
     of_b = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for v0 in range(0, V, BV):
@@ -184,15 +183,13 @@ def write_gradient_kernel(
     all pairs to the gradient of gates here, and the former those in the sums of the tokens that write.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * H + h
     if gk is not None:
         if (tl.load(mild + rh * tiles + tile) != 0) != MILD:
             return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
     # From the first parts of the pairs of `a` to the second, of which there are none in float32.
@@ -201,13 +198,13 @@ def write_gradient_kernel(
     diagonal += rh * 2 * C
     d_states += rh * K * V
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
     GATES: tl.constexpr = of_writes is not None
 
+    # 1. The gates that decay the state before the chunk.
     d_gates = tl.zeros([C, BK], dtype=tl.float32)
     if GATES:
         d_total = tl.zeros([BK], dtype=tl.float32)
@@ -217,6 +214,7 @@ def write_gradient_kernel(
             S = load_state(states + rh * K * V, d, d2, K, V).to(tl.float32)
             d_total += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
         d_total *= tl.exp(tl.sum(load_gates(gk + first, *at).to(tl.float32), 0))
+    # 2. What `b` and keys write, through the state after the chunk, and then through its pairs.
     if MILD:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
@@ -261,7 +259,7 @@ def write_gradient_kernel(
             pairs += C * C
     if GATES:
         store_tile(of_writes + first, d_gates, *at)
-    # No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others in the
+    # 3. No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others in the
     # gate's gradient.
     q_ = load_tile(q + first, *at)
     store_tile(db + first, db_ + tl.load(diagonal + i)[:, None] * q_, *at)
@@ -303,17 +301,15 @@ def read_gradient_kernel(
     DOT: tl.constexpr,
 ):
     """The gradients of queries, of `a` and, if `dgk` is given, of gates, as `write_gradient_kernel` goes about it."""
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * H + h
     if gk is not None:
         if (tl.load(mild + rh * tiles + tile) != 0) != MILD:
             return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
     # From the first parts of the pairs of `a` to the second, of which there are none in float32.
@@ -322,14 +318,15 @@ def read_gradient_kernel(
     diagonal += rh * 2 * C
     states += rh * K * V
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
 
+    # 1. What queries and `a` read, through the state before the chunk.
     dq_, da_ = _of_state(do + of_values, z + of_values, states, size, H, V, d, K, BV, DOT)
     dq_ *= scale
+    # 2. Through the pairs of the chunk, and the gates of all that is read.
     if MILD:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
@@ -370,6 +367,7 @@ def read_gradient_kernel(
             of_a = pairs + 2 * C * C
             da_, _, _g = by_levels(a_, y, g, of_a, da_, unused, d_gates, False, READ_BEFORE, DOT, REST)
             pairs += C * C
+    # 3. What is stored, with the pair of a token with itself.
     if dgk is not None:
         store_tile(dgk + first, d_gates + load_tile(of_writes + first, *at), *at)
     store_tile(da + first, da_, *at)
