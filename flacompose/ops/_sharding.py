@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -69,7 +68,6 @@ def _same_shards(split: Sequence[tuple[Any, int | None]]) -> bool:
     return all(size % count == 0 for count in shard_counts if count <= min(sizes) for size in sizes)
 
 
-@cache
 def register_shardings() -> None:
     """Tell DTensor of all operators that it does not know yet: the derivative of one may call others."""
     from torch.distributed.tensor import experimental

@@ -72,24 +72,21 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
     return fields
 
 
-class Argument(NamedTuple):
-    """What a tensor of a call must be like."""
-
-    name: str
-    optional: bool
-    axes: tuple[str, ...]
-    new: tuple[str, ...]  # the axes that no argument before it has, and whose sizes it gives therefore
-    cast: bool  # by autocast, before which it has the dtype of the first argument
+# What a tensor of a call must be like: its name, whether it may be absent, its axes, those of them that no argument
+# before it has, and whether autocast casts it, before which it has the dtype of the first argument. It is a plain tuple,
+# since Dynamo of PyTorch 2.11 cannot unpack a named one that is a constant.
+Argument = tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]
 
 
 def _tensors(fields: Iterable[_Field]) -> tuple[Argument, ...]:
     """The arguments that have axes."""
-    found, seen = [], {"N"}
+    found: list[Argument] = []
+    seen = {"N"}
     for x in fields:
         if x.axes is not None:
             axes = tuple(x.axes.split())
             new = tuple(axis for axis in axes if axis not in seen)
-            found.append(Argument(x.name, x.type == "Tensor?", axes, new, x.autocast is not None))
+            found.append((x.name, x.type == "Tensor?", axes, new, x.autocast is not None))
             seen.update(axes)
     return tuple(found)
 
