@@ -215,6 +215,17 @@ def test_derivatives(case: Case) -> None:
     assert torch.autograd.gradgradcheck(flat, (*tensors.values(),), fast_mode=True)
 
 
+def test_second_derivative_of_what_one_token_ends_in() -> None:
+    """Of an output of which the first derivative does not depend on the input."""
+    x, g = torch.randn(2, 1, 5, dtype=torch.float64), -torch.rand(2, 1, 5, dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        return (torch.ops.flacompose.scan_ends(x, g, None, None)[0] ** 3).sum()
+
+    second = torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x)
+    torch.testing.assert_close(second, 6 * x)
+
+
 @every
 @pytest.mark.parametrize("bounds", [None, [0, 40, 40, 90, 140]], ids=["dense", "packed"])
 def test_opcheck(case: Case, bounds: list[int] | None) -> None:

@@ -94,10 +94,8 @@ def derivative_kernels(
                 floats = [i for i in tensors if args[i] is not None and args[i].is_floating_point()]
                 positions = [i for i in floats if distributed or ctx.needs_input_grad[i]]
                 with ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
-                    outputs, pullback = vjp(at(args, positions), *(args[i] for i in positions))
-                    found = pullback(
-                        tuple(torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads))
-                    )
+                    outputs, pullback = _vjp(at(args, positions), *(args[i] for i in positions))
+                    found = pullback([torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads)])
             wanted = [g if ctx.needs_input_grad[i] else None for i, g in zip(positions, found)]
             return tuple(with_values(nothing, positions, wanted))
 
@@ -111,8 +109,8 @@ def derivative_kernels(
             with set_fwd_grad_enabled(True):
                 cotangents = tuple(torch.zeros_like(o) for o in fake(*args))
                 # The pullback is linear in the cotangents; its transpose is the pushforward.
-                _, push = vjp(lambda *w: vjp(at(args, positions), *primals)[1](w), *cotangents)
-                return push(tuple(tangents[i] for i in positions))
+                _, push = _vjp(lambda *w: _vjp(at(args, positions), *primals)[1](w), *cotangents)
+                return push([tangents[i] for i in positions])
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -156,6 +154,17 @@ def derivative_kernels(
 
     casting = {f"Autocast{device.upper()}": partial(autocast_kernel, device) for device in AUTOCAST_DEVICES}
     return {"Autograd": autograd_kernel, FUNCTORCH_KEY: functorch_kernel, **casting}
+
+
+def _vjp(function: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[[Sequence[Tensor]], Any]]:
+    """`torch.func.vjp`, also where no output depends on a primal.
+
+    PyTorch then makes zeros like that primal, which fails where a transform around this one has ended. So the primals
+    are outputs as well.
+    """
+    outputs, pullback = vjp(lambda *values: (*function(*values), *values), *primals)
+    zeros = [torch.zeros_like(x) for x in primals]
+    return outputs[: len(outputs) - len(primals)], lambda cotangents: pullback((*cotangents, *zeros))
 
 
 def _without_gradient(op: OpOverload, args: Sequence[Any]) -> Any:

@@ -55,6 +55,7 @@ def last(x: Tensor, n: int) -> Tensor:
 def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states") -> None:
     """Check the argument `name`, the number of states wanted of ``x [B, T, ...]``, which need not be checked yet."""
     _check.integer(name, n)
+    n = int(n)  # NumPy's integers compare to bools of their own
     if not 1 <= n <= MAX_STATES:
         raise ValueError(f"{name} must be from 1 to {MAX_STATES}, got {n}")
     if cu_seqlens is not None:

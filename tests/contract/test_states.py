@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
-from torch.func import vmap
+from torch.func import grad, jvp, vmap
 
 from flacompose.ops import _logsumexp
 
@@ -81,6 +81,23 @@ def test_gradients(case: OpCase, loss: str, state: bool, device: torch.device) -
     problem = drawn(case, device, 3, torch.float64, T=5, K=3, V=4, state=state)
     actual = evaluate(problem, loss, partial(with_states, n=3))
     assert_close(actual, evaluate(problem, loss, partial(by_calls, n=3)), 1e-10)
+
+
+@few
+def test_derivatives_with_respect_to_one_input(case: OpCase, device: torch.device) -> None:
+    """Forward over reverse, for each input by itself, also for those that no state depends on."""
+    problem = drawn(case, device, 2, torch.float64, B=1, T=3, H=1, K=2, V=2)
+    for name, x in problem.tensors.items():
+
+        def loss(
+            x: Tensor, name: str = name, form: Callable[..., tuple[Tensor, Tensor]] = with_states
+        ) -> Tensor:
+            return sum((y**3).sum() for y in form(problem.with_tensors(**{name: x}), n=2))
+
+        found = jvp(grad(loss), (x,), (torch.ones_like(x),))
+        expected = jvp(grad(partial(loss, form=by_calls)), (x,), (torch.ones_like(x),))
+        for y, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(y, exact, rtol=1e-9, atol=1e-9)
 
 
 @few
