@@ -95,7 +95,9 @@ def derivative_kernels(
                 positions = [i for i in floats if distributed or ctx.needs_input_grad[i]]
                 with ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
                     outputs, pullback = _vjp(at(args, positions), *(args[i] for i in positions))
-                    found = pullback([torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads)])
+                    found = pullback(
+                        [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads)]
+                    )
             wanted = [g if ctx.needs_input_grad[i] else None for i, g in zip(positions, found)]
             return tuple(with_values(nothing, positions, wanted))
 
