@@ -62,5 +62,5 @@ def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states"
             f"{name} must not be given with cu_seqlens, whose sequences would have to be rows of a batch, got {n}"
         )
     # If `x` is no batch of tokens, the checks that follow report it.
-    if isinstance(x, Tensor) and x.dim() > 1 and violated(n <= x.shape[1]):
+    if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 and violated(n <= x.shape[1]):
         raise ValueError(f"{name} must be at most the number of tokens T = {x.shape[1]}, got {n}")

@@ -73,9 +73,9 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
     return fields
 
 
-# What a tensor of a call must be like: its name, whether it may be absent, its axes, those of them that no argument
-# before it has, and whether autocast casts it, before which it has the dtype of the first argument. It is a plain tuple,
-# since Dynamo of PyTorch 2.11 cannot unpack a named one that is a constant.
+# What a tensor of a call must be like: its name; whether it may be absent; its axes; those of its axes that no earlier
+# argument has; and whether autocast casts it (without autocast, its dtype must be that of the first argument). It is a
+# plain tuple, since Dynamo of PyTorch 2.11 cannot unpack a named one that is a constant.
 Argument = tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]
 
 
