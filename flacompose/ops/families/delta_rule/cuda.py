@@ -107,11 +107,11 @@ class _Launches(Sweeps):
         }
         self.factors |= products
         if self.gk is None:
-            self.pairs(products)
+            self.head_pairs(products)
         else:
             self.channel_pairs(products)
 
-    def pairs(self, products: dict[str, Tensor | None]) -> None:
+    def head_pairs(self, products: dict[str, Tensor | None]) -> None:
         """Fill the `products` that sweeps take, where gates are of heads, or where there are none."""
         self.HK = self.q.shape[2]
         self.factors |= {"q": self.q, "k": self.k}
@@ -159,7 +159,8 @@ class _Launches(Sweeps):
         HV = self.HV
         gates_of_heads = {name: self.gates[name] for name in ("sums", "rest")}
         sizes = {"V": self.V, "C": self.C}
-        kernel, config, products = gradient_kernel, gradient_config(self.bfloat16, self.V), {}
+        products: dict[str, Tensor] = {}
+        kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
         if stores_pairs(self.bfloat16, self.K):
             kernel, config = gradient_from_pairs_kernel, gradient_from_pairs_config(self.bfloat16)
             products = self.pair_gradients(
@@ -205,8 +206,14 @@ class _Launches(Sweeps):
             "pairs": self.per_chunk(HV, 2, 2 if self.bfloat16 else 1, self.C, self.C, dtype=self.dtype),
             "diagonal": self.per_chunk(HV, self.C),
         }
-        grid, config = (self.chunks * HV,), pair_gradient_config(self.bfloat16)
-        launch(decayed_pair_gradient_kernel, grid, **arguments, **products, **self.arguments, **config)
+        launch(
+            decayed_pair_gradient_kernel,
+            (self.chunks * HV,),
+            **arguments,
+            **products,
+            **self.arguments,
+            **pair_gradient_config(self.bfloat16),
+        )
         return products
 
     def channel_gradients(
