@@ -83,7 +83,7 @@ def chunk_of_program(T, N, H, cu_seqlens, C: tl.constexpr):
 
 @triton.jit
 def tile_of_program(tiles, T, N, H, cu_seqlens, C: tl.constexpr):
-    """As `chunk_of_program`, where each chunk and head has as many programs as `tiles`: which of these it is, first."""
+    """Which of the `tiles` of its chunk and head this program has, then what `chunk_of_program` returns."""
     tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
     start, end = find_chunk(row, T, N, cu_seqlens, C)
     return tile, row, h, start, end
@@ -127,8 +127,9 @@ def is_idle(segment, SEGMENTS, ends, STORES: tl.constexpr):
 
 @triton.jit
 def chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C: tl.constexpr, FROM_LAST: tl.constexpr = False):
-    """As `find_sequence` of sequence `n`, how many chunks it has, and which of these begin and end a segment.
+    """The first token of sequence `n`, its end, the row of its first chunk, its number of chunks, and a segment's.
 
+    The latter are the first chunk of the segment and the one after its last, counted from the first of the sequence.
     Segments are counted from the first in time, or `FROM_LAST`.
     """
     start, end, row = find_sequence(n, T, cu_seqlens, C)
@@ -153,7 +154,7 @@ def store_tile(x, value, token, end, h, d, H, D):
 
 @triton.jit
 def load_numbers(x, first, token, end, H):
-    """The numbers of tokens `token`, from number `first` on, of a head of ``x [tokens, H]``; zero from `end` on."""
+    """One number for each token of a head of ``x [tokens, H]``, from element `first` on; 0 for tokens from `end` on."""
     return tl.load(x + first + token * H, mask=token < end, other=0.0).to(tl.float32)
 
 
@@ -225,7 +226,10 @@ def dot_of_parts(a, b, DOT: tl.constexpr, acc=None):
 
 @triton.jit
 def dot_in_parts(a, b, DOT: tl.constexpr, acc=None):
-    """``acc + a @ b`` for factors in two parts, the larger one first; of `b` that may be the only one."""
+    """``acc + a @ b`` for `a` as (larger, smaller) part, and `b` likewise or in one part.
+
+    In float32 the first part is the whole factor, and the second is not used.
+    """
     high, low = a
     if DOT == tl.float32:
         acc = tl.dot(high, b[0], acc=acc, input_precision="tf32x3")
@@ -257,7 +261,8 @@ def state_number(left, count, stride):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "HG", "scale"])
 def recurrent_kernel(
-    # More than 25 parameters, as they are those of all families with a matrix state: each gate and vector of any.
+    # One kernel computes all families with a matrix state, because a token of any is read and written in a few lines.
+    # So it has more than 25 parameters: each gate and vector of any of them.
     q,  # [tokens, H, K], from token to token it is q_token elements
     k,  # [tokens, H, K], likewise
     v,  # [tokens, HV, V], likewise

@@ -36,7 +36,8 @@ class Forms(Generic[AnyInputs]):
 
     The operators return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts,
     `recurrent` token by token, for decoding. `steps` is `recurrent` with `count` states, ``[N, count, ...]``, those
-    after the last tokens that are `stride` apart: more than 1 where several tokens of the op stand for one.
+    after the last tokens that are `stride` apart: `stride` is the number of the operator's tokens that stand for one
+    token.
     """
 
     chunk: OpOverload
@@ -54,7 +55,7 @@ def define_forms(
     gates: tuple[str, ...],
     flops: Callable[..., int],
 ) -> Forms[AnyInputs]:
-    """Register what `define_ops` does with the forms "chunk" and "recurrent", and return the functions for `op`."""
+    """Register the forms "chunk" and "recurrent", and return what a family's `op` has."""
     ops = define_ops(family, signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
     of_state = signature.axes["final_state"].split()
     absent = [

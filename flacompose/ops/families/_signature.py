@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -121,6 +122,10 @@ class Signature(Generic[AnyInputs]):
         self.results = _schema("Tensor", outputs._fields)
         self.arriving = _schema("Tensor?", map(gradient_name, outputs._fields))
         self.gradients = _schema("Tensor", map(gradient_name, self.differentiable))
+        # As `compile_ahead` takes them: the tensors that a call begins with, and the last of them has no gradient.
+        first = [x.name for x in takewhile(lambda x: x.type.startswith("Tensor"), arguments)]
+        expected = self.differentiable + ["cu_seqlens"] * ("cu_seqlens" in inputs._fields)
+        assert first == expected, f"inputs begin with their tensors, cu_seqlens last: {expected}, not {first}"
         # As `primal_of` would take it for the argument.
         assert not {*map(gradient_name, self.differentiable)} & {*inputs._fields}
 

@@ -19,8 +19,8 @@ class Steps:
     """The states of calls with `count` and `stride`: after the last token, and after those that lie `stride` before it.
 
     Args:
-        of_forms: the signature of the family. In the axes of a tensor ``T`` is the second wherever there is one.
-        recurrent: the operator of the form, which a graph of the derivative has once for each of the parts.
+        of_forms: the signature of the family. Every tensor that has an axis ``T`` has it second.
+        recurrent: the operator of the form. The graph of a derivative calls it once for each part.
     """
 
     def __init__(self, of_forms: Signature[Any], recurrent: OpOverload) -> None:

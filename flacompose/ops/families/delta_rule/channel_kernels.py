@@ -344,7 +344,8 @@ def by_levels(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def channel_kernel(
-    # More than 25 parameters: what reads and what writes has the same gates, states and pairs, and so one kernel.
+    # One kernel makes the gradients of what reads and of what writes, because both take the same gates, states and
+    # pairs. So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K], the keys that read, if they are not `k`

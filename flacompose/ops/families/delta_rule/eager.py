@@ -33,9 +33,10 @@ from flacompose._torch import pytree
 from flacompose.ops.families._chunks import Chunks, Sweep
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families._token import token
-from flacompose.ops.families.delta_rule import pairs
+from flacompose.ops.families.delta_rule import segments
 from flacompose.ops.families.delta_rule.inputs import Inputs
-from flacompose.ops.families.delta_rule.pairs import Segment, inverse, pair, pair_gradient
+from flacompose.ops.families.delta_rule.pairs import inverse, pair, pair_gradient
+from flacompose.ops.families.delta_rule.segments import Segment
 from flacompose.ops.families.scalar_decay.eager import Decay
 from flacompose.ops.families.vector_decay.eager import Gate
 
@@ -46,13 +47,13 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return token(**inputs._asdict(), delta_rule=True)
-    return pairs.forward(inputs, _Rule)
+    return segments.forward(inputs, _Rule)
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     of_states = ("q", "k", "a", "beta", *GATES)
-    made, d_initial_state = pairs.gradients(call, _Rule, _segment_gradients, of_states)
+    made, d_initial_state = segments.gradients(call, _Rule, _segment_gradients, of_states)
     if "beta" in made:
         made["beta"] = made["beta"].squeeze(-1)
     return call.made(

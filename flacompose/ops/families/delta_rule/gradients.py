@@ -59,7 +59,8 @@ def _reads(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
-    # More than 25 parameters, as queries and keys have the same vectors and states.
+    # One kernel makes the gradients of queries and of keys, because both take the same vectors and states. So it has
+    # more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     beta,  # [tokens, HV]

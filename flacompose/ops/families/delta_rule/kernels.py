@@ -251,8 +251,8 @@ def _read_parts(
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
-    # More than 25 parameters, here and below, as each rule that erases has factors of its own: gates of heads or of
-    # channels, keys that write what others read, and, of `o`, `r` and states, what is wanted.
+    # One kernel sweeps for all rules that erase, and likewise below, because they differ in their factors alone: in
+    # whether gates are of heads or of channels, and in the keys that write. So it has more than 25 parameters.
     q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
     k,  # [tokens, HK, K], the keys that read; likewise `k_read`
     v,  # [tokens, HV, V], zeros if there is none; from token to token it is v_token elements

@@ -118,7 +118,8 @@ def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_from_pairs_kernel(
-    # More than 25 parameters: those of `gradient_kernel`, and what is stored of the pairs.
+    # One kernel makes the gradients of queries and of keys, because both take the same vectors and states. So it has
+    # more than 25 parameters: those of `gradient_kernel`, and what is stored of the pairs.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     beta,  # [tokens, HV]

@@ -24,9 +24,9 @@ from flacompose.ops.families.delta_rule.kernels import join_kernel, reverse_kern
 class Sweeps(MatrixSequences):
     """The sweeps of one call, and what they have in common.
 
-    They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, the keys "W" that
-    write values, "b" that write what "k" reads if it is not taken from the values before, and the products "P" and "Y"
-    of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
+    They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, which have `HK`
+    heads, the keys "W" that write values, "b" that write what "k" reads if it is not taken from the values before, and
+    the products "P" and "Y" of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
     """
 
     def __init__(
@@ -39,22 +39,15 @@ class Sweeps(MatrixSequences):
         C: int,
     ) -> None:
         super().__init__(q, v, cu_seqlens, scale, C)
-        self.HV = self.arguments.pop("H")
+        self.HK = self.HV = self.arguments.pop("H")
+        self.arguments["HV"] = self.HV
         self.v, self.v_token = operand_by_token(v)
         self.initial = operand(initial_state)
-        self.arguments |= {"HV": self.HV, "K": self.K, "C": self.C}
         # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
         self.row = Segments(self, self.chunks_of_row, 4 * self.HV, (self.HV, self.K, self.V), least=4)
         self.transitions: Tensor | None = None
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
-
-    def launch_by_gates(
-        self, kernel: Any, programs: int, arguments: dict[str, Any], gated: bool = True
-    ) -> None:
-        """Launch a kernel for what has mild gates, and then for the rest. All is mild where nothing is `gated`."""
-        for only_mild in (True, False) if gated else (True,):
-            launch(kernel, (programs,), **arguments, MILD=only_mild)
 
     def chunk(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``(o [B, T, HV, V], final_state [N, HV, K, V])``, the former of this `dtype`."""
@@ -86,14 +79,15 @@ class Sweeps(MatrixSequences):
 
     def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
         V = self.V if V is None else V
-        absent = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final"))
-        arguments: dict[str, Any] = {**absent, **tensors}
+        given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final"))
+        given |= tensors
         factors = dict(self.factors)
-        factors["P"] = None if arguments["o"] is None else factors["P"]
-        factors["Y"] = None if arguments["r"] is None else factors["Y"]
-        arguments |= {**factors, **self.gates, **self.arguments, "v_token": self.v_token, "V": V}
+        for factor, output in (("P", "o"), ("Y", "r")):  # products that nothing else takes
+            if given[output] is None:
+                factors[factor] = None
         grid, config = self.sweep_launch(V)
-        launch(sweep_kernel, grid, **arguments, IDENTITY=IDENTITY, **config)
+        sizes = {"v_token": self.v_token, "V": V, "IDENTITY": IDENTITY}
+        launch(sweep_kernel, grid, **given, **factors, **self.gates, **self._of_sweeps(), **sizes, **config)
 
     def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
         """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
@@ -101,11 +95,27 @@ class Sweeps(MatrixSequences):
         sweep(d_final=self.row.starts(sweep, d_final, join=partial(self._join, reverse=True)), **tensors)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
-        absent = dict.fromkeys(("d_final", "dv", "du", "d_states", "ends", "d_initial"))
+        given: dict[str, Tensor | None] = dict.fromkeys(
+            ("d_final", "dv", "du", "d_states", "ends", "d_initial")
+        )
+        given |= tensors
         factors = {name: x for name, x in self.factors.items() if name != "Y"}
-        arguments: dict[str, Any] = {**absent, **tensors, **factors, **self.gates, **self.arguments}
         grid, config = self.sweep_launch(self.V)
-        launch(reverse_kernel, grid, do=do, **arguments, V=self.V, **config)
+        launch(
+            reverse_kernel,
+            grid,
+            do=do,
+            **given,
+            **factors,
+            **self.gates,
+            **self._of_sweeps(),
+            V=self.V,
+            **config,
+        )
+
+    def _of_sweeps(self) -> dict[str, Any]:
+        """What both sweeps take besides."""
+        return dict(**self.arguments, HK=self.HK, SEGMENTS=self.row.count, K=self.K, C=self.C)
 
     def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it.
@@ -118,10 +128,10 @@ class Sweeps(MatrixSequences):
         V = self.K if ends is None else self.V
         starts = self.per_segment(self.row.count, self.HV, self.K, V)
         config = join_config(self.chip, self.bfloat16, self.K)
-        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
-        arguments |= {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
+        tensors = {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
+        arguments = {name: x for name, x in self._of_sweeps().items() if name not in ("HK", "scale")}
         grid = (tile_count(V, config["BV"]) * self.HV * self.N,)
-        launch(join_kernel, grid, **arguments, V=V, REVERSE=reverse, **config)
+        launch(join_kernel, grid, **tensors, **arguments, V=V, REVERSE=reverse, **config)
         return starts
 
     def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
@@ -147,7 +157,6 @@ def sweep_config(
 
     Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
     """
-    # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
     if not bfloat16:
         return {
             "BK": block(K, 128 if K <= 128 else 64),
@@ -155,6 +164,7 @@ def sweep_config(
             "num_warps": 4,
             "num_stages": 1,
         }
+    # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
     BK = 128 if K > 256 else block(K, 256)
     # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
     if K > 256 or (K > 128 and chip.capability != HOPPER.capability):

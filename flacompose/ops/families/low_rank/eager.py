@@ -28,8 +28,9 @@ from flacompose._torch import pytree
 from flacompose.ops.families._chunks import Chunks, Sweep
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families._token import token
-from flacompose.ops.families.delta_rule import pairs
-from flacompose.ops.families.delta_rule.pairs import Segment, inverse, pair, pair_gradient
+from flacompose.ops.families.delta_rule import segments
+from flacompose.ops.families.delta_rule.pairs import inverse, pair, pair_gradient
+from flacompose.ops.families.delta_rule.segments import Segment
 from flacompose.ops.families.low_rank.inputs import Inputs
 from flacompose.ops.families.scalar_decay.eager import Decay
 from flacompose.ops.families.vector_decay.eager import Gate
@@ -39,12 +40,12 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return token(**inputs._asdict())
-    return pairs.forward(inputs, _Rule)
+    return segments.forward(inputs, _Rule)
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    made, d_initial_state = pairs.gradients(call, _Rule, _segment_gradients, ("q", "a", "k", "b", "gk"))
+    made, d_initial_state = segments.gradients(call, _Rule, _segment_gradients, ("q", "a", "k", "b", "gk"))
     return call.made(**made, initial_state=d_initial_state)
 
 

@@ -23,8 +23,9 @@ mild, and where they are not, there is one for each level of blocks. For the for
 vectors decayed to the middle, rounded to the dtype of products. A pair that a gate does not decay is then added to the
 gate's gradient and subtracted as a product of the same rounded factors, so that it cancels.
 
-Where keys are alike, `b` cancels most of what keys have written, so that the products of `a` are in
-two parts where gates are mild.
+Where keys are alike, `b` takes back most of what keys have written. So the gradients of the pairs of `a` are kept in
+two parts: where gates are mild both are multiplied in bfloat16, and elsewhere their sum is, in TF32. There is one part
+where products are in float32.
 
 With mild gates, what the kernels add up of a token and channel is the gradient of the sum of gates from the chunk's
 middle to that token. The last early token has no gate in that sum, so its row holds what all early gates get; the last
@@ -66,7 +67,7 @@ def pair_gradient_kernel(
     z,  # [tokens, H, V]
     Y,  # [chunks, H, C, C], transposed
     X,  # [chunks, H, C, C], transposed
-    pairs,  # [chunks, H, 3, 2, C, C]: by reader, q or a (in float32 one part, not two), and writer; no diagonals
+    pairs,  # [chunks, H, 1 + PARTS, 2, C, C]: of q, and of a in one part or two, with b and with k; no diagonals
     diagonal,  # [chunks, H, 2, C]: the diagonals of `of_qb` and `of_qk`
     cu_seqlens,
     T,
@@ -104,12 +105,13 @@ def pair_gradient_kernel(
         tl.store(diagonal + (rh * 2 + 1) * C + i, tl.sum(tl.where(s == t, of_k, 0.0), 1))
     of_b = tl.where(s < t, of_b, 0.0)
     of_k = tl.where(s < t, of_k, 0.0)
-    pairs += (rh * (4 if DOT == tl.float32 else 6) + reader * 2) * C * C + t * C + s
+    PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
+    pairs += (rh * (2 + 2 * PARTS) + reader * 2) * C * C + t * C + s
     rounded_b = of_b.to(pairs.dtype.element_ty)
     rounded_k = of_k.to(pairs.dtype.element_ty)
     tl.store(pairs, rounded_b)
     tl.store(pairs + C * C, rounded_k)
-    if reader == 1 and DOT != tl.float32:
+    if reader == 1 and PARTS == 2:
         tl.store(pairs + 2 * C * C, (of_b - rounded_b).to(pairs.dtype.element_ty))
         tl.store(pairs + 3 * C * C, (of_k - rounded_k).to(pairs.dtype.element_ty))
 
@@ -145,7 +147,8 @@ def _of_rows(d_rows, DOT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def write_gradient_kernel(
-    # More than 25 parameters, here and below: four vectors, as they are and decayed, with what they meet in the state.
+    # Each of these two kernels takes all four vectors, as they are and decayed, because what reads has pairs with all
+    # that writes. So they have more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -158,7 +161,7 @@ def write_gradient_kernel(
     mild,  # [chunks, H, tiles of K]
     u,  # [tokens, H, V]
     v,  # [tokens, H, V]
-    pairs,  # [chunks, H, 3, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
+    pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
     diagonal,  # [chunks, H, 2, C]
     states,  # [chunks, H, K, V], before each chunk
     d_states,  # [chunks, H, K, V], after it
@@ -192,9 +195,11 @@ def write_gradient_kernel(
             return
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
-    # From the first parts of the pairs of `a` to the second, of which there are none in float32.
-    REST: tl.constexpr = 0 if DOT == tl.float32 else 2 * C * C
-    pairs += rh * (4 * C * C + REST)
+    PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
+    REST: tl.constexpr = (
+        (PARTS - 1) * 2 * C * C
+    )  # from the first parts of the pairs of `a` to the second, if any
+    pairs += rh * ((2 + 2 * PARTS) * C * C)
     diagonal += rh * 2 * C
     d_states += rh * K * V
     i = tl.arange(0, C)
@@ -228,7 +233,7 @@ def write_gradient_kernel(
             d_gates += tl.where(early_row | (t == C - 1), of_end, 0.0)
         pairs += s * C + t
         db_, dk_ = _two_dots(db_, dk_, pairs, C * C, load_tile(q_middle + first, *at), DOT)
-        for part in range(1 if DOT == tl.float32 else 2):
+        for part in range(PARTS):
             of_a = pairs + (2 + 2 * part) * C * C
             db_, dk_ = _two_dots(db_, dk_, of_a, C * C, load_tile(a_middle + first, *at), DOT)
         if GATES:
@@ -280,7 +285,7 @@ def read_gradient_kernel(
     mild,  # [chunks, H, tiles of K]
     do,  # [tokens, H, V]
     z,  # [tokens, H, V]
-    pairs,  # [chunks, H, 3, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
+    pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
     diagonal,  # [chunks, H, 2, C]
     states,  # [chunks, H, K, V], before each chunk
     of_writes,  # [tokens, H, K], from `write_gradient_kernel`
@@ -312,9 +317,11 @@ def read_gradient_kernel(
             return
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
-    # From the first parts of the pairs of `a` to the second, of which there are none in float32.
-    REST: tl.constexpr = 0 if DOT == tl.float32 else 2 * C * C
-    pairs += rh * (4 * C * C + REST)
+    PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
+    REST: tl.constexpr = (
+        (PARTS - 1) * 2 * C * C
+    )  # from the first parts of the pairs of `a` to the second, if any
+    pairs += rh * ((2 + 2 * PARTS) * C * C)
     diagonal += rh * 2 * C
     states += rh * K * V
     i = tl.arange(0, C)
@@ -340,7 +347,7 @@ def read_gradient_kernel(
         for writer in range(2):
             y = load_tile((b_middle if writer == 0 else k_middle) + first, *at)
             dq_, da_ = _two_dots(dq_, da_, pairs + writer * C * C, 2 * C * C, y, DOT)
-            if DOT != tl.float32:
+            if PARTS == 2:
                 da_ += dot(tl.load(pairs + (4 + writer) * C * C), y, DOT)
         if dgk is not None:
             of_a = load_tile(a_middle + first, *at) * da_

@@ -213,7 +213,8 @@ def pair_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def factor_kernel(
-    # More than 25 parameters, as the four vectors of a token are decayed together, for the sweeps and for gradients.
+    # One kernel makes what the sweeps and what the gradients take, because both are the four vectors of a token,
+    # decayed alike. So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]

@@ -128,7 +128,8 @@ def _through_state(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
-    # More than 25 parameters, as the gradients of queries, keys, gates and `beta` have the same products and states.
+    # One kernel makes the gradients of queries, keys, gates and `beta`, because all take the same products and states.
+    # So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     v,  # [tokens, HV, V]

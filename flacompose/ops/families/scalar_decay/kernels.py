@@ -75,7 +75,8 @@ def _load_sums(sums, rest, row0, chunk, h, H, C: tl.constexpr, CS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "scale"])
 def sweep_kernel(
-    # More than 25 parameters, as four sums are this one with other roles, each with its own sizes and strides.
+    # One kernel makes four sums, because they are the same sum with other roles. So it has more than 25 parameters,
+    # among them the sizes and strides of each role.
     a,  # [tokens, HA, D1]
     b,  # [tokens, HA, D1]
     x,  # [tokens, HX, D2]

@@ -96,8 +96,25 @@ class _Launches(Sequences):
     ) -> None:
         """Launch `scan_kernel`, which fills what is given. By token and with `count`, `final` is that many states."""
         C, stages = END_CONFIG if "ends" in tensors else TOKEN_CONFIG if self.by_token else SCAN_CONFIG
-        absent = dict.fromkeys(("initial", "decayed_h", "out", "dg", "ends", "sum_g", "final"))
-        given = {**absent, **tensors, **self.arguments, "x": x, "g": g, "count": count, "stride": stride}
-        sizes = {"SEGMENTS": self.row.count, "D": self.D, "C": C, "BD": self.BD, "STAGES": stages}
-        flags = {"DECAYED": DECAYED, "REVERSE": REVERSE}
-        launch(scan_kernel, (self.N * self.tiles * self.row.count,), **given, **sizes, **flags, num_warps=1)
+        given: dict[str, Tensor | None] = dict.fromkeys(
+            ("initial", "decayed_h", "out", "dg", "ends", "sum_g", "final")
+        )
+        given |= tensors
+        launch(
+            scan_kernel,
+            (self.N * self.tiles * self.row.count,),
+            x=x,
+            g=g,
+            **given,
+            **self.arguments,
+            count=count,
+            stride=stride,
+            SEGMENTS=self.row.count,
+            D=self.D,
+            C=C,
+            BD=self.BD,
+            STAGES=stages,
+            DECAYED=DECAYED,
+            REVERSE=REVERSE,
+            num_warps=1,
+        )

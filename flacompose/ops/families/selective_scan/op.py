@@ -16,7 +16,8 @@ from torch import Tensor
 from flacompose.ops.families._op import define_ops, start_gradient
 from flacompose.ops.families._stretches import Decay
 from flacompose.ops.families.selective_scan import eager
-from flacompose.ops.families.selective_scan.inputs import SIGNATURE, Inputs
+from flacompose.ops.families.selective_scan.inputs import SIGNATURE
+from flacompose.ops.families.selective_scan.inputs import Inputs as Inputs  # for the public functions
 
 
 def _flops(x, dt, A, *_, **__) -> int:

@@ -7,7 +7,7 @@ from math import prod
 from flacompose.ops.families._op import define_ops
 from flacompose.ops.families.short_conv import eager
 from flacompose.ops.families.short_conv.inputs import SIGNATURE
-from flacompose.ops.families.short_conv.inputs import Inputs as Inputs
+from flacompose.ops.families.short_conv.inputs import Inputs as Inputs  # for the public functions
 
 
 def _flops(x, weight, *_, **__) -> int:

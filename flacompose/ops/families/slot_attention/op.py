@@ -11,7 +11,7 @@ from typing import Any
 from flacompose.ops.families._op import define_ops
 from flacompose.ops.families.slot_attention import eager
 from flacompose.ops.families.slot_attention.inputs import SIGNATURE
-from flacompose.ops.families.slot_attention.inputs import Inputs as Inputs
+from flacompose.ops.families.slot_attention.inputs import Inputs as Inputs  # for the public functions
 
 
 def _flops(q: Any, k: Any, v: Any, s: Any, *_: Any, **__: Any) -> int:

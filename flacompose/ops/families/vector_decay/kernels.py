@@ -468,7 +468,8 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def gated_kernel(
-    # More than 25 parameters: what reads and what writes has the same pairs and states, and is made with them at once.
+    # One kernel makes the sums of what reads and of what writes, because both take the same pairs and states. So it has
+    # more than 25 parameters.
     P,  # [chunks, H, C, C], from `a` and `b` here if there is none
     a,  # [tokens, H, D1]
     b,  # [tokens, H, D1]
