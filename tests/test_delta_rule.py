@@ -128,7 +128,7 @@ def test_both_gates(device: torch.device) -> None:
 
     expected = evaluate(lambda given: delta_rule(**given))
     for form in (op.chunk, op.recurrent):
-        actual = evaluate(lambda given, form=form: form(op.Inputs(**given)))
+        actual = evaluate(lambda given, form=form: form(*op.Inputs(**given)))
         assert_close(actual, expected, atol=1e-10, rtol=1e-10)
 
 

@@ -105,7 +105,7 @@ def test_gates_that_leave_nothing_have_no_gradient(monkeypatch: pytest.MonkeyPat
     def op(q, k, v, g, *rest):
         return v + g.unsqueeze(-1), torch.zeros(())
 
-    monkeypatch.setattr(ssd, "chunk_simple_gla", op)
+    monkeypatch.setattr(ssd.op, "chunk", op)
     tensors = draw(torch.device("cpu"), T=3)
     x, B, C = tensors["x"], tensors["B"], tensors["C"]
     dt = torch.ones(BATCH, 3, HEADS, requires_grad=True)

@@ -41,7 +41,7 @@ class Case(NamedTuple):
         return part(self.family, "op")
 
     @property
-    def form(self) -> Callable[[Any], tuple[Tensor, Tensor]]:
+    def form(self) -> Callable[..., tuple[Tensor, Tensor]]:
         return self.op.forward if self.family == "selective_scan" else self.op.chunk
 
     @property
@@ -134,7 +134,7 @@ def joined(case: Case, inputs: Any, state: Tensor | None) -> tuple[Tensor, Tenso
     pieces = case.stretches(inputs)
     maps, ends = zip(*map(case.op.stretch, pieces))
     starts, final = join(maps, ends, state)
-    return torch.cat([case.form(x._replace(initial_state=S))[0] for x, S in zip(pieces, starts)], 1), final
+    return torch.cat([case.form(*x._replace(initial_state=S))[0] for x, S in zip(pieces, starts)], 1), final
 
 
 def close(found: Any, expected: Any) -> None:
@@ -162,7 +162,7 @@ def test_packed(case: Case, bounds: list[int] | None) -> None:
     """Each stretch has a part of every sequence, and of some none."""
     inputs = drawn(case, bounds)
     state, of = case.state(inputs), [*case.tensors(inputs).values()]
-    expected = case.form(inputs._replace(initial_state=state))
+    expected = case.form(*inputs._replace(initial_state=state))
     arriving = [torch.randn_like(x) for x in expected]
     found = joined(case, inputs, state)
     close(found, expected)
@@ -178,7 +178,7 @@ def test_transposes(case: Case, bounds: list[int] | None) -> None:
     """Backwards in time, each stretch gets the gradient of the state after it, and then has all gradients at once."""
     inputs = drawn(case, bounds)
     state, tensors = case.state(inputs), case.tensors(inputs)
-    expected = case.form(inputs._replace(initial_state=state))
+    expected = case.form(*inputs._replace(initial_state=state))
     do, d_final = (torch.randn_like(x) for x in expected)
     truth = torch.autograd.grad(expected, [*tensors.values(), state], (do, d_final))
 
@@ -190,7 +190,7 @@ def test_transposes(case: Case, bounds: list[int] | None) -> None:
     d_states, d_state = join(maps, d_starts, d_final, reverse=True)
     found = [torch.zeros_like(x) for x in tensors.values()]
     for x, S, *d in zip(pieces, starts, d_outputs, d_states):
-        results = case.form(x._replace(initial_state=S.detach()))
+        results = case.form(*x._replace(initial_state=S.detach()))
         of_piece = torch.autograd.grad(results, [*tensors.values()], d, retain_graph=True)
         found = [a + b for a, b in zip(found, of_piece)]
     close([*found, d_state], truth)
@@ -210,9 +210,20 @@ def test_derivatives(case: Case) -> None:
         d_start = case.op.d_start(inputs._replace(**dict(zip(tensors, values))), values[0].new_ones(do))
         return *tree_leaves(A), end, d_start
 
-    do = case.form(inputs)[0].shape
+    do = case.form(*inputs)[0].shape
     assert torch.autograd.gradcheck(flat, (*tensors.values(),), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(flat, (*tensors.values(),), fast_mode=True)
+
+
+def test_second_derivative_of_what_one_token_ends_in() -> None:
+    """Of an output of which the first derivative does not depend on the input."""
+    x, g = torch.randn(2, 1, 5, dtype=torch.float64), -torch.rand(2, 1, 5, dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        return (torch.ops.flacompose.scan_ends(x, g, None, None)[0] ** 3).sum()
+
+    second = torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x)
+    torch.testing.assert_close(second, 6 * x)
 
 
 @every

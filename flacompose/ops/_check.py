@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
-from operator import eq
 from typing import Any
 
 import torch
@@ -68,6 +67,7 @@ def is_empty(x: Tensor) -> bool:
         return 0 in x.shape
     for size in x.shape:
         filled = size > 0
+        # Most conditions are True, and Dynamo takes long to trace a call.
         if filled is not True and violated(filled):
             return True
     return False
@@ -79,7 +79,8 @@ def has_shape(x: Tensor, shape: Sequence[int]) -> bool:
         return x.shape == tuple(shape)
     if x.dim() != len(shape):
         return False
-    for same in map(eq, x.shape, shape):
+    for mine, wanted in zip(x.shape, shape):
+        same = mine == wanted
         if same is not True and violated(same):
             return False
     return True
@@ -88,6 +89,11 @@ def has_shape(x: Tensor, shape: Sequence[int]) -> bool:
 def like(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str = "q") -> None:
     """Check that `x` is a float tensor of this shape on the device of `q`, which errors call `q_name`."""
     floating(name, x)
+    shape_and_device(q, name, x, shape, q_name)
+
+
+def shape_and_device(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) -> None:
+    """Check that the tensor `x` has this shape, and is on the device of `q`, which errors call `q_name`."""
     if not has_shape(x, shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
     if x.device != q.device:
@@ -179,6 +185,7 @@ def scale(x: float | None, q: Tensor) -> float:
     if x is not None:
         finite("scale", x)
         return x
+    # Of anything else than a tensor of tokens, which the checks that follow refuse, any number will do.
     K = q.shape[-1] if isinstance(q, Tensor) and not q.is_nested and q.dim() > 0 else 1
     return 1.0 if violated(K > 0) else K**-0.5
 

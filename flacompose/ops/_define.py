@@ -30,7 +30,7 @@ from flacompose.ops._chip import chip_of, is_here, runs_kernels, warn_of_eager
 from flacompose.ops._derivatives import derivative_kernels, vmap_rule_of
 from flacompose.ops._launching import launching_by
 from flacompose.ops._schema import axis_position
-from flacompose.ops._sharding import shardings_of
+from flacompose.ops._sharding import shardings_of, unregistered
 
 # A collected Library takes its registrations with it.
 LIBRARY = torch.library.Library("flacompose", "FRAGMENT")
@@ -103,8 +103,8 @@ def define_op(
             LIBRARY.impl(name, _with_warning(eager, gpu), "CUDA")
         for key, device in DEVICES_WITHOUT_KERNELS.items():
             LIBRARY.impl(name, _with_warning(eager, device), key)
-    vmap_rule, shardings = vmap_rule_of(op, heads), shardings_of(op, heads, batch)
-    kernels = derivative_kernels(op, eager, fake, backward, vmap_rule, autocast, shardings)
+    unregistered.append((op, shardings_of(op, heads, batch)))
+    kernels = derivative_kernels(op, eager, fake, backward, vmap_rule_of(op, heads), autocast)
     for key, kernel in kernels.items():
         LIBRARY.impl(name, kernel, key)
     if flops is not None:

@@ -26,7 +26,7 @@ from flacompose._torch import (
 )
 from flacompose.ops._dtype import AUTOCAST_DEVICES, autocast_on
 from flacompose.ops._schema import names_of, primal_of, tensor_positions, unwanted_results, with_values
-from flacompose.ops._sharding import register_sharding
+from flacompose.ops._sharding import register_shardings
 
 FUNCTORCH_KEY = "FuncTorchDynamicLayerFrontMode"
 
@@ -40,7 +40,6 @@ def derivative_kernels(
     backward_op: OpOverload | None,
     vmap_rule: Callable[..., Any],
     autocast: Mapping[str, str | None],
-    shardings: Callable[..., Any],
 ) -> dict[str, Callable[..., Any]]:
     """What the operator does at the Autograd, functorch and autocast dispatch keys.
 
@@ -85,18 +84,19 @@ def derivative_kernels(
             nothing: list[Tensor | None] = [None] * len(args)
             if all(g is None for g in grads):
                 return tuple(nothing)
+            # For DTensors all gradients are computed: PyTorch caches the placements of a call's results, and would use
+            # them for a later call with another mask, since a list of bools is no part of the cache's key.
+            distributed = hasattr(args[0], "device_mesh")
             if backward_op is not None:
-                # For DTensors all gradients are computed: PyTorch caches the placements of a call's results, and would
-                # use them for a later call with another mask, since a list of bools is no part of the cache's key.
-                distributed = hasattr(args[0], "device_mesh")
                 mask = [args[i] is not None and (distributed or ctx.needs_input_grad[i]) for i in gradients]
                 positions, found = gradients, _without_gradient(backward_op, [*args, *grads, mask])
             else:
-                positions = [i for i in tensors if args[i] is not None and args[i].is_floating_point()]
+                floats = [i for i in tensors if args[i] is not None and args[i].is_floating_point()]
+                positions = [i for i in floats if distributed or ctx.needs_input_grad[i]]
                 with ExcludeDispatchKeyGuard(AUTOCAST_KEYS):
-                    outputs, pullback = vjp(at(args, positions), *(args[i] for i in positions))
+                    outputs, pullback = _vjp(at(args, positions), *(args[i] for i in positions))
                     found = pullback(
-                        tuple(torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads))
+                        [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads)]
                     )
             wanted = [g if ctx.needs_input_grad[i] else None for i, g in zip(positions, found)]
             return tuple(with_values(nothing, positions, wanted))
@@ -111,8 +111,8 @@ def derivative_kernels(
             with set_fwd_grad_enabled(True):
                 cotangents = tuple(torch.zeros_like(o) for o in fake(*args))
                 # The pullback is linear in the cotangents; its transpose is the pushforward.
-                _, push = vjp(lambda *w: vjp(at(args, positions), *primals)[1](w), *cotangents)
-                return push(tuple(tangents[i] for i in positions))
+                _, push = _vjp(lambda *w: _vjp(at(args, positions), *primals)[1](w), *cotangents)
+                return push([tangents[i] for i in positions])
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -127,7 +127,7 @@ def derivative_kernels(
         if type(args[0]) is not Tensor:
             # Importing torch.distributed.tensor takes half as long as importing torch, so not at definition.
             if "torch.distributed.tensor" in sys.modules:
-                register_sharding(op, shardings)
+                register_shardings()
             return apply(*args)
         if (is_grad_enabled() and any_requires_grad(*args)) or forward_mode_is_on():
             return apply(*args)
@@ -156,6 +156,17 @@ def derivative_kernels(
 
     casting = {f"Autocast{device.upper()}": partial(autocast_kernel, device) for device in AUTOCAST_DEVICES}
     return {"Autograd": autograd_kernel, FUNCTORCH_KEY: functorch_kernel, **casting}
+
+
+def _vjp(function: Callable[..., Any], *primals: Tensor) -> tuple[Any, Callable[[Sequence[Tensor]], Any]]:
+    """`torch.func.vjp`, also where no output depends on a primal.
+
+    PyTorch then makes zeros like that primal, which fails where a transform around this one has ended. So the primals
+    are outputs as well.
+    """
+    outputs, pullback = vjp(lambda *values: (*function(*values), *values), *primals)
+    zeros = [torch.zeros_like(x) for x in primals]
+    return outputs[: len(outputs) - len(primals)], lambda cotangents: pullback((*cotangents, *zeros))
 
 
 def _without_gradient(op: OpOverload, args: Sequence[Any]) -> Any:

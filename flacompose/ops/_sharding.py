@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import combinations
 from math import prod
 from typing import Any
 
 from flacompose._torch import OpOverload
 from flacompose.ops._schema import names_of, primal_of, tensor_positions, unwanted_results
+
+unregistered: list[tuple[OpOverload, Callable[..., Any]]] = []
+"""The operators that DTensor does not know yet, and their `shardings_of`."""
 
 
 def shardings_of(
@@ -66,8 +68,10 @@ def _same_shards(split: Sequence[tuple[Any, int | None]]) -> bool:
     return all(size % count == 0 for count in shard_counts if count <= min(sizes) for size in sizes)
 
 
-@cache
-def register_sharding(op: OpOverload, shardings: Callable[..., Any]) -> None:
+def register_shardings() -> None:
+    """Tell DTensor of all operators that it does not know yet: the derivative of one may call others."""
     from torch.distributed.tensor import experimental
 
-    experimental.register_sharding(op)(shardings)
+    while unregistered:
+        op, shardings = unregistered.pop()
+        experimental.register_sharding(op)(shardings)

@@ -55,6 +55,7 @@ def last(x: Tensor, n: int) -> Tensor:
 def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states") -> None:
     """Check the argument `name`, the number of states wanted of ``x [B, T, ...]``, which need not be checked yet."""
     _check.integer(name, n)
+    n = int(n)  # NumPy's integers compare to bools of their own
     if not 1 <= n <= MAX_STATES:
         raise ValueError(f"{name} must be from 1 to {MAX_STATES}, got {n}")
     if cu_seqlens is not None:
@@ -62,5 +63,5 @@ def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states"
             f"{name} must not be given with cu_seqlens, whose sequences would have to be rows of a batch, got {n}"
         )
     # If `x` is no batch of tokens, the checks that follow report it.
-    if isinstance(x, Tensor) and x.dim() > 1 and violated(n <= x.shape[1]):
+    if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 and violated(n <= x.shape[1]):
         raise ValueError(f"{name} must be at most the number of tokens T = {x.shape[1]}, got {n}")

@@ -59,7 +59,7 @@ def causal_conv1d(
         raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
     if output_states is not None:
         _states.check(output_states, x, cu_seqlens)
-    y, final_state = op.forward(inputs)
+    y, final_state = op.forward(*inputs)
     if output_states is not None:
         return y, _last_states(x, weight.shape[1], initial_state, output_states)
     return y, final_state if output_final_state else None

@@ -110,10 +110,11 @@ def fused_recurrent_comba(
 def _inputs(
     given: delta_rule.Inputs, use_qk_l2norm_in_kernel: bool, erase: str
 ) -> delta_rule.Inputs | low_rank.Inputs:
-    """Check the arguments, in `given` as the delta rule has them with `p` as its `a`, and make `erasing` inputs."""
-    _check.tensor("p", given.a)
-    _check.tensor("g", given.g)
-    check(delta_rule, given, {"a": "p"})
+    """Check the arguments, normalise, and return the inputs of the family that computes this `erase`.
+
+    `given` has the arguments as those of the delta rule, `p` as its `a`.
+    """
+    check(delta_rule, given, {"a": "p"}, required=("g", "a"))
     assert given.a is not None and given.g is not None
     q, k, p, g = given.q, given.k, given.a, given.g
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
@@ -124,14 +125,14 @@ def _inputs(
 
 
 def family_of(erase: Any) -> ModuleType:
-    """The family that erases what is read "after" the decay, or "before" it."""
-    if erase not in ("after", "before"):
+    """The family whose kernels read what is replaced after the decay, or before it."""
+    if not isinstance(erase, str) or erase not in ("after", "before"):
         raise ValueError(f'erase must be "after" or "before", got {_check.shown(erase)}')
     return delta_rule if erase == "after" else low_rank
 
 
 def erasing(inputs: delta_rule.Inputs, erase: str) -> delta_rule.Inputs | low_rank.Inputs:
-    """`inputs` of the delta rule, with ``a [B, T, H, K]``, as those of the family of `erase`.
+    """The delta rule's `inputs`, with ``a [B, T, H, K]``, as inputs of ``family_of(erase)``.
 
     The kernels of the delta rule read after the decay, ``gk [B, T, HV, K]``. Before it, the rule is one of low rank,
     which has as many queries, keys and ``a`` as values.

@@ -59,8 +59,7 @@ def chunk_dplr_delta_rule(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, a, b, gk, initial_state, cu_seqlens, scale)
-    _check.tensor("gk", gk)
-    check(op, inputs)
+    check(op, inputs, required=("gk",))
     return run(op.chunk, inputs, output_final_state)
 
 
@@ -89,6 +88,5 @@ def fused_recurrent_dplr_delta_rule(
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, a, b, gk, initial_state, cu_seqlens, scale)
-    _check.tensor("gk", gk)
-    check(op, inputs)
+    check(op, inputs, required=("gk",))
     return run(form, inputs, wanted)

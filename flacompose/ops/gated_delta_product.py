@@ -126,7 +126,7 @@ def _product(
     _check.like(q, "k", k, (B, T * n, H, K))
     _check.same_dtype(q, "k", k)
     scale = _check.scale(scale, q)
-    # Keys are as queries would be of which there was one for each step.
+    # The operator sees one query for each step, so keys stand in for queries here.
     check(op, op.Inputs(k, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens))
     _check.optional(q, "g", g, (B, T, v.shape[2]))
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)

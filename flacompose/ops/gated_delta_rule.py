@@ -79,8 +79,7 @@ def chunk_gated_delta_rule(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    _check.tensor("g", g)
-    check(op, inputs)
+    check(op, inputs, required=("g",))
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
@@ -118,8 +117,7 @@ def fused_recurrent_gated_delta_rule(
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    _check.tensor("g", g)
-    check(op, inputs)
+    check(op, inputs, required=("g",))
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,

@@ -47,10 +47,9 @@ def chunk_gla(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.tensor("g", g)
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs, {"gk": "g"})
+    check(op, inputs, {"gk": "g"}, required=("gk",))
     return run(op.chunk, inputs, output_final_state)
 
 

@@ -143,7 +143,7 @@ def run(
         # A symbolic length counts as several tokens, so that a graph gets no guard on it.
         if by_tokens and cu_seqlens is None and always_true(T == 1) and fits(k, v):
             o, Hk, Hv = slot_attention.token(
-                slot_attention.Inputs(unflatten(q, 2, (H, groups)), k, v, s, g, Hk, Hv, scale)
+                *slot_attention.Inputs(unflatten(q, 2, (H, groups)), k, v, s, g, Hk, Hv, scale)
             )
             o = flatten(o, 2, 3)
             if output_states is not None:
@@ -175,7 +175,7 @@ def _read(
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """One pass of vector decay."""
-    return form(op.Inputs(q, k, v, cu_seqlens=cu_seqlens, **others))
+    return form(*op.Inputs(q, k, v, cu_seqlens=cu_seqlens, **others))
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) -> int:

@@ -100,7 +100,8 @@ def linear_recurrence(
     eraser = family_of(erase)
     _check_combination(gv, beta, a, b, erase, u, read)
 
-    options, groups = (initial_state, cu_seqlens, scale), HV // H
+    options = initial_state, cu_seqlens, scale
+    groups = HV // H
     if beta is None and a is None:
         if gk is None and gv is None and read == "after":
             return run(_form(scalar_decay, T), inputs, output_final_state)
@@ -126,8 +127,8 @@ def linear_recurrence(
         return run(_form(eraser, T), erasing(rule, erase), output_final_state)
     assert a is not None and b is not None
     q, k, a, b = _for_each_value(groups, q, k, a, b)
-    low = low_rank.Inputs(q, k, v, a, b, _with(g, gk, K), *options, read_before=erase == "before")
-    return run(_form(low_rank, T), low, output_final_state)
+    writes = low_rank.Inputs(q, k, v, a, b, _with(g, gk, K), *options, read_before=erase == "before")
+    return run(_form(low_rank, T), writes, output_final_state)
 
 
 def _check_combination(
@@ -140,7 +141,7 @@ def _check_combination(
     read: Any,
 ) -> None:
     """Check that each argument has the one that it belongs to, and that a family has them together."""
-    if read not in ("after", "before"):
+    if not isinstance(read, str) or read not in ("after", "before"):
         raise ValueError(f'read must be "after" or "before", got {_check.shown(read)}')
     if a is None and b is not None:
         raise ValueError("a must be given with b, which writes back what a reads, got None")

@@ -54,9 +54,7 @@ def chunk_rwkv6(
     """
     scale = _check.scale(scale, r)
     inputs = op.Inputs(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
-    _check.tensor("w", w)
-    _check.tensor("u", u)
-    check(op, inputs, {"q": "r", "gk": "w"})
+    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "u"))
     return run(op.chunk, inputs, output_final_state)
 
 
@@ -84,7 +82,5 @@ def fused_recurrent_rwkv6(
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
     scale = _check.scale(scale, r)
     inputs = op.Inputs(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
-    _check.tensor("w", w)
-    _check.tensor("u", u)
-    check(op, inputs, {"q": "r", "gk": "w"})
+    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "u"))
     return run(form, inputs, wanted)

@@ -58,8 +58,7 @@ def chunk_rwkv7(
     """
     scale = _check.scale(scale, r)
     inputs = op.Inputs(r, k, v, a, b, w, initial_state, cu_seqlens, scale)
-    _check.tensor("w", w)
-    check(op, inputs, {"q": "r", "gk": "w"})
+    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk",))
     return run(op.chunk, inputs, output_final_state)
 
 
@@ -88,6 +87,5 @@ def fused_recurrent_rwkv7(
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
     scale = _check.scale(scale, r)
     inputs = op.Inputs(r, k, v, a, b, w, initial_state, cu_seqlens, scale)
-    _check.tensor("w", w)
-    check(op, inputs, {"q": "r", "gk": "w"})
+    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk",))
     return run(form, inputs, wanted)

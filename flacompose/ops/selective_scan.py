@@ -102,7 +102,7 @@ def selective_scan_fn(
         delta = time_step(delta, bias, delta_softplus, u)
     if not grouped:
         B, C = B.unsqueeze(2), C.unsqueeze(2)
-    y, states = op.forward(op.Inputs(u, delta, A, B, C, initial_states, cu_seqlens))
+    y, states = op.forward(*op.Inputs(u, delta, A, B, C, initial_states, cu_seqlens))
     out = y
     if D is not None:
         out = upcast(out) + upcast(u) * D

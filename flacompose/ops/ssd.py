@@ -103,7 +103,7 @@ def mamba_chunk_scan_combined(
     dt_bias = None if dt_bias is None else dt_bias.reshape(H)
     dt = time_step(dt, dt_bias, dt_softplus, x, dt_limit)
     g = bounded(log_decay(dt, upcast(A, x)))
-    y, states = op.chunk(op.Inputs(C, B, x, g, None, dt, initial_states, cu_seqlens))
+    y, states = op.chunk(*op.Inputs(C, B, x, g, None, dt, initial_states, cu_seqlens))
     if D is not None:
         y = y + x * upcast(D if D.dim() == 2 else D.unsqueeze(-1), x)
     if z is not None:

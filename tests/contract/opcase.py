@@ -37,11 +37,10 @@ class OpCase:
     form: str  # of the family's op: "chunk" or "recurrent", or "forward" where there is one form
     operands: Mapping[str, str]  # by argument, the name that the registered op has for it
     gates: Mapping[str, Axes]  # the axes of the log decays, by argument
-    inputs: Mapping[
-        str, Axes
-    ]  # those of all other inputs but the state; the first is compared with the others
+    # The axes of all other inputs but the state. The first is compared with the others.
+    inputs: Mapping[str, Axes]
     states: Mapping[str, Axes]  # one tensor or a tuple of several, by the names that errors have for them
-    output: str  # the input that has the axes of the output, and these axes:
+    output: str  # the input that has the axes of the output
     output_axes: Axes
     draws: Mapping[str, Draw]  # what is done to the normal numbers of an input
     any_dtype: Axes  # inputs that need not have the dtype of the first

@@ -47,7 +47,7 @@ def direct(
     """The operator of vector decay itself, which takes gates on both axes, a bonus beside any of them, and logits."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax)
-    o, state = getattr(op, form)(inputs)
+    o, state = getattr(op, form)(*inputs)
     return o, state if output_final_state else None
 
 
@@ -265,7 +265,7 @@ CASES = [
           "low_rank", "q k v a b gk", inductor=True),
     entry("chunk_iplr_delta_rule", ops.chunk_iplr_delta_rule, ops.fused_recurrent_iplr_delta_rule, "low_rank",
           "q k v a b"),
-    # With the scale of the others, whose default is not 1.
+    # Called with the default scale of all other recurrences; that of these two is 1.
     entry("chunk_rwkv7", partial(ops.chunk_rwkv7, scale=None), partial(ops.fused_recurrent_rwkv7, scale=None),
           "low_rank", "r=q k v a b w=gk"),
     product("steps-chunk_gated_delta_product", by_steps(ops.chunk_gated_delta_product),
@@ -282,8 +282,8 @@ CASES = [
           # Slots that hold the same are read as one, however they are weighed.
           uncancelled=partial(slot_attention, weights=constant_weight), other_ops=None),
 ]
-# Three that are not under the whole contract. No public function asks for gates on both axes alone, nor for a softmax;
-# Mamba-2's scan is more than its op.
+# These three are not under the whole contract. The first two are the operator with arguments that public functions
+# reach only together with others, or through `linear_recurrence`; Mamba-2's scan is more than its operator.
 GATES_ON_BOTH_AXES = entry("chunk-gk-gv", chunk, recurrent, "vector_decay", "q k v gk gv")
 SOFTMAX = [
     entry(f"softmax-{form}", partial(direct, form=form, softmax=True), None, "vector_decay", "q k v gk",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
-from torch.func import vmap
+from torch.func import grad, jvp, vmap
 
 from flacompose.ops import _logsumexp
 
@@ -84,6 +84,23 @@ def test_gradients(case: OpCase, loss: str, state: bool, device: torch.device) -
 
 
 @few
+def test_derivatives_with_respect_to_one_input(case: OpCase, device: torch.device) -> None:
+    """Forward over reverse, for each input by itself, also for those that no state depends on."""
+    problem = drawn(case, device, 2, torch.float64, B=1, T=3, H=1, K=2, V=2)
+    for name, x in problem.tensors.items():
+
+        def loss(
+            x: Tensor, name: str = name, form: Callable[..., tuple[Tensor, Tensor]] = with_states
+        ) -> Tensor:
+            return sum((y**3).sum() for y in form(problem.with_tensors(**{name: x}), n=2))
+
+        found = jvp(grad(loss), (x,), (torch.ones_like(x),))
+        expected = jvp(grad(partial(loss, form=by_calls)), (x,), (torch.ones_like(x),))
+        for y, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(y, exact, rtol=1e-9, atol=1e-9)
+
+
+@few
 def test_gradcheck(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, torch.float64, B=1, T=3, H=1, K=2, V=2, M=2, W=2)
     names = [*problem.tensors]
@@ -101,10 +118,14 @@ def test_gradients_that_are_not_wanted_are_empty(case: OpCase, device: torch.dev
     problem = drawn(case, device, 2, T=5)
     with recorded() as calls:
         evaluate(problem, function=lambda p, **x: with_states(p, n=2, **{case.first: x[case.first]}))
-    ((op, out),) = [(op, out) for op, _, out in calls if op.name().endswith("_steps_backward")]
-    returned = [value.name for value in op._schema.returns]
-    filled = [name for name, x in zip(returned, out, strict=True) if x.numel() > 0]
-    assert filled == [f"d{case.operands.get(case.first, case.first)}"]
+    backward = [(op, out) for op, _, out in calls if op.name().endswith("_backward")]
+    assert (
+        len(backward) == 2
+    )  # one for the tokens up to each state, of which the second begins at the first state
+    for (op, out), state in zip(backward, (["d_initial_state"], []), strict=True):
+        returned = [value.name for value in op._schema.returns]
+        filled = [name for name, x in zip(returned, out, strict=True) if x.numel() > 0]
+        assert filled == [f"d{case.operands.get(case.first, case.first)}", *state]
 
 
 @each
@@ -153,7 +174,7 @@ def of_tensors(case: OpCase, n: int) -> Callable[[dict[str, Tensor]], tuple[Tens
 @few
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_one_graph_for_every_length(case: OpCase, device: torch.device, few_levels: None) -> None:
-    """Training too: the gradient is one node, whatever the length."""
+    """Training too: the gradient has nodes for each state, as many at every length."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(of_tensors(case, 3), backend=counter, fullgraph=True, dynamic=True)
 
@@ -242,7 +263,8 @@ def test_opcheck(case: OpCase, device: torch.device) -> None:
     problem = drawn(case, device, 2, T=5)
     with recorded() as calls:
         evaluate(problem, function=partial(with_states, n=2))
-    assert len(calls) == 2 * case.nodes
+    # One call, and for its gradient two of a form and two of its backward; the convolution's states are PyTorch.
+    assert len(calls) == (2 if case.form == "forward" else 5) * case.nodes
     for op, args, _ in calls:
         if not op.name().endswith("backward"):
             args = [

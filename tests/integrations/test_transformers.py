@@ -13,6 +13,7 @@ from functools import partial, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
 from types import CodeType, MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -686,13 +687,13 @@ def test_groups_are_not_repeated(
     """The op gets the two key heads of four value heads, in prompts and steps."""
     heads = []
     module = import_module("flacompose.ops.gated_delta_rule")
-    run = module.run_gated
+    with_gates = module.with_gates
 
-    def counted(form: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args, **kwargs):
-        heads.append((q.shape[2], k.shape[2], v.shape[2]))
-        return run(form, q, k, v, *args, **kwargs)
+    def counted(inputs: Any, *args: Any) -> Any:
+        heads.append((inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[2]))
+        return with_gates(inputs, *args)
 
-    monkeypatch.setattr(module, "run_gated", counted)
+    monkeypatch.setattr(module, "with_gates", counted)
     with replace(model):
         generated(model, prompt(model, 9))
     assert len(heads) == 24 and set(heads) == {(2, 2, 4)}

@@ -11,11 +11,11 @@ from contract.test_not_finite import check
 from .test_kernels import CPU, forward_alone, launched
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-# The backward of the last two is launched as that of another of these is.
 BOTH_WAYS = (
     "chunk_gla", "fused_recurrent_gla-gk-gv", "chunk_rwkv6", "chunk_gsa", "chunk_hgrn", "chunk_simple_gla-g",
-    "causal_conv1d-silu", "selective_scan_fn",
+    "chunk_dplr_delta_rule", "causal_conv1d-silu", "selective_scan_fn",
 )  # fmt: skip
+# The backward of these is launched as that of another recurrence above is.
 FORWARD_ALONE = ("fused_recurrent_simple_gla-g-g_gamma", "fused_recurrent_hgrn")
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from contract.accuracy import FIXED, VALUES, assert_close
 from contract.cases import OpCase, every
 from contract.problems import Problem, draw
 from contract.states import WITH_STATES, by_calls, with_states
-from families import part
+from families import flat, part
 from torch import Tensor
 
 from .test_kernels import CPU, launch_one_token_of_slots
@@ -25,8 +23,9 @@ def launched(problem: Problem, function, n: int) -> tuple[Tensor, Tensor]:
     """`function`, the family's launches in the place of what is registered."""
     op, cuda = part(problem.case.family, "op"), part(problem.case.family, "cuda")
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(op, "recurrent", cuda.recurrent)
-        patch.setattr(op, "steps", partial(cuda.steps, stride=1))
+        steps = flat(cuda, "steps")
+        patch.setattr(op, "recurrent", flat(cuda, "recurrent"))
+        patch.setattr(op, "steps", lambda *args, count, stride: steps(*args, count, stride))
         launch_one_token_of_slots(patch)
         return function(problem, n=n)
 

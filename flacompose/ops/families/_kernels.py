@@ -30,6 +30,12 @@ def split_program(first, second):
 
 
 @triton.jit
+def in_float32(number):
+    """`number` in float32. It is float64 where Inductor launches."""
+    return tl.cast(number, tl.float32)
+
+
+@triton.jit
 def find_sequence(n, T, cu_seqlens, C: tl.constexpr):
     """The first token of sequence `n`, its end, and the row of its first chunk of `C` tokens.
 
@@ -68,11 +74,69 @@ def find_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
 
 
 @triton.jit
+def chunk_of_program(T, N, H, cu_seqlens, C: tl.constexpr):
+    """The row and the head of this program, one for each chunk and head, and the chunk's first token and end."""
+    row, h, _ = split_program(tl.num_programs(0) // H, H)
+    start, end = find_chunk(row, T, N, cu_seqlens, C)
+    return row, h, start, end
+
+
+@triton.jit
+def tile_of_program(tiles, T, N, H, cu_seqlens, C: tl.constexpr):
+    """Which of the `tiles` of its chunk and head this program has, then what `chunk_of_program` returns."""
+    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
+    start, end = find_chunk(row, T, N, cu_seqlens, C)
+    return tile, row, h, start, end
+
+
+@triton.jit
+def size_of_chunk(start, end, C: tl.constexpr):
+    """How many tokens a chunk has. They are counted from its first, so that offsets need 32 bits and not 64."""
+    return tl.minimum(end - start, C).to(tl.int32)
+
+
+@triton.jit
+def numbers_of_tile(tile, B: tl.constexpr):
+    """The numbers of an axis that are in its tile `tile`, each of which has `B` of them."""
+    return tile.to(tl.int32) * B + tl.arange(0, B)
+
+
+@triton.jit
 def find_segment(segment, SEGMENTS, chunks):
     """The first of a sequence's `chunks` in `segment`, one of `SEGMENTS` parts, and the end of the segment."""
     per_segment = tl.cdiv(chunks, SEGMENTS)
     begin = segment * per_segment
     return begin, tl.minimum(begin + per_segment, chunks)
+
+
+@triton.jit
+def is_idle(segment, SEGMENTS, ends, STORES: tl.constexpr):
+    """Whether the program of a segment has nothing to do.
+
+    A sweep for the `ends` of segments is not made for the last of them. One that `STORES` something of each token or
+    chunk is made for all, and any other for the last alone.
+    """
+    if ends is not None:
+        idle = segment == SEGMENTS - 1
+    elif STORES:
+        idle = False
+    else:
+        idle = segment < SEGMENTS - 1
+    return idle
+
+
+@triton.jit
+def chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C: tl.constexpr, FROM_LAST: tl.constexpr = False):
+    """The first token of sequence `n`, its end, the row of its first chunk, its number of chunks, and a segment's.
+
+    The latter are the first chunk of the segment and the one after its last, counted from the first of the sequence.
+    Segments are counted from the first in time, or `FROM_LAST`.
+    """
+    start, end, row = find_sequence(n, T, cu_seqlens, C)
+    segment = SEGMENTS - 1 - segment if FROM_LAST else segment
+    chunks = tl.cdiv(end - start, C)
+    begin, stop = find_segment(segment, SEGMENTS, chunks)
+    return start, end, row, chunks, begin, stop
 
 
 @triton.jit
@@ -86,6 +150,12 @@ def load_tile(x, token, end, h, d, H, D):
 def store_tile(x, value, token, end, h, d, H, D):
     at = x + (token * H + h)[:, None] * D + d[None, :]
     tl.store(at, value.to(x.dtype.element_ty), mask=(token < end)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def load_numbers(x, first, token, end, H):
+    """One number for each token of a head of ``x [tokens, H]``, from element `first` on; 0 for tokens from `end` on."""
+    return tl.load(x + first + token * H, mask=token < end, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -151,13 +221,24 @@ def in_parts(x, DOT: tl.constexpr):
 @triton.jit
 def dot_of_parts(a, b, DOT: tl.constexpr, acc=None):
     """``acc + a @ b`` for float32 `a` and `b`, given `in_parts`."""
-    high, rest = b
+    return dot_in_parts(in_parts(a, DOT), b, DOT, acc)
+
+
+@triton.jit
+def dot_in_parts(a, b, DOT: tl.constexpr, acc=None):
+    """``acc + a @ b`` for `a` as (larger, smaller) part, and `b` likewise or in one part.
+
+    In float32 the first part is the whole factor, and the second is not used.
+    """
+    high, low = a
     if DOT == tl.float32:
-        out = tl.dot(a, high, acc=acc, input_precision="tf32x3")
+        acc = tl.dot(high, b[0], acc=acc, input_precision="tf32x3")
     else:
-        a_high, a_rest = _parts(a)
-        out = tl.dot(a_high, high, acc=tl.dot(a_high, rest, acc=tl.dot(a_rest, high, acc=acc)))
-    return out
+        acc = tl.dot(low, b[0], acc=acc)
+        if len(b) == 2:
+            acc = tl.dot(high, b[1], acc=acc)
+        acc = tl.dot(high, b[0], acc=acc)
+    return acc
 
 
 @triton.jit
@@ -180,6 +261,8 @@ def state_number(left, count, stride):
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "HG", "scale"])
 def recurrent_kernel(
+    # One kernel computes all families with a matrix state, because a token of any is read and written in a few lines.
+    # So it has more than 25 parameters: each gate and vector of any of them.
     q,  # [tokens, H, K], from token to token it is q_token elements
     k,  # [tokens, H, K], likewise
     v,  # [tokens, HV, V], likewise
@@ -215,7 +298,7 @@ def recurrent_kernel(
     SOFTMAX: tl.constexpr,
 ):
     """The recurrence as it is written, one program per sequence, head and block of the value axis."""
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tile, hv, n = split_program(tl.cdiv(V, BV), HV)
     nh = n * HV + hv
     h = hv // (HV // H)
@@ -228,6 +311,7 @@ def recurrent_kernel(
     at_state = nh * K * V + dk[:, None] * V + dv[None, :]
     start, end, _ = find_sequence(n, T, cu_seqlens, 1)
 
+    # 1. The state before the first token.
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if initial is not None:
         S = tl.load(initial + at_state, mask=in_state, other=0.0).to(tl.float32)
@@ -236,6 +320,7 @@ def recurrent_kernel(
     if gamma is not None:
         gamma_ = tl.load(gamma + hv).to(tl.float32)
     for token in range(start, end):
+        # 2. The token's query, key and value. With a bonus, the query reads the state before it.
         at_v = (token * HV + hv) * V + dv
         q_ = tl.load(q + token * q_token + h * K + dk, mask=in_k, other=0.0).to(tl.float32)
         if SOFTMAX:
@@ -247,6 +332,7 @@ def recurrent_kernel(
         v_ = tl.load(v + token * v_token + hv * V + dv, mask=in_v, other=0.0).to(tl.float32)
         if u is not None:
             o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_
+        # 3. The state decays. What `a` has read of it, before or after that, `b` writes back.
         if b is not None and READ_BEFORE:
             a_ = tl.load(a + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
             read = tl.sum(S * a_[:, None], 0)
@@ -267,6 +353,7 @@ def recurrent_kernel(
                 read = tl.sum(S * a_[:, None], 0)
             b_ = tl.load(b + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
             S += b_[:, None] * read[None, :]
+        # 4. The token is written, by the delta rule in the place of what its key, or `a`, reads.
         if DELTA_RULE:
             a_ = k_
             if a is not None:
@@ -275,6 +362,7 @@ def recurrent_kernel(
         if beta is not None:
             v_ *= tl.load(beta + token * HV + hv).to(tl.float32)
         S += k_[:, None] * v_[None, :]
+        # 5. Without a bonus, the query reads the new state. What is wanted is stored.
         if u is None:
             o_ = tl.sum(S * q_[:, None], 0)
         tl.store(o + at_v, o_.to(o.dtype.element_ty), mask=in_v)

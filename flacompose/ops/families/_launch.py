@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,17 @@ def block(D: int, largest: int) -> int:
 
 def tile_count(D: int, B: int) -> int:
     return (D + B - 1) // B
+
+
+def launch_by_gates(kernel: Any, programs: int, *parts: Mapping[str, Any], gated: bool = True) -> None:
+    """Launch a kernel for what has mild gates, and then for the rest. All is mild where nothing is `gated`.
+
+    The `parts` of its arguments have no name in common: a call raises where one is given twice, as ``{**a, **b}`` does
+    not.
+    """
+    arguments = reduce(lambda one, other: dict(**one, **other), parts)
+    for mild in (True, False) if gated else (True,):
+        launch(kernel, (programs,), **arguments, MILD=mild)
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:

@@ -32,11 +32,17 @@ ONE_KERNEL = ("recurrent", "steps", "token")  # these are compiled at their laun
 
 @dataclass(frozen=True)
 class Forms(Generic[AnyInputs]):
-    """The forms of a family, functions that call its operators: `define_forms` explains each."""
+    """The forms of a family, and what else is made of them.
 
-    chunk: Callable[[AnyInputs], tuple[Tensor, Tensor]]
-    recurrent: Callable[[AnyInputs], tuple[Tensor, Tensor]]
-    steps: Callable[..., tuple[Tensor, Tensor]]
+    The operators return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts,
+    `recurrent` token by token, for decoding. `steps` is `recurrent` with `count` states, ``[N, count, ...]``, those
+    after the last tokens that are `stride` apart: `stride` is the number of the operator's tokens that stand for one
+    token.
+    """
+
+    chunk: OpOverload
+    recurrent: OpOverload
+    steps: OpOverload
     stretch: Callable[[AnyInputs], tuple[Map, Tensor]]
     d_start: Callable[[AnyInputs, Tensor], Tensor]
 
@@ -49,35 +55,19 @@ def define_forms(
     gates: tuple[str, ...],
     flops: Callable[..., int],
 ) -> Forms[AnyInputs]:
-    """Register what `define_ops` does with the forms "chunk" and "recurrent", and return the functions for `op`."""
+    """Register the forms "chunk" and "recurrent", and return what a family's `op` has."""
     ops = define_ops(family, signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
-    chunk_op, recurrent_op, steps_op, ends_op = (ops[x] for x in ("chunk", "recurrent", "steps", "ends"))
     of_state = signature.axes["final_state"].split()
     absent = [
         [i for i, axis in enumerate(of_state) if i > 0 and axis not in signature.axes[gate].split()]
         for gate in gates
     ]
 
-    def chunk(inputs: AnyInputs) -> tuple[Tensor, Tensor]:
-        """``(o, final_state)``, in chunks of tokens: for training and for prompts."""
-        return chunk_op(*inputs)
-
-    def recurrent(inputs: AnyInputs) -> tuple[Tensor, Tensor]:
-        """``(o, final_state)``, token by token: for decoding."""
-        return recurrent_op(*inputs)
-
-    def steps(inputs: AnyInputs, count: int, stride: int = 1) -> tuple[Tensor, Tensor]:
-        """`recurrent` with `count` states, ``[N, count, ...]``, those after the last tokens that are `stride` apart.
-
-        `stride` is above 1 for recurrences in which several tokens of the op stand for one token.
-        """
-        return steps_op(*inputs, count, stride)
-
     def stretch(inputs: AnyInputs) -> tuple[Map, Tensor]:
         """What the tokens of each sequence do to a state: the map, and the state that they reach from zero."""
         if "q" in inputs._fields:  # queries do nothing to the state
             inputs = inputs._replace(q=inputs.k.detach())
-        end, *maps = ends_op(*inputs._replace(initial_state=None))
+        end, *maps = ops["ends"](*inputs._replace(initial_state=None))
         if not absent:
             return Matrix(*maps), end
         logs = []
@@ -87,7 +77,8 @@ def define_forms(
             logs.append(log)
         return Decay(tuple(logs)), end
 
-    return Forms(chunk, recurrent, steps, stretch, start_gradient(signature, ops["backward"]))
+    d_start = start_gradient(signature, ops["backward"])
+    return Forms(ops["chunk"], ops["recurrent"], ops["steps"], stretch, d_start)
 
 
 def define_ops(
@@ -102,9 +93,10 @@ def define_ops(
     """Register ``<family>_<form>`` for each of `forms`, and ``<family>_backward``; return the operators by these names.
 
     With a form "recurrent" there is ``<family>_steps`` too, which is that form of sequences in rows, and returns states
-    after several of the last tokens. With `gates` there is ``<family>_ends``, which returns the state that each
-    sequence reaches from zero, whatever the initial state is, and what it does to any other: the sums of its gates or,
-    if there are none, the matrix by which it multiplies keys. Both have a backward of their own.
+    after several of the last tokens. Its derivatives are those of a call for each of these. With `gates` there is
+    ``<family>_ends``, which returns the state that each sequence reaches from zero, whatever the initial state is, and
+    what it does to any other: the sums of its gates or, if there are none, the matrix by which it multiplies keys. It
+    has a backward of its own.
 
     Args:
         family: the name of the family, and of its folder. Its module `cuda` has a function for each of the forms, and
@@ -119,12 +111,13 @@ def define_ops(
     """
     backward = _define_backward(family, "backward", signature, eager, flops)
     ops = {form: _define(family, form, signature, eager, flops, backward) for form in forms}
-    made: dict[str, Any] = {"steps": Steps(signature, eager)} if "recurrent" in forms else {}
+    if "recurrent" in forms:
+        steps = Steps(signature, ops["recurrent"])
+        ops["steps"] = _define(family, "steps", steps.signature, steps, flops)
     if gates is not None:
-        made["ends"] = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
-    for form, x in made.items():
-        own_backward = _define_backward(family, f"{form}_backward", x.signature, x, flops)
-        ops[form] = _define(family, form, x.signature, x, flops, own_backward)
+        ends = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
+        of_ends = _define_backward(family, "ends_backward", ends.signature, ends, flops)
+        ops["ends"] = _define(family, "ends", ends.signature, ends, flops, of_ends)
     return ops | {"backward": backward}
 
 
@@ -149,7 +142,7 @@ def _define(
     signature: Signature[Any],
     eager: Any,
     flops: Callable[..., int],
-    backward: OpOverload,
+    backward: OpOverload | None = None,
 ) -> OpOverload:
     load = partial(on_cuda, family, form, signature)
     return define_op(
@@ -169,9 +162,9 @@ def _define(
 def _define_backward(
     family: str, name: str, signature: Signature[Any], eager: Any, flops: Callable[..., int]
 ) -> OpOverload:
-    """Only that of the forms has kernels: those of steps and of ends are PyTorch on every device, the latter around it.
+    """Only that of the forms has kernels. That of ends is PyTorch around it on every device.
 
-    They are operators nevertheless, so that a graph of any length has one node for each.
+    It is an operator nevertheless, so that a graph of any length has one node for it.
     """
     load = partial(on_cuda, family, name, signature) if name == "backward" else None
     fake = signature.fake_backward

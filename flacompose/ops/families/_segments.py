@@ -75,21 +75,10 @@ class Segments:
     def _decayed(self, states: Tensor, initial: Tensor | None, sums: dict[str, Tensor]) -> Tensor:
         """`states`, in the place of the ends that they are before."""
         H, K, V = ((1, 1) + self.state)[-3:]
-        launch(
-            join_kernel,
-            (tile_count(K * V, BLOCK) * self.sequences.N * H,),
-            states=states,
-            **{gate: sums.get(self.gates.get(gate, "")) for gate in ("g", "gk", "gv")},
-            rates=self.rates,
-            initial=initial,
-            N=self.sequences.N,
-            H=H,
-            SEGMENTS=self.count,
-            K=K,
-            V=V,
-            BLOCK=BLOCK,
-            num_warps=2,
-        )
+        N, gates = self.sequences.N, {gate: sums.get(self.gates.get(gate, "")) for gate in ("g", "gk", "gv")}
+        sizes = {"N": N, "H": H, "SEGMENTS": self.count, "K": K, "V": V, "BLOCK": BLOCK, "num_warps": 2}
+        tensors = {"states": states, **gates, "rates": self.rates, "initial": initial}
+        launch(join_kernel, (tile_count(K * V, BLOCK) * N * H,), **tensors, **sizes)
         return states
 
     def map(self, sweep: Sweep) -> tuple[Tensor, ...]:

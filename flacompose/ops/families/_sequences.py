@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import chip_of
@@ -75,14 +76,20 @@ class Sequences:
 class MatrixSequences(Sequences):
     """The sequences of ``q [B, T, H, K]`` and ``v [B, T, HV, V]``, whose states are a matrix for each head of `v`."""
 
-    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, C: int) -> None:
+    def __init__(self, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, scale: float, C: int) -> None:
         super().__init__(q, cu_seqlens, C)
         self.K, (self.H, self.V) = q.shape[3], v.shape[2:]
         self.bfloat16 = q.dtype == torch.bfloat16
-        self.arguments["H"] = self.H
+        # Of the factors of products. Those in float16 are float32 here.
+        self.dtype = torch.bfloat16 if self.bfloat16 else torch.float32
+        self.arguments |= {"H": self.H, "scale": scale, "DOT": tl.bfloat16 if self.bfloat16 else tl.float32}
 
     def state(self, dtype: torch.dtype) -> Tensor:
         return self.per_sequence(self.H, self.K, self.V, dtype=dtype)
+
+    def per_chunk_state(self) -> Tensor:
+        """Memory for a state of each chunk."""
+        return self.per_chunk(self.H, self.K, self.V, dtype=self.dtype)
 
     def axes(self, transpose: bool) -> dict[str, int]:
         """Sizes and strides in a state of the axis that is contracted and of the one that is written."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
@@ -72,24 +73,21 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
     return fields
 
 
-class Argument(NamedTuple):
-    """What a tensor of a call must be like."""
-
-    name: str
-    optional: bool
-    axes: tuple[str, ...]
-    new: tuple[str, ...]  # the axes that no argument before it has, and whose sizes it gives therefore
-    cast: bool  # by autocast, before which it has the dtype of the first argument
+# What a tensor of a call must be like: its name; whether it may be absent; its axes; those of its axes that no earlier
+# argument has; and whether autocast casts it (without autocast, its dtype must be that of the first argument). It is a
+# plain tuple, since Dynamo of PyTorch 2.11 cannot unpack a named one that is a constant.
+Argument = tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]
 
 
 def _tensors(fields: Iterable[_Field]) -> tuple[Argument, ...]:
     """The arguments that have axes."""
-    found, seen = [], {"N"}
+    found: list[Argument] = []
+    seen = {"N"}
     for x in fields:
         if x.axes is not None:
             axes = tuple(x.axes.split())
             new = tuple(axis for axis in axes if axis not in seen)
-            found.append(Argument(x.name, x.type == "Tensor?", axes, new, x.autocast is not None))
+            found.append((x.name, x.type == "Tensor?", axes, new, x.autocast is not None))
             seen.update(axes)
     return tuple(found)
 
@@ -124,6 +122,10 @@ class Signature(Generic[AnyInputs]):
         self.results = _schema("Tensor", outputs._fields)
         self.arriving = _schema("Tensor?", map(gradient_name, outputs._fields))
         self.gradients = _schema("Tensor", map(gradient_name, self.differentiable))
+        # As `compile_ahead` takes them: the tensors that a call begins with, and the last of them has no gradient.
+        first = [x.name for x in takewhile(lambda x: x.type.startswith("Tensor"), arguments)]
+        expected = self.differentiable + ["cu_seqlens"] * ("cu_seqlens" in inputs._fields)
+        assert first == expected, f"inputs begin with their tensors, cu_seqlens last: {expected}, not {first}"
         # As `primal_of` would take it for the argument.
         assert not {*map(gradient_name, self.differentiable)} & {*inputs._fields}
 
@@ -150,11 +152,10 @@ class Signature(Generic[AnyInputs]):
     def backward_call(self, *args: Any) -> BackwardCall[AnyInputs]:
         """The call of a backward operator, from its arguments."""
         n, mask = len(self.inputs._fields), args[-1]
-        inputs, numbers = self.inputs(*args[:n]), args[n : n + len(self.numbers)]
+        inputs, arriving = self.inputs(*args[:n]), self.outputs(*args[n:-1])
         wanted = (x for x, want in zip(self.differentiable, mask, strict=True) if want)
         present = frozenset(x for x in wanted if getattr(inputs, x) is not None)
-        arriving = self.outputs(*args[n + len(numbers) : -1])
-        return BackwardCall(self, inputs, arriving, present, numbers)
+        return BackwardCall(self, inputs, arriving, present)
 
     def gradients_of(
         self, call: BackwardCall[AnyInputs], function: Callable[[BackwardCall[AnyInputs]], Gradients]
@@ -210,15 +211,13 @@ class BackwardCall(Generic[AnyInputs]):
     """One call of a family's backward.
 
     `inputs` are those of the forward. `arriving` has the gradients of the results under the names of these; None stands
-    for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are wanted. The `numbers` come
-    after the inputs.
+    for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are wanted.
     """
 
     signature: Signature[AnyInputs]
     inputs: AnyInputs
     arriving: Any
     wanted: frozenset[str]
-    numbers: tuple[int, ...] = ()
 
     def wants(self, *names: str) -> bool:
         """Whether the gradient of one of these inputs is wanted."""

@@ -33,15 +33,19 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     bounded,
+    chunk_of_program,
     dot,
     dot_of_parts,
-    find_chunk,
     fine_dot,
+    in_float32,
     in_parts,
+    load_numbers,
     load_state,
     load_tile,
-    split_program,
+    numbers_of_tile,
+    size_of_chunk,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.delta_rule.kernels import solve
 from flacompose.ops.families.vector_decay.gates import (
@@ -153,30 +157,29 @@ def channel_pair_kernel(
     With `KEEP` the keys that write, which are computed from these sums, are kept until the last product, and otherwise
     computed again, as they are where gates are not mild.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    row, h, _ = split_program(tl.num_programs(0) // HV, HV)
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * HV + h
     if not MILD:
         if tl.load(mild + rh) != 0:
             return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = lo * HV + h
-    q += (lo * H + h // (HV // H)) * K
-    k += (lo * H + h // (HV // H)) * K
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
     if a is not None:
-        a += (lo * H + h // (HV // H)) * K
+        a += of_keys
     gk += first * K
     W += first * K
     q_read += first * K
     k_read += first * K
     total += rh * K
     i = tl.arange(0, C)
-    s = i[:, None]
-    t = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
+    s, t = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    # 1. What reads, and the products of pairs of tokens, if the gates are those of this launch.
     # Rows are tokens that write, columns tokens that read. Their sums of gates are the same, as a token reads after its
     # gate.
     of_q = tl.zeros([C, C], dtype=tl.float32)
@@ -229,9 +232,11 @@ def channel_pair_kernel(
             of_k += exact_pairs(a_, k_, g_, s, t, False, DOT)
     if MILD:
         tl.store(mild + rh, 1)
-    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    # 2. Y and P.
+    beta_i = load_numbers(beta, first, i, size, HV)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
+    # 3. W.
     if MILD and KEEP:
         for tile in tl.static_range(0, (K + BK - 1) // BK):
             d = tile * BK + tl.arange(0, BK)
@@ -265,17 +270,14 @@ def pair_gradient_kernel(
 
     For products in TF32 they are rounded here.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    row, h, _ = split_program(tl.num_programs(0) // HV, HV)
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * HV + h) * V
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for v0 in range(0, V, BV):
@@ -342,6 +344,8 @@ def by_levels(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def channel_kernel(
+    # One kernel makes the gradients of what reads and of what writes, because both take the same gates, states and
+    # pairs. So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K], the keys that read, if they are not `k`
@@ -379,10 +383,9 @@ def channel_kernel(
     both would need twice the registers. Registers are scarce, so that queries and keys read one after the other, and
     inputs are loaded again rather than kept.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * HV + h
@@ -390,18 +393,17 @@ def channel_kernel(
     if not MILD:
         if tl.load(mild) != 0:
             return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    d = numbers_of_tile(tile, BK)
     first = lo * HV + h
-    q += (lo * H + h // (HV // H)) * K
-    k += (lo * H + h // (HV // H)) * K
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
     key_reader = k
     if a is not None:
-        key_reader = a + (lo * H + h // (HV // H)) * K
+        key_reader = a + of_keys
     gk += first * K
     r += first * V
     do += first * V
@@ -419,8 +421,9 @@ def channel_kernel(
     diagonal += rh * C
     states += rh * K * V
     d_states += rh * K * V
-    beta_t = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)[:, None]
+    beta_t = load_numbers(beta, first, i, size, HV)[:, None]
 
+    # 1. What keys write, through the state after the chunk, and the gates that decay the state before it.
     written = of_state(r, d_states, size, HV, V, d, K, BV, DOT)
     d_total = tl.zeros([BK], dtype=tl.float32)
     if dgk is not None:
@@ -449,6 +452,8 @@ def channel_kernel(
         d_gates = tl.zeros([C, BK], dtype=tl.float32) + d_total[None, :]
         if dgk is not None:
             d_gates += select(t > s, load_tile(k, *at_q) * beta_t * written, DOT)
+    # 2. What queries and keys read, through the state before the chunk and through its pairs. The latter add to what
+    # keys write.
     for reader in range(2):
         of_q = reader == 0
         x = load_tile(q if of_q else key_reader, *at_q)
@@ -478,6 +483,7 @@ def channel_kernel(
             # in the gate's gradient.
             k_beta = load_tile(k, *at_q) * beta_t
             store_tile(dq + first * K, d_reader + tl.load(diagonal + i)[:, None] * k_beta, *at_g)
+    # 3. The gradients of gates, keys and `beta`.
     if MILD:
         if dgk is not None:
             writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)

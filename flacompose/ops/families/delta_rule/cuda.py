@@ -10,7 +10,7 @@ from torch import Tensor
 from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
-from flacompose.ops.families._launch import block, operand, tile_count
+from flacompose.ops.families._launch import block, launch_by_gates, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
@@ -31,11 +31,7 @@ from flacompose.ops.families.vector_decay import cuda as vector_decay
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    rule = _Launches(inputs)
-    o = rule.per_token(rule.HV, rule.V, dtype=inputs.v.dtype)
-    final_state = rule.state(torch.float32)
-    rule.sweep(o=o, final=final_state)
-    return rule.batched(o), final_state
+    return _Launches(inputs).chunk(inputs.v.dtype)
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -74,14 +70,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     return call.made(**made, initial_state=d_initial_state)
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return _launch.recurrent(**inputs._asdict(), delta_rule=True)
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], states [N, count, HV, K, V])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or ``[N, count, HV, K, V]`` with `count` and `stride`."""
     return _launch.recurrent(**inputs._asdict(), delta_rule=True, count=count, stride=stride)
+
+
+steps = recurrent
 
 
 def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
@@ -104,42 +98,53 @@ class _Launches(Sweeps):
         self.gk = operand(gk)
         if g is not None:
             self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
-        made = {
+        # What kernels take of each token, and the heads of these.
+        self.vectors = {"q": self.q, "k": self.k, "beta": self.beta, "H": q.shape[2]}
+        products = {
             "W": self.scratch(self.HV, self.K),
             "P": self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype),
             "Y": self.per_chunk(self.HV, self.C, self.C) if with_r else None,
         }
-        self.factors |= {"q": self.q, "k": self.k} | made
-        arguments = self.arguments | {"H": q.shape[2], "q": self.q, "k": self.k, "beta": self.beta} | made
-        self.arguments |= {"HK": q.shape[2], "SEGMENTS": self.row.count}
-        if self.gk is not None:
-            self.channel_pairs(arguments)
+        self.factors |= products
+        if self.gk is None:
+            self.head_pairs(products)
         else:
-            arguments |= {name: self.gates[name] for name in ("sums", "rest")}
-            launch(pair_kernel, (self.chunks * self.HV,), **arguments, **pair_config(self.bfloat16))
+            self.channel_pairs(products)
 
-    def channel_pairs(self, arguments: dict[str, Any]) -> None:
-        """Fill what the sweeps take, where gates are of channels."""
-        del arguments["C"]
-        q_read, k_read = (self.scratch(self.HV, self.K) for _ in range(2))
-        self.factors |= {"q": q_read, "k": k_read}
+    def head_pairs(self, products: dict[str, Tensor | None]) -> None:
+        """Fill the `products` that sweeps take, where gates are of heads, or where there are none."""
+        self.HK = self.q.shape[2]
+        self.factors |= {"q": self.q, "k": self.k}
+        gates = {name: self.gates[name] for name in ("sums", "rest")}
+        launch(
+            pair_kernel,
+            (self.chunks * self.HV,),
+            **self.vectors,
+            **gates,
+            **products,
+            **self.arguments,
+            K=self.K,
+            C=self.C,
+            **pair_config(self.bfloat16),
+        )
+
+    def channel_pairs(self, products: dict[str, Tensor | None]) -> None:
+        """Fill the `products` and the vectors that sweeps take, where gates are of channels."""
+        read = {name: self.scratch(self.HV, self.K) for name in ("q", "k")}
+        self.factors |= read
         self.gates["total"] = self.per_chunk(self.HV, self.K)
-        self.arguments["HK"] = self.HV
-        mild = self.per_chunk(self.HV, dtype=torch.int8)
-        for only_mild in (True, False):
-            launch(
-                channel_pair_kernel,
-                (self.chunks * self.HV,),
-                a=self.a,
-                gk=self.gk,
-                q_read=q_read,
-                k_read=k_read,
-                total=self.gates["total"],
-                mild=mild,
-                MILD=only_mild,
-                **arguments,
-                **channel_pair_config(self.chip, self.bfloat16, self.K),
-            )
+        launch_by_gates(
+            channel_pair_kernel,
+            self.chunks * self.HV,
+            self.vectors,
+            {"a": self.a, "gk": self.gk},
+            products,
+            {"q_read": read["q"], "k_read": read["k"], "total": self.gates["total"]},
+            {"mild": self.per_chunk(self.HV, dtype=torch.int8)},
+            self.arguments,
+            {"K": self.K},
+            channel_pair_config(self.chip, self.bfloat16, self.K),
+        )
 
     def gradients(
         self,
@@ -152,12 +157,15 @@ class _Launches(Sweeps):
     ) -> dict[str, Tensor]:
         """The gradients of queries and, with `dS`, of keys, `beta` and, if wanted, gates of heads, by their names."""
         HV = self.HV
-        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS")}
-        arguments |= {"V": self.V, "sums": self.gates["sums"], "rest": self.gates["rest"], "r": r, "do": do}
+        gates_of_heads = {name: self.gates[name] for name in ("sums", "rest")}
+        sizes = {"V": self.V, "C": self.C}
+        products: dict[str, Tensor] = {}
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
         if stores_pairs(self.bfloat16, self.K):
             kernel, config = gradient_from_pairs_kernel, gradient_from_pairs_config(self.bfloat16)
-            arguments |= self.pair_gradients(dv=None if dS is None else dv, **arguments)
+            products = self.pair_gradients(
+                r=r, do=do, dv=None if dS is None else dv, **gates_of_heads, **sizes
+            )
         tiles = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(tiles)
         # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
@@ -169,17 +177,20 @@ class _Launches(Sweeps):
         launch(
             kernel,
             (tiles * self.chunks * HV,),
-            q=self.q,
-            k=self.k,
-            beta=self.beta,
+            **self.vectors,
+            **gates_of_heads,
+            r=r,
+            do=do,
             dv=dv,
             states=S,
             d_states=dS,
+            **products,
             **{name: x for name, x in outputs.items() if name != "da"},
             d_sums=d_sums,
             d_total=d_total,
-            **arguments,
-            H=self.q.shape[2],
+            **self.arguments,
+            **sizes,
+            K=self.K,
             **config,
         )
         made = self.added_up(outputs)
@@ -195,9 +206,14 @@ class _Launches(Sweeps):
             "pairs": self.per_chunk(HV, 2, 2 if self.bfloat16 else 1, self.C, self.C, dtype=self.dtype),
             "diagonal": self.per_chunk(HV, self.C),
         }
-        del arguments["K"]
-        config = pair_gradient_config(self.bfloat16)
-        launch(decayed_pair_gradient_kernel, (self.chunks * HV,), **products, **arguments, **config)
+        launch(
+            decayed_pair_gradient_kernel,
+            (self.chunks * HV,),
+            **arguments,
+            **products,
+            **self.arguments,
+            **pair_gradient_config(self.bfloat16),
+        )
         return products
 
     def channel_gradients(
@@ -211,42 +227,29 @@ class _Launches(Sweeps):
     ) -> dict[str, Tensor]:
         """The gradients of queries, keys, `a`, `beta` and, if wanted, of the gates of channels, by their names."""
         assert self.gk is not None
-        HV, H = self.HV, self.q.shape[2]
-        arguments = {
-            name: x for name, x in self.arguments.items() if name not in ("HK", "SEGMENTS", "K", "C")
-        }
-        arguments["V"] = self.V
+        HV = self.HV
         products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "diagonal": self.per_chunk(HV, self.C)}
+        of_values = {"r": r, "do": do, "dv": dv, "V": self.V}
         config = pair_gradient_config(self.bfloat16)
-        vectors = {"r": r, "do": do, "dv": dv}
-        launch(pair_gradient_kernel, (self.chunks * HV,), **vectors, **products, **arguments, **config)
+        launch(pair_gradient_kernel, (self.chunks * HV,), **of_values, **products, **self.arguments, **config)
         config = channel_config(self.chip, self.bfloat16)
         parts = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(parts)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
-        mild = self.per_chunk(HV, parts, dtype=torch.int8)
-        for only_mild in (True, False):
-            launch(
-                channel_kernel,
-                (parts * self.chunks * HV,),
-                q=self.q,
-                k=self.k,
-                a=self.a,
-                beta=self.beta,
-                gk=self.gk,
-                **vectors,
-                **products,
-                states=S,
-                d_states=dS,
-                **outputs,
-                dgk=dgk,
-                mild=mild,
-                **arguments,
-                H=H,
-                K=self.K,
-                MILD=only_mild,
-                **config,
-            )
+        launch_by_gates(
+            channel_kernel,
+            parts * self.chunks * HV,
+            self.vectors,
+            {"a": self.a, "gk": self.gk},
+            of_values,
+            products,
+            {"states": S, "d_states": dS},
+            outputs,
+            {"dgk": dgk, "mild": self.per_chunk(HV, parts, dtype=torch.int8)},
+            self.arguments,
+            {"K": self.K},
+            config,
+        )
         made = self.added_up(outputs)
         if dgk is not None:
             made["gk"] = self.batched(dgk)

@@ -33,16 +33,10 @@ from flacompose._torch import pytree
 from flacompose.ops.families._chunks import Chunks, Sweep
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families._token import token
+from flacompose.ops.families.delta_rule import segments
 from flacompose.ops.families.delta_rule.inputs import Inputs
-from flacompose.ops.families.delta_rule.pairs import (
-    Segment,
-    cut,
-    inverse,
-    join,
-    pair,
-    pair_gradient,
-    state_or_zeros,
-)
+from flacompose.ops.families.delta_rule.pairs import inverse, pair, pair_gradient
+from flacompose.ops.families.delta_rule.segments import Segment
 from flacompose.ops.families.scalar_decay.eager import Decay
 from flacompose.ops.families.vector_decay.eager import Gate
 
@@ -53,45 +47,17 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return token(**inputs._asdict(), delta_rule=True)
-    tokens = inputs.q, inputs.v, inputs.cu_seqlens
-    chunks, segments = cut(*tokens)
-    sweep = Sweep(chunks, state_or_zeros(*tokens, inputs.initial_state))
-    outputs = []
-    for segment in segments:
-        rule = _Rule(inputs, segment)
-        S, u = rule.states(sweep)
-        outputs.append((rule.read(rule.q) @ S + rule.P @ u).to(inputs.v.dtype))
-    # A state that is a view would be compiled for once more, beside those that are none.
-    return join(chunks, outputs), sweep.end().clone()
+    return segments.forward(inputs, _Rule)
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    inputs, do = call.inputs, call.do
-    tokens = inputs.q, inputs.v, inputs.cu_seqlens
-    chunks, segments = cut(*tokens)
-    rules = [_Rule(inputs, segment) for segment in segments]
-
-    written: list[tuple[Tensor, Tensor] | None] = [None] * len(rules)
-    if call.wants("q", "k", "a", "beta", *GATES):
-        forwards = Sweep(chunks, state_or_zeros(*tokens, inputs.initial_state))
-        written = [rule.states(forwards) for rule in rules]
-    backwards = Sweep(chunks, state_or_zeros(*tokens, call.arriving.final_state), reverse=True)
-    made = [
-        _segment_gradients(call, rule, do, states, backwards)
-        for rule, states in zip(reversed(rules), reversed(written))
-    ]
-    dq, dk, dv, dbeta, d_gates, da = (x[::-1] for x in zip(*made))
-
+    of_states = ("q", "k", "a", "beta", *GATES)
+    made, d_initial_state = segments.gradients(call, _Rule, _segment_gradients, of_states)
+    if "beta" in made:
+        made["beta"] = made["beta"].squeeze(-1)
     return call.made(
-        q=lambda: join(chunks, dq),
-        k=lambda: join(chunks, dk),
-        v=lambda: join(chunks, dv),
-        beta=lambda: join(chunks, dbeta).squeeze(-1),
-        g=lambda: join(chunks, d_gates).sum(-1),
-        gk=lambda: join(chunks, d_gates),
-        a=lambda: join(chunks, da),
-        initial_state=backwards.end,
+        **made, g=lambda: made["gates"].sum(-1), gk=made.get("gates"), initial_state=d_initial_state
     )
 
 
@@ -101,18 +67,18 @@ def _segment_gradients(
     do: Tensor,
     written: tuple[Tensor, Tensor] | None,
     backwards: Sweep,
-) -> tuple[Tensor, ...]:
-    """``(dq, dk, dv, dbeta, d_gates, da)`` of a segment's chunks, those that are wanted."""
-    wants, gates_wanted = call.wants, call.wants(*GATES)
-    dq = dk = dv = dbeta = d_gates = da = do.new_empty(0)
-    do = rule.split(do)
+) -> dict[str, Tensor]:
+    """The gradients of a segment's tokens that are wanted, in chunks, by the names of the inputs, and of "gates"."""
+    wants, made = call.wants, {}
     if wants("k", "a", "v", "beta", "initial_state", *GATES):
         dS, solved = rule.gradients_of_states(do, backwards)
         dv = rule.beta * solved
+    if wants("v"):
+        made["v"] = dv
     if written is not None:
         S, u = written
     if wants("beta"):
-        dbeta = (solved * rule.errors(S, u)).sum(-1, True)
+        made["beta"] = (solved * rule.errors(S, u)).sum(-1, True)
     # The state is read by queries, with the gradient do, and by `a`, before the keys write, with -dv.
     if wants("q", "k", "a", *GATES):
         dq_read = rule.read(do @ S.mT)
@@ -121,21 +87,21 @@ def _segment_gradients(
         minus_dv = -dv
         dk_read, dk_write = rule.read(minus_dv @ S.mT), rule.write(u @ dS.mT)
         of_k = pair_gradient(rule.a, rule.k, rule.A, (minus_dv @ u.mT).tril(-1), rule.gate)
-    if gates_wanted:
+    if wants(*GATES):
         reads, writes = rule.q * dq_read + rule.a * dk_read, rule.k * dk_write
         total = rule.gate.total * (S * dS).sum(-1).unsqueeze(-2)
         if rule.gate.total.shape[-1] != rule.k.shape[-1]:
             reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
         exponents = pytree.tree_map(torch.add, of_q.exponents, of_k.exponents)
-        d_gates = rule.gate.gradient(exponents, reads, writes, total)
+        made["gates"] = rule.gate.gradient(exponents, reads, writes, total)
     if wants("q"):
-        dq = rule.of_group(dq_read + of_q.a) * rule.scale
+        made["q"] = rule.of_group(dq_read + of_q.a) * rule.scale
     if wants("k"):
         reads = dk_read + dk_write + of_q.b + of_k.a if call.inputs.a is None else dk_write + of_q.b
-        dk = rule.of_group(reads + of_k.b)
+        made["k"] = rule.of_group(reads + of_k.b)
     if wants("a"):
-        da = rule.of_group(dk_read + of_k.a)
-    return dq, dk, dv, dbeta, d_gates, da
+        made["a"] = rule.of_group(dk_read + of_k.a)
+    return made
 
 
 class _Rule(Segment):
@@ -157,6 +123,9 @@ class _Rule(Segment):
     @cached_property
     def P(self) -> Tensor:
         return pair(self.q, self.k, self.gate)
+
+    def outputs(self, S: Tensor, u: Tensor) -> Tensor:
+        return self.read(self.q) @ S + self.P @ u
 
     def of_group(self, x: Tensor) -> Tensor:
         """The gradient of queries or keys that `n` heads of values share: the sum over these heads."""

@@ -16,12 +16,15 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     dot,
-    find_chunk,
+    in_float32,
+    load_numbers,
     load_state,
     load_tile,
+    numbers_of_tile,
+    size_of_chunk,
     split_dot,
-    split_program,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.scalar_decay.gates import (
     BEGINNING,
@@ -56,6 +59,8 @@ def _reads(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
+    # One kernel makes the gradients of queries and of keys, because both take the same vectors and states. So it has
+    # more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     beta,  # [tokens, HV]
@@ -89,25 +94,23 @@ def gradient_kernel(
     Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_total`. Registers are scarce, so that
     queries and keys read one after the other, and inputs and weights are loaded again rather than kept.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     rh = row * HV + h
     first = lo * HV + h
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    q += (lo * H + h // (HV // H)) * K
-    k += (lo * H + h // (HV // H)) * K
+    t, s = i[:, None], i[None, :]
+    d = numbers_of_tile(tile, BK)
+    size = size_of_chunk(lo, hi, C)
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
     r += first * V
     states += rh * K * V
-    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    beta_i = load_numbers(beta, first, i, size, HV)
     beta_t = beta_i[:, None]
     if sums is not None:
         sums += rh * C
@@ -115,6 +118,7 @@ def gradient_kernel(
             rest += rh * C
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
 
+    # 1. Queries read with the gradient do.
     pairs, transposed, dq_read = _reads(do + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
     # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
     diagonal = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
@@ -135,7 +139,7 @@ def gradient_kernel(
         in_chunk = split_dot(transposed, q_, DOT)
         ending = tl.sum(dq_read * q_, 1)
 
-        # Keys read with the gradient -dv.
+        # 2. Keys read with the gradient -dv.
         pairs, transposed, dk_read = _reads(dv + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
         pairs = tl.where(s < t, pairs * -beta_i[None, :], 0.0)
         transposed = tl.where(t < s, -transposed, 0.0)
@@ -150,7 +154,7 @@ def gradient_kernel(
         in_chunk = split_dot(transposed, k_, DOT, in_chunk)
         ending += tl.sum(dk_read * k_, 1)
 
-        # What keys write also reaches the chunk's end.
+        # 3. What keys write also reaches the chunk's end.
         written = tl.zeros([C, BK], dtype=tl.float32)
         d_total_ = tl.zeros([BK, BK], dtype=tl.float32)
         for v0 in range(0, V, BV):
@@ -163,6 +167,7 @@ def gradient_kernel(
             written *= to_end[:, None]
         q_ = load_tile(q, i, size, 0, d, H, K)
         k_ = load_tile(k, i, size, 0, d, H, K)
+        # 4. The gradients of sums of gates, of `beta` and of keys.
         if d_sums is not None:
             j = tl.arange(0, BK)
             d_total_ = tl.sum(tl.where(j[:, None] == j[None, :], d_total_, 0.0), 1)

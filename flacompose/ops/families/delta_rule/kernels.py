@@ -42,14 +42,19 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
+    chunk_of_program,
+    chunks_of_segment,
     dot,
     dot_of_parts,
-    find_chunk,
     find_segment,
     find_sequence,
     fine_dot,
+    in_float32,
     in_parts,
+    load_numbers,
     load_tile,
+    numbers_of_tile,
+    size_of_chunk,
     split_dot,
     split_program,
     store_tile,
@@ -129,27 +134,25 @@ def pair_kernel(
     DOT: tl.constexpr,
 ):
     """Fills `W`, `P` and, if given, `Y`."""
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    row, h, _ = split_program(tl.num_programs(0) // HV, HV)
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     rh = row * HV + h
     first = lo * HV + h
-    at_q = (lo * H + h // (HV // H)) * K
+    of_keys = (lo * H + h // (HV // H)) * K
     i = tl.arange(0, C)
-    s = i[:, None]
-    t = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    s, t = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    beta_i = load_numbers(beta, first, i, size, HV)
+    # 1. The products of pairs of tokens, decayed by the gates between them.
     # Rows are tokens that write, columns tokens that read.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
-        q_ = load_tile(q + at_q, i, size, 0, d, H, K)
-        k_ = load_tile(k + at_q, i, size, 0, d, H, K)
+        q_ = load_tile(q + of_keys, i, size, 0, d, H, K)
+        k_ = load_tile(k + of_keys, i, size, 0, d, H, K)
         of_q += dot(k_, tl.trans(q_), DOT)
         of_k += dot(k_, tl.trans(k_), DOT)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
@@ -160,13 +163,15 @@ def pair_kernel(
         between = decayed_pairs(sums, rest, C)
         of_q *= between
         of_k *= between
+    # 2. Y and P.
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     if sums is not None:
         from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
         weighted *= to_end[None, :]
+    # 3. W.
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
-        written = split_dot(weighted, load_tile(k + at_q, i, size, 0, d, H, K), DOT)
+        written = split_dot(weighted, load_tile(k + of_keys, i, size, 0, d, H, K), DOT)
         store_tile(W + first * K, written, i, size, 0, d, HV, K)
 
 
@@ -246,6 +251,8 @@ def _read_parts(
 
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
+    # One kernel sweeps for all rules that erase, and likewise below, because they differ in their factors alone: in
+    # whether gates are of heads or of channels, and in the keys that write. So it has more than 25 parameters.
     q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
     k,  # [tokens, HK, K], the keys that read; likewise `k_read`
     v,  # [tokens, HV, V], zeros if there is none; from token to token it is v_token elements
@@ -283,15 +290,14 @@ def sweep_kernel(
     One program sweeps one segment of one sequence. Without `initial` it begins at zero or, with `IDENTITY`, at the
     identity matrix. Its state is a tuple, of one tile for each `BK` keys.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
-    dv = tile.to(tl.int32) * BV + tl.arange(0, BV)
-    lo, hi, row0 = find_sequence(ns % N, T, cu_seqlens, C)
-    begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
+    dv = numbers_of_tile(tile, BV)
+    lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
     if IDENTITY:
         S = ()
@@ -302,9 +308,10 @@ def sweep_kernel(
     for chunk in range(begin, stop):
         rh = (row0 + chunk) * HV + h
         start = lo + chunk * C
-        size = tl.minimum(hi - start, C).to(tl.int32)
+        size = size_of_chunk(start, hi, C)
         at_k = (start * HK + hk) * K
         first = start * HV + h
+        # 1. What keys and queries read from the state, and e.
         read_by_k, read = _read_parts(
             k + at_k,
             None if o is None else q + at_k,
@@ -329,6 +336,7 @@ def sweep_kernel(
             e *= from_start[None, :]
         if v is not None:
             e += _load_transposed(v + start * v_token + h * V, i, size, v_token, dv, V)
+        # 2. r and o.
         if r is not None:
             if b is None:
                 # In two parts: where keys are alike, gradients are sums of `r` in which most of it cancels.
@@ -342,6 +350,7 @@ def sweep_kernel(
                 read *= from_start[None, :]
             o_ = read + dot(e, tl.load(P + rh * C * C + at_pair), DOT)
             _store_transposed(o + first * V, o_, i, size, 0, dv, HV, V)
+        # 3. The state after the chunk.
         before, S = S, ()
         for part in tl.static_range((K + BK - 1) // BK):
             dk = part * BK + tl.arange(0, BK)
@@ -397,15 +406,14 @@ def reverse_kernel(
     DOT: tl.constexpr,
 ):
     """Backwards in time: fills what is given of `dv`, `du`, `d_states`, `ends` and `d_initial`."""
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
-    d2 = tile.to(tl.int32) * BV + tl.arange(0, BV)
-    lo, hi, row0 = find_sequence(ns % N, T, cu_seqlens, C)
-    begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
+    d2 = numbers_of_tile(tile, BV)
+    lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
@@ -416,9 +424,10 @@ def reverse_kernel(
         chunk = begin + stop - 1 - before
         rh = (row0 + chunk) * HV + h
         start = lo + chunk * C
-        size = tl.minimum(hi - start, C).to(tl.int32)
+        size = size_of_chunk(start, hi, C)
         at_k = (start * HK + hk) * K
         first = start * HV + h
+        # 1. dv, and what `b` reads of the state's gradient.
         do_ = _load_transposed(do + first * V, i, size, HV * V, d2, V)
         dv_ = dot(do_, tl.trans(P_), DOT)
         d_state = None if d_states is None else d_states + rh * K * V
@@ -439,6 +448,7 @@ def reverse_kernel(
             from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
             do_ *= from_start[None, :]
             dv_ *= from_start[None, :]
+        # 2. The gradient of the state before the chunk.
         after, dS = dS, ()
         for part in tl.static_range((K + BK - 1) // BK):
             dk = part * BK + tl.arange(0, BK)
@@ -482,7 +492,7 @@ def join_kernel(
     With `REVERSE` they are gradients, of the state after each segment, and go from the last segment to the first.
     """
     tile, nh, _ = split_program(tl.cdiv(V, BV), N * HV)
-    dv = tile.to(tl.int32) * BV + tl.arange(0, BV)
+    dv = numbers_of_tile(tile, BV)
     lo, hi, _ = find_sequence(nh // HV, T, cu_seqlens, C)
     S = _load_parts(None if initial is None else initial + nh * K * V, dv, K, V, BK)
     for i in range(SEGMENTS):

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from flacompose.ops.families._op import Forms, define_forms
 from flacompose.ops.families.delta_rule import eager
-from flacompose.ops.families.delta_rule.inputs import SIGNATURE, Inputs
+from flacompose.ops.families.delta_rule.inputs import SIGNATURE
+from flacompose.ops.families.delta_rule.inputs import Inputs as Inputs  # for the public functions
 
 
 def _flops(q, k, v, *_, **__) -> int:

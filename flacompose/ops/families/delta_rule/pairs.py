@@ -1,84 +1,18 @@
 """The pairs of tokens in a chunk, and the triangular systems made of them, in chunked PyTorch.
 
 In rules that erase, what a token writes depends on what the tokens before it in its chunk have written. The equations
-of these tokens are one triangular system, whose inverse does not depend on the state. So a sweep over the chunks takes
-three products for each, forwards and, with the inverse transposed, backwards.
+of these tokens are one triangular system, whose inverse does not depend on the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flacompose.ops._dtype import state_dtype
-from flacompose.ops._varlen import sequence_count
-from flacompose.ops.families._chunks import Chunks, Sweep
 from flacompose.ops.families.scalar_decay.eager import Decay
 from flacompose.ops.families.vector_decay.eager import Gate, halves
-
-
-def cut(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Chunks, list[Chunks]]:
-    """The chunks of all tokens, and of the segments, of ``q [B, T, H, K]`` and ``v [B, T, HV, V]``."""
-    chunks = Chunks(q, cu_seqlens)
-    (B, _, HV, V), K = v.shape, q.shape[-1]
-    return chunks, chunks.segments(B * HV * max(chunks.size * max(chunks.size, K, V), K * V))
-
-
-def join(chunks: Chunks, segments: Sequence[Tensor]) -> Tensor:
-    """``[B, T, HV, D]`` from what lies in the chunks of segments, ``[B, H, n, R, C, D]``."""
-    return chunks.join(*(x.flatten(1, 2) for x in segments))
-
-
-def state_or_zeros(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state: Tensor | None) -> Tensor:
-    """`state`, ``[N, HV, K, V]``, zeros where there is none."""
-    if state is None:
-        N = sequence_count(q, cu_seqlens)
-        return q.new_zeros(N, v.shape[2], q.shape[-1], v.shape[-1], dtype=state_dtype(q.dtype))
-    return state.to(state_dtype(q.dtype))
-
-
-class Segment:
-    """The tokens of a segment in chunks, ``[B, H, n, R, C, D]``: `n` heads of values share one of queries and keys."""
-
-    def __init__(self, chunks: Chunks, q: Tensor, v: Tensor, gate: Gate | Decay) -> None:
-        self.chunks, self.heads, self.gate, self._q = chunks, q.shape[2], gate, q
-        self.v = self.split(v)
-
-    def split(self, x: Tensor) -> Tensor:
-        return self.chunks.split(x).unflatten(1, (self.heads, -1))
-
-    def read(self, x: Tensor) -> Tensor:
-        """`x` decayed by the gates since the chunk's start."""
-        return x * self.gate.read
-
-    def write(self, x: Tensor) -> Tensor:
-        """`x` decayed by the gates up to the chunk's end."""
-        return x * self.gate.write
-
-    def sweep(
-        self, sweep: Sweep, Y: Tensor, x: Tensor, reads: Tensor, writes: Tensor, added: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """``y = Y (x + reads S)`` and ``S <- decay S + writes^T y + added`` over the chunks: S before each, and y."""
-        Y_, x_, reads_, writes_ = map(self.by_chunk, (Y, x, reads, writes.mT))
-        decay = self.by_chunk(torch.atleast_2d(self.gate.total).mT)
-        added_ = None if added is None else self.by_chunk(added)
-        y = list(x_)
-
-        def step(i: int, S: Tensor) -> Tensor:
-            heads, S = S.shape[:2], S.flatten(0, 1)
-            y[i] = torch.bmm(Y_[i], torch.baddbmm(x_[i], reads_[i], S))
-            S = S * decay[i] if added_ is None else torch.addcmul(added_[i], S, decay[i])
-            return torch.baddbmm(S, writes_[i], y[i]).unflatten(0, heads)
-
-        S = sweep.over(self.chunks.at, step)
-        return S.unflatten(1, self.v.shape[1:3]), torch.stack(y, 1).unflatten(0, self.v.shape[:3])
-
-    def by_chunk(self, x: Tensor) -> tuple[Tensor, ...]:
-        """``[B, H, n, R, ...]``, or broadcast to it, as one ``[B * HV, ...]`` for each chunk."""
-        return x.expand(*self.v.shape[:4], *x.shape[-2:]).flatten(0, 2).unbind(1)
 
 
 def inverse(A: Tensor) -> Tensor:

@@ -11,13 +11,18 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
+    chunk_of_program,
     dot,
-    find_chunk,
+    dot_in_parts,
+    in_float32,
     in_parts,
+    load_numbers,
     load_state,
     load_tile,
-    split_program,
+    numbers_of_tile,
+    size_of_chunk,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.scalar_decay.gates import (
     BEGINNING,
@@ -52,18 +57,15 @@ def decayed_pair_gradient_kernel(
     They are the gradients of the products of queries and keys with the keys that write, without the factor beta. In
     bfloat16 they are stored in two parts, one after the other.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    row, h, _ = split_program(tl.num_programs(0) // HV, HV)
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * HV + h
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * HV + h) * V
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for v0 in range(0, V, BV):
@@ -81,20 +83,15 @@ def decayed_pair_gradient_kernel(
         weights = decayed_pairs(sums + rh * C, None if rest is None else rest + rh * C, C)
         of_q *= weights
         of_k *= weights
-    _store_in_parts(pairs + rh * 2 * size_in_parts(C, DOT), of_q, DOT)
+    PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
+    _store_in_parts(pairs + rh * 2 * (PARTS * C * C), of_q, DOT)
     if dv is not None:
-        _store_in_parts(pairs + (rh * 2 + 1) * size_in_parts(C, DOT), of_k, DOT)
-
-
-@triton.jit
-def size_in_parts(C: tl.constexpr, DOT: tl.constexpr):
-    """How many numbers `_store_in_parts` stores."""
-    return C * C if DOT == tl.float32 else 2 * C * C
+        _store_in_parts(pairs + (rh * 2 + 1) * (PARTS * C * C), of_k, DOT)
 
 
 @triton.jit
 def _store_in_parts(at, x, DOT: tl.constexpr):
-    """Stores ``x [C, C]`` as `_dot_with_stored` takes it."""
+    """Stores ``x [C, C]`` as `_dot_with_stored` takes it, in its parts, one behind the other."""
     C: tl.constexpr = x.shape[0]
     at += tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
     high, low = in_parts(x, DOT)
@@ -111,22 +108,18 @@ def _dot_with_stored(at, parts, acc, TRANSPOSED: tl.constexpr, DOT: tl.constexpr
     high = tl.load(at)
     if TRANSPOSED:
         high = tl.trans(high)
-    b = parts[0].to(DOT)
-    if DOT == tl.float32:
-        acc = tl.dot(high, b, acc=acc, input_precision="tf32x3")
-    else:
+    low = high
+    if DOT != tl.float32:
         low = tl.load(at + C * C)
         if TRANSPOSED:
             low = tl.trans(low)
-        acc = tl.dot(low, b, acc=acc)
-        if len(parts) == 2:
-            acc = tl.dot(high, parts[1], acc=acc)
-        acc = tl.dot(high, b, acc=acc)
-    return acc
+    return dot_in_parts((high, low), parts, DOT, acc)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_from_pairs_kernel(
+    # One kernel makes the gradients of queries and of keys, because both take the same vectors and states. So it has
+    # more than 25 parameters: those of `gradient_kernel`, and what is stored of the pairs.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     beta,  # [tokens, HV]
@@ -161,26 +154,27 @@ def gradient_from_pairs_kernel(
 
     Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_total`.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (HV * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     rh = row * HV + h
     first = lo * HV + h
     i = tl.arange(0, C)
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    q += (lo * H + h // (HV // H)) * K
-    k += (lo * H + h // (HV // H)) * K
+    d = numbers_of_tile(tile, BK)
+    size = size_of_chunk(lo, hi, C)
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
     r += first * V
     do += first * V
     states += rh * K * V
-    pairs += rh * 2 * size_in_parts(C, DOT)
+    PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
+    pairs += rh * 2 * (PARTS * C * C)
     if sums is not None:
         from_start, to_end, of_chunk = decayed_rows(sums + rh * C, None if rest is None else rest + rh * C, C)
+    # 1. Through the states: what queries and keys read, and what keys write.
     dq_read = tl.zeros([C, BK], dtype=tl.float32)
     dk_read = tl.zeros([C, BK], dtype=tl.float32)
     written = tl.zeros([C, BK], dtype=tl.float32)
@@ -207,21 +201,24 @@ def gradient_from_pairs_kernel(
         dq_read *= from_start[:, None]
         dk_read *= from_start[:, None]
         written *= to_end[:, None]
-    beta_i = tl.load(beta + first + i * HV, mask=i < size, other=0.0).to(tl.float32)
+    # 2. Through the pairs: what queries and keys read.
+    beta_i = load_numbers(beta, first, i, size, HV)
     diagonal_t = tl.load(diagonal + rh * C + i)[:, None]
     k_ = load_tile(k, i, size, 0, d, H, K)
     writer = in_parts(k_ * beta_i[:, None], DOT)
     dq_read = _dot_with_stored(pairs, writer, dq_read, False, DOT)
     store_tile(dq + first * K, dq_read + diagonal_t * beta_i[:, None] * k_, i, size, 0, d, HV, K)
     if dk is not None:
-        of_k = pairs + size_in_parts(C, DOT)
+        of_k = pairs + PARTS * C * C
         dk_read = _dot_with_stored(of_k, writer, -dk_read, False, DOT)
         q_ = load_tile(q, i, size, 0, d, H, K)
         if d_sums is not None:
             at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
             tl.store(at + ENDING * tiles * HV * C, tl.sum(dq_read * q_, 1) + tl.sum(dk_read * k_, 1))
             tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
-        in_chunk = _dot_with_stored(pairs, (q_,), tl.zeros([C, BK], dtype=tl.float32), True, DOT)
+        # 3. What keys write, and the gradients of `beta` and of keys.
+        in_chunk = tl.zeros([C, BK], dtype=tl.float32)
+        in_chunk = _dot_with_stored(pairs, (q_,), in_chunk, True, DOT)
         in_chunk = _dot_with_stored(of_k, (k_,), in_chunk, True, DOT)
         if d_sums is not None:
             tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)

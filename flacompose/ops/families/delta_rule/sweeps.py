@@ -8,14 +8,14 @@ swept at the same time, forwards or backwards in time.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import HOPPER, Chip
 from flacompose.ops._launching import launch
-from flacompose.ops.families._launch import block, operand, operand_by_token, operand_dtype, tile_count
+from flacompose.ops.families._launch import block, operand, operand_by_token, tile_count
 from flacompose.ops.families._segments import Segments, Sweep
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.kernels import join_kernel, reverse_kernel, sweep_kernel
@@ -24,9 +24,9 @@ from flacompose.ops.families.delta_rule.kernels import join_kernel, reverse_kern
 class Sweeps(MatrixSequences):
     """The sweeps of one call, and what they have in common.
 
-    They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, the keys "W" that
-    write values, "b" that write what "k" reads if it is not taken from the values before, and the products "P" and "Y"
-    of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
+    They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, which have `HK`
+    heads, the keys "W" that write values, "b" that write what "k" reads if it is not taken from the values before, and
+    the products "P" and "Y" of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
     """
 
     def __init__(
@@ -38,18 +38,22 @@ class Sweeps(MatrixSequences):
         scale: float,
         C: int,
     ) -> None:
-        super().__init__(q, v, cu_seqlens, C)
-        self.HV = self.arguments.pop("H")
-        self.dtype = operand_dtype(q)
+        super().__init__(q, v, cu_seqlens, scale, C)
+        self.HK = self.HV = self.arguments.pop("H")
+        self.arguments["HV"] = self.HV
         self.v, self.v_token = operand_by_token(v)
         self.initial = operand(initial_state)
-        self.arguments |= {"HV": self.HV, "scale": scale, "K": self.K, "C": self.C}
-        self.arguments["DOT"] = tl.bfloat16 if self.bfloat16 else tl.float32
         # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
         self.row = Segments(self, self.chunks_of_row, 4 * self.HV, (self.HV, self.K, self.V), least=4)
         self.transitions: Tensor | None = None
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
+
+    def chunk(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``(o [B, T, HV, V], final_state [N, HV, K, V])``, the former of this `dtype`."""
+        o, final_state = self.per_token(self.HV, self.V, dtype=dtype), self.state(torch.float32)
+        self.sweep(o=o, final=final_state)
+        return self.batched(o), final_state
 
     def scratch(self, *shape: int) -> Tensor:
         """Memory for a factor of products, of each token in a sequence."""
@@ -59,10 +63,6 @@ class Sweeps(MatrixSequences):
         """Give back the memory that only sweeps need."""
         self.factors.clear()
         self.transitions = None
-
-    def per_chunk_state(self) -> Tensor:
-        """Memory for a state of each chunk."""
-        return self.per_chunk(self.HV, self.K, self.V, dtype=self.dtype)
 
     def sweep(self, **tensors: Tensor | None) -> None:
         """Forwards in time: fill what is given of `o`, `r`, `states` and `final`."""
@@ -79,23 +79,15 @@ class Sweeps(MatrixSequences):
 
     def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
         V = self.V if V is None else V
-        arguments = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final")) | tensors
+        given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final"))
+        given |= tensors
         factors = dict(self.factors)
-        factors["P"] = None if arguments["o"] is None else factors["P"]
-        factors["Y"] = None if arguments["r"] is None else factors["Y"]
+        for factor, output in (("P", "o"), ("Y", "r")):  # products that nothing else takes
+            if given[output] is None:
+                factors[factor] = None
         grid, config = self.sweep_launch(V)
-        launch(
-            sweep_kernel,
-            grid,
-            **factors,
-            **self.gates,
-            **arguments,
-            **self.arguments,
-            v_token=self.v_token,
-            V=V,
-            IDENTITY=IDENTITY,
-            **config,
-        )
+        sizes = {"v_token": self.v_token, "V": V, "IDENTITY": IDENTITY}
+        launch(sweep_kernel, grid, **given, **factors, **self.gates, **self._of_sweeps(), **sizes, **config)
 
     def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
         """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
@@ -103,20 +95,27 @@ class Sweeps(MatrixSequences):
         sweep(d_final=self.row.starts(sweep, d_final, join=partial(self._join, reverse=True)), **tensors)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
-        arguments = dict.fromkeys(("d_final", "dv", "du", "d_states", "ends", "d_initial")) | tensors
+        given: dict[str, Tensor | None] = dict.fromkeys(
+            ("d_final", "dv", "du", "d_states", "ends", "d_initial")
+        )
+        given |= tensors
         factors = {name: x for name, x in self.factors.items() if name != "Y"}
         grid, config = self.sweep_launch(self.V)
         launch(
             reverse_kernel,
             grid,
             do=do,
+            **given,
             **factors,
             **self.gates,
-            **arguments,
-            **self.arguments,
+            **self._of_sweeps(),
             V=self.V,
             **config,
         )
+
+    def _of_sweeps(self) -> dict[str, Any]:
+        """What both sweeps take besides."""
+        return dict(**self.arguments, HK=self.HK, SEGMENTS=self.row.count, K=self.K, C=self.C)
 
     def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it.
@@ -129,19 +128,10 @@ class Sweeps(MatrixSequences):
         V = self.K if ends is None else self.V
         starts = self.per_segment(self.row.count, self.HV, self.K, V)
         config = join_config(self.chip, self.bfloat16, self.K)
-        arguments = {name: x for name, x in self.arguments.items() if name not in ("HK", "scale")}
-        launch(
-            join_kernel,
-            (tile_count(V, config["BV"]) * self.HV * self.N,),
-            transitions=self.transitions,
-            ends=ends,
-            initial=initial,
-            starts=starts,
-            **arguments,
-            V=V,
-            REVERSE=reverse,
-            **config,
-        )
+        tensors = {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
+        arguments = {name: x for name, x in self._of_sweeps().items() if name not in ("HK", "scale")}
+        grid = (tile_count(V, config["BV"]) * self.HV * self.N,)
+        launch(join_kernel, grid, **tensors, **arguments, V=V, REVERSE=reverse, **config)
         return starts
 
     def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
@@ -167,7 +157,6 @@ def sweep_config(
 
     Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
     """
-    # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
     if not bfloat16:
         return {
             "BK": block(K, 128 if K <= 128 else 64),
@@ -175,6 +164,7 @@ def sweep_config(
             "num_warps": 4,
             "num_stages": 1,
         }
+    # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
     BK = 128 if K > 256 else block(K, 256)
     # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
     if K > 256 or (K > 128 and chip.capability != HOPPER.capability):

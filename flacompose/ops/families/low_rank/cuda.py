@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
-from flacompose.ops.families._launch import operand, tile_count
+from flacompose.ops.families._launch import launch_by_gates, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.delta_rule.sweeps import Sweeps
 from flacompose.ops.families.low_rank.gradients import (
@@ -26,11 +24,7 @@ OF_KEYS = ("q", "k", "a", "b")
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    rule = _Launches(inputs, backward=False)
-    o = rule.per_token(rule.HV, rule.V, dtype=inputs.v.dtype)
-    final_state = rule.state(torch.float32)
-    rule.sweep(o=o, final=final_state)
-    return rule.batched(o), final_state
+    return _Launches(inputs, backward=False).chunk(inputs.v.dtype)
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -59,75 +53,85 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(**inputs._asdict())
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], states [N, count, H, K, V])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``, or ``[N, count, H, K, V]`` with `count` and `stride`."""
     return _launch.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+steps = recurrent
 
 
 class _Launches(Sweeps):
     """The launches of one call, and what they have in common."""
 
     def __init__(self, inputs: Inputs, backward: bool) -> None:
-        q, k, v, a, b, gk, initial_state, cu_seqlens, scale, read_before = inputs
-        super().__init__(q, v, initial_state, cu_seqlens, scale, CHUNK)
-        H, C = self.HV, self.C
+        super().__init__(inputs.q, inputs.v, inputs.initial_state, inputs.cu_seqlens, inputs.scale, CHUNK)
+        self.scale = inputs.scale
         self.vectors: dict[str, Tensor | None] = {
-            name: operand(x) for name, x in zip((*OF_KEYS, "gk"), (q, k, a, b, gk))
+            name: operand(getattr(inputs, name)) for name in (*OF_KEYS, "gk")
         }
-        self.values = operand(v)
+        self.values = operand(inputs.v)
+        self.gated = inputs.gk is not None
+        # Without gates, reads before and after the decay are the same.
+        self.order = {"READ_BEFORE": inputs.read_before and self.gated}
         # What all kernels of this family take.
-        self.common = {name: x for name, x in self.arguments.items() if name not in ("HV", "C", "scale")}
-        self.common["H"] = H
-        # The first launch of a kernel is for what has mild gates, the second for the rest.
-        self.launches = (True,) if gk is None else (True, False)
-        self.read_before = read_before and gk is not None
-        tiles = tile_count(self.K, factor_config(self.bfloat16)["BK"])
-        P, Y, M, X = (self.per_chunk(H, C, C, dtype=self.dtype) for _ in range(4))
-        parts: dict[str, Tensor | None] = {"Y": Y, "M": M, "X": X}
-        for name, x in (("Y", Y), ("M", M), ("X", X)):
-            parts[f"{name}_rest"] = torch.empty_like(x) if self.bfloat16 else None
-        made = {name: self.scratch(H, self.K) for name in ("Q", "W_a", "W", "b_write")}
-        # Without gates the vectors are what they are.
-        self.at_middle = {f"{name}_middle": self.vectors[name] for name in OF_KEYS}
-        middle: dict[str, Tensor | None] = dict.fromkeys(self.at_middle)
-        mild = self.mild_gradient = None
-        if gk is not None:
-            mild, self.gates["total"] = self.per_chunk(H, dtype=torch.int8), self.per_chunk(H, self.K)
-            if backward:
-                middle = self.at_middle = {name: self.scratch(H, self.K) for name in middle}
-                self.mild_gradient = self.per_chunk(H, tiles, dtype=torch.int8)
-        arguments = {**self.vectors, **parts, "mild": mild, **self.common, "READ_BEFORE": self.read_before}
-        for only_mild in self.launches:
-            launch(
-                pair_kernel,
-                (self.chunks * H,),
-                P=P,
-                scale=scale,
-                **arguments,
-                MILD=only_mild,
-                **pair_config(self.bfloat16, self.K),
-            )
-        for only_mild in self.launches:
-            launch(
-                factor_kernel,
-                (tiles * self.chunks * H,),
-                **arguments,
-                **made,
-                **middle,
-                total=self.gates["total"],
-                mild_gradient=self.mild_gradient,
-                MILD=only_mild,
-                **factor_config(self.bfloat16),
-            )
-        self.scale, self.pairs = scale, {"Y": Y, "X": X}
+        self.common = {**self.positions, "H": self.HV, "DOT": self.arguments["DOT"]}
+        self.mild = self.per_chunk(self.HV, dtype=torch.int8) if self.gated else None
+        products = self.fill_pairs()
+        self.pairs = {name: products[name] for name in ("Y", "X")}
+        self.factors["Y"] = products["M"]
+        self.fill_factors(products, backward)
+
+    def fill_pairs(self) -> dict[str, Tensor | None]:
+        """Fill `P`, a factor of the sweeps, and the products of pairs that `factor_kernel` takes, which it returns."""
+        P, *stored = (self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) for _ in range(4))
+        self.factors["P"] = P
+        products: dict[str, Tensor | None] = dict(zip(("Y", "M", "X"), stored))
+        for name, x in zip(("Y_rest", "M_rest", "X_rest"), stored):
+            products[name] = torch.empty_like(x) if self.bfloat16 else None
+        launch_by_gates(
+            pair_kernel,
+            self.chunks * self.HV,
+            self.vectors,
+            {"P": P, "scale": self.scale},
+            products,
+            {"mild": self.mild, "K": self.K},
+            self.order,
+            self.common,
+            pair_config(self.bfloat16, self.K),
+            gated=self.gated,
+        )
+        return products
+
+    def fill_factors(self, products: dict[str, Tensor | None], backward: bool) -> None:
+        """Fill the factors of the sweeps that are vectors and, for the `backward`, the vectors that gradients take."""
+        config = factor_config(self.bfloat16)
+        tiles = tile_count(self.K, config["BK"])
+        made = {name: self.scratch(self.HV, self.K) for name in ("Q", "W_a", "W", "b_write")}
         self.factors |= {"q": made["Q"], "k": made["W_a"], "W": made["W"], "b": made["b_write"]}
-        self.factors |= {"P": P, "Y": M}
-        self.arguments |= {"HK": H, "SEGMENTS": self.row.count}
+        # Without gates the vectors are what they are, decayed to the chunk's middle too.
+        self.at_middle = {f"{name}_middle": self.vectors[name] for name in OF_KEYS}
+        self.mild_gradient = None
+        filled: dict[str, Tensor | None] = dict.fromkeys(self.at_middle)
+        if self.gated:
+            self.gates["total"] = self.per_chunk(self.HV, self.K)
+        if self.gated and backward:
+            filled = self.at_middle = {name: self.scratch(self.HV, self.K) for name in self.at_middle}
+            self.mild_gradient = self.per_chunk(self.HV, tiles, dtype=torch.int8)
+        launch_by_gates(
+            factor_kernel,
+            tiles * self.chunks * self.HV,
+            self.vectors,
+            products,
+            made,
+            filled,
+            {"total": self.gates["total"], "mild": self.mild, "mild_gradient": self.mild_gradient},
+            {"K": self.K},
+            self.order,
+            self.common,
+            config,
+            gated=self.gated,
+        )
 
     def gradients(
         self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool
@@ -135,21 +139,24 @@ class _Launches(Sweeps):
         """The gradients of all vectors and, if wanted, of gates, by the names of the inputs."""
         self.free_sweep_memory()
         H, K, C = self.HV, self.K, self.C
-        of_values = {"u": u, "v": self.values, "do": do, "z": self.scratch(H, self.V)}
+        z = self.scratch(H, self.V)
+        parts = 2 if self.bfloat16 else 1  # of the gradients of the pairs of `a`
         products = {
-            "pairs": self.per_chunk(H, 6 if self.bfloat16 else 4, C, C, dtype=self.dtype),
+            "pairs": self.per_chunk(H, 2 + 2 * parts, C, C, dtype=self.dtype),
             "diagonal": self.per_chunk(H, 2, C),
         }
-        arguments: dict[str, Any] = {**self.common, "V": self.V}
-        del arguments["K"]
         launch(
             pair_gradient_kernel,
             (2 * self.chunks * H,),
-            **of_values,
-            du=du,
             **self.pairs,
+            u=u,
+            v=self.values,
+            do=do,
+            du=du,
+            z=z,
             **products,
-            **arguments,
+            **self.common,
+            V=self.V,
             scale=self.scale,
             **pair_gradient_config(self.bfloat16),
         )
@@ -163,31 +170,26 @@ class _Launches(Sweeps):
             assert gk is not None
             made["gk"] = self.per_token(H, K, dtype=gk.dtype)
             of_writes = torch.empty(*self.tokens, H, K, dtype=torch.float32, device=self.device)
-        outputs = {f"d{name}": made.get(name) for name in (*OF_KEYS, "gk")}
-        arguments |= {
-            **self.vectors,
-            **self.at_middle,
-            **products,
-            "mild": self.mild_gradient,
-            "states": S,
-            "of_writes": of_writes,
-        }
         for kernel, more, filled in (
-            (write_gradient_kernel, {"u": u, "v": self.values, "d_states": dS}, ("db", "dk")),
-            (read_gradient_kernel, {"do": do, "z": of_values["z"], "scale": self.scale}, ("dq", "da", "dgk")),
+            (write_gradient_kernel, {"u": u, "v": self.values, "d_states": dS}, ("b", "k")),
+            (read_gradient_kernel, {"do": do, "z": z, "scale": self.scale}, ("q", "a", "gk")),
         ):
-            for only_mild in self.launches:
-                launch(
-                    kernel,
-                    (tiles * self.chunks * H,),
-                    **more,
-                    **{name: outputs[name] for name in filled},
-                    **arguments,
-                    K=K,
-                    MILD=only_mild,
-                    READ_BEFORE=self.read_before,
-                    **config,
-                )
+            launch_by_gates(
+                kernel,
+                tiles * self.chunks * H,
+                self.vectors,
+                self.at_middle,
+                {"mild": self.mild_gradient},
+                more,
+                products,
+                {"states": S, "of_writes": of_writes},
+                {f"d{name}": made.get(name) for name in filled},
+                {"K": K, "V": self.V},
+                self.order,
+                self.common,
+                config,
+                gated=self.gated,
+            )
         return {name: self.batched(x) for name, x in made.items()}
 
 

@@ -28,15 +28,9 @@ from flacompose._torch import pytree
 from flacompose.ops.families._chunks import Chunks, Sweep
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families._token import token
-from flacompose.ops.families.delta_rule.pairs import (
-    Segment,
-    cut,
-    inverse,
-    join,
-    pair,
-    pair_gradient,
-    state_or_zeros,
-)
+from flacompose.ops.families.delta_rule import segments
+from flacompose.ops.families.delta_rule.pairs import inverse, pair, pair_gradient
+from flacompose.ops.families.delta_rule.segments import Segment
 from flacompose.ops.families.low_rank.inputs import Inputs
 from flacompose.ops.families.scalar_decay.eager import Decay
 from flacompose.ops.families.vector_decay.eager import Gate
@@ -46,39 +40,13 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, H, V], final_state [N, H, K, V])``."""
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return token(**inputs._asdict())
-    tokens = inputs.q, inputs.v, inputs.cu_seqlens
-    chunks, segments = cut(*tokens)
-    sweep = Sweep(chunks, state_or_zeros(*tokens, inputs.initial_state))
-    outputs = []
-    for segment in segments:
-        rule = _Rule(inputs, segment)
-        S, u = rule.states(sweep)
-        o = rule.read(rule.q) @ S + rule.A_qb @ u + rule.A_qk @ rule.v
-        outputs.append(o.to(inputs.v.dtype))
-    # A state that is a view would be compiled for once more, beside those that are none.
-    return join(chunks, outputs), sweep.end().clone()
+    return segments.forward(inputs, _Rule)
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    inputs, do = call.inputs, call.do
-    tokens = inputs.q, inputs.v, inputs.cu_seqlens
-    chunks, segments = cut(*tokens)
-    rules = [_Rule(inputs, segment) for segment in segments]
-    written: list[tuple[Tensor, Tensor] | None] = [None] * len(rules)
-    if call.wants("q", "a", "k", "b", "gk"):
-        forwards = Sweep(chunks, state_or_zeros(*tokens, inputs.initial_state))
-        written = [rule.states(forwards) for rule in rules]
-    backwards = Sweep(chunks, state_or_zeros(*tokens, call.arriving.final_state), reverse=True)
-    made = [
-        _segment_gradients(call, rule, do, states, backwards)
-        for rule, states in zip(reversed(rules), reversed(written))
-    ]
-    parts = {name: [part[name] for part in reversed(made)] for name in made[0]}
-    return call.made(
-        **{name: join(chunks, of_segments) for name, of_segments in parts.items()},
-        initial_state=lambda: backwards.end().clone(),
-    )
+    made, d_initial_state = segments.gradients(call, _Rule, _segment_gradients, ("q", "a", "k", "b", "gk"))
+    return call.made(**made, initial_state=d_initial_state)
 
 
 def _segment_gradients(
@@ -89,8 +57,7 @@ def _segment_gradients(
     backwards: Sweep,
 ) -> dict[str, Tensor]:
     """The gradients of a segment's tokens that are wanted, in chunks, by the names of the inputs."""
-    wants, do = call.wants, rule.split(do)
-    made = {}
+    wants, made = call.wants, {}
     if wants("a", "k", "v", "b", "gk", "initial_state"):
         dS, z = rule.gradients_of_states(do, backwards)
     if wants("v"):
@@ -157,6 +124,9 @@ class _Rule(Segment):
     @cached_property
     def A_qk(self) -> Tensor:
         return pair(self.q, self.k, self.gate)
+
+    def outputs(self, S: Tensor, u: Tensor) -> Tensor:
+        return self.read(self.q) @ S + self.A_qb @ u + self.A_qk @ self.v
 
     def read_a(self, x: Tensor) -> Tensor:
         return x * self.gate_a.read

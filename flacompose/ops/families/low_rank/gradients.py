@@ -23,8 +23,9 @@ mild, and where they are not, there is one for each level of blocks. For the for
 vectors decayed to the middle, rounded to the dtype of products. A pair that a gate does not decay is then added to the
 gate's gradient and subtracted as a product of the same rounded factors, so that it cancels.
 
-Where keys are alike, `b` cancels most of what keys have written, so that the products of `a` are in
-two parts where gates are mild.
+Where keys are alike, `b` takes back most of what keys have written. So the gradients of the pairs of `a` are kept in
+two parts: where gates are mild both are multiplied in bfloat16, and elsewhere their sum is, in TF32. There is one part
+where products are in float32.
 
 With mild gates, what the kernels add up of a token and channel is the gradient of the sum of gates from the chunk's
 middle to that token. The last early token has no gate in that sum, so its row holds what all early gates get; the last
@@ -38,11 +39,13 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     dot,
-    find_chunk,
+    in_float32,
     load_state,
     load_tile,
-    split_program,
+    numbers_of_tile,
+    size_of_chunk,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.delta_rule.channel_kernels import by_levels
 from flacompose.ops.families.low_rank.kernels import load_sums, sums_of_reads
@@ -64,7 +67,7 @@ def pair_gradient_kernel(
     z,  # [tokens, H, V]
     Y,  # [chunks, H, C, C], transposed
     X,  # [chunks, H, C, C], transposed
-    pairs,  # [chunks, H, 3, 2, C, C]: by reader, q or a (in float32 one part, not two), and writer; no diagonals
+    pairs,  # [chunks, H, 1 + PARTS, 2, C, C]: of q, and of a in one part or two, with b and with k; no diagonals
     diagonal,  # [chunks, H, 2, C]: the diagonals of `of_qb` and `of_qk`
     cu_seqlens,
     T,
@@ -76,18 +79,15 @@ def pair_gradient_kernel(
     DOT: tl.constexpr,
 ):
     """Fills `pairs`, `diagonal` and ``z = scale * X^T do + Y^T du``, one program for each of the two that read."""
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    reader, row, h = split_program(2, tl.num_programs(0) // (2 * H))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    reader, row, h, lo, hi = tile_of_program(2, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * H + h) * V
     rh = row * H + h
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
     of_b = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
     for v0 in range(0, V, BV):
@@ -105,12 +105,13 @@ def pair_gradient_kernel(
         tl.store(diagonal + (rh * 2 + 1) * C + i, tl.sum(tl.where(s == t, of_k, 0.0), 1))
     of_b = tl.where(s < t, of_b, 0.0)
     of_k = tl.where(s < t, of_k, 0.0)
-    pairs += (rh * (4 if DOT == tl.float32 else 6) + reader * 2) * C * C + t * C + s
+    PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
+    pairs += (rh * (2 + 2 * PARTS) + reader * 2) * C * C + t * C + s
     rounded_b = of_b.to(pairs.dtype.element_ty)
     rounded_k = of_k.to(pairs.dtype.element_ty)
     tl.store(pairs, rounded_b)
     tl.store(pairs + C * C, rounded_k)
-    if reader == 1 and DOT != tl.float32:
+    if reader == 1 and PARTS == 2:
         tl.store(pairs + 2 * C * C, (of_b - rounded_b).to(pairs.dtype.element_ty))
         tl.store(pairs + 3 * C * C, (of_k - rounded_k).to(pairs.dtype.element_ty))
 
@@ -146,7 +147,8 @@ def _of_rows(d_rows, DOT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def write_gradient_kernel(
-    # More than 25 parameters, here and below: four vectors, as they are and decayed, with what they meet in the state.
+    # Each of these two kernels takes all four vectors, as they are and decayed, because what reads has pairs with all
+    # that writes. So they have more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -159,7 +161,7 @@ def write_gradient_kernel(
     mild,  # [chunks, H, tiles of K]
     u,  # [tokens, H, V]
     v,  # [tokens, H, V]
-    pairs,  # [chunks, H, 3, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
+    pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
     diagonal,  # [chunks, H, 2, C]
     states,  # [chunks, H, K, V], before each chunk
     d_states,  # [chunks, H, K, V], after it
@@ -184,30 +186,30 @@ def write_gradient_kernel(
     all pairs to the gradient of gates here, and the former those in the sums of the tokens that write.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * H + h
     if gk is not None:
         if (tl.load(mild + rh * tiles + tile) != 0) != MILD:
             return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
-    # From the first parts of the pairs of `a` to the second, of which there are none in float32.
-    REST: tl.constexpr = 0 if DOT == tl.float32 else 2 * C * C
-    pairs += rh * (4 * C * C + REST)
+    PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
+    REST: tl.constexpr = (
+        (PARTS - 1) * 2 * C * C
+    )  # from the first parts of the pairs of `a` to the second, if any
+    pairs += rh * ((2 + 2 * PARTS) * C * C)
     diagonal += rh * 2 * C
     d_states += rh * K * V
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
     GATES: tl.constexpr = of_writes is not None
 
+    # 1. The gates that decay the state before the chunk.
     d_gates = tl.zeros([C, BK], dtype=tl.float32)
     if GATES:
         d_total = tl.zeros([BK], dtype=tl.float32)
@@ -217,6 +219,7 @@ def write_gradient_kernel(
             S = load_state(states + rh * K * V, d, d2, K, V).to(tl.float32)
             d_total += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
         d_total *= tl.exp(tl.sum(load_gates(gk + first, *at).to(tl.float32), 0))
+    # 2. What `b` and keys write, through the state after the chunk, and then through its pairs.
     if MILD:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
@@ -230,7 +233,7 @@ def write_gradient_kernel(
             d_gates += tl.where(early_row | (t == C - 1), of_end, 0.0)
         pairs += s * C + t
         db_, dk_ = _two_dots(db_, dk_, pairs, C * C, load_tile(q_middle + first, *at), DOT)
-        for part in range(1 if DOT == tl.float32 else 2):
+        for part in range(PARTS):
             of_a = pairs + (2 + 2 * part) * C * C
             db_, dk_ = _two_dots(db_, dk_, of_a, C * C, load_tile(a_middle + first, *at), DOT)
         if GATES:
@@ -261,7 +264,7 @@ def write_gradient_kernel(
             pairs += C * C
     if GATES:
         store_tile(of_writes + first, d_gates, *at)
-    # No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others in the
+    # 3. No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others in the
     # gate's gradient.
     q_ = load_tile(q + first, *at)
     store_tile(db + first, db_ + tl.load(diagonal + i)[:, None] * q_, *at)
@@ -282,7 +285,7 @@ def read_gradient_kernel(
     mild,  # [chunks, H, tiles of K]
     do,  # [tokens, H, V]
     z,  # [tokens, H, V]
-    pairs,  # [chunks, H, 3, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
+    pairs,  # [chunks, H, 1 + PARTS, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
     diagonal,  # [chunks, H, 2, C]
     states,  # [chunks, H, K, V], before each chunk
     of_writes,  # [tokens, H, K], from `write_gradient_kernel`
@@ -303,33 +306,34 @@ def read_gradient_kernel(
     DOT: tl.constexpr,
 ):
     """The gradients of queries, of `a` and, if `dgk` is given, of gates, as `write_gradient_kernel` goes about it."""
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * H + h
     if gk is not None:
         if (tl.load(mild + rh * tiles + tile) != 0) != MILD:
             return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * H + h) * K
     of_values = (lo * H + h) * V
-    # From the first parts of the pairs of `a` to the second, of which there are none in float32.
-    REST: tl.constexpr = 0 if DOT == tl.float32 else 2 * C * C
-    pairs += rh * (4 * C * C + REST)
+    PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
+    REST: tl.constexpr = (
+        (PARTS - 1) * 2 * C * C
+    )  # from the first parts of the pairs of `a` to the second, if any
+    pairs += rh * ((2 + 2 * PARTS) * C * C)
     diagonal += rh * 2 * C
     states += rh * K * V
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
 
+    # 1. What queries and `a` read, through the state before the chunk.
     dq_, da_ = _of_state(do + of_values, z + of_values, states, size, H, V, d, K, BV, DOT)
     dq_ *= scale
+    # 2. Through the pairs of the chunk, and the gates of all that is read.
     if MILD:
         early_row = t == C // 2 - 1
         g, sums = load_sums(gk if gk is None else gk + first, i, size, d, H, K, DOT)
@@ -343,7 +347,7 @@ def read_gradient_kernel(
         for writer in range(2):
             y = load_tile((b_middle if writer == 0 else k_middle) + first, *at)
             dq_, da_ = _two_dots(dq_, da_, pairs + writer * C * C, 2 * C * C, y, DOT)
-            if DOT != tl.float32:
+            if PARTS == 2:
                 da_ += dot(tl.load(pairs + (4 + writer) * C * C), y, DOT)
         if dgk is not None:
             of_a = load_tile(a_middle + first, *at) * da_
@@ -370,6 +374,7 @@ def read_gradient_kernel(
             of_a = pairs + 2 * C * C
             da_, _, _g = by_levels(a_, y, g, of_a, da_, unused, d_gates, False, READ_BEFORE, DOT, REST)
             pairs += C * C
+    # 3. What is stored, with the pair of a token with itself.
     if dgk is not None:
         store_tile(dgk + first, d_gates + load_tile(of_writes + first, *at), *at)
     store_tile(da + first, da_, *at)

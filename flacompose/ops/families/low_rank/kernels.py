@@ -24,14 +24,18 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
+    chunk_of_program,
+    dot_in_parts,
     dot_of_parts,
-    find_chunk,
     fine_dot,
+    in_float32,
     in_parts,
     load_tile,
+    numbers_of_tile,
+    size_of_chunk,
     split_dot,
-    split_program,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.delta_rule.kernels import inverse
 from flacompose.ops.families.vector_decay.gates import (
@@ -118,13 +122,8 @@ def _store_in_parts(x, rest, at, value):
 def _dot_with_stored(x, rest, at, b, DOT: tl.constexpr, acc=None):
     """``acc + x @ b`` for an `x` that was stored in parts, and float32 `b`."""
     high = tl.load(x + at)
-    b_high, b_rest = in_parts(b, DOT)
-    if DOT == tl.float32:
-        acc = tl.dot(high, b_high, acc=acc, input_precision="tf32x3")
-    else:
-        acc = tl.dot(high, b_rest, acc=tl.dot(tl.load(rest + at), b_high, acc=acc))
-        acc = tl.dot(high, b_high, acc=acc)
-    return acc
+    b = in_parts(b, DOT)
+    return dot_in_parts((high, high if rest is None else tl.load(rest + at)), b, DOT, acc)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
@@ -159,16 +158,14 @@ def pair_kernel(
     others: one kernel for both would need twice the registers. These are scarce, so that gates are summed again for
     the second step.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    row, h, _ = split_program(tl.num_programs(0) // H, H)
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * H + h
     if not MILD:
         if tl.load(mild + rh) != 0:
             return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * H + h) * K
     q += first
     k += first
@@ -177,10 +174,9 @@ def pair_kernel(
     if gk is not None:
         gk += first
     i = tl.arange(0, C)
-    s = i[:, None]
-    t = i[None, :]
+    s, t = i[:, None], i[None, :]
     at = rh * C * C + s * C + t
-    size = tl.minimum(hi - lo, C).to(tl.int32)
+    size = size_of_chunk(lo, hi, C)
 
     # 1. What `a` reads: A_ab, A_ak, and with them Y and M.
     of_b = tl.zeros([C, C], dtype=tl.float32)
@@ -217,7 +213,8 @@ def pair_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def factor_kernel(
-    # More than 25 parameters, as the four vectors of a token are decayed together, for the sweeps and for gradients.
+    # One kernel makes what the sweeps and what the gradients take, because both are the four vectors of a token,
+    # decayed alike. So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -255,25 +252,22 @@ def factor_kernel(
     It runs as often as `pair_kernel`.
     """
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * H + h
     if gk is not None:
         if (tl.load(mild + rh) != 0) != MILD:
             return
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
     first = (lo * H + h) * K
     if gk is not None:
         gk += first
     i = tl.arange(0, C)
-    s = i[:, None]
-    t = i[None, :]
+    s, t = i[:, None], i[None, :]
     as_stored = rh * C * C + s * C + t
     transposed = rh * C * C + t * C + s
-    size = tl.minimum(hi - lo, C).to(tl.int32)
-    d = tile.to(tl.int32) * BK + tl.arange(0, BK)
+    size = size_of_chunk(lo, hi, C)
+    d = numbers_of_tile(tile, BK)
     at = i, size, 0, d, H, K
     g, sums = load_sums(gk, i, size, d, H, K, DOT)
     MIDDLE: tl.constexpr = MILD and q_middle is not None

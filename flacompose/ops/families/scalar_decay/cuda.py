@@ -6,7 +6,6 @@ from functools import partial
 from math import prod
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import Chip
@@ -89,14 +88,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     )
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return _launch.recurrent(**inputs._asdict())
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], states [N, count, HV, K, V])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or ``[N, count, HV, K, V]`` with `count` and `stride`."""
     return _launch.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+steps = recurrent
 
 
 class _Launches(MatrixSequences):
@@ -109,9 +106,8 @@ class _Launches(MatrixSequences):
         self.gated = g is not None or g_gamma is not None or gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
         self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated)
-        super().__init__(
-            q, v, cu_seqlens, chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
-        )
+        C = chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
+        super().__init__(q, v, cu_seqlens, self.scale, C)
         self.fine = fine and bfloat16
         self.parts = head_parts(self.H // q.shape[2])
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
@@ -182,7 +178,6 @@ class _Launches(MatrixSequences):
             "b": b,
             "x": x,
             "beta": self.beta,
-            "scale": self.scale,
             "HA": b.shape[2],
             "HX": x.shape[2],
             "SEGMENTS": self.row.count,
@@ -190,7 +185,6 @@ class _Launches(MatrixSequences):
             "CS": self.C,
             "REVERSE": reverse,
             "FINE": self.fine and "states" in tensors,
-            "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
         }
         tiles, columns = self.tiles(transpose)
         programs, out = columns * self.row.count * self.N * self.H, tensors.get("out")
@@ -234,35 +228,12 @@ class _Launches(MatrixSequences):
         d_sums = self.per_chunk((3 + blocks) * tiles, self.H, self.C)
         d_total = self.per_chunk(self.H, blocks * tiles)
         d_beta = None if beta is None else self.per_chunk(2 * tiles, self.H, self.C)
-        launch(
-            gradient_kernel,
-            (tiles * blocks * self.chunks * (H * self.parts),),
-            q,
-            k,
-            v,
-            do,
-            self.beta,
-            self.gates["sums"],
-            self.gates["rest"],
-            S,
-            dS,
-            dq,
-            dk,
-            d_sums,
-            d_total,
-            d_beta,
-            **self.positions,
-            scale=self.scale,
-            H=H,
-            HV=self.H,
-            K=self.K,
-            V=self.V,
-            C=self.C,
-            GROUP=self.H // (H * self.parts),
-            FINE=self.fine,
-            DOT=tl.bfloat16 if self.bfloat16 else tl.float32,
-            **config,
-        )
+        grid = (tiles * blocks * self.chunks * (H * self.parts),)
+        gates = self.gates["sums"], self.gates["rest"]
+        tensors = q, k, v, do, self.beta, *gates, S, dS, dq, dk, d_sums, d_total, d_beta
+        sizes = self.arguments | {"H": H, "HV": self.H, "K": self.K, "V": self.V, "C": self.C}
+        sizes |= {"GROUP": self.H // (H * self.parts), "FINE": self.fine}
+        launch(gradient_kernel, grid, *tensors, **sizes, **config)
         dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
         kinds = (2 * tiles, tiles, tiles)
         dg = gate_gradient(self, d_sums, kinds, d_total, self.scale, dtype, d_beta, dbeta, blocks)
@@ -305,18 +276,8 @@ def gate_gradient(
     sizes |= {"ENDINGS": endings, "BEGINNINGS": beginnings, "LEAVINGS": leavings, "PARTS": d_sums.shape[1]}
     sizes |= {"BETAS": 0 if d_beta is None else d_beta.shape[1]}
     grid = (sequences.chunks * blocks, tile_count(H, BH))
-    launch(
-        gate_gradient_kernel,
-        grid,
-        d_sums,
-        d_total,
-        dg,
-        d_beta,
-        dbeta,
-        **sequences.positions,
-        scale=scale,
-        **sizes,
-    )
+    tensors = d_sums, d_total, dg, d_beta, dbeta
+    launch(gate_gradient_kernel, grid, *tensors, **sequences.positions, scale=scale, **sizes)
     return sequences.batched(dg)
 
 

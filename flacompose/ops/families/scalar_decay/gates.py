@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._kernels import bounded, find_chunk
+from flacompose.ops.families._kernels import bounded, find_chunk, in_float32
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -104,7 +104,7 @@ def gate_gradient_kernel(
     h = tl.program_id(1) * BH + tl.arange(0, BH)
     in_h = (h < H)[None, :]
     # Backwards the state is kept without `scale`, as `sweep_kernel` says.
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     unit = tl.where(scale == 0.0, 1.0, scale)
     from_here = tl.zeros([BC, BH], dtype=tl.float32)
     before = tl.zeros([BC, BH], dtype=tl.float32)

@@ -22,8 +22,10 @@ from flacompose.ops.families._kernels import (
     dot,
     dot_split,
     find_chunk,
+    in_float32,
     load_state,
     load_tile,
+    size_of_chunk,
     split_dot,
     split_program,
     store_tile,
@@ -126,6 +128,8 @@ def _through_state(
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
+    # One kernel makes the gradients of queries, keys, gates and `beta`, because all take the same products and states.
+    # So it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     v,  # [tokens, HV, V]
@@ -166,7 +170,7 @@ def gradient_kernel(
     BLOCKS: tl.constexpr = C // BC
     PARTS: tl.constexpr = (3 + BLOCKS) * TILES
     tl.static_assert(BLOCKS == 1 or (BLOCKS == 2 and GROUP == 1))
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     part, row, group = split_program(TILES * BLOCKS, tl.num_programs(0) // (HV // GROUP * TILES * BLOCKS))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
     tile = (part % TILES).to(tl.int32)
@@ -175,8 +179,7 @@ def gradient_kernel(
         return
     first = group * GROUP  # of its heads
     h = first // (HV // H)
-    # Tokens are counted from the chunk's first, so that offsets in the chunk need 32 bits and not 64.
-    size = tl.minimum(hi - lo, C).to(tl.int32)
+    size = size_of_chunk(lo, hi, C)
     t = block * BC + tl.arange(0, BC)
     d = tile * BK + tl.arange(0, BK)
     q += (lo * H + h) * K
@@ -184,7 +187,7 @@ def gradient_kernel(
     q_ = load_tile(q, t, size, 0, d, H, K)
     k_ = load_tile(k, t, size, 0, d, H, K)
 
-    # Through the block's own tokens: what multiplies keys, and transposed queries, over all heads.
+    # 1. Through the block's own tokens: what multiplies keys, and transposed queries, over all heads.
     joint = tl.zeros([BC, BC], dtype=tl.float32)
     products = dot(q_, tl.trans(k_), DOT)
     for head in range(GROUP):
@@ -205,7 +208,7 @@ def gradient_kernel(
         tl.store(_at(d_sums, row, ENDING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 1))
         tl.store(_at(d_sums, row, BEGINNING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 0))
 
-    # Through the state before the chunk, which the gates from its start decay, and the block before this one.
+    # 2. Through the state before the chunk, which the gates from its start decay, and the block before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
     for head in range(GROUP):
         hv = first + head
@@ -234,7 +237,7 @@ def gradient_kernel(
         acc = split_dot(joint, k_, DOT, acc)
         store_tile(dq + (lo * (HV // GROUP) + group) * K, acc * scale, t, size, 0, d, HV // GROUP, K)
 
-    # Through the state after it, to which the gates until its end decay, and the block after this one.
+    # 3. Through the state after it, to which the gates until its end decay, and the block after this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
     for head in range(GROUP):
         hv = first + head

@@ -21,6 +21,8 @@ from flacompose.ops.families._kernels import (
     dot_split,
     find_segment,
     find_sequence,
+    in_float32,
+    is_idle,
     split_dot,
     split_program,
 )
@@ -73,6 +75,8 @@ def _load_sums(sums, rest, row0, chunk, h, H, C: tl.constexpr, CS: tl.constexpr)
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "scale"])
 def sweep_kernel(
+    # One kernel makes four sums, because they are the same sum with other roles. So it has more than 25 parameters,
+    # among them the sizes and strides of each role.
     a,  # [tokens, HA, D1]
     b,  # [tokens, HA, D1]
     x,  # [tokens, HX, D2]
@@ -125,14 +129,10 @@ def sweep_kernel(
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
     PARTS: tl.constexpr = BD1 // BP
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tile, segment, nh = split_program(TILES * ((D2 + BD2 - 1) // BD2), SEGMENTS)
-    if ends is not None:
-        if segment == SEGMENTS - 1:
-            return
-    elif out is None and states is None:
-        if segment < SEGMENTS - 1:
-            return
+    if is_idle(segment, SEGMENTS, ends, out is not None or states is not None):
+        return
     at_end = (segment * N * H + nh) * D1 * D2
     n = nh // H
     h = nh % H
@@ -145,6 +145,7 @@ def sweep_kernel(
     chunks = tl.cdiv(hi - lo, C)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
 
+    # 1. The state before the segment.
     # Backwards, what is written has the factor `scale`. The state is kept without it; if it is 0, nothing is written.
     unit = scale
     if REVERSE:
@@ -180,6 +181,7 @@ def sweep_kernel(
         written = remaining
         if REVERSE:
             written = tl.where(scale == 0.0, 0, remaining)
+        # 2. The decays of the chunk: between its tokens, from its start and to its end.
         if gamma is not None:
             last = tl.minimum(remaining, C)
             total = rate * last
@@ -213,6 +215,7 @@ def sweep_kernel(
         at_x = (start * HX + hx) * D2 + t[None, :] * (HX * D2) + d2[:, None]
         x_ = tl.load(x + at_x, mask=(t < remaining)[None, :] & (d2 < D2)[:, None], other=0.0)  # [D2, tokens]
 
+        # 3. The outputs: what is read from the state, and from the tokens of the chunk.
         writers = ()
         if out is not None:
             other_chunks = tl.zeros([BD2, C], dtype=tl.float32)
@@ -247,6 +250,7 @@ def sweep_kernel(
             if partial is not None:
                 out_ += tl.load(partial + at_out, mask=in_out, other=0.0)
             tl.store(out + at_out, out_.to(out.dtype.element_ty), mask=in_out)
+        # 4. The state after the chunk.
         weighted = x_
         if GATED:
             weighted = weighted * write_decay[None, :]
@@ -263,6 +267,7 @@ def sweep_kernel(
                 S_ += dot(weighted, writers[part], DOT)
             S += (S_,)
 
+    # 5. What is wanted of the segment.
     for part in tl.static_range(PARTS):
         _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
         S_ = S[part] * unit if REVERSE else S[part]

@@ -7,7 +7,8 @@ from torch import Tensor
 from flacompose.ops.families._op import Forms, define_forms, matrix_state_flops
 from flacompose.ops.families._stretches import Map
 from flacompose.ops.families.scalar_decay import eager
-from flacompose.ops.families.scalar_decay.inputs import SIGNATURE, Inputs
+from flacompose.ops.families.scalar_decay.inputs import SIGNATURE
+from flacompose.ops.families.scalar_decay.inputs import Inputs as Inputs  # for the public functions
 
 _forms: Forms[Inputs] = define_forms("scalar_decay", SIGNATURE, eager, gates=("g",), flops=matrix_state_flops)
 chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps

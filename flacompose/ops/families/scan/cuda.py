@@ -24,14 +24,12 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return _Launches(inputs).forward(inputs)
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, D], final_state [N, D])``."""
-    return _Launches(inputs, by_token=True).forward(inputs)
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, D], states [N, count, D])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, D], final_state [N, D])``, or ``[N, count, D]`` states with `count` and `stride`."""
     return _Launches(inputs, by_token=True).forward(inputs, count, stride)
+
+
+steps = recurrent
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -98,18 +96,21 @@ class _Launches(Sequences):
     ) -> None:
         """Launch `scan_kernel`, which fills what is given. By token and with `count`, `final` is that many states."""
         C, stages = END_CONFIG if "ends" in tensors else TOKEN_CONFIG if self.by_token else SCAN_CONFIG
-        absent = dict.fromkeys(("initial", "decayed_h", "out", "dg", "ends", "sum_g", "final"))
+        given: dict[str, Tensor | None] = dict.fromkeys(
+            ("initial", "decayed_h", "out", "dg", "ends", "sum_g", "final")
+        )
+        given |= tensors
         launch(
             scan_kernel,
             (self.N * self.tiles * self.row.count,),
             x=x,
             g=g,
-            **(absent | tensors),
+            **given,
             **self.arguments,
-            SEGMENTS=self.row.count,
-            D=self.D,
             count=count,
             stride=stride,
+            SEGMENTS=self.row.count,
+            D=self.D,
             C=C,
             BD=self.BD,
             STAGES=stages,

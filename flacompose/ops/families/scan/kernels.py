@@ -13,6 +13,7 @@ from flacompose.ops.families._kernels import (
     decayed,
     find_segment,
     find_sequence,
+    is_idle,
     split_program,
     state_number,
 )
@@ -65,12 +66,8 @@ def scan_kernel(
     before the token.
     """
     tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
-    if ends is not None:
-        if segment == SEGMENTS - 1:
-            return
-    elif out is None and dg is None:
-        if segment < SEGMENTS - 1:
-            return
+    if is_idle(segment, SEGMENTS, ends, out is not None or dg is not None):
+        return
     # Axes in this order, tokens the second, give a thread two channels and all tokens of a tile: its scan crosses no
     # threads where BD is 64.
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD // 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
@@ -80,6 +77,7 @@ def scan_kernel(
     begin *= UNIT // C
     stop = tl.minimum(stop * (UNIT // C), tl.cdiv(hi - lo, C))
 
+    # 1. The state before the segment.
     at_end = (segment * N + n) * D + d
     h = tl.zeros([BD // 2, 2], dtype=tl.float32)
     if initial is not None:
@@ -90,7 +88,7 @@ def scan_kernel(
     from_start = (-t if REVERSE else t) * D + d[:, None, :]
     # With stages of its own: those of a launch are for loads that feed products.
     for i in tl.range(begin, stop, num_stages=STAGES):
-        # Past the end nothing decays, and nothing is added.
+        # 2. The tokens of a tile. Past the end nothing decays, and nothing is added.
         mask = t < (hi - lo - i * C).to(tl.int32)
         if D % BD != 0:
             mask &= in_d[:, None, :]
@@ -99,6 +97,7 @@ def scan_kernel(
         g_ = tl.load(g + start + from_start, mask=mask, other=0.0).to(tl.float32)
         a_ = tl.exp(g_)
         e_ = a_ * x_ if REVERSE else x_
+        # 3. The states before its tokens, begun at 0, and with these the results.
         decay, before = _before(a_, e_)
         end = tl.sum(tl.where(t == C - 1, a_ * before + e_, 0.0), 1)
         if ends is None:
@@ -116,6 +115,7 @@ def scan_kernel(
             elif out is not None:
                 out_ = a_ * before if DECAYED else a_ * before + x_
                 tl.store(out + start + from_start, out_.to(out.dtype.element_ty), mask=mask)
+        # 4. The state after it.
         total = tl.sum(g_, 1)
         h = decayed(h, total) + end
         if sum_g is not None:
@@ -125,6 +125,7 @@ def scan_kernel(
             if place >= 0:
                 tl.store(final + (n * count + place) * D + d, h, mask=in_d)
 
+    # 5. What is wanted of the segment.
     if sum_g is not None:
         tl.store(sum_g + at_end, gates, mask=in_d)
     if ends is not None:

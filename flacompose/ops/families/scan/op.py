@@ -6,7 +6,8 @@ from math import prod
 
 from flacompose.ops.families._op import Forms, define_forms
 from flacompose.ops.families.scan import eager
-from flacompose.ops.families.scan.inputs import SIGNATURE, Inputs
+from flacompose.ops.families.scan.inputs import SIGNATURE
+from flacompose.ops.families.scan.inputs import Inputs as Inputs  # for the public functions
 
 
 def _flops(x, *_, **__) -> int:

@@ -126,18 +126,9 @@ class _Launches(Sequences):
         if wants_A:
             shape = self.D, self.S
             dA = self.per_segment(row.count, *shape) if row.split else self.per_sequence(*shape)
-        launch(
-            gradient_kernel,
-            (self.N * programs * row.count,),
-            x=x,
-            dy=dy,
-            d_final=row.starts(partial(self.sweep, row.count, dy, True), d_final),
-            dA=dA,
-            **tensors,
-            **self.arguments,
-            SEGMENTS=row.count,
-            **sizes,
-        )
+        d_final = row.starts(partial(self.sweep, row.count, dy, True), d_final)
+        given = {"x": x, "dy": dy, "d_final": d_final, "dA": dA, **tensors, **self.arguments}
+        launch(gradient_kernel, (self.N * programs * row.count,), **given, SEGMENTS=row.count, **sizes)
         if dA is None:
             return None
         return dA[: row.count].sum((0, 1)) if row.split else dA.sum(0)
@@ -146,16 +137,8 @@ class _Launches(Sequences):
         """Launch `sweep_kernel`, which fills what is given."""
         programs, sizes = self._sizes(SWEEP)
         absent = dict.fromkeys(("initial", "y", "before", "ends", "sum_dt", "final"))
-        launch(
-            sweep_kernel,
-            (self.N * programs * SEGMENTS,),
-            x=x,
-            **(absent | tensors),
-            **self.arguments,
-            SEGMENTS=SEGMENTS,
-            **sizes,
-            REVERSE=reverse,
-        )
+        given = {**absent, **tensors, **self.arguments, "x": x, "SEGMENTS": SEGMENTS, "REVERSE": reverse}
+        launch(sweep_kernel, (self.N * programs * SEGMENTS,), **given, **sizes)
 
     def _sizes(self, config: tuple[int, int]) -> tuple[int, dict[str, int]]:
         """How many programs sweep a segment, and the sizes of their tiles."""

@@ -20,10 +20,10 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     LOWEST_RATE,
+    chunks_of_segment,
     decayed,
-    find_segment,
-    find_sequence,
     finite,
+    is_idle,
     split_program,
 )
 
@@ -127,30 +127,25 @@ def sweep_kernel(
     From tile to tile, `h` is decayed by all of the tile at once, and what its tokens add, `added`, is computed apart.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
-    if ends is not None:
-        if segment == SEGMENTS - 1:
-            return
-    elif y is None and before is None:
-        if segment < SEGMENTS - 1:
-            return
+    if is_idle(segment, SEGMENTS, ends, y is not None or before is not None):
+        return
     state_tile, group, _, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
     in_state = in_s[:, None] & in_d[None, :]
     at_end = segment * N + n
     at_state = d[None, :] * S + s[:, None]
-    lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
-    part = SEGMENTS - 1 - segment if REVERSE else segment
-    begin, stop = find_segment(part, SEGMENTS, tl.cdiv(hi - lo, CHUNK))
+    lo, hi, row, chunks, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, CHUNK, REVERSE)
     begin = (begin * (CHUNK // TOKENS)).to(tl.int32)
     stop = tl.minimum(stop * (CHUNK // TOKENS), tl.cdiv(hi - lo, TOKENS)).to(tl.int32)
 
+    # 1. The rates, and the state before the segment.
     A_ = finite(_load_states(A, state_tile, d, in_d, S, BS, BD))
     h = tl.zeros([BS, BD], tl.float32)
     if initial is not None:
         h = _load_states(initial + at_end * D * S, state_tile, d, in_d, S, BS, BD)
     steps = tl.zeros([BD], tl.float32)
 
-    # What tokens need is loaded with the tile before theirs: of channels into registers, of states by a pipeline of two
-    # stages into shared memory, from where every thread reads them.
+    # 2. What tokens need is loaded with the tile before theirs: of channels into registers, of states by a pipeline of
+    # two stages into shared memory, from where every thread reads them.
     next_token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * TOKENS
     next_x = _tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
     next_dt = _tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
@@ -166,6 +161,7 @@ def sweep_kernel(
         if before is not None:
             at_chunk = before + (row + first // (CHUNK // TOKENS)) * D * S + at_state
             tl.store(at_chunk, h, mask=in_state & (first % (CHUNK // TOKENS) == 0))
+        # 3. The tokens of a tile, one after the other, and their outputs.
         begun, added = h, tl.zeros([BS, BD], tl.float32)
         total = tl.zeros([BD], tl.float32)
         for step in tl.static_range(TOKENS):
@@ -185,10 +181,12 @@ def sweep_kernel(
                     y_tile = y + (token * tl.cdiv(S, BS) + state_tile) * D
                     tl.store(y_tile + j * tl.cdiv(S, BS) * D + d, y_, mask=in_d & (j < left))
             total += dt_
+        # 4. The state after it.
         h = decayed(begun, A_ * total[None, :]) + added
         if sum_dt is not None:
             steps += total
 
+    # 5. What is wanted of the segment.
     if sum_dt is not None:
         # The tiles of the states all store the same.
         tl.store(sum_dt + at_end * D + d, steps, mask=in_d)
@@ -238,9 +236,9 @@ def gradient_kernel(
     in_state = in_d[:, None] & in_s[None, :]
     at_end = segment * N + n
     at_state = d[:, None] * S + s[None, :]
-    lo, hi, row = find_sequence(n, T, cu_seqlens, CHUNK)
-    begin, stop = find_segment(SEGMENTS - 1 - segment, SEGMENTS, tl.cdiv(hi - lo, CHUNK))
+    lo, hi, row, chunks, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, CHUNK, True)
 
+    # 1. The rates, and the gradient of the state after the segment.
     A_ = finite(tl.load(A + at_state, mask=in_state, other=0.0).to(tl.float32))  # [BD, BS]
     c = tl.zeros([BD, BS], tl.float32)
     if d_final is not None:
@@ -258,6 +256,7 @@ def gradient_kernel(
             token = lo + chunk * CHUNK + tiles_before * TOKENS
             left = tl.minimum(hi - token, TOKENS).to(tl.int32)
             BC_tile = BC + (token * G + group) * (2 * S)
+            # 2. The states of a tile's tokens, once more.
             states = ()  # before each token of the tile, and after the last
             if before is not None:
                 h = tl.load(before + (row + chunk) * D * S + at_state, mask=in_state, other=0.0)
@@ -277,7 +276,7 @@ def gradient_kernel(
                     B_ = _of_states(BC_tile, j, left, s, in_s, G, S, BS)
                     h = _decay(A_, dt_[:, None]) * h + (dt_ * x_)[:, None] * B_[None, :]
                     states += (h,)
-            # The results of all tokens of the tile, to be stored together.
+            # 3. Backwards from token to token, with the results of all tokens of the tile, to be stored together.
             dx_, ddt_ = tl.zeros([BD, TOKENS], tl.float32), tl.zeros([BD, TOKENS], tl.float32)
             dB_, dC_ = tl.zeros([TOKENS, BS], tl.float32), tl.zeros([TOKENS, BS], tl.float32)
             for j in tl.static_range(TOKENS - 1, -1, -1):
@@ -313,6 +312,7 @@ def gradient_kernel(
                         ddt_j = x_ * d_product + tl.sum(d_of_dt, 1)
                         ddt_ = tl.where(column_of_token, ddt_j[:, None], ddt_)
 
+            # 4. What is wanted of the tile.
             in_channels = in_d[:, None] & (t < left)[None, :]
             at_channels = state_tile * D + t[None, :] * (tl.cdiv(S, BS) * D) + d[:, None]
             at_channels = token * (tl.cdiv(S, BS) * D) + at_channels
@@ -329,6 +329,7 @@ def gradient_kernel(
                 tl.store(dC + at_sums, dC_, mask=in_states)
         c = decayed(begun, A_ * total[:, None]) + added
 
+    # 5. What is wanted of the segment.
     if dA is not None:
         tl.store(dA + at_end * D * S + at_state, dA_, mask=in_state)
     if d_initial is not None:

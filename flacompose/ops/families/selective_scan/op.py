@@ -16,7 +16,8 @@ from torch import Tensor
 from flacompose.ops.families._op import define_ops, start_gradient
 from flacompose.ops.families._stretches import Decay
 from flacompose.ops.families.selective_scan import eager
-from flacompose.ops.families.selective_scan.inputs import SIGNATURE, Inputs
+from flacompose.ops.families.selective_scan.inputs import SIGNATURE
+from flacompose.ops.families.selective_scan.inputs import Inputs as Inputs  # for the public functions
 
 
 def _flops(x, dt, A, *_, **__) -> int:
@@ -25,13 +26,8 @@ def _flops(x, dt, A, *_, **__) -> int:
 
 
 _ops = define_ops("selective_scan", SIGNATURE, eager, forms=("forward",), gates=("dt",), flops=_flops)
-_forward, _ends = _ops["forward"], _ops["ends"]
+forward, _ends = _ops["forward"], _ops["ends"]
 d_start = start_gradient(SIGNATURE, _ops["backward"])
-
-
-def forward(inputs: Inputs) -> tuple[Tensor, ...]:
-    """``(y, final_state)``."""
-    return _forward(*inputs)
 
 
 def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:

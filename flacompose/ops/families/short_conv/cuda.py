@@ -53,21 +53,10 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else walk.per_sequence(D, W, dtype=start.dtype)
     dy = _with_unit_stride(call.do)
-    walk(
-        backward_kernel,
-        x,
-        weight,
-        bias,
-        initial_state,
-        dy=dy,
-        d_final=None if d_final_state is None else d_final_state.contiguous(),
-        dx=dx,
-        d_weight=d_weight,
-        d_bias=d_bias,
-        d_initial=d_initial_state,
-        dy_row=dy.stride(0),
-        dy_token=dy.stride(1),
-    )
+    given = {"dy": dy, "d_final": None if d_final_state is None else d_final_state.contiguous()}
+    given |= {"dx": dx, "d_weight": d_weight, "d_bias": d_bias, "d_initial": d_initial_state}
+    strides = {"dy_row": dy.stride(0), "dy_token": dy.stride(1)}
+    walk(backward_kernel, x, weight, bias, initial_state, **given, **strides)
     if d_weight is not None:
         d_weight = d_weight.sum(0).mT.to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
     return call.made(

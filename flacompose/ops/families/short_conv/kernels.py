@@ -163,11 +163,13 @@ def forward_kernel(
     if initial is not None:
         initial += n * D * W
 
+    # 1. The weight, and the window before the chunk.
     columns = _columns(weight, d, in_d, W)
     bias_ = tl.zeros([BD], tl.float32)
     if bias is not None:
         bias_ = tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
     window = _window(x, initial, start, begin, end, x_token, d, in_d, W)
+    # 2. From token to token.
     for t in tl.range(start, stop, U):
         inputs = _inputs(x, t, stop, x_token, d, in_d, U)
         for u in tl.static_range(U):
@@ -177,6 +179,7 @@ def forward_kernel(
                 y_ *= tl.sigmoid(y_)
             tl.store(y + (t + u) * D + d, y_.to(y.dtype.element_ty), mask=in_d & (t + u < stop))
 
+    # 3. The state after the sequence is the window after its last token.
     if (stop == end) & ((start < end) | (start == begin)):
         window = _window(x, initial, end, begin, end, x_token, d, in_d, W)
         for w in tl.static_range(W):
@@ -232,6 +235,7 @@ def backward_kernel(
     if d_final is not None:
         d_final += n * D * W
 
+    # 1. The weight, and the window before the chunk.
     stop = tl.minimum(start + C, end)
     columns = _columns(weight, d, in_d, W)
     bias_ = tl.zeros([BD], tl.float32)
@@ -243,6 +247,7 @@ def backward_kernel(
     d_bias_ = tl.zeros([BD], tl.float32)
     window = _window(x, initial, start, begin, end, x_token, d, in_d & inside, W)
     d_window = _zeros(W, BD)
+    # 2. From token to token, and past the chunk until its last input has met all who read it.
     for t in tl.range(start, stop if dx is None else stop + W - 1, U):
         inputs = _inputs(x, t, readers, x_token, d, in_d, U)
         dys = _inputs(dy, t, readers, dy_token, d, in_d, U)
@@ -268,11 +273,13 @@ def backward_kernel(
                     dx_ += tl.load(at_final, mask=in_d & in_final, other=0.0).to(tl.float32)
                 tl.store(dx + p * D + d, dx_.to(dx.dtype.element_ty), mask=in_d & (p >= start) & (p < stop))
 
+    # 3. The sums over the chunk.
     if d_weight is not None:
         for w in tl.static_range(W):
             tl.store(d_weight + (row * W + w) * D + d, d_columns[w], mask=in_d)
     if d_bias is not None:
         tl.store(d_bias + row * D + d, d_bias_, mask=in_d)
+    # 4. The gradient of the state before the sequence, whose columns its first tokens read.
     if d_initial is not None:
         if inside & (start == begin):
             window = _window(x, initial, begin, begin, end, x_token, d, in_d, W)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from torch import Tensor
-
 from flacompose.ops.families._op import define_ops
 from flacompose.ops.families.short_conv import eager
-from flacompose.ops.families.short_conv.inputs import SIGNATURE, Inputs
+from flacompose.ops.families.short_conv.inputs import SIGNATURE
+from flacompose.ops.families.short_conv.inputs import Inputs as Inputs  # for the public functions
 
 
 def _flops(x, weight, *_, **__) -> int:
@@ -16,9 +15,4 @@ def _flops(x, weight, *_, **__) -> int:
     return 2 * prod(x) * weight[1]
 
 
-_forward = define_ops("short_conv", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
-
-
-def forward(inputs: Inputs) -> tuple[Tensor, ...]:
-    """``(y, final_state)``."""
-    return _forward(*inputs)
+forward = define_ops("short_conv", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]

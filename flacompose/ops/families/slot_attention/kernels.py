@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flacompose.ops.families._kernels import decayed, split_program
+from flacompose.ops.families._kernels import decayed, in_float32, split_program
 
 
 @triton.jit(do_not_specialize=["scale"])
@@ -35,7 +35,7 @@ def token_kernel(
     their softmax, which is rescaled as larger logits come. Every program works out the logits that it needs. Of what
     several programs work out, one stores it, and none reads what another stores.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tile, query, bh = split_program(tl.cdiv(V, BV), G)
     dk = tl.arange(0, BK)
     dv = tile * BV + tl.arange(0, BV)
@@ -65,9 +65,11 @@ def token_kernel(
         if initial_v is not None:
             Sv = tl.load(initial_v + at_Sv, mask=in_Sv, other=0.0).to(tl.float32)
 
+        # 1. The logits, from the state of the keys.
         Sk = decayed(Sk, g_[None, :])
         Sk += k_[:, None] * s_[None, :]
         logits = tl.where(in_m, tl.sum(Sk * q_[:, None], 0), float("-inf"))
+        # 2. The state of the values, read with their softmax.
         Sv = decayed(Sv, g_[:, None])
         Sv += s_[:, None] * v_[None, :]
         before = largest

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from flacompose.ops.families._op import define_ops
 from flacompose.ops.families.slot_attention import eager
-from flacompose.ops.families.slot_attention.inputs import SIGNATURE, Inputs
+from flacompose.ops.families.slot_attention.inputs import SIGNATURE
+from flacompose.ops.families.slot_attention.inputs import Inputs as Inputs  # for the public functions
 
 
 def _flops(q: Any, k: Any, v: Any, s: Any, *_: Any, **__: Any) -> int:
@@ -21,9 +20,4 @@ def _flops(q: Any, k: Any, v: Any, s: Any, *_: Any, **__: Any) -> int:
     return 4 * B * T * H * G * s[-1] * (K + v[-1])
 
 
-_token = define_ops("slot_attention", SIGNATURE, eager, forms=("token",), flops=_flops)["token"]
-
-
-def token(inputs: Inputs) -> tuple[Tensor, ...]:
-    """``(o, final_k, final_v)``."""
-    return _token(*inputs)
+token = define_ops("slot_attention", SIGNATURE, eager, forms=("token",), flops=_flops)["token"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from flacompose.ops._chip import Chip
@@ -96,14 +95,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     return call.made(q=dq, k=dk, v=dv, gk=dgk, gv=dgv, u=du, initial_state=d_initial_state)
 
 
-def recurrent(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
-    return _launch.recurrent(**inputs._asdict())
-
-
-def steps(inputs: Inputs, count: int, stride: int) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, H, V], states [N, count, H, K, V])``."""
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``, or ``[N, count, H, K, V]`` with `count` and `stride`."""
     return _launch.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+steps = recurrent
 
 
 def _with_probabilities(inputs: Inputs) -> Inputs:
@@ -120,14 +117,9 @@ class _Launches(MatrixSequences):
     """
 
     def __init__(self, inputs: Inputs) -> None:
-        super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, CHUNK)
+        super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
         self.gk, self.gv, self.u = operand(inputs.gk), operand(inputs.gv), operand(inputs.u)
-        self.dtype = operand_dtype(inputs.q)
-        self.arguments |= {
-            "scale": inputs.scale,
-            "READ_BEFORE": inputs.u is not None,
-            "DOT": tl.bfloat16 if self.bfloat16 else tl.float32,
-        }
+        self.arguments["READ_BEFORE"] = inputs.u is not None
         self.state_config = state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
         self.tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
         state, gates = (self.H, self.K, self.V), {"gk": "sum_gk", "gv": "sum_gv"}
@@ -136,21 +128,10 @@ class _Launches(MatrixSequences):
     def sweep(self, a: Tensor, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
         """Launch `state_kernel`, which fills what is given."""
         absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
-        launch(
-            state_kernel,
-            (self.tiles * self.row.count * self.N * self.H,),
-            a=a,
-            x=x,
-            gk=self.gk,
-            gv=self.gv,
-            **(absent | tensors),
-            **self.arguments,
-            K=self.K,
-            V=self.V,
-            SEGMENTS=self.row.count,
-            REVERSE=reverse,
-            **self.state_config,
-        )
+        given = {**absent, **tensors, "a": a, "x": x, "gk": self.gk, "gv": self.gv}
+        sizes = {"K": self.K, "V": self.V, "SEGMENTS": self.row.count, **self.state_config}
+        grid = (self.tiles * self.row.count * self.N * self.H,)
+        launch(state_kernel, grid, **given, **self.arguments, **sizes, REVERSE=reverse)
 
     def states(
         self,
@@ -167,7 +148,7 @@ class _Launches(MatrixSequences):
         """
         sweep = partial(self.sweep, a, x, reverse)
         initial = self.row.starts(sweep, operand(initial))
-        states = self.per_chunk(self.H, self.K, self.V, dtype=self.dtype) if stored else None
+        states = self.per_chunk_state() if stored else None
         sweep(initial=initial, states=states, final=final)
         return states
 

@@ -29,15 +29,17 @@ import triton.language as tl
 
 from flacompose.ops.families._kernels import (
     bounded,
+    chunk_of_program,
+    chunks_of_segment,
     dot,
-    find_chunk,
-    find_segment,
-    find_sequence,
     fine_dot,
+    in_float32,
+    is_idle,
     load_tile,
     split_dot,
     split_program,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.vector_decay.gates import (
     LEVELS,
@@ -92,14 +94,10 @@ def state_kernel(
     of `states`, `ends` and `final`. `REVERSE` sweeps backwards in time.
     """
     tiles_v = tl.cdiv(V, BV)
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
+    scale = in_float32(scale)
     tile, segment, nh = split_program(tl.cdiv(K, BK) * tiles_v, SEGMENTS)
-    if ends is not None:
-        if segment == SEGMENTS - 1:
-            return
-    elif states is None:
-        if segment < SEGMENTS - 1:
-            return
+    if is_idle(segment, SEGMENTS, ends, states is not None):
+        return
     at_end = segment * N * H + nh
     n = nh // H
     h = nh % H
@@ -107,10 +105,9 @@ def state_kernel(
     dv = (tile % tiles_v) * BV + tl.arange(0, BV)
     in_state = (dk < K)[:, None] & (dv < V)[None, :]
     at_state = dk[:, None] * V + dv[None, :]
-    lo, hi, row0 = find_sequence(n, T, cu_seqlens, C)
-    chunks = tl.cdiv(hi - lo, C)
-    begin, stop = find_segment(segment, SEGMENTS, chunks)
+    lo, hi, row0, chunks, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C)
 
+    # 1. The state before the segment.
     S = tl.zeros([BK, BV], dtype=tl.float32)
     if initial is not None:
         S += tl.load(initial + at_end * K * V + at_state, mask=in_state, other=0.0)
@@ -123,6 +120,7 @@ def state_kernel(
         if states is not None:
             at = states + ((row0 + chunk) * H + h) * K * V + at_state
             tl.store(at, S.to(states.dtype.element_ty), mask=in_state)
+        # 2. The chunk's vectors, decayed to its end or, backwards, to its start, and the decayed state.
         token = lo + chunk * C + t
         at_k = (token * H + h)[None, :] * K + dk[:, None]
         in_k = (token < hi)[None, :] & (dk < K)[:, None]
@@ -146,8 +144,10 @@ def state_kernel(
             S *= tl.exp(total)[None, :]
             if sum_gv is not None:
                 gates_v += total
+        # 3. What the chunk adds.
         S += dot(a_, x_, DOT)
 
+    # 4. What is wanted of the segment.
     if sum_gk is not None:
         tl.store(sum_gk + at_end * K + dk, gates_k, mask=dk < K)
     if sum_gv is not None:
@@ -190,17 +190,15 @@ def score_kernel(
 
     Only of chunks that are not `mild`, if that is given.
     """
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    row, h, _ = split_program(tl.num_programs(0) // H, H)
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     if mild is not None:
         if tl.load(mild + row * H + h) != 0:
             return
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
+    t, s = i[:, None], i[None, :]
     token = lo + i
     lower = tl.zeros([C, C], dtype=tl.float32)
     diagonal = tl.zeros([C], dtype=tl.float32)
@@ -264,20 +262,19 @@ def plain_kernel(
     kernel for both would need twice the registers. `FOR_GRADIENT`: what it notes holds for the gradient of `g` too.
     """
     tiles = tl.cdiv(D2, BD2)
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    tile, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     if not MILD:
         if tl.load(mild + row * H + h) != 0:
             return
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
+    t, s = i[:, None], i[None, :]
     token = lo + i
     d2 = tile * BD2 + tl.arange(0, BD2)
 
+    # 1. By blocks of the contracted axis: the products of pairs of tokens, and what is read from the state.
     acc = tl.zeros([C, BD2], dtype=tl.float32)
     pairs = tl.zeros([C, C], dtype=tl.float32)
     diagonal = tl.zeros([C], dtype=tl.float32)
@@ -312,6 +309,7 @@ def plain_kernel(
     if not REVERSE:
         acc *= scale
 
+    # 2. Whether the gates were mild. If not, all this is for the second launch.
     if MILD and g is not None:
         is_mild = tl.max(sizes) < MILD_BOUND
         if FOR_GRADIENT and DOT != tl.float32:
@@ -320,6 +318,7 @@ def plain_kernel(
         tl.store(mild + row * H + h, is_mild.to(tl.int8))
         if not is_mild:
             return
+    # 3. The pairs of which the first token comes first join `x`.
     pairs = tl.where(
         reads_gate(s, t, READ_BEFORE) if REVERSE else reads_gate(t, s, READ_BEFORE), pairs * scale, 0.0
     )
@@ -469,6 +468,8 @@ def _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE: tl.constexpr
 
 @triton.jit(do_not_specialize=["T", "N", "H", "scale"])
 def gated_kernel(
+    # One kernel makes the sums of what reads and of what writes, because both take the same pairs and states. So it has
+    # more than 25 parameters.
     P,  # [chunks, H, C, C], from `a` and `b` here if there is none
     a,  # [tokens, H, D1]
     b,  # [tokens, H, D1]
@@ -511,16 +512,15 @@ def gated_kernel(
     than kept.
     """
     tiles = tl.cdiv(D2, BD2)
-    scale = tl.cast(scale, tl.float32)  # float64 where Inductor launches
-    column, row, h = split_program(tiles, tl.num_programs(0) // (H * tiles))
-    lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    scale = in_float32(scale)
+    column, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
     if lo >= hi:
         return
     i = tl.arange(0, C)
-    t = i[:, None]
-    s = i[None, :]
+    t, s = i[:, None], i[None, :]
     token = lo + i
     d2 = column * BD2 + tl.arange(0, BD2)
+    # 1. Whether the gates are mild, and with it whether the tile is for this launch.
     at_mild = mild + (row * H + h if KNOWN else (row * H + h) * tiles + column)
     if KNOWN or not MILD:
         if (tl.load(at_mild) != 0) != MILD:
@@ -539,6 +539,7 @@ def gated_kernel(
         if not is_mild:
             return
 
+    # 2. What other chunks add, through the states.
     tile = token, hi, h, d2, H, D2
     state = (row * H + h) * D1 * D2, stride1, stride2
     before, after, d_total, pairs = _other_chunks(P, a, b, g1, S, dS, tile, D1, state, BD1, READ_BEFORE, DOT)
@@ -547,13 +548,15 @@ def gated_kernel(
         pairs = tl.where(s <= t, pairs * scale, 0.0)
     else:
         P += (row * H + h) * C * C
+    # 3. The pairs of this chunk, and the gradient of the gates.
     sums = before, after, d_total, pairs
     if S is not None or dS is not None:
         if MILD:
             before, after = _mild_chunk(sums, P, x, y, g2, S, dS, read, dg2, tile, READ_BEFORE, DOT)
         else:
             before, after = _strong_chunk(sums, P, x, y, g2, S, dS, dg2, tile, READ_BEFORE, DOT)
-    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
+    # 4. No gate decays the pair of a token with itself. It joins last, as it would drown the others in the gate's
+    # gradient.
     diagonal = (
         tl.sum(tl.where(t == s, pairs, 0.0), 1)[:, None] if P is None else tl.load(P + i * C + i)[:, None]
     )

@@ -7,7 +7,8 @@ from torch import Tensor
 from flacompose.ops.families._op import Forms, define_forms, matrix_state_flops
 from flacompose.ops.families._stretches import Map
 from flacompose.ops.families.vector_decay import eager
-from flacompose.ops.families.vector_decay.inputs import SIGNATURE, Inputs
+from flacompose.ops.families.vector_decay.inputs import SIGNATURE
+from flacompose.ops.families.vector_decay.inputs import Inputs as Inputs  # for the public functions
 
 _forms: Forms[Inputs] = define_forms(
     "vector_decay", SIGNATURE, eager, gates=("gk", "gv"), flops=matrix_state_flops
