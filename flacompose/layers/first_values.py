@@ -60,7 +60,10 @@ def copy_(x: Tensor, values: Tensor) -> None:
     if mesh is not None:
         from torch.distributed.tensor import distribute_tensor  # slow to import, and here already imported
 
-        values = distribute_tensor(values, mesh)
+        shards: Any = x
+        values = distribute_tensor(values, mesh).redistribute(placements=shards.placements).to_local()
+        # The shards themselves: DTensor does not copy into an axis of size 1 that several ranks share.
+        x = shards.to_local()
     x.copy_(values)
 
 

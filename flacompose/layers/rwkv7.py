@@ -306,13 +306,13 @@ def _first_shares_(x: Tensor) -> None:
     copy_(x, 0.73 - 0.4 * _spread(x))
 
 
-def _spread(x: Tensor) -> Tensor:
-    """Numbers for the channels ``x [D]``, evenly from -1/2 to 1/2; 0 for a single one."""
-    D = x.shape[0]
+def _spread(x: Tensor, size: int | None = None) -> Tensor:
+    """Numbers for the channels ``x [D]``, or for `size` of them, evenly from -1/2 to 1/2; 0 for a single one."""
+    D = x.shape[0] if size is None else size
     return (torch.arange(D, device=x.device, dtype=torch.float32) - (D - 1) / 2) / max(D - 1, 1)
 
 
 def _zigzag(x: Tensor, head_dim: int) -> Tensor:
     """Numbers for the channels ``x [D]``, from -1 to 1 in each head, close to 0 in most of them."""
-    z = 2 * _spread(x[:head_dim])
+    z = 2 * _spread(x, head_dim)
     return (z * z.abs()).repeat(x.shape[0] // head_dim)
