@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flacompose.distributed import tensor_parallel_plan
-from flacompose.layers import join_projections
+from flacompose.layers import RWKV7Attention, join_projections
 from flacompose.models import RecurrentConfig, RecurrentLM
 
 HIDDEN = 24
@@ -186,6 +186,10 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
             y.sum().backward()
         counts = {str(op).partition(".")[2]: n for op, n in communication.get_comm_counts().items()}
         assert counts == {"reduce_scatter_tensor": sums}, (name, counts)
+    first = RWKV7Attention(hidden_size=HIDDEN, head_dim=6, layer_idx=0)
+    parallelize_module(first, mesh, tensor_parallel_plan(first))
+    _, _, v_first = first(torch.randn(2, 6, HIDDEN))
+    assert v_first.placements == (Shard(2),)
 
 
 BASE = {"vocab_size": 32, "hidden_size": HIDDEN, "num_hidden_layers": 2, "intermediate_size": 16}
