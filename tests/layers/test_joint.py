@@ -46,6 +46,7 @@ PRODUCTS = {
     "lightning_attn": (3, 2),
     "mamba2": (2, 1),
     "rwkv6": (9, 1),
+    "rwkv7": (12, 1),
     "hgrn": (4, 3),
     "hgrn2": (4, 3),
     "lightnet": (6, 4),
@@ -58,7 +59,7 @@ PRODUCTS = {
     "attention": (4, 3),
 }
 LAYERS = EVERY | {"attention": ATTENTION}
-NONE_TO_JOIN = {"mamba2", "rwkv6"}
+NONE_TO_JOIN = {"mamba2", "rwkv6", "rwkv7"}
 # Projections that are absent, and biases of all.
 OTHERS = [
     *BOUNDED.values(),
