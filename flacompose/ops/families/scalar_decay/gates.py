@@ -106,6 +106,7 @@ def gate_gradient_kernel(
     # Backwards the state is kept without `scale`, as `sweep_kernel` says.
     scale = in_float32(scale)
     unit = tl.where(scale == 0.0, 1.0, scale)
+    # 1. The gradients of the sums that contain the gate, by their kinds.
     from_here = tl.zeros([BC, BH], dtype=tl.float32)
     before = tl.zeros([BC, BH], dtype=tl.float32)
     d_total_ = tl.zeros([BH], dtype=tl.float32)  # of the sums that contain all gates of the block
@@ -129,9 +130,13 @@ def gate_gradient_kernel(
         at_total = (row * H + h)[:, None] * D + d[None, :]
         in_total = (h < H)[:, None] & (d < D)[None, :]
         d_total_ += tl.sum(tl.load(d_total + at_total, mask=in_total, other=0.0), 1) * unit
+
+    # 2. The gate's gradient is what they add up to.
     out = tl.cumsum(from_here, 0, reverse=True) * scale + tl.cumsum(before, 0) * unit + d_total_[None, :]
     mask = (token < end)[:, None] & in_h
     tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
+
+    # 3. The gradient of how strongly the token is written.
     if dbeta is not None:
         written = tl.zeros([BC, BH], dtype=tl.float32)
         for part in tl.static_range(BETAS):

@@ -200,6 +200,8 @@ def score_kernel(
     i = tl.arange(0, C)
     t, s = i[:, None], i[None, :]
     token = lo + i
+
+    # 1. The products of pairs, decayed by the gates between them.
     lower = tl.zeros([C, C], dtype=tl.float32)
     diagonal = tl.zeros([C], dtype=tl.float32)
     for d0 in range(0, D, BD):
@@ -217,6 +219,8 @@ def score_kernel(
                 lower += exact_pairs(a_, b_, g_, t, s, READ_BEFORE, DOT)
         if READ_BEFORE and (g is not None or u is not None):
             diagonal += _diagonal(a_, b_, u, h, d, D)
+
+    # 2. A token's product with itself.
     lower = tl.where(s <= t, lower, 0.0)
     if READ_BEFORE and (g is not None or u is not None):
         # In the same token, a read before the decay and the write have different gates, which must not part them.
