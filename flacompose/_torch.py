@@ -6,10 +6,13 @@ names the releases it is tested with. No other file imports a private name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 TESTED = "2.11 to 2.14"
 
@@ -50,6 +53,15 @@ with private_names():
     _ = forward_ad._current_level, pytree._register_namedtuple
 
 AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+
+
+def assume_constant_result(function: AnyFunction) -> AnyFunction:
+    """`torch.compiler.assume_constant_result`, which would import all of Dynamo.
+
+    A Dynamo that reads no such mark traces the function, and guards on what it returns.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 def forward_mode_is_on() -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from flacompose._torch import assume_constant_result
 from flacompose.ops import _check
 from flacompose.ops._sizes import violated
 from flacompose.ops.families._signature import Argument
@@ -57,7 +57,7 @@ def check(
             sizes["N"] = _check.sequences(x, inputs.cu_seqlens, first_name)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _tensors_of(op: ModuleType) -> tuple[Argument, ...]:
     """The tensors that a family takes, as a constant: guards on them would be half of all guards of a graph.
 

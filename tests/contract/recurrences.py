@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose import ops
+from flacompose.ops._call import check
 from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
@@ -47,6 +48,7 @@ def direct(
     """The operator of vector decay itself, which takes gates on both axes, a bonus beside any of them, and logits."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax)
+    check(op, inputs)  # a graph learns from it that there are as many states as sequences
     o, state = getattr(op, form)(*inputs)
     return o, state if output_final_state else None
 
