@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -148,3 +149,5 @@ def test_comba_normalises_all_that_meets_the_state(form, device: torch.device) -
     torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match='^erase must be "after" or "before", got True$'):
         form(q, k, v, p, g, beta, erase=True)
+    with pytest.raises(ValueError, match='^erase must be "after" or "before", got array'):
+        form(q, k, v, p, g, beta, erase=numpy.array(["after", "before"]))

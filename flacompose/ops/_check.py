@@ -160,6 +160,11 @@ def flags(**values: object) -> None:
             raise TypeError(f"{name} must be a bool, got {shown(x)}")
 
 
+def is_one_of(x: object, *choices: str | None) -> bool:
+    """Whether `x` is one of the `choices`. An array is none, although it can be compared with each."""
+    return isinstance(x, (str, type(None))) and x in choices
+
+
 def shown(x: object) -> str:
     """How errors show `x`: a tensor without its values, which would have to be read from its device."""
     return type(x).__name__ if isinstance(x, Tensor) else repr(x)

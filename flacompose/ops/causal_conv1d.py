@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops import _states
+from flacompose.ops import _check, _states
 from flacompose.ops._call import check
 from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops.families.short_conv import op
@@ -55,7 +55,7 @@ def causal_conv1d(
     """
     inputs = op.Inputs(x, weight, bias, initial_state, cu_seqlens, silu=activation is not None)
     check(op, inputs)
-    if activation not in ("silu", "swish", None):
+    if not _check.is_one_of(activation, "silu", "swish", None):
         raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
     if output_states is not None:
         _states.check(output_states, x, cu_seqlens)

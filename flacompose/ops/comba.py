@@ -126,7 +126,7 @@ def _inputs(
 
 def family_of(erase: Any) -> ModuleType:
     """The family whose kernels read what is replaced after the decay, or before it."""
-    if not isinstance(erase, str) or erase not in ("after", "before"):
+    if not _check.is_one_of(erase, "after", "before"):
         raise ValueError(f'erase must be "after" or "before", got {_check.shown(erase)}')
     return delta_rule if erase == "after" else low_rank
 

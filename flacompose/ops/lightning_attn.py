@@ -116,5 +116,5 @@ def check_decay(layer_idx: int, num_layers: int, decay: str) -> None:
     _check.integer("num_layers", num_layers)
     if not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}, got {layer_idx}")
-    if not isinstance(decay, str) or decay not in ("tnl", "minimax"):
+    if not _check.is_one_of(decay, "tnl", "minimax"):
         raise ValueError(f"decay must be 'tnl' or 'minimax', got {decay!r}")

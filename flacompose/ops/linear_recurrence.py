@@ -141,7 +141,7 @@ def _check_combination(
     read: Any,
 ) -> None:
     """Check that each argument has the one that it belongs to, and that a family has them together."""
-    if not isinstance(read, str) or read not in ("after", "before"):
+    if not _check.is_one_of(read, "after", "before"):
         raise ValueError(f'read must be "after" or "before", got {_check.shown(read)}')
     if a is None and b is not None:
         raise ValueError("a must be given with b, which writes back what a reads, got None")

@@ -82,7 +82,8 @@ class OpCase:
     def optional(self) -> list[str]:
         """The inputs that may be absent."""
         parameters = inspect.signature(self.function).parameters
-        return [name for name in self.inputs if name in parameters and parameters[name].default is None]
+        every = {**self.inputs, **self.gates}
+        return [name for name in every if name in parameters and parameters[name].default is None]
 
     @property
     def state(self) -> Axes:

@@ -121,7 +121,7 @@ def test_not_a_float(case: OpCase, name: str, device: torch.device) -> None:
 def test_not_a_tensor(case: OpCase, name: str, device: torch.device) -> None:
     problem = draw(case, device, T=5)
     refused(problem, TypeError, f"{name} must be a tensor, got float", **{name: 1.0})
-    if (name in case.inputs and name not in case.optional) or "[" in name:
+    if (name in {**case.inputs, **case.gates} and name not in case.optional) or "[" in name:
         refused(problem, TypeError, f"{name} must be a tensor, got NoneType", **{name: None})
 
 

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from flacompose.ops import _logsumexp, chunk_hgrn
+from flacompose.ops import _logsumexp, chunk_hgrn, chunk_simple_gla
 
 from .accuracy import assert_close, assert_equal
 from .cases import ONE_EACH, OpCase, every
@@ -155,3 +155,19 @@ def test_sizes_that_a_graph_leaves_open(device: torch.device) -> None:
     # PyTorch 2.11 shows the parts of the message one by one.
     with pytest.raises(Exception, match=r"\bg\b.{0,50} must have shape"):
         compiled(x, x[:, 1:])
+
+
+def test_heads_of_values_that_only_the_data_know(device: torch.device) -> None:
+    """That they are a multiple of the heads of keys is asserted when the graph runs."""
+
+    def some_heads(q: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return chunk_simple_gla(q, q, v.index_select(2, places(mask)))[0]
+
+    q, v = torch.randn(1, 5, 2, 4, device=device), torch.randn(1, 5, 8, 4, device=device)
+    compiled = torch.compile(some_heads, backend="eager", fullgraph=True)
+    with unknown_sizes:
+        for kept in (4, 6):
+            mask = torch.arange(8, device=device) < kept
+            assert torch.equal(compiled(q, v, mask), some_heads(q, v, mask))
+        with pytest.raises(RuntimeError):
+            compiled(q, v, torch.arange(8, device=device) < 5)

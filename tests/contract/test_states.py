@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy
 import pytest
 import torch
 import torch._dynamo
@@ -16,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 from torch.func import grad, jvp, vmap
+from torch.utils._pytree import tree_leaves
 
 from flacompose.ops import _logsumexp
 
@@ -148,6 +151,12 @@ def test_errors(case: OpCase, device: torch.device) -> None:
     cu_seqlens = torch.tensor([0, 5], device=device)
     check(ValueError, "output_states must not be given with cu_seqlens, whose", 2, cu_seqlens=cu_seqlens)
     check(TypeError, f"{case.first} must be a tensor, got NoneType", 2, **{case.first: None})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype
+        nested = torch.nested.nested_tensor([*inputs[case.first]])
+    check(TypeError, f"{case.first} must be a dense tensor, got a nested one", 2, **{case.first: nested})
+    for x, y in zip(*(case.function(**inputs, output_states=n) for n in (2, numpy.int64(2))), strict=True):
+        assert all(map(torch.equal, tree_leaves(x), tree_leaves(y)))
 
 
 @each
