@@ -48,7 +48,8 @@ def direct(
     """The operator of vector decay itself, which takes gates on both axes, a bonus beside any of them, and logits."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax)
-    check(op, inputs)  # a graph learns from it that there are as many states as sequences
+    # A graph learns from the check that there are as many states as sequences. Logits may be wider than keys.
+    check(op, inputs._replace(q=q.to(k.dtype)))
     o, state = getattr(op, form)(*inputs)
     return o, state if output_final_state else None
 
