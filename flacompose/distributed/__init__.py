@@ -1,5 +1,6 @@
 """Layers and models on several devices, on ``torch.distributed``. Importing flacompose does not import this."""
 
+from flacompose.distributed.context_parallel import context_parallel
 from flacompose.distributed.tensor_parallel import tensor_parallel_plan
 
-__all__ = ["tensor_parallel_plan"]
+__all__ = ["context_parallel", "tensor_parallel_plan"]

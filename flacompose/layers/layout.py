@@ -115,7 +115,7 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     attention_mask = distributed_like(hidden_states, attention_mask)
     is_token = attention_mask[:, attention_mask.shape[1] - T :] != 0
     ordinal = is_token.long().cumsum(1)  # how many tokens there are up to and with this one
-    lengths = ordinal[:, -1]
+    lengths = is_token.sum(1)
     place = distributed_like(ordinal, torch.arange(T, device=ordinal.device)).expand_as(ordinal)
     inverse_order = torch.where(is_token, ordinal - 1, lengths[:, None] + place - ordinal)
     order = inverse_order.scatter(1, inverse_order, place)

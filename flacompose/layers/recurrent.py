@@ -15,6 +15,7 @@ from flacompose.layers.layout import Layout, distributed_like, layout
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.ops._dtype import autocast_dtype
+from flacompose.ops._ranks import Ranks, bounds_of_rank, shared, sharing
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops._wide import Op, by_values
 
@@ -57,6 +58,8 @@ class StatefulLayer(Joinable):
     # Where the layout has `num_states`, each part of the new state has that many after its first axis. A layer may have
     # more results, of the tokens: [B, T, D] each.
     _compute: Callable[..., tuple[Any, ...]]
+    # Those that share out the tokens, as `context_parallel` sets it.
+    ranks: Ranks | None = None
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -152,6 +155,25 @@ class StatefulLayer(Joinable):
         *others: Any,
     ) -> tuple[Any, ...]:
         """Check the arguments and compute the layer; `others` are arguments of this layer alone, as `lower_bound`."""
+        ranks = self.ranks
+        if ranks is None:
+            return self._computed(hidden_states, state, attention_mask, cu_seqlens, num_states, *others)
+        with shared(ranks):
+            if cu_seqlens is not None:
+                _check.packed("hidden_states", hidden_states, cu_seqlens)
+                cu_seqlens = bounds_of_rank(ranks, cu_seqlens, hidden_states.shape[1])
+            return self._computed(hidden_states, state, attention_mask, cu_seqlens, num_states, *others)
+
+    def _computed(
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        num_states: int | None,
+        *others: Any,
+    ) -> tuple[Any, ...]:
+        """`_call` on this rank's tokens."""
         tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens, num_states)
         if state is None:
             state = self.state_shapes.absent()
@@ -241,7 +263,8 @@ class RecurrentLayer(StatefulLayer):
         """
         if tokens.num_states is not None:
             return partial(recurrent, initial_state=initial_state, output_states=tokens.num_states)
-        op = recurrent if self.mode == "fused_recurrent" or _check.is_one(x.shape[1]) else chunk
+        token_by_token = self.mode == "fused_recurrent" or _check.is_one(x.shape[1])
+        op = recurrent if token_by_token and sharing() is None else chunk
         return partial(op, initial_state=initial_state, output_final_state=True, cu_seqlens=tokens.cu_seqlens)
 
     def _wide_op(self, chunk: Op, recurrent: Op, x: Tensor, initial_state: Any, tokens: Layout) -> Op:

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from flacompose.layers.layout import Layout, distributed_like
 from flacompose.ops import _states
+from flacompose.ops._carry import sums
 from flacompose.ops._dtype import state_dtype, upcast
+from flacompose.ops._ranks import sharing
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
 
@@ -38,6 +40,13 @@ def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, 
     T, cu_seqlens = x.shape[1], tokens.cu_seqlens
     N = sequence_count(x, cu_seqlens)
     start = torch.zeros(N, dtype=torch.int64, device=x.device) if start is None else start.long()
+    ranks, after = sharing(), None
+    if ranks is not None:
+        if cu_seqlens is not None:
+            own = bounds(cu_seqlens, T).diff()
+        else:
+            own = torch.full_like(start, T) if tokens.lengths is None else tokens.lengths
+        start, after = sums(ranks, own, start)
     start, t = distributed_like(x, start), distributed_like(x, torch.arange(T, device=x.device))
     if cu_seqlens is None:
         # Expanded before the sum: Inductor drops a sum with zeros, and asks whether [N, 1] is the shape of the result,
@@ -45,7 +54,9 @@ def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, 
         position = start[:, None].expand(-1, T) + t
         if tokens.num_states is not None:
             return position, _states.last(position, tokens.num_states) + 1
-        return position, start + (T if tokens.lengths is None else tokens.lengths)
-    cu = bounds(cu_seqlens, T)
-    sequence = sequence_of(t, cu)
-    return (t + (start - cu[:-1])[sequence])[None], start + cu.diff()
+        end = start + (T if tokens.lengths is None else tokens.lengths)
+    else:
+        cu = bounds(cu_seqlens, T)
+        position = (t + (start - cu[:-1])[sequence_of(t, cu)])[None]
+        end = start + cu.diff()
+    return position, end if after is None else after

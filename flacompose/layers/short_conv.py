@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from flacompose.layers import _check
 from flacompose.layers.layout import distributed_like, take
 from flacompose.ops import _states
+from flacompose.ops._carry import last_tokens
 from flacompose.ops._dtype import upcast
+from flacompose.ops._ranks import sharing
+from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import bounds, sequence_of
 
 
@@ -127,12 +130,20 @@ class ShortConvolution(nn.Module):
             _check.like(x, "state", state, (N, D, W))
             state = state.to(x.dtype)
 
-        if cu_seqlens is not None:
+        ranks, after = sharing(), None
+        if ranks is not None:
+            before = None if state is None else state.mT
+            start, after = last_tokens(ranks, x, before, W, lengths, cu_seqlens)
+            state = start.mT
+        if always_true(x.shape[1] == 0):  # of a rank without tokens
+            y = self._rows(x, state, None, None)[0][: x.shape[0]]
+        elif cu_seqlens is not None:
             y, state = self._packed(x, state, cu_seqlens)
         elif state is not None and lengths is None and num_states is None and _check.is_one(x.shape[1]):
             y, state = self._step(x, state)
         else:
             y, state = self._rows(x, state, lengths, num_states)
+        state = state if after is None else _as_state(after)
         if self.bias is not None:
             y = y + self.bias
         return (y if self.activation is None else F.silu(y)).to(x.dtype), state

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from flacompose.layers.layout import take
 from flacompose.ops import _states
+from flacompose.ops._carry import last_tokens
 from flacompose.ops._dtype import autocast_dtype
+from flacompose.ops._ranks import shared, sharing
+from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
 
@@ -31,6 +34,13 @@ def token_shift(
     B, T, D = x.shape
     N = sequence_count(x, cu_seqlens)
     last = x.new_zeros(N, D) if last is None else last.to(x.dtype)
+    ranks = sharing()
+    if ranks is not None:
+        start, after = last_tokens(ranks, x, last[:, None], 1, lengths, cu_seqlens)
+        if always_true(T == 0):
+            return start[:B, :0], after[:, 0]
+        with shared(None):
+            return token_shift(x, start[:, 0], lengths, cu_seqlens)[0], after[:, 0]
     if cu_seqlens is not None:
         return _packed(x, last, cu_seqlens)
     history = torch.cat([last.unsqueeze(1), x], dim=1)

@@ -192,7 +192,7 @@ class RecurrentLM(nn.Module):
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
         _check.indices("input_ids", input_ids)
-        if input_ids.ndim != 2 or _check.is_empty(input_ids):
+        if input_ids.ndim != 2 or _check.is_empty(input_ids.shape):
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
         _check.flags(last_only=last_only)
         old = self._checked(state)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import autocast_on
+from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import violated
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -57,15 +58,16 @@ def head_size(name: str, x: Tensor, size_of: str = "head") -> None:
 
 
 def not_empty(name: str, x: Tensor) -> None:
-    if is_empty(x):
+    """Check that no axis of ``x [B, T, ...]`` is empty; where ranks share the tokens, one of them may have none."""
+    if is_empty(x.shape if sharing() is None else (*x.shape[:1], *x.shape[2:])):
         raise ValueError(f"{name} must have no empty dimension, got {tuple(x.shape)}")
 
 
-def is_empty(x: Tensor) -> bool:
-    """Whether `x` has no elements, as far as is known before the data; see `violated`."""
+def is_empty(shape: Sequence[int]) -> bool:
+    """Whether one of these sizes is 0, as far as is known before the data; see `violated`."""
     if not torch.compiler.is_compiling():  # all sizes at once, which is faster
-        return 0 in x.shape
-    for size in x.shape:
+        return 0 in shape
+    for size in shape:
         filled = size > 0
         # Most conditions are True, and Dynamo takes long to trace a call.
         if filled is not True and violated(filled):

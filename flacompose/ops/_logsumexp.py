@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flacompose.ops._carry import logsumexps
 from flacompose.ops._dtensor import by_shard
 from flacompose.ops._dtype import upcast
+from flacompose.ops._ranks import shared, sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops._states import last
 from flacompose.ops._varlen import bounds, inside, sequence_count, sequence_of
@@ -45,6 +47,15 @@ def running_logsumexp(
     x = s.double().clamp(min=LOWEST).flatten(2)  # [B, T, D]
     z = x.new_full((N, x.shape[2]), LOWEST) if z is None else z.double().clamp(min=LOWEST).flatten(1)
     t = torch.arange(T, device=x.device)
+    ranks, after = sharing(), None
+    if ranks is not None:
+        own = torch.full_like(z, LOWEST) + x.sum(
+            (0, 1)
+        )  # without tokens, a sum of 0 that has the graph of others
+        if not always_true(T == 0):
+            with shared(None):
+                own = running_logsumexp(x, None, cu_seqlens).z.clamp(min=LOWEST).flatten(1)
+        z, after = logsumexps(ranks, own, z)
     if cu_seqlens is None:
         first, z_0 = t == 0, z[:, None]
         sequence = torch.zeros_like(t)
@@ -59,7 +70,9 @@ def running_logsumexp(
     written = ~_lowest(total)
     gates = _or_minus_inf(torch.where(written, F.logsigmoid(before - x), 0))
     weights = torch.where(written, torch.sigmoid(x - before), 0)
-    if output_states is not None:
+    if after is not None:
+        z = after
+    elif output_states is not None:
         z = last(total, output_states)
     elif cu_seqlens is None:
         z = total[:, -1]

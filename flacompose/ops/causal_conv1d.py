@@ -7,7 +7,9 @@ from torch import Tensor
 
 from flacompose.ops import _check, _states
 from flacompose.ops._call import check
+from flacompose.ops._carry import last_tokens
 from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._ranks import sharing
 from flacompose.ops.families.short_conv import op
 
 
@@ -59,7 +61,14 @@ def causal_conv1d(
         raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
     if output_states is not None:
         _states.check(output_states, x, cu_seqlens)
-    y, final_state = op.forward(*inputs)
+    ranks = sharing()
+    if ranks is None:
+        y, final_state = op.forward(*inputs)
+    else:
+        before = None if initial_state is None else initial_state.mT
+        start, after = last_tokens(ranks, upcast(x), before, weight.shape[1], cu_seqlens=cu_seqlens)
+        y, _ = op.forward(*inputs._replace(initial_state=start.mT))
+        final_state = after.mT.clone(memory_format=torch.contiguous_format)
     if output_states is not None:
         return y, _last_states(x, weight.shape[1], initial_state, output_states)
     return y, final_state if output_final_state else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops.comba import erasing, family_of
 from flacompose.ops.families.delta_rule import op as delta_rule
@@ -170,7 +171,7 @@ def _check_combination(
 
 def _form(op: ModuleType, T: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """The form of a family that computes this fastest: one kernel for one token."""
-    return op.recurrent if always_true(T == 1) else op.chunk
+    return op.recurrent if always_true(T == 1) and sharing() is None else op.chunk
 
 
 def _with(g: Tensor | None, of_channels: Tensor | None, size: int | None = None) -> Tensor | None:

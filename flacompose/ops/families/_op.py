@@ -18,6 +18,7 @@ from flacompose._torch import OpOverload
 from flacompose.ops._chip import is_here, runs_kernels
 from flacompose.ops._define import define_op
 from flacompose.ops._sizes import always_true
+from flacompose.ops.families._across import across_ranks
 from flacompose.ops.families._ends import DecayEnds, MatrixEnds
 from flacompose.ops.families._signature import AnyInputs, Signature
 from flacompose.ops.families._steps import Steps
@@ -34,13 +35,13 @@ ONE_KERNEL = ("recurrent", "steps", "token")  # these are compiled at their laun
 class Forms(Generic[AnyInputs]):
     """The forms of a family, and what else is made of them.
 
-    The operators return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts,
-    `recurrent` token by token, for decoding. `steps` is `recurrent` with `count` states, ``[N, count, ...]``, those
+    They return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts, also where
+    ranks share the tokens; `recurrent` token by token, for decoding. `steps` is `recurrent` with `count` states, ``[N, count, ...]``, those
     after the last tokens that are `stride` apart: `stride` is the number of the operator's tokens that stand for one
     token.
     """
 
-    chunk: OpOverload
+    chunk: Callable[..., tuple[Tensor, Tensor]]
     recurrent: OpOverload
     steps: OpOverload
     stretch: Callable[[AnyInputs], tuple[Map, Tensor]]
@@ -54,31 +55,39 @@ def define_forms(
     *,
     gates: tuple[str, ...],
     flops: Callable[..., int],
+    of_state: Callable[[AnyInputs], AnyInputs] = lambda inputs: inputs,
 ) -> Forms[AnyInputs]:
-    """Register the forms "chunk" and "recurrent", and return what a family's `op` has."""
+    """Register the forms "chunk" and "recurrent", and return what a family's `op` has.
+
+    Args:
+        family, signature, eager, gates, flops: as `define_ops` takes them.
+        of_state: gives inputs that do the same to a state, and whose `gates` are all that decays it.
+    """
     ops = define_ops(family, signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
-    of_state = signature.axes["final_state"].split()
+    axes = signature.axes["final_state"].split()
     absent = [
-        [i for i, axis in enumerate(of_state) if i > 0 and axis not in signature.axes[gate].split()]
+        [i for i, axis in enumerate(axes) if i > 0 and axis not in signature.axes[gate].split()]
         for gate in gates
     ]
 
     def stretch(inputs: AnyInputs) -> tuple[Map, Tensor]:
         """What the tokens of each sequence do to a state: the map, and the state that they reach from zero."""
+        inputs = of_state(inputs)
         if "q" in inputs._fields:  # queries do nothing to the state
             inputs = inputs._replace(q=inputs.k.detach())
         end, *maps = ops["ends"](*inputs._replace(initial_state=None))
         if not absent:
             return Matrix(*maps), end
         logs = []
-        for log, axes in zip(maps, absent):
-            for i in axes:
+        for log, places in zip(maps, absent):
+            for i in places:
                 log = log.unsqueeze(i)
             logs.append(log)
         return Decay(tuple(logs)), end
 
     d_start = start_gradient(signature, ops["backward"])
-    return Forms(ops["chunk"], ops["recurrent"], ops["steps"], stretch, d_start)
+    chunk = across_ranks(signature, ops["chunk"], ops["backward"], stretch, d_start)
+    return Forms(chunk, ops["recurrent"], ops["steps"], stretch, d_start)
 
 
 def define_ops(

@@ -31,6 +31,14 @@ class Decay(NamedTuple):
     def transposed(self) -> Decay:
         return self
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.logs
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Decay:
+        return Decay(tuple(tensors))
+
 
 class Matrix(NamedTuple):
     """``A(S) = M S``, with ``M [N, H, K, K]``."""
@@ -42,6 +50,14 @@ class Matrix(NamedTuple):
 
     def transposed(self) -> Matrix:
         return Matrix(self.M.mT)
+
+    @property
+    def tensors(self) -> tuple[Tensor]:
+        return (self.M,)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> Matrix:
+        return Matrix(*tensors)
 
 
 Map = Decay | Matrix

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from flacompose.ops.families._across import across_ranks
 from flacompose.ops.families._op import define_ops, start_gradient
 from flacompose.ops.families._stretches import Decay
 from flacompose.ops.families.selective_scan import eager
@@ -26,7 +27,7 @@ def _flops(x, dt, A, *_, **__) -> int:
 
 
 _ops = define_ops("selective_scan", SIGNATURE, eager, forms=("forward",), gates=("dt",), flops=_flops)
-forward, _ends = _ops["forward"], _ops["ends"]
+_ends = _ops["ends"]
 d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
@@ -39,3 +40,6 @@ def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
     forgets = A == -torch.inf
     log = (A.masked_fill(forgets, 0) * sum_dt).masked_fill(forgets & (sum_dt > 0), -torch.inf)
     return Decay((log,)), end
+
+
+forward = across_ranks(SIGNATURE, _ops["forward"], _ops["backward"], stretch, d_start)

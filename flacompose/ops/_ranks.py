@@ -1,0 +1,73 @@
+"""The ranks that share out the tokens of each sequence, and what they tell each other during a call across them.
+
+`flacompose.distributed.context_parallel` makes such calls. Whatever hands something on from one token to the next asks
+`sharing()` whether it has to be handed on from rank to rank as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+collectives = torch.ops._c10d_functional
+
+
+class Ranks(NamedTuple):
+    """A group of processes, each with the tokens that follow those of the one before it."""
+
+    group: str  # its name in torch.distributed
+    index: int  # of this process
+    count: int
+
+
+_ranks: Ranks | None = None
+
+
+def sharing() -> Ranks | None:
+    """The ranks of the call that is being made, None for a call of this process alone."""
+    return _ranks
+
+
+@contextmanager
+def shared(ranks: Ranks | None) -> Iterator[None]:
+    """Within it, calls are made across these ranks."""
+    global _ranks
+    before, _ranks = _ranks, ranks
+    try:
+        yield
+    finally:
+        _ranks = before
+
+
+def gathered(ranks: Ranks, x: Tensor) -> Tensor:
+    """``[count, *x.shape]``: `x` of every rank. It has no gradient."""
+    rows = collectives.all_gather_into_tensor(x.reshape(-1), ranks.count, ranks.group)
+    return collectives.wait_tensor(rows).view(ranks.count, *x.shape)
+
+
+class _OfAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, index: int, count: int) -> Tensor:
+        ctx.group, ctx.count = group, count
+        return gathered(Ranks(group, index, count), x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (d_rows,) = grads
+        total = collectives.reduce_scatter_tensor(d_rows.reshape(-1), "sum", ctx.count, ctx.group)
+        return collectives.wait_tensor(total).view(d_rows.shape[1:]), None, None, None
+
+
+def of_all(ranks: Ranks, x: Tensor) -> Tensor:
+    """``[count, *x.shape]``: `x` of every rank, to whose gradients every rank adds its own."""
+    return _OfAll.apply(x, *ranks)
+
+
+def bounds_of_rank(ranks: Ranks, cu_seqlens: Tensor, T: int) -> Tensor:
+    """The bounds within this rank's ``T`` tokens of sequences whose bounds in the whole row are `cu_seqlens`."""
+    lengths = gathered(ranks, torch.full((1,), T, dtype=torch.int64, device=cu_seqlens.device))
+    return (cu_seqlens.long() - lengths[: ranks.index].sum()).clamp(0, T)
