@@ -56,6 +56,11 @@ PRODUCTS = {
     "gated_deltanet": (7, 6),
     "gated_deltaproduct": (7, 6),
     "kda": (9, 6),
+    "gdn2": (10, 7),
+    "comba": (7, 6),
+    "rodimus": (9, 2),
+    "based": (4, 3),
+    "rebased": (4, 3),
     "attention": (4, 3),
 }
 LAYERS = EVERY | {"attention": ATTENTION}
