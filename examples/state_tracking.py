@@ -132,7 +132,7 @@ def plot(found: dict[int, dict[str, dict[int, float]]], length: int, path: Path)
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
-    with matplotlib.rc_context({"svg.hashsalt": "state_tracking"}):
+    with matplotlib.rc_context({"svg.hashsalt": "state_tracking", "svg.fonttype": "none"}):
         figure.savefig(path, dpi=150)
 
 
