@@ -110,6 +110,7 @@ BREAKS = [
     Break("layers/rotary.py", "if start is None else start.long()", "if True else start.long()", "layers/test_laws.py", "retention and not compiled and not export"),
     Break("layers/rwkv6.py", "delta = before - x", "delta = x - before", "layers/test_laws.py", "test_values and rwkv6"),
     Break("layers/rwkv7.py", "(v + (first - v) * share)", "(first + (v - first) * share)", "layers/test_laws.py", "test_values and RWKV7"),
+    Break("layers/rwkv7.py", "eta = eta * (1 + w.exp())", "eta = eta * 2", "layers/test_rwkv7.py", "eigenvalues"),
     Break("layers/rwkv7.py", "tokens.masked(kappa * eta)", "(kappa * eta)", "layers/test_laws.py", "test_padding and rwkv7"),
     Break("layers/comba.py", 'erase="before"', 'erase="after"', "layers/test_laws.py", "test_values and Comba"),
     Break("layers/gdn2.py", "tokens.masked(k)", "k", "layers/test_laws.py", "test_padding and gdn2"),
@@ -133,6 +134,7 @@ BREAKS = [
     Break("models/softmax_attention.py", "first = past.position is None", "first = True", "models/test_recurrent_lm.py", "hybrid or attn or attention or softmax"),
     # Other libraries
     Break("integrations/_modeling.py", "before,\n        output_final_state=True", "None,\n        output_final_state=True", "integrations/test_transformers.py", "test_generation"),
+    Break("integrations/_modeling.py", "x.masked_fill(ends[:, None], 0)", "x", "integrations/test_transformers.py", "zaya and packed"),
     Break("integrations/fla.py", '_NORM_EPS = {"norm_eps": 1e-5}', '_NORM_EPS = {"norm_eps": 1e-1}', "models/test_fla.py"),
     Break("integrations/transformers.py", "return kind.__mro__[1]", "return kind", "integrations/test_transformers.py", "accelerate"),
     Break("distributed/tensor_parallel.py", '_FROM_HEADS = ("o_proj", ', "_FROM_HEADS = (", "distributed", "heads_are_shared"),

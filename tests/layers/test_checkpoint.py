@@ -524,8 +524,8 @@ SIGNATURES = {
     "rwkv7": (
         "(mode='chunk', hidden_size=1024, head_dim=64, num_heads=None, decay_low_rank_dim=None, "
         "gate_low_rank_dim=None, a_low_rank_dim=None, v_low_rank_dim=None, elementwise_affine=True, "
-        "norm_eps=1e-05, layer_idx=None, fuse_norm=False, value_dim=None, num_hidden_layers=None, *, "
-        "device=None, dtype=None)"
+        "norm_eps=1e-05, layer_idx=None, fuse_norm=False, value_dim=None, num_hidden_layers=None, "
+        "allow_neg_eigval=False, *, device=None, dtype=None)"
     ),
     "hgrn": (
         "(mode='chunk', hidden_size=1024, expand_ratio=1, use_short_conv=False, conv_size=4, "

@@ -155,6 +155,7 @@ VARIANTS = [
     RWKV6 | {"mode": "fused_recurrent", "elementwise_affine": False, "fuse_norm": False},
     RWKV6 | {"num_heads": 1, "gate_fn": "gelu"},
     RWKV7 | {"fuse_norm": True, "value_dim": 48, "norm_eps": 0.1, "mode": "fused_recurrent"},
+    RWKV7 | {"allow_neg_eigval": True},
     RWKV7
     | {
         "num_heads": None,

@@ -344,7 +344,8 @@ def rwkv7(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     r, w, kk, k, v, a = (y.unflatten(-1, (H, -1)) for y in (r, w, kk, k, v, a))
     square = kk.square().sum(-1, keepdim=True)
     kk = kk / ((square + 1e-6).sqrt() if config.get("fuse_norm") else square.sqrt().clamp(min=1e-12))
-    o, S = low_rank(r, k, v, -kk, kk * a, w, state.recurrent)
+    erased = kk * a * (1 + w.exp() if config.get("allow_neg_eigval") else 1)
+    o, S = low_rank(r, k, v, -kk, erased, w, state.recurrent)
     eps = config.get("norm_eps", 1e-5) * k.shape[-1]
     o = rms_norm({"norm_eps": eps}, 1, o - o.mean(-1, keepdim=True)).flatten(2)
     o = o * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
