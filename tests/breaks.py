@@ -58,6 +58,12 @@ BREAKS = [
     Break("ops/_varlen.py", "(token < end[sequence, None])", "(token <= end[sequence, None])", PACKED, "test_packed and chunk_gla"),
     Break("ops/_varlen.py", "(t < cu[-1])", "(t <= cu[-1])", PACKED, "tail_holds"),
     Break("ops/_logsumexp.py", "torch.sigmoid(x - before)", "torch.sigmoid(before - x)", VALUES, "lengths and abc"),
+    Break("ops/families/running_max/eager.py", "(before.double() - m.double())", "(before - m)", "test_running_max.py"),
+    Break("ops/families/running_max/eager.py", "decay + decay.roll(step, 1)", "decay", "test_running_max.py"),
+    Break("ops/families/running_max/kernels.py", "_larger(m_, decay + last)", "m_", "interpreter/test_running_max.py"),
+    Break("ops/families/running_max/kernels.py", "t == size - 1", "t == C - 1", "interpreter/test_running_max.py"),
+    Break("ops/mlstm.py", "(-m_t).exp()", "1", "test_mlstm.py", "stabiliser"),
+    Break("ops/mlstm.py", "weight.abs()", "weight", VALUES, "lengths and mlstm"),
     Break("ops/_groups.py", "(T, groups)).transpose(2, 3)", "(T, groups)).flip(2).transpose(2, 3)", VALUES, "lengths and grouped"),
     # The public functions
     Break("ops/delta_rule.py", "keepdim=True) + NORM_EPS)", "keepdim=True))", "test_delta_rule.py"),

@@ -85,6 +85,33 @@ def normalized(
     return o, (S, z[:, -1])
 
 
+def mlstm(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial_state: tuple[Tensor, ...] | None = None,
+    scale: float = 1.0, eps: float = 1e-6, constant_weight: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """As the paper has it, its stabiliser ``m`` a constant in derivatives; `beta` and `g` are the gates i and f."""
+    B, T, HV, V = v.shape
+    q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k))
+    zeros = (v.new_zeros(B, HV, *shape) for shape in ((q.shape[-1], V), q.shape[3:], ()))
+    C, n, m = zeros if initial_state is None else initial_state
+    o, m = [], m.detach()
+    for t in range(T):
+        before, decay = m, F.logsigmoid(g[:, t])
+        m = torch.maximum(decay + m, beta[:, t]).clamp(min=-1e38).detach()  # which stands for -inf
+        # The difference of maxima comes first, since nothing is lost in it, however large they are.
+        kept, written = (decay + (before - m)).exp()[..., None], (beta[:, t] - m).exp()[..., None] * k[:, t]
+        C, n = kept[..., None] * C + written[..., None] * v[:, t, :, None], kept * n + written
+        weight = torch.maximum((scale * n * q[:, t]).sum(-1).abs(), (-m).exp()) + eps
+        weight = weight.detach() if constant_weight else weight
+        o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], C) / weight[..., None])
+    return torch.stack(o, 1), (C, n, m)
+
+
+def before_sigmoid(g: Tensor) -> Tensor:
+    """The number whose sigmoid has this logarithm."""
+    return g - (-g.expm1()).log()
+
+
 def gdn2(
     q: Tensor, k: Tensor, v: Tensor, gk: Tensor, b: Tensor, w: Tensor, **options
 ) -> tuple[Tensor, Tensor]:
@@ -250,6 +277,14 @@ slots = partial(
     entry, family="vector_decay", axes=OF_SLOTS, output_axes="B T HQ V", reference=slot_attention, nodes=2
 )
 OF_STEPS = {"k": "B T R H K", "v": "B T R HV V", "beta": "B T R HV"}
+exponential = partial(
+    entry, family="scalar_decay", arguments="q k v i=beta f=g", reference=mlstm, groups=2, nodes=2,
+    draws={"f": before_sigmoid}, before=("running_max_forward",), other_ops=None,
+    flops=3,  # 4 for each element but those of m
+    states={"initial_state[0]": "N HV K V", "initial_state[1]": "N HV K", "initial_state[2]": "N HV"},
+    # What q does to the numerator the denominator partly undoes.
+    uncancelled=partial(mlstm, constant_weight=True),
+)  # fmt: skip
 product = partial(
     entry, family="delta_rule", arguments="q k v beta g", axes=OF_STEPS, reference=delta_product,
     # A strong gate is computed with those of the steps that do not decay, whose gradients are far larger.
@@ -298,6 +333,8 @@ CASES = [
           draws={"q": F.softplus, "k": F.softplus}, nodes=2, other_ops=None,
           # Outputs are means, so what q does to the numerator the denominator undoes, but for differences of values.
           uncancelled=partial(normalized, constant_weight=True)),
+    exponential("chunk_mlstm", ops.chunk_mlstm, ops.fused_recurrent_mlstm),
+    exponential("fused_recurrent_mlstm", ops.fused_recurrent_mlstm, ops.chunk_mlstm),
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
     entry("causal_conv1d-silu", partial(ops.causal_conv1d, activation="silu"), None, "short_conv", "x weight bias",
