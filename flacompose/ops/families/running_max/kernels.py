@@ -61,7 +61,7 @@ def running_max_kernel(
         decay, m_ = tl.associative_scan((g_, x_), 0, _join)
         m_ = _larger(m_, decay + last)
         # Gates are between the numbers that are stored, each of which has been rounded once.
-        before, _, _ = tl.associative_scan(
+        before, _m, _one = tl.associative_scan(
             (tl.broadcast_to(last, m_.shape), m_, tl.full(m_.shape, 1, tl.int32)), 0, _last_two
         )
         exact = g_.to(tl.float64) + (before.to(tl.float64) - m_.to(tl.float64))
