@@ -34,7 +34,10 @@ _FROM_HEADS = ("o_proj", "out_proj", "down_proj", "value")
 # Projections whose outputs are not ordered by heads, or are needed whole: computed in parts, and gathered.
 _GATHERED = ("in_proj", "receptance.linear")
 # Parameters of a layer itself whose first dimension is that of the heads, or of their channels.
-_OF_HEADS = ("A_log", "dt_bias", "D", "decay", "bonus", "k_k", "k_a", "r_k")
+_OF_HEADS = (
+    "A_log", "dt_bias", "D", "decay", "bonus", "k_k", "k_a", "r_k",
+    "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o",  # Mamba-3
+)  # fmt: skip
 
 
 def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:

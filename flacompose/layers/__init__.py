@@ -23,6 +23,7 @@ from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
 from flacompose.layers.mamba2 import Mamba2
+from flacompose.layers.mamba3 import Mamba3
 from flacompose.layers.multiscale_retention import MultiScaleRetention
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.rebased import ReBasedLinearAttention
@@ -51,6 +52,7 @@ __all__ = [
     "LightningAttention",
     "LinearAttention",
     "Mamba2",
+    "Mamba3",
     "MultiScaleRetention",
     "RMSNorm",
     "RWKV6Attention",

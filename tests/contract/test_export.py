@@ -57,7 +57,7 @@ def results(output: tuple[Tensor, Tensor]) -> Results:
 
 
 def nodes(case: OpCase) -> list[str]:
-    return [f"flacompose::{case.forward}"] * case.nodes
+    return [f"flacompose::{name}" for name in case.ops]
 
 
 def packed(case: OpCase, device: torch.device, n: int, length: int = 70, **options) -> Problem:
@@ -105,7 +105,13 @@ def test_one_node_at_every_length(case: OpCase, device: torch.device) -> None:
         problem = draw(case, device, B=batch, T=length, seed=length)
         expected = results(call(problem))
         for form in forms:
-            assert_equal(results(form(problem.tensors, None)), expected)
+            actual = results(form(problem.tensors, None))
+            if (
+                form is forms[1] and case.before
+            ):  # what softplus is decomposed to may differ from it in the last bit
+                assert_close(actual, expected, 1e-5)
+            else:
+                assert_equal(actual, expected)
 
 
 @each_op
@@ -130,7 +136,7 @@ def test_graphs_of_training(case: OpCase) -> None:
     torch.autograd.backward(compiled(leaves), (problem.do, problem.d_final_state))
     forward, backward = graphs
     assert op_nodes(forward) == nodes(case)
-    assert op_nodes(backward) == [f"flacompose::{case.backward}"] * case.nodes
+    assert op_nodes(backward) == [f"flacompose::{name}" for name in case.backward_ops]
     if case.other_ops == ():
         saved = forward.graph.output_node().args[0][2:]
         assert {x for x in saved if x.op == "placeholder"} == {*forward.graph.find_nodes(op="placeholder")}

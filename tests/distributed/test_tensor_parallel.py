@@ -21,6 +21,7 @@ needs_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="refused, as 
 
 # What differs from EVERY so that each rank has half of the heads of every kind.
 EVEN = {"hgrn2": {"expand_ratio": 6}, "lightnet": {"expand_ratio": 6}, "mamba2": {"n_groups": 2}}
+EVEN |= {name: {"n_groups": 2} for name in ("mamba3", "mamba3 mimo")}
 # A layer of Rodimus has one head.
 LAYERS = {name: config | EVEN.get(name, {}) for name, config in EVERY.items() if name != "rodimus"}
 # Keys and values of one head, which both ranks need whole; feature maps and norms that have one weight for all heads.
@@ -53,6 +54,7 @@ ODD = {
     "gdn2, 3 heads of keys": EVERY["gdn2"] | VALUES,
     "comba, 3 heads of keys": EVERY["comba"] | VALUES,
     "mamba2, 3 groups": EVERY["mamba2"],
+    "mamba3 mimo, 3 groups": EVERY["mamba3 mimo"],
     "hgrn, 27 channels": EVERY["hgrn"] | {"expand_ratio": 1.125},
 }  # fmt: skip
 
@@ -61,6 +63,9 @@ REDUCED = {"lightning_attn": 2, "hgrn": 2, "hgrn2": 2, "lightnet": 2, "gsa": 2, 
 GATHERED = {
     "mamba2": 1,
     "mamba2, one group": 1,
+    "mamba3": 5,  # the biases too, but of one group
+    "mamba3 mimo": 6,
+    "mamba3 mimo, 3 groups": 6,
     "gated_deltaproduct": 3,
     "gla, one head of keys": 3,
     "gsa, one head of keys": 4,
@@ -89,7 +94,7 @@ GATHERED = {
 WHOLE = {
     "gk_proj.0", "f_proj.0", "g_proj.0", "w_proj.linear.lora.0", "x_proj.0", "x_proj.0.linear", "x_proj.2", "norm",
     "w_lora.lora.0", "v_lora.lora.0", "a_lora.lora.0", "g_lora.lora.0", "g_norm", "o_norm", "g_norm_swish_gate",
-    "conv1d", "feature_map", "feature_map.layer", "",
+    "conv1d", "feature_map", "feature_map.layer", "B_norm", "C_norm", "",
 }  # fmt: skip
 
 
@@ -185,8 +190,10 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         recurrent = state.recurrent if isinstance(state.recurrent, tuple) else (state.recurrent,)
         # The state of gated slot attention has the heads of keys.
         replicated = name in ("gsa, one head of keys", "gsa, 3 heads of keys")
-        placement = Replicate() if replicated else Shard(1)
-        assert all(t.placements == (placement,) for t in recurrent), name
+        placements = [Replicate() if replicated else Shard(1)] * len(recurrent)
+        if name.startswith("mamba3"):  # keys have their ranks before the heads, and every rank has all values
+            placements[2:] = [Shard(2), Replicate()]
+        assert [t.placements for t in recurrent] == [(p,) for p in placements], name
     # The gradients of k, v and the decays, and of q and k, are summed over ranks, not gathered from them.
     for name, sums in ("gla, one head of keys", 3), ("kda, one head of keys", 2):
         layer = build(SHARED[name])

@@ -509,6 +509,13 @@ SIGNATURES = {
         "dt_init_floor=0.0001, dt_limit=(0.0, inf), use_bias=False, norm_eps=1e-05, chunk_size=256, "
         "layer_idx=None, *, device=None, dtype=None)"
     ),
+    **dict.fromkeys(
+        ("mamba3", "mamba3 mimo"),
+        "(hidden_size=2048, state_size=128, expand=2, head_dim=64, n_groups=1, rope_fraction=0.5, dt_min=0.001, "
+        "dt_max=0.1, dt_init_floor=0.0001, A_floor=0.0001, is_outproj_norm=False, is_mimo=False, mimo_rank=4, "
+        "chunk_size=64, use_bias=False, norm_eps=1e-05, layer_idx=None, *, A_activation='softplus', device=None, "
+        "dtype=None)",
+    ),
     "rwkv6": (
         "(mode='chunk', hidden_size=1024, expand_k=0.5, expand_v=1.0, num_heads=4, gate_fn='swish', "
         "proj_low_rank_dim=32, gate_low_rank_dim=64, fuse_norm=True, elementwise_affine=True, "
@@ -517,8 +524,8 @@ SIGNATURES = {
     "rwkv7": (
         "(mode='chunk', hidden_size=1024, head_dim=64, num_heads=None, decay_low_rank_dim=None, "
         "gate_low_rank_dim=None, a_low_rank_dim=None, v_low_rank_dim=None, elementwise_affine=True, "
-        "norm_eps=1e-05, layer_idx=None, fuse_norm=False, value_dim=None, num_hidden_layers=None, *, "
-        "device=None, dtype=None)"
+        "norm_eps=1e-05, layer_idx=None, fuse_norm=False, value_dim=None, num_hidden_layers=None, "
+        "allow_neg_eigval=False, *, device=None, dtype=None)"
     ),
     "hgrn": (
         "(mode='chunk', hidden_size=1024, expand_ratio=1, use_short_conv=False, conv_size=4, "

@@ -133,6 +133,12 @@ REFUSED = [
             ),
         )
     ),
+    ("mamba3", {"state_size": 7}, "state_size must be even, got 7"),
+    ("mamba3", {"state_size": 2, "rope_fraction": 0.5}, "state_size must be at least 4 where rope_fraction is 0.5"),
+    ("mamba3", {"rope_fraction": 0.25}, "rope_fraction must be 0.5 or 1, got 0.25"),
+    ("mamba3", {"n_groups": 4}, "n_groups must divide the 6 heads, got 4"),
+    ("mamba3", {"A_floor": 0}, "A_floor must be above 0, got 0"),
+    ("mamba3", {"A_activation": "relu"}, "A_activation must be one of softplus, heavy_tail, got 'relu'"),
     ("mamba2", {"head_dim": 0}, "head_dim must be at least 1, got 0"),
     ("mamba2", {"state_size": 513}, "state_size must be from 1 to 512, got 513"),
     ("mamba2", {"state_size": 0}, "state_size must be from 1 to 512, got 0"),

@@ -148,10 +148,14 @@ VARIANTS = [
     MAMBA2 | {"rmsnorm": False, "use_conv_bias": False, "conv_kernel": 1, "expand": 1},
     MAMBA2 | {"dt_limit": (0.4, 0.9)},
     MAMBA2 | {"hidden_act": "gelu"},
+    EVERY["mamba3"]
+    | {"A_activation": "heavy_tail", "A_floor": 0.7, "is_outproj_norm": True, "use_bias": True},
+    EVERY["mamba3 mimo"] | {"is_outproj_norm": False, "n_groups": 1, "mimo_rank": 3},
     MAMBA2 | {"n_groups": 3, "conv_kernel": 3, "use_bias": True},
     RWKV6 | {"mode": "fused_recurrent", "elementwise_affine": False, "fuse_norm": False},
     RWKV6 | {"num_heads": 1, "gate_fn": "gelu"},
     RWKV7 | {"fuse_norm": True, "value_dim": 48, "norm_eps": 0.1, "mode": "fused_recurrent"},
+    RWKV7 | {"allow_neg_eigval": True},
     RWKV7
     | {
         "num_heads": None,
@@ -566,7 +570,8 @@ def test_export(name, layout, device, tmp_path, request):
     program = exported(layer, layout, device)
     nodes = 2 if name in ("linear_attn", "gsa", "abc") else 1  # linear attention sums keys beside values
     ops = [n.target for n in program.graph.nodes if "flacompose" in str(n.target)]
-    assert ops == [op_of(name, "chunk")] * nodes
+    turns = name.startswith("mamba3") and layout == "packed"  # angles are summed by a scan
+    assert ops == [torch.ops.flacompose.scan_chunk.default] * turns + [op_of(name, "chunk")] * nodes
     modules, lengths = [program.module()], LENGTHS[1:]
     if layout == "rows":
         torch.export.save(program, tmp_path / "layer.pt2")

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from contract.recurrences import delta_product
+from contract.recurrences import delta_product, mamba3_mimo
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -31,6 +31,7 @@ from flacompose.layers import (
     LightningAttention,
     LinearAttention,
     Mamba2,
+    Mamba3,
     MultiScaleRetention,
     ReBasedLinearAttention,
     RecurrentState,
@@ -65,9 +66,19 @@ HEADS = {"hidden_size": 24, "num_heads": 4}
 RANKS = {"decay_low_rank_dim": 5, "gate_low_rank_dim": 7, "a_low_rank_dim": 4, "v_low_rank_dim": 3}
 VALUE_HEADS = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6}
 SHORT = {"hidden_size": 24, "use_short_conv": True, "conv_bias": True, "conv_size": 3}
+MAMBA3 = {
+    "layer": Mamba3,
+    "hidden_size": 24,
+    "head_dim": 8,
+    "state_size": 6,
+    "n_groups": 3,
+    "rope_fraction": 1,
+}
 EVERY = LAYERS | {
     "lightning_attn": {"layer": LightningAttention, "layer_idx": 1, "num_layers": 3} | HEADS,
     "mamba2": {"layer": Mamba2, "hidden_size": 24, "head_dim": 8, "state_size": 5, "n_groups": 3},
+    "mamba3": MAMBA3,
+    "mamba3 mimo": MAMBA3 | {"rope_fraction": 0.5, "is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True},
     "rwkv6": {"layer": RWKV6Attention, "proj_low_rank_dim": 4, "gate_low_rank_dim": 5} | HEADS,
     "rwkv7": {"layer": RWKV7Attention, "head_dim": None, "layer_idx": 1, "num_hidden_layers": 3}
     | HEADS
@@ -167,6 +178,7 @@ def sequence(config: Config, parameters: Parameters, x: Tensor, state: Recurrent
         MultiScaleRetention: multi_scale_retention,
         LightningAttention: lightning_attention,
         Mamba2: mamba2,
+        Mamba3: mamba3,
         RWKV6Attention: rwkv6,
         RWKV7Attention: rwkv7,
         HGRNAttention: hgrn,
@@ -287,6 +299,33 @@ def rwkv6(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     return linear(p, "o_proj", o), RecurrentState(S, shift=x[:, -1])
 
 
+def mamba3(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    (H, R, S), P, G = p["B_bias"].shape, config["head_dim"], config.get("n_groups", 1)
+    sizes = [H * P, H * P, R * G * S, R * G * S, H, H, H]
+    y = linear(p, "in_proj", x)
+    z, v, k, q, dt, A, trap, angles = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
+    z, v = (y.unflatten(-1, (H, P)) for y in (z, v))
+    q, k = (
+        rms_norm(config, p[f"{name}_norm.weight"], y.unflatten(-1, (R, G, S)))
+        for name, y in (("C", q), ("B", k))
+    )
+    dt = (1 + (dt + p["dt_bias"]).exp()).log()
+    heavy = config.get("A_activation") == "heavy_tail"
+    A = torch.where(A > 0, 1 + A, 1 / (1 - A)) if heavy else (1 + A.exp()).log()
+    A = -A.clamp(min=config.get("A_floor", 1e-4))
+    ones = torch.ones(H, 1, P, dtype=x.dtype)
+    up, gates, down = (p.get(f"mimo_{name}", ones) for name in "xzo")
+    normed = config.get("is_outproj_norm", False)
+    if normed:
+        down = down * p["norm.weight"].view(H, 1, P)
+    o, new = mamba3_mimo(
+        q, k, v, A * dt, dt, trap, p["C_bias"], p["B_bias"], angles.unsqueeze(2).expand(-1, -1, H, -1), p["D"], z,
+        up, gates, down, (state.recurrent[0], state.recurrent[1].mT, *state.recurrent[2:]),
+        config.get("is_mimo", False), config.get("norm_eps", 1e-5) if normed else None,
+    )  # fmt: skip
+    return linear(p, "out_proj", o.flatten(2)), RecurrentState((new[0], new[1].mT, *new[2:]))
+
+
 def rwkv7(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, sigmoid = (
         config.get("num_heads") or config["hidden_size"] // config["head_dim"],
@@ -305,7 +344,8 @@ def rwkv7(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     r, w, kk, k, v, a = (y.unflatten(-1, (H, -1)) for y in (r, w, kk, k, v, a))
     square = kk.square().sum(-1, keepdim=True)
     kk = kk / ((square + 1e-6).sqrt() if config.get("fuse_norm") else square.sqrt().clamp(min=1e-12))
-    o, S = low_rank(r, k, v, -kk, kk * a, w, state.recurrent)
+    erased = kk * a * (1 + w.exp() if config.get("allow_neg_eigval") else 1)
+    o, S = low_rank(r, k, v, -kk, erased, w, state.recurrent)
     eps = config.get("norm_eps", 1e-5) * k.shape[-1]
     o = rms_norm({"norm_eps": eps}, 1, o - o.mean(-1, keepdim=True)).flatten(2)
     o = o * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
