@@ -20,6 +20,7 @@ from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
 from flacompose.layers.mamba2 import Mamba2
+from flacompose.layers.mlstm import MLSTM
 from flacompose.layers.multiscale_retention import MultiScaleRetention
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.rwkv6 import RWKV6Attention
@@ -29,6 +30,7 @@ from flacompose.layers.simple_gla import SimpleGatedLinearAttention
 from flacompose.layers.state import RecurrentState, RecurrentStates
 
 __all__ = [
+    "MLSTM",
     "ABCAttention",
     "DeltaNet",
     "GatedDeltaNet",
