@@ -38,13 +38,13 @@ class Block(nn.Module):
         attention = config.attention(layer_idx)
         self.attn: StatefulLayer
         if attention is None:
-            options = {"norm_eps": config.norm_eps, "layer_idx": layer_idx, **config.layer_options}
+            options = config.layer_arguments(layer_idx)
             if issubclass(config.layer_class, RWKV7Attention):
                 options["num_hidden_layers"] = config.num_hidden_layers
                 # The first layer of RWKV7 makes the values that the others mix in.
                 if all(config.attention(i) is not None for i in range(layer_idx)):
                     options["layer_idx"] = 0
-            self.attn = cast(Any, config.layer_class)(hidden_size=size, **options, **factory)
+            self.attn = cast(Any, config.layer_class)(**options, **factory)
         else:
             self.attn = SoftmaxAttention(size, **attention, **factory)
         self.mlp_norm = _norm(config, **factory)

@@ -19,6 +19,7 @@ from flacompose.ops.kda import chunk_kda, fused_recurrent_kda
 from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
 from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops.linear_recurrence import linear_recurrence
+from flacompose.ops.mamba3 import mamba3_mimo_combined, mamba3_siso_combined
 from flacompose.ops.mlstm import chunk_mlstm, fused_recurrent_mlstm
 from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
 from flacompose.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
@@ -67,6 +68,8 @@ __all__ = [
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
     "linear_recurrence",
+    "mamba3_mimo_combined",
+    "mamba3_siso_combined",
     "mamba_chunk_scan_combined",
     "selective_scan_fn",
     "selective_state_update",

@@ -87,7 +87,7 @@ def draw(
     many = case.groups * H
     size = {"B": B, "T": T, "H": H, "HV": many, "HQ": many, "K": K, "V": V, "M": M, "W": W, "N": N}
     size |= {"D": V, "S": K}  # channels without heads, and the state of each
-    size |= {"R": 2}  # steps of a token
+    size |= {"R": 2, "A": 2}  # steps of a token, and the angles of its keys
     if len(case.states) > 1:
         size["joined"] = sum(prod(size[axis] for axis in axes[2:]) for axes in case.states.values())
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32

@@ -73,6 +73,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kda": ("KDA", HEADS | {"head_dim": 8}),
     "kda varied": ("KDA", HEADS | {"head_dim": 8, "num_v_heads": 4, "safe_gate": True, "lower_bound": -3.0,
                    "use_short_conv": False}),
+    "comba": ("Comba", HEADS | {"head_dim": 8}),
+    "comba varied": ("Comba", HEADS | {"head_dim": 8, "num_v_heads": 4, "expand_v": 1.0, "use_output_gate": False,
+                     "use_short_conv": False} | {"use_output_correction": False, "use_inner_decay": False,
+                     "correction_factor": 0.02}),
 }  # fmt: skip
 # More than 64 tokens, so that a chunk of flacompose ends among them; the logits of some are kept.
 LENGTH, KEPT = 70, (0, 1, 33, 64, 69)

@@ -69,7 +69,7 @@ def test_defaults_are_those_of_the_peer(name: str) -> None:
 @pytest.mark.parametrize("model_type", _FAMILIES)
 def test_sizes_have_the_defaults_of_the_peer(model_type: str) -> None:
     config = config_from_fla({"model_type": model_type})
-    layers = 21 if model_type == "gated_deltanet" else 24
+    layers = 21 if model_type in ("gated_deltanet", "comba") else 24
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (32000, 2048, layers)
     # As GatedMLP(hidden_size=2048, hidden_ratio=...).intermediate_size of the peer, and its RWKV6FeedForward's and
     # RWKV7FeedForward's.
@@ -104,6 +104,7 @@ def test_gsa_takes_both_spellings_of_its_arguments() -> None:
         ("delta_net", [(16, 128, 128)]),
         ("gated_deltanet", [(6, 256, 512)]),
         ("kda", [(16, 128, 128)]),
+        ("comba", [(6, 256, 512)]),
     ],
 )
 def test_default_sizes_of_the_peer_are_supported(model_type: str, states: list[tuple[int, ...]]) -> None:
@@ -149,7 +150,7 @@ def test_mixtures_of_older_versions_of_rwkv7() -> None:
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"model_type": "mamba2"}, r"model_type must be one of gla, .*, kda, got 'mamba2'"),
+        ({"model_type": "mamba2"}, r"model_type must be one of gla, .*, kda, comba, got 'mamba2'"),
         ({"model_type": None}, r"model_type must be one of .* got None"),
         ({"num_attention_heads": 4, "rms_norm_eps": 1}, r"num_attention_heads, rms_norm_eps are not known of a gla"),
         ({"head_dim": 4}, r"head_dim is not known of a gla"),
