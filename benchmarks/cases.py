@@ -326,6 +326,7 @@ OPS = {
             _mlstm,
             {**QKV, "i": Draw("B T H"), "f": Draw("B T H", lambda x: x + 3)},
             states={"C": Draw("B H K V"), "n": Draw("B H K"), "m": Draw("B H")},
+            state_gradients=False,
             training=(*TRAINING, Shape(8, 2048, 8, 256, 512)),
         ),
         _op("rwkv7", _rwkv7, RWKV7, training=(*TRAINING, Shape(8, 2048, 32, 64, 64))),

@@ -116,6 +116,7 @@ BREAKS = [
     Break("layers/rotary.py", "if start is None else start.long()", "if True else start.long()", "layers/test_laws.py", "retention and not compiled and not export"),
     Break("layers/rwkv6.py", "delta = before - x", "delta = x - before", "layers/test_laws.py", "test_values and rwkv6"),
     Break("layers/rwkv7.py", "(v + (first - v) * share)", "(first + (v - first) * share)", "layers/test_laws.py", "test_values and RWKV7"),
+    Break("layers/mlstm.py", "tokens.masked(f, torch.inf)", "f", "layers/test_laws.py", "test_padding and mlstm"),
     Break("layers/rwkv7.py", "eta = eta * (1 + w.exp())", "eta = eta * 2", "layers/test_rwkv7.py", "eigenvalues"),
     Break("layers/rwkv7.py", "tokens.masked(kappa * eta)", "(kappa * eta)", "layers/test_laws.py", "test_padding and rwkv7"),
     Break("layers/comba.py", 'erase="before"', 'erase="after"', "layers/test_laws.py", "test_values and Comba"),

@@ -27,6 +27,7 @@ _TO_HEADS = (
     "qkv_proj", "output_gate",  # lightning attention
     "r_proj.linear", "k_proj.linear", "v_proj.linear", "g_proj.linear", "w_proj.linear.lora.2",  # RWKV6
     "r_proj", "w_lora.lora.2", "v_lora.lora.2", "a_lora.lora.2", "g_lora.lora.2",  # RWKV7
+    "q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact",  # mLSTM
     "gate_proj", "up_proj", "key.linear", "key",  # feed-forward networks, whose channels take the place of heads
 )  # fmt: skip
 # Projections from heads: each rank multiplies its own heads, and the products are summed over all ranks.

@@ -24,6 +24,7 @@ from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
 from flacompose.layers.mamba2 import Mamba2
 from flacompose.layers.mamba3 import Mamba3
+from flacompose.layers.mlstm import MLSTM
 from flacompose.layers.multiscale_retention import MultiScaleRetention
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.rebased import ReBasedLinearAttention
@@ -35,6 +36,7 @@ from flacompose.layers.simple_gla import SimpleGatedLinearAttention
 from flacompose.layers.state import RecurrentState, RecurrentStates
 
 __all__ = [
+    "MLSTM",
     "ABCAttention",
     "BasedLinearAttention",
     "Comba",

@@ -111,7 +111,6 @@ class GroupNorm(nn.GroupNorm):
         # With one axis of tokens: with more, PyTorch's gradient refuses a number of tokens that only the data know.
         y = F.layer_norm(upcast(x).flatten(0, -3), x.shape[-1:], None, None, self.eps)
         y = y.unflatten(0, x.shape[:-2])
-        if self.weight is not None:
-            weight, bias = (p.unflatten(0, (self.num_groups, -1)) for p in (self.weight, self.bias))
-            y = y * weight + bias
+        for p, join in ((self.weight, torch.mul), (self.bias, torch.add)):
+            y = y if p is None else join(y, p.unflatten(0, (self.num_groups, -1)))
         return y.to(x.dtype)

@@ -527,6 +527,10 @@ SIGNATURES = {
         "norm_eps=1e-05, layer_idx=None, fuse_norm=False, value_dim=None, num_hidden_layers=None, "
         "allow_neg_eigval=False, *, device=None, dtype=None)"
     ),
+    "mlstm": (
+        "(mode='chunk', hidden_size=1024, num_heads=4, qk_dim_factor=0.5, v_dim_factor=1.0, gate_soft_cap=15.0, "
+        "use_bias=False, norm_eps=1e-06, eps=1e-06, layer_idx=None, *, device=None, dtype=None)"
+    ),
     "hgrn": (
         "(mode='chunk', hidden_size=1024, expand_ratio=1, use_short_conv=False, conv_size=4, "
         "conv_bias=False, elementwise_affine=True, norm_eps=1e-05, layer_idx=None, *, device=None, "

@@ -49,6 +49,7 @@ PRODUCTS = {
     "mamba3 mimo": (8, 1),
     "rwkv6": (9, 1),
     "rwkv7": (12, 1),
+    "mlstm": (7, 6),
     "hgrn": (4, 3),
     "hgrn2": (4, 3),
     "lightnet": (6, 4),

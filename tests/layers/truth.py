@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from contract.recurrences import delta_product, mamba3_mimo
+from contract.recurrences import mlstm as mlstm_recurrence
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flacompose.layers import (
+    MLSTM,
     ABCAttention,
     BasedLinearAttention,
     Comba,
@@ -83,6 +85,7 @@ EVERY = LAYERS | {
     "rwkv7": {"layer": RWKV7Attention, "head_dim": None, "layer_idx": 1, "num_hidden_layers": 3}
     | HEADS
     | RANKS,
+    "mlstm": {"layer": MLSTM, "gate_soft_cap": 5.0, "use_bias": True} | HEADS,
     "hgrn": {"layer": HGRNAttention} | SHORT,
     "hgrn2": {"layer": HGRN2Attention, "expand_ratio": 8} | SHORT,
     "lightnet": {"layer": LightNetAttention, "expand_ratio": 8} | SHORT,
@@ -181,6 +184,7 @@ def sequence(config: Config, parameters: Parameters, x: Tensor, state: Recurrent
         Mamba3: mamba3,
         RWKV6Attention: rwkv6,
         RWKV7Attention: rwkv7,
+        MLSTM: mlstm,
         HGRNAttention: hgrn,
         BoundedHGRN: hgrn,
         HGRN2Attention: hgrn2_or_lightnet,
@@ -351,6 +355,19 @@ def rwkv7(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     o = o * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
     o = o + ((r * k * p["r_k"]).sum(-1, keepdim=True) * v).flatten(2)
     return linear(p, "o_proj", o * g), RecurrentState(S, shift=x[:, -1])
+
+
+def mlstm(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    cap, H = config.get("gate_soft_cap", 15.0), config["num_heads"]
+    q, k, v = (linear(p, name, x).unflatten(-1, (H, -1)) for name in "qkv")
+    i, f = (linear(p, f"{name}gate_preact", x) for name in "if")
+    if cap is not None:
+        i, f = (cap * torch.tanh(y / cap) for y in (i, f))
+    o, recurrent = mlstm_recurrence(q, k, v, i, f, state.recurrent, q.shape[-1] ** -0.5)
+    o = rms_norm({"norm_eps": 1e-6} | config, 1, o - o.mean(-1, keepdim=True)).flatten(2)
+    o = o * p["multihead_norm.weight"] + p.get("multihead_norm.bias", 0)
+    o = o * ACTIVATIONS["sigmoid"](linear(p, "ogate_preact", x))
+    return linear(p, "out_proj", o), RecurrentState(recurrent)
 
 
 def hgrn(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
