@@ -27,6 +27,7 @@ SIZES = "B, T, H, HV, K, V, M = 2, 70, 2, 2,"
 WITHOUT_ROW = {
     "causal_conv1d": "its state is the last inputs",
     "chunk_hgrn": "its state is a vector",
+    "chunk_rg_lru": "its state is a vector",
     "selective_scan_fn": "each number of its state has a decay of its own",
     "selective_state_update": "one token of Mamba and of Mamba-2, in PyTorch",
     "linear_recurrence": "the function itself",

@@ -20,6 +20,7 @@ from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_
 from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops.linear_recurrence import linear_recurrence
 from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
+from flacompose.ops.rg_lru import chunk_rg_lru, fused_recurrent_rg_lru
 from flacompose.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
 from flacompose.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from flacompose.ops.selective_scan import selective_scan_fn
@@ -43,6 +44,7 @@ __all__ = [
     "chunk_lightning_attn",
     "chunk_linear_attn",
     "chunk_retention",
+    "chunk_rg_lru",
     "chunk_rwkv6",
     "chunk_rwkv7",
     "chunk_simple_gla",
@@ -60,6 +62,7 @@ __all__ = [
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",
+    "fused_recurrent_rg_lru",
     "fused_recurrent_rwkv6",
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",

@@ -105,7 +105,11 @@ def test_one_node_at_every_length(case: OpCase, device: torch.device) -> None:
         problem = draw(case, device, B=batch, T=length, seed=length)
         expected = results(call(problem))
         for form in forms:
-            assert_equal(results(form(problem.tensors, None)), expected)
+            actual = results(form(problem.tensors, None))
+            if case.softplus:  # rounded once or twice otherwise, and then summed over tokens
+                assert_close(actual, expected, 2**-20)
+            else:
+                assert_equal(actual, expected)
 
 
 @each_op
