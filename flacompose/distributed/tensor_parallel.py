@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from flacompose._torch import pytree
 from flacompose.layers import Mamba2, ShortConvolution
+from flacompose.layers.griffin import RGLRUGates
 from flacompose.layers.joint import Joinable
 from flacompose.layers.recurrent import StatefulLayer
 from flacompose.models import RecurrentLM
@@ -26,11 +27,12 @@ _TO_HEADS = (
     "f_proj.1", "g_proj.1", "gk_proj.1",
     "qkv_proj", "output_gate",  # lightning attention
     "r_proj.linear", "k_proj.linear", "v_proj.linear", "g_proj.linear", "w_proj.linear.lora.2",  # RWKV6
+    "linear_x", "linear_y",  # Griffin
     "r_proj", "w_lora.lora.2", "v_lora.lora.2", "a_lora.lora.2", "g_lora.lora.2",  # RWKV7
     "gate_proj", "up_proj", "key.linear", "key",  # feed-forward networks, whose channels take the place of heads
 )  # fmt: skip
 # Projections from heads: each rank multiplies its own heads, and the products are summed over all ranks.
-_FROM_HEADS = ("o_proj", "out_proj", "down_proj", "value")
+_FROM_HEADS = ("o_proj", "out_proj", "linear_out", "down_proj", "value")
 # Projections whose outputs are not ordered by heads, or are needed whole: computed in parts, and gathered.
 _GATHERED = ("in_proj", "receptance.linear")
 # Parameters of a layer itself whose first dimension is that of the heads, or of their channels.
@@ -124,6 +126,8 @@ def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
             elif isinstance(m, ShortConvolution) and not isinstance(
                 part, Mamba2
             ):  # Mamba2 gathers its channels
+                yield name, _Sharded()
+            elif isinstance(m, RGLRUGates):
                 yield name, _Sharded()
             elif isinstance(m, (nn.RMSNorm, nn.GroupNorm)) and weight is not None and len(weight) == channels:
                 yield name, _Sharded()

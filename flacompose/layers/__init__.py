@@ -11,6 +11,7 @@ from flacompose.layers.delta_net import DeltaNet
 from flacompose.layers.gated_deltanet import GatedDeltaNet
 from flacompose.layers.gated_deltaproduct import GatedDeltaProduct
 from flacompose.layers.gla import GatedLinearAttention
+from flacompose.layers.griffin import GriffinRecurrentBlock
 from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
 from flacompose.layers.hgrn2 import HGRN2Attention
@@ -36,6 +37,7 @@ __all__ = [
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",
+    "GriffinRecurrentBlock",
     "HGRN2Attention",
     "HGRNAttention",
     "KimiDeltaAttention",

@@ -465,6 +465,10 @@ SIGNATURES = {
         "norm_eps=1e-05, layer_idx=None, fuse_norm=False, value_dim=None, num_hidden_layers=None, *, "
         "device=None, dtype=None)"
     ),
+    "griffin": (
+        "(mode='chunk', hidden_size=2560, num_heads=10, lru_width=None, conv_size=4, hidden_act='gelu', "
+        "layer_idx=None, *, device=None, dtype=None)"
+    ),
     "hgrn": (
         "(mode='chunk', hidden_size=1024, expand_ratio=1, use_short_conv=False, conv_size=4, "
         "conv_bias=False, elementwise_affine=True, norm_eps=1e-05, layer_idx=None, *, device=None, "

@@ -51,7 +51,8 @@ REFUSED = [
     ("", {"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),
     ("", {"norm_eps": math.inf}, "norm_eps must be finite, got inf"),
     *(("", {"use_short_conv": use, "conv_size": 0}, "conv_size must be at least 1, got 0") for use in (True, False)),
-    (f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn rwkv7", {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    (f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn rwkv7 griffin", {"num_heads": 0},
+     "num_heads must be at least 1, got 0"),
     ("", {"num_kv_heads": 0}, "num_kv_heads must divide num_heads = {num_heads}, got 0"),
     ("", {"num_kv_heads": 3}, "num_kv_heads must divide num_heads = {num_heads}, got 3"),
     *(
@@ -71,7 +72,7 @@ REFUSED = [
         for name in (["relu"], "softmax", None)
         for names, argument, choices in (
             (f"{GATED} rwkv6", "gate_fn", CHOICES),
-            ("lightning_attn mamba2", "hidden_act", CHOICES),
+            ("lightning_attn mamba2 griffin", "hidden_act", CHOICES),
             ("linear_attn", "feature_map", MAPS),
         )
     ),
@@ -101,6 +102,8 @@ REFUSED = [
      "hidden_size / num_heads must be from 1 to 512, got 1024"),
     ("lightning_attn", {"layer_idx": 3}, "layer_idx must be from 0 to num_layers - 1 = 2, got 3"),
     ("lightning_attn", {"decay": "retnet"}, "decay must be 'tnl' or 'minimax', got 'retnet'"),
+    ("griffin", {"lru_width": 37}, "lru_width must be a multiple of num_heads = 4, got 37"),
+    ("griffin", {"conv_size": 0}, "conv_size must be at least 1, got 0"),
     ("hgrn", {"expand_ratio": 0.3}, "hidden_size * expand_ratio must be a positive int, got 7.1"),
     ("hgrn", {"expand_ratio": -1}, "hidden_size * expand_ratio must be a positive int, got -24"),
     ("hgrn", {"expand_ratio": math.nan}, "hidden_size * expand_ratio must be a positive int, got nan"),

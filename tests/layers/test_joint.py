@@ -47,6 +47,7 @@ PRODUCTS = {
     "mamba2": (2, 1),
     "rwkv6": (9, 1),
     "rwkv7": (12, 1),
+    "griffin": (3, 2),
     "hgrn": (4, 3),
     "hgrn2": (4, 3),
     "lightnet": (6, 4),

@@ -86,6 +86,7 @@ LAYOUTS = CASES | {
     "wide rwkv6": RWKV6 | {"expand_k": 1.0, "expand_v": 2.0, "gate_fn": "sigmoid", "norm_eps": 0.1},
     "rwkv7 of layer 0": RWKV7
     | {"layer_idx": 0, "num_hidden_layers": None, "value_dim": 48, "mode": "fused_recurrent"},
+    "griffin recurrent": EVERY["griffin"] | {"mode": "fused_recurrent", "hidden_act": "silu", "conv_size": 1},
     "hgrn without conv": HGRN,
     "hgrn recurrent": BOUNDED["bounded hgrn"]
     | {"mode": "fused_recurrent", "elementwise_affine": False, "norm_eps": 0.1},
@@ -408,6 +409,7 @@ FAMILIES = {
     "gla": "vector_decay",
     "rwkv6": "vector_decay",
     "rwkv7": "low_rank",
+    "griffin": "scan",
     "hgrn": "scan",
     "hgrn2": "vector_decay",
     "lightnet": "vector_decay",

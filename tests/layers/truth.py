@@ -21,6 +21,7 @@ from flacompose.layers import (
     GatedDeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
+    GriffinRecurrentBlock,
     HGRN2Attention,
     HGRNAttention,
     KimiDeltaAttention,
@@ -67,6 +68,7 @@ EVERY = LAYERS | {
     "rwkv7": {"layer": RWKV7Attention, "head_dim": None, "layer_idx": 1, "num_hidden_layers": 3}
     | HEADS
     | RANKS,
+    "griffin": {"layer": GriffinRecurrentBlock, "lru_width": 36, "conv_size": 3} | HEADS,
     "hgrn": {"layer": HGRNAttention} | SHORT,
     "hgrn2": {"layer": HGRN2Attention, "expand_ratio": 8} | SHORT,
     "lightnet": {"layer": LightNetAttention, "expand_ratio": 8} | SHORT,
@@ -156,6 +158,7 @@ def sequence(config: Config, parameters: Parameters, x: Tensor, state: Recurrent
         Mamba2: mamba2,
         RWKV6Attention: rwkv6,
         RWKV7Attention: rwkv7,
+        GriffinRecurrentBlock: griffin,
         HGRNAttention: hgrn,
         BoundedHGRN: hgrn,
         HGRN2Attention: hgrn2_or_lightnet,
@@ -293,6 +296,24 @@ def rwkv7(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     o = o * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
     o = o + ((r * k * p["r_k"]).sum(-1, keepdim=True) * v).flatten(2)
     return linear(p, "o_proj", o * g), RecurrentState(S, shift=x[:, -1])
+
+
+def griffin(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    act, sigmoid = ACTIVATIONS[config.get("hidden_act", "gelu")], ACTIVATIONS["sigmoid"]
+    gate, T = act(linear(p, "linear_y", x)), x.shape[1]
+    x, window = convolved(p, "conv_1d", linear(p, "linear_x", x), state.conv[0])
+    blocks = x.unflatten(-1, (config["num_heads"], 1, -1))
+    r, i = (
+        sigmoid(
+            ((blocks @ p[f"rg_lru.{name}_gate_weight"])[..., 0, :] + p[f"rg_lru.{name}_gate_bias"]).flatten(2)
+        )
+        for name in ("recurrent", "input")
+    )
+    a = (-8 * (1 + p["rg_lru.recurrent_param"].exp()).log() * r).exp()
+    first = (state.position + torch.arange(T))[:, None] == 0
+    a, strength = torch.where(first, 0, a), torch.where(first, 1, (1 - a * a).sqrt())
+    h, end = scan(strength * i * x, a.log(), state.recurrent)
+    return linear(p, "linear_out", h * gate), RecurrentState(end, (window,), position=state.position + T)
 
 
 def hgrn(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
