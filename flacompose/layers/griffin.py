@@ -88,10 +88,11 @@ class GriffinRecurrentBlock(RecurrentLayer):
         r, i = self.rg_lru(x)
         position, next_position = positions(u, past.position, tokens)
         first = position == 0
-        if tokens.is_token is not None:  # a pad is no first token, and keeps all of the state
-            first, r = first & tokens.is_token, tokens.masked(r, -torch.inf)
+        if tokens.is_token is not None:
+            first = first & tokens.is_token
+        # A pad whose recurrence gate is closed keeps all of the state, and writes nothing.
         rg_lru = self._op(chunk_rg_lru, fused_recurrent_rg_lru, u, past.recurrent, tokens)
-        h, recurrent = rg_lru(tokens.masked(x), r, i, self.rg_lru.recurrent_param, first)
+        h, recurrent = rg_lru(x, tokens.masked(r, -torch.inf), i, self.rg_lru.recurrent_param, first)
         return self.linear_out(h * self.act(gate)), RecurrentState(recurrent, conv, position=next_position)
 
 
