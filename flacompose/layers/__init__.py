@@ -20,6 +20,7 @@ from flacompose.layers.kda import KimiDeltaAttention
 from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
+from flacompose.layers.mamba import Mamba
 from flacompose.layers.mamba2 import Mamba2
 from flacompose.layers.multiscale_retention import MultiScaleRetention
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
@@ -44,6 +45,7 @@ __all__ = [
     "LightNetAttention",
     "LightningAttention",
     "LinearAttention",
+    "Mamba",
     "Mamba2",
     "MultiScaleRetention",
     "RMSNorm",

@@ -72,7 +72,7 @@ REFUSED = [
         for name in (["relu"], "softmax", None)
         for names, argument, choices in (
             (f"{GATED} rwkv6", "gate_fn", CHOICES),
-            ("lightning_attn mamba2 griffin", "hidden_act", CHOICES),
+            ("lightning_attn mamba mamba2 griffin", "hidden_act", CHOICES),
             ("linear_attn", "feature_map", MAPS),
         )
     ),
@@ -136,6 +136,12 @@ REFUSED = [
             ),
         )
     ),
+    ("mamba", {"dt_rank": 0}, "dt_rank must be at least 1, got 0"),
+    ("mamba", {"dt_init": "zeros"}, "dt_init must be one of random, constant, got 'zeros'"),
+    ("mamba", {"state_size": 513}, "state_size must be from 1 to 512, got 513"),
+    ("mamba", {"intermediate_size": 0}, "intermediate_size must be at least 1, got 0"),
+    ("mamba", {"dt_scale": math.inf}, "dt_scale must be finite, got inf"),
+    ("mamba", {"dt_min": 0.2}, "(dt_min, dt_max) must be two ascending bounds above 0, got (0.2, 0.1)"),
     ("mamba2", {"head_dim": 0}, "head_dim must be at least 1, got 0"),
     ("mamba2", {"state_size": 513}, "state_size must be from 1 to 512, got 513"),
     ("mamba2", {"state_size": 0}, "state_size must be from 1 to 512, got 0"),

@@ -44,6 +44,7 @@ PRODUCTS = {
     "linear_attn": (4, 3),
     "retention": (5, 4),
     "lightning_attn": (3, 2),
+    "mamba": (4, 1),
     "mamba2": (2, 1),
     "rwkv6": (9, 1),
     "rwkv7": (12, 1),
@@ -60,7 +61,7 @@ PRODUCTS = {
     "attention": (4, 3),
 }
 LAYERS = EVERY | {"attention": ATTENTION}
-NONE_TO_JOIN = {"mamba2", "rwkv6", "rwkv7"}
+NONE_TO_JOIN = {"mamba", "mamba2", "rwkv6", "rwkv7"}
 # Projections that are absent, and biases of all.
 OTHERS = [
     *BOUNDED.values(),

@@ -143,6 +143,7 @@ VARIANTS = [
     LIGHTNING | {"layer_idx": 0, "num_layers": 1},
     MAMBA2 | {"norm_before_gate": True, "D_has_hdim": True, "n_groups": 2, "norm_eps": 0.1},
     MAMBA2 | {"rmsnorm": False, "use_conv_bias": False, "conv_kernel": 1, "expand": 1},
+    EVERY["mamba"] | {"use_bias": True, "use_conv_bias": False, "conv_kernel": 1, "hidden_act": "gelu"},
     MAMBA2 | {"dt_limit": (0.4, 0.9)},
     MAMBA2 | {"hidden_act": "gelu"},
     MAMBA2 | {"n_groups": 3, "conv_kernel": 3, "use_bias": True},
@@ -423,6 +424,8 @@ FAMILIES = {
 
 
 def op_of(name: str, form: str) -> torch._ops.OpOverload:
+    if name == "mamba":  # whose op has one form
+        return torch.ops.flacompose.selective_scan_forward.default
     if form == "token":
         return torch.ops.flacompose.slot_attention_token.default
     return getattr(torch.ops.flacompose, f"{FAMILIES.get(name, 'scalar_decay')}_{form}").default

@@ -28,6 +28,7 @@ from flacompose.layers import (
     LightNetAttention,
     LightningAttention,
     LinearAttention,
+    Mamba,
     Mamba2,
     MultiScaleRetention,
     RecurrentState,
@@ -39,6 +40,7 @@ from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
+from flacompose.ops.families.selective_scan.reference import selective_scan
 from flacompose.ops.families.short_conv.reference import short_conv
 from flacompose.ops.families.slot_attention.reference import slot_attention
 from flacompose.ops.families.vector_decay.reference import vector_decay
@@ -63,6 +65,7 @@ VALUE_HEADS = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6}
 SHORT = {"hidden_size": 24, "use_short_conv": True, "conv_bias": True, "conv_size": 3}
 EVERY = LAYERS | {
     "lightning_attn": {"layer": LightningAttention, "layer_idx": 1, "num_layers": 3} | HEADS,
+    "mamba": {"layer": Mamba, "hidden_size": 24, "intermediate_size": 36, "state_size": 5, "dt_rank": 3},
     "mamba2": {"layer": Mamba2, "hidden_size": 24, "head_dim": 8, "state_size": 5, "n_groups": 3},
     "rwkv6": {"layer": RWKV6Attention, "proj_low_rank_dim": 4, "gate_low_rank_dim": 5} | HEADS,
     "rwkv7": {"layer": RWKV7Attention, "head_dim": None, "layer_idx": 1, "num_hidden_layers": 3}
@@ -155,6 +158,7 @@ def sequence(config: Config, parameters: Parameters, x: Tensor, state: Recurrent
         LinearAttention: linear_attention,
         MultiScaleRetention: multi_scale_retention,
         LightningAttention: lightning_attention,
+        Mamba: mamba,
         Mamba2: mamba2,
         RWKV6Attention: rwkv6,
         RWKV7Attention: rwkv7,
@@ -231,6 +235,18 @@ def lightning_attention(config: Config, p: Parameters, x: Tensor, state: Recurre
     o, S = scalar_decay(q, k, v, g_gamma=-q.new_tensor(rates), initial_state=state.recurrent)
     o = rms_norm({"norm_eps": 1e-6} | config, p["norm.weight"], o.flatten(2))
     return linear(p, "out_proj", o * ACTIVATIONS["sigmoid"](linear(p, "output_gate", x))), RecurrentState(S)
+
+
+def mamba(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    S = p["A_log"].shape[1]
+    x, z = linear(p, "in_proj", x).chunk(2, -1)
+    x, window = convolved(p, "conv1d", x, state.conv[0])
+    x = ACTIVATIONS[config.get("hidden_act", "silu")](x)
+    dt, B, C = linear(p, "x_proj", x).split([p["dt_proj.weight"].shape[1], S, S], -1)
+    dt = (1 + linear(p, "dt_proj", dt).exp()).log()
+    y, h = selective_scan(x, dt, -p["A_log"].exp(), B.unsqueeze(2), C.unsqueeze(2), state.recurrent)
+    y = (y + p["D"] * x) * ACTIVATIONS["silu"](z)
+    return linear(p, "out_proj", y), RecurrentState(h, (window,))
 
 
 def mamba2(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
