@@ -52,7 +52,15 @@ ODD = {
 }  # fmt: skip
 
 # How often one call communicates: the sum at the end, the mean of a norm over all heads, and what is gathered whole.
-REDUCED = {"lightning_attn": 2, "mamba": 2, "hgrn": 2, "hgrn2": 2, "lightnet": 2, "gsa": 2, "mamba2, one group": 2}
+REDUCED = {
+    "lightning_attn": 2,
+    "mamba": 2,
+    "hgrn": 2,
+    "hgrn2": 2,
+    "lightnet": 2,
+    "gsa": 2,
+    "mamba2, one group": 2,
+}
 GATHERED = {
     "mamba": 1,
     "mamba2": 1,
