@@ -21,6 +21,7 @@ from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear
 from flacompose.ops.linear_recurrence import linear_recurrence
 from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
 from flacompose.ops.rg_lru import chunk_rg_lru, fused_recurrent_rg_lru
+from flacompose.ops.rwkv4 import chunk_rwkv4, fused_recurrent_rwkv4
 from flacompose.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
 from flacompose.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from flacompose.ops.selective_scan import selective_scan_fn
@@ -45,6 +46,7 @@ __all__ = [
     "chunk_linear_attn",
     "chunk_retention",
     "chunk_rg_lru",
+    "chunk_rwkv4",
     "chunk_rwkv6",
     "chunk_rwkv7",
     "chunk_simple_gla",
@@ -63,6 +65,7 @@ __all__ = [
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",
     "fused_recurrent_rg_lru",
+    "fused_recurrent_rwkv4",
     "fused_recurrent_rwkv6",
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
