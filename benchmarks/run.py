@@ -73,8 +73,10 @@ def parser() -> argparse.ArgumentParser:
     add("--host-rounds", type=int, default=5, help="turns of each side (default: %(default)s)")
     add("--host-calls", type=float, default=1.0, help="factor on the number of calls that are timed together")
     add = p.add_argument_group("whole models").add_argument
-    add("--models", nargs="+", choices=models.MIXERS, default=list(models.MIXERS), metavar="MIXER")
-    add("--peer-model", action="store_true", help="the peer's model of gated linear attention too")
+    add("--models", nargs="+", choices=models.NAMES, default=list(models.NAMES), metavar="MODEL")
+    add(
+        "--peer-model", action="store_true", help="the peer's models of gla and rwkv7 too, of those asked for"
+    )
     add("--quantities", nargs="+", choices=model.QUANTITIES, default=["compile", "step"])
     add(
         "--jobs", type=int, default=1, help="models compiled at the same time; only with --quantities compile"
@@ -159,7 +161,8 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
     ops = [op for op in ops if op.has_heads] if part == "heads" else ops
     names = [op.name for op in ops]
     if part == "model":
-        names = [*arguments.models, *([models.PEER] if arguments.peer_model else [])]
+        peers = [name for name in models.PEERS if name.removeprefix("fla-") in arguments.models]
+        names = [*arguments.models, *(peers if arguments.peer_model else [])]
     if part == "public":
         names = arguments.public_models
     names = {"mamba2": [mamba.SIDE], "generation": [generation.MODEL]}.get(part, names)

@@ -721,11 +721,13 @@ def test_host_rows(monkeypatch, tmp_path: Path):
         assert row.ours is not None and (row.other is None) == (row.beside == "before") == bool(row.note)
 
 
-@pytest.mark.parametrize("name", models.MIXERS)
+@pytest.mark.parametrize("name", models.NAMES)
 def test_models_decode_what_they_compute(name: str):
     torch.manual_seed(0)
     net = models.build(name, layers=2, width=64, vocabulary=50).double().eval()
-    assert isinstance(net, models.LanguageModel)
+    assert isinstance(net, models.LanguageModel) == (name != models.RWKV7)
+    for p in net.parameters():  # RWKV7's layers begin with projections of zeros
+        torch.nn.init.normal_(p, std=0.2)
     tokens = torch.randint(50, (1, 6))
     with torch.no_grad():
         expected, _ = net(tokens)
@@ -734,7 +736,7 @@ def test_models_decode_what_they_compute(name: str):
             logits, states = net(tokens[:, t : t + 1], states)
             torch.testing.assert_close(logits[:, 0], expected[:, t])
         # Where decoding is timed from: states of the right form.
-        logits, _ = net(tokens[:, :1], net.first_states("cpu", torch.float64))
+        logits, _ = net(tokens[:, :1], models.first_states(net, "cpu", torch.float64))
     assert logits.isfinite().all() and logits.shape == (1, 1, 50)
 
 
@@ -752,6 +754,8 @@ def test_model_process(monkeypatch, capsys):
         ("B2 T16", "step", "ms"),
         ("B1 T32", "first step at a second shape", "s"),
         ("B1 T32", "step", "ms"),
+        ("B2 T16", "step, eager", "ms"),
+        ("B1 T32", "step, eager", "ms"),
         ("B1 T1", "one token, eager", "ms"),
         ("B1 T1", "one token, compiled", "ms"),
     ]
@@ -809,10 +813,13 @@ def test_model_run(jobs: str, monkeypatch, tmp_path: Path):
 
 
 def test_figures_of_models_that_stand_alone():
-    figures = [Figure(name, "flacompose", "B1 T2", "step", "ms", 1.0) for name in ("mamba2", models.PEER)]
-    alone, peers = model.rows(figures)
+    figures = [
+        Figure(name, "flacompose", "B1 T2", "step", "ms", 1.0) for name in ("mamba2", "fla-gla", "fla-rwkv7")
+    ]
+    alone, peers, rwkv7 = model.rows(figures)
     assert (alone.op, alone.ours, alone.other, alone.max_ratio) == ("mamba2 model", 1.0, None, None)
     assert (peers.op, peers.ours, peers.other, peers.beside) == ("gla model", None, 1.0, "fla")
+    assert (rwkv7.op, rwkv7.beside) == ("rwkv7 model", "fla")
 
 
 def test_the_size_reaches_the_process():

@@ -23,7 +23,7 @@ from flacompose.models.softmax_attention import SoftmaxAttention
 
 # Projections to heads: each rank computes the outputs of its own heads. Of a low-rank pair only the second is one.
 _TO_HEADS = (
-    "q_proj", "k_proj", "v_proj", "g_proj", "f_proj", "i_proj", "s_proj", "a_proj", "b_proj", "gk_proj",
+    "q_proj", "k_proj", "v_proj", "g_proj", "f_proj", "i_proj", "s_proj", "a_proj", "b_proj", "w_proj", "gk_proj",
     "f_proj.1", "g_proj.1", "gk_proj.1",
     "qkv_proj", "output_gate",  # lightning attention
     "r_proj.linear", "k_proj.linear", "v_proj.linear", "g_proj.linear", "w_proj.linear.lora.2",  # RWKV6
@@ -37,7 +37,10 @@ _FROM_HEADS = ("o_proj", "out_proj", "linear_out", "x_proj", "down_proj", "value
 # Projections whose outputs are not ordered by heads, or are needed whole: computed in parts, and gathered.
 _GATHERED = ("in_proj", "receptance.linear")
 # Parameters of a layer itself whose first dimension is that of the heads, or of their channels.
-_OF_HEADS = ("A_log", "dt_bias", "D", "bonus", "k_k", "k_a", "r_k")
+_OF_HEADS = (
+    "A_log", "dt_bias", "D", "decay", "bonus", "k_k", "k_a", "r_k",
+    "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o",  # Mamba-3
+)  # fmt: skip
 
 
 def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:

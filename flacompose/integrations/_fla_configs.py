@@ -15,6 +15,8 @@ WITHOUT_EFFECT = frozenset(
     conv_size gate_low_rank_dim norm_first share_conv_kernel use_gk use_glu use_gv use_norm use_output_gate
     use_output_norm use_short_conv
     """.split()
+    # what models of Comba hand to no layer: all of them have a correction and an inner decay
+    + "correction_factor use_inner_decay use_output_correction".split()
     # what every config of transformers may hold, in its versions 4 and 5
     + """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures

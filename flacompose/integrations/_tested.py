@@ -64,6 +64,10 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
     "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
     "zamba": {"ZambaMambaMixer": SCAN},
     "zamba2": {"Zamba2MambaMixer": SSD},
+    "zaya": {
+        "ZayaCCAProjection": "conv_kernel_size conv_qk_depthwise conv_qk_grouped v_proj_delayed",
+        "ZayaAttention": "qkv_proj",
+    },
 }  # fmt: skip
 
 # What forwards of layers use beside functions that are replaced. A recurrence that moves into a forward brings others.
@@ -87,6 +91,12 @@ MINIMAX_NAMES = """
     head_dim key_decay layer_idx matmul min norm num_attention_heads out_proj output_gate qkv_proj query_decay
     range reshape set_linear_cache shape sigmoid slope_rate split to torch transpose zeros
 """
+
+# By classes whose forwards use other names, these.
+OF_ONE = {
+    "MiniMaxLightningAttention": MINIMAX_NAMES,
+    "ZayaCCAProjection": f"{NAMES} hidden_size mean new_zeros num_key_value_groups pad repeat_kv v_proj_current",
+}
 
 # The parameters of the forwards of layers, and of the functions that are replaced.
 FORWARD = """
@@ -158,8 +168,8 @@ def _differences(
         for missing in set(expected[name].split()) - used:
             yield f"{name}.forward does not use {missing!r}"
         if is_layer:
-            known = MINIMAX_NAMES if name == "MiniMaxLightningAttention" else NAMES
-            for new in sorted(used - {*known.split(), *expected[name].split()}):
+            known = OF_ONE.get(name, NAMES).split()
+            for new in sorted(used - {*known, *expected[name].split()}):
                 yield f"{name}.forward uses {new!r}"
             for new in inspect.signature(forward).parameters.keys() - set(FORWARD.split()):
                 yield f"{name}.forward takes {new!r}"

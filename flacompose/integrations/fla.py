@@ -142,6 +142,11 @@ _FAMILIES = {
         "KimiDeltaAttention",
         "expand_v head_dim num_heads num_v_heads use_short_conv allow_neg_eigval safe_gate lower_bound conv_size",
     ),
+    "comba": _Family(
+        "Comba",
+        "expand_v head_dim num_heads num_v_heads use_output_gate use_short_conv conv_size",
+        {"num_hidden_layers": 21},
+    ),
 }
 
 
@@ -156,8 +161,8 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
 
     Raises:
         ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "rwkv7", "hgrn2", "delta_net",
-            "gated_deltanet", "kda", "mamba" and "mamba2", or a key is not known, or its value asks for something
-            that is not supported; both are named. If `config` is JSON itself, or its file holds none.
+            "gated_deltanet", "kda", "comba", "mamba" and "mamba2", or a key is not known, or its value asks for
+            something that is not supported; both are named. If `config` is JSON itself, or its file holds none.
         TypeError: If `config` is neither a mapping nor a path.
         FileNotFoundError: If it is the path of no file.
     """

@@ -53,8 +53,8 @@ FUNCTIONS: Mapping[str, Function] = {
     "mamba_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
     "mamba_inner_fn": Function(_modeling.no_fused_block),
 }
-# The recurrence of MiniMax is written out in its forward.
-FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
+# The recurrence of MiniMax is written out in its forward, and ZAYA's calls its convolutions as modules.
+FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla", "ZayaCCAProjection": "causal_conv1d"}
 
 
 def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
@@ -67,6 +67,7 @@ def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Cal
 FORWARDS = _of_classes(
     {
         "MiniMaxLightningAttention": _modeling.lightning,
+        "ZayaCCAProjection": _modeling.compressed,
         "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
         "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
         "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer "
@@ -95,6 +96,7 @@ AROUND = _of_classes(
             "post_attention_convolution", "post_mlp_convolution"
         ),
         "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
+        "ZayaAttention": _modeling.passing_to("qkv_proj"),
     }
 )
 

@@ -7,9 +7,12 @@ RWKV7 have one argument and one result more, the values of the first layer of a 
 """
 
 from flacompose.layers.abc import ABCAttention
+from flacompose.layers.based import BasedLinearAttention
+from flacompose.layers.comba import Comba
 from flacompose.layers.delta_net import DeltaNet
 from flacompose.layers.gated_deltanet import GatedDeltaNet
 from flacompose.layers.gated_deltaproduct import GatedDeltaProduct
+from flacompose.layers.gdn2 import GatedDeltaNet2
 from flacompose.layers.gla import GatedLinearAttention
 from flacompose.layers.griffin import GriffinRecurrentBlock
 from flacompose.layers.gsa import GatedSlotAttention
@@ -22,8 +25,11 @@ from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
 from flacompose.layers.mamba import Mamba
 from flacompose.layers.mamba2 import Mamba2
+from flacompose.layers.mamba3 import Mamba3
 from flacompose.layers.multiscale_retention import MultiScaleRetention
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.rebased import ReBasedLinearAttention
+from flacompose.layers.rodimus import RodimusAttention
 from flacompose.layers.rwkv6 import RWKV6Attention
 from flacompose.layers.rwkv7 import RWKV7Attention
 from flacompose.layers.short_conv import ShortConvolution
@@ -32,8 +38,11 @@ from flacompose.layers.state import RecurrentState, RecurrentStates
 
 __all__ = [
     "ABCAttention",
+    "BasedLinearAttention",
+    "Comba",
     "DeltaNet",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedRMSNorm",
@@ -47,12 +56,15 @@ __all__ = [
     "LinearAttention",
     "Mamba",
     "Mamba2",
+    "Mamba3",
     "MultiScaleRetention",
     "RMSNorm",
     "RWKV6Attention",
     "RWKV7Attention",
+    "ReBasedLinearAttention",
     "RecurrentState",
     "RecurrentStates",
+    "RodimusAttention",
     "ShortConvolution",
     "SimpleGatedLinearAttention",
     "join_projections",

@@ -132,7 +132,7 @@ def optional_float_dtype(dtype: torch.dtype | None) -> None:
 
 def is_one(size: int) -> bool:
     """Whether `size` is 1 and always will be: not if it is symbolic, or a tensor under ``torch.jit.trace``."""
-    return not isinstance(size, Tensor) and always_true(size == 1)
+    return always_true(size == 1)
 
 
 def packed(name: str, x: Tensor, cu_seqlens: Tensor) -> int:

@@ -20,7 +20,8 @@ class RecurrentState(NamedTuple):
 
     Attributes:
         recurrent: ``[N, H, K, V]``, in HGRN and Griffin ``[N, D]``, in Mamba ``[N, D, S]``, float32 (float64 in a
-            float64 layer); in layers of slots the tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``.
+            float64 layer); in layers of slots the tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``,
+            and in Mamba3 one of angles, state, last keys and last values.
         conv: One ``[N, D, W]`` per short convolution of the layer, in the order (q, k, v), in HGRN (i, f), in HGRN2
             (q, f, i), in Mamba, Mamba2 and Griffin only one: the last ``W`` inputs of each sequence, the newest in
             column ``W - 1``, in the dtype of the layer's projections. Empty without them.

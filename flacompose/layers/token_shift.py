@@ -8,7 +8,7 @@ from torch import Tensor
 from flacompose.layers.layout import take
 from flacompose.ops import _states
 from flacompose.ops._dtype import autocast_dtype
-from flacompose.ops._varlen import bounds, sequence_count, sequence_of
+from flacompose.ops._varlen import last_token, shifted
 
 
 def as_projected(x: Tensor) -> Tensor:
@@ -28,27 +28,11 @@ def token_shift(
 
     With `num_states` it is the last ``n`` tokens, ``[N, n, D]``.
     """
-    B, T, D = x.shape
-    N = sequence_count(x, cu_seqlens)
-    last = x.new_zeros(N, D) if last is None else last.to(x.dtype)
-    if cu_seqlens is not None:
-        return _packed(x, last, cu_seqlens)
-    history = torch.cat([last.unsqueeze(1), x], dim=1)
+    before = None if last is None else last.to(x.dtype)
+    y = shifted(x, before, cu_seqlens)
     if num_states is not None:
-        return history[:, :T], _states.last(x, num_states)
+        return y, _states.last(x, num_states)
     if lengths is None:
-        last = history[:, -1]
-    else:
-        last = take(history, lengths[:, None]).squeeze(1)
-    return history[:, :T], last.clone(memory_format=torch.contiguous_format)
-
-
-def _packed(x: Tensor, last: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    T = x.shape[1]
-    cu = bounds(cu_seqlens, T)
-    begin, end = cu[:-1], cu[1:]
-    t = torch.arange(T, device=x.device)
-    sequence = sequence_of(t, cu)
-    is_first = (t == begin[sequence])[:, None]
-    shifted = torch.where(is_first, last[sequence], x[0, (t - 1).clamp(min=0)])
-    return shifted[None], torch.where((begin < end)[:, None], x[0, (end - 1).clamp(min=0)], last)
+        return y, last_token(x, before, cu_seqlens)
+    history = torch.cat([torch.zeros_like(x[:, :1]) if before is None else before.unsqueeze(1), x], 1)
+    return y, take(history, lengths[:, None]).squeeze(1)

@@ -127,6 +127,12 @@ class RecurrentConfig:
                     )
                 seen.add(index)
 
+    def layer_arguments(self, layer_idx: int) -> dict[str, Any]:
+        """Those of the layer in the block `layer_idx`: what the model gives and it takes, and `layer_options`."""
+        given = {"hidden_size": self.hidden_size, "norm_eps": self.norm_eps, "layer_idx": layer_idx}
+        known = inspect.signature(self.layer_class).parameters
+        return {name: x for name, x in given.items() if name in known} | dict(self.layer_options)
+
     @property
     def layer_class(self) -> type[RecurrentLayer]:
         """The class that `layer` names."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -39,15 +38,13 @@ class Block(nn.Module):
         attention = config.attention(layer_idx)
         self.attn: StatefulLayer
         if attention is None:
-            options = {"layer_idx": layer_idx, **config.layer_options}
-            if "norm_eps" in signature(config.layer_class).parameters:
-                options.setdefault("norm_eps", config.norm_eps)
+            options = config.layer_arguments(layer_idx)
             if issubclass(config.layer_class, RWKV7Attention):
                 options["num_hidden_layers"] = config.num_hidden_layers
                 # The first layer of RWKV7 makes the values that the others mix in.
                 if all(config.attention(i) is not None for i in range(layer_idx)):
                     options["layer_idx"] = 0
-            self.attn = cast(Any, config.layer_class)(hidden_size=size, **options, **factory)
+            self.attn = cast(Any, config.layer_class)(**options, **factory)
         else:
             self.attn = SoftmaxAttention(size, **attention, **factory)
         self.mlp: SwiGLU | RWKV6FeedForward | RWKV7FeedForward | None = None

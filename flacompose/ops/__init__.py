@@ -19,6 +19,8 @@ from flacompose.ops.kda import chunk_kda, fused_recurrent_kda
 from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
 from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops.linear_recurrence import linear_recurrence
+from flacompose.ops.mamba3 import mamba3_mimo_combined, mamba3_siso_combined
+from flacompose.ops.mlstm import chunk_mlstm, fused_recurrent_mlstm
 from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
 from flacompose.ops.rg_lru import chunk_rg_lru, fused_recurrent_rg_lru
 from flacompose.ops.rwkv4 import chunk_rwkv4, fused_recurrent_rwkv4
@@ -44,6 +46,7 @@ __all__ = [
     "chunk_kda",
     "chunk_lightning_attn",
     "chunk_linear_attn",
+    "chunk_mlstm",
     "chunk_retention",
     "chunk_rg_lru",
     "chunk_rwkv4",
@@ -63,6 +66,7 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
+    "fused_recurrent_mlstm",
     "fused_recurrent_retention",
     "fused_recurrent_rg_lru",
     "fused_recurrent_rwkv4",
@@ -70,6 +74,8 @@ __all__ = [
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
     "linear_recurrence",
+    "mamba3_mimo_combined",
+    "mamba3_siso_combined",
     "mamba_chunk_scan_combined",
     "selective_scan_fn",
     "selective_state_update",

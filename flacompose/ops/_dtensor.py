@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -49,6 +50,13 @@ def flatten(x: Tensor, start: int, end: int) -> Tensor:
     """
     y = x.flatten(start, end)
     return _with_own_gradient(y) if hasattr(x, "device_mesh") and x.shape[start] > 1 else y
+
+
+def with_dense_gradient(x: Tensor) -> Tensor:
+    """``x``, whose gradient, where it is a DTensor, gets the strides that PyTorch takes it to have."""
+    if hasattr(x, "device_mesh") and x.requires_grad:
+        x.register_hook(partial(torch.clone, memory_format=torch.contiguous_format))
+    return x
 
 
 def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:

@@ -57,7 +57,7 @@ def results(output: tuple[Tensor, Tensor]) -> Results:
 
 
 def nodes(case: OpCase) -> list[str]:
-    return [f"flacompose::{case.forward}"] * case.nodes
+    return [f"flacompose::{name}" for name in case.ops]
 
 
 def packed(case: OpCase, device: torch.device, n: int, length: int = 70, **options) -> Problem:
@@ -106,8 +106,9 @@ def test_one_node_at_every_length(case: OpCase, device: torch.device) -> None:
         expected = results(call(problem))
         for form in forms:
             actual = results(form(problem.tensors, None))
-            if case.softplus:  # rounded once or twice otherwise, and then summed over tokens
-                assert_close(actual, expected, 2**-20)
+            # What softplus is decomposed to may differ from it in the last bit.
+            if form is forms[1] and (case.before or case.softplus):
+                assert_close(actual, expected, 1e-5)
             else:
                 assert_equal(actual, expected)
 
@@ -134,7 +135,7 @@ def test_graphs_of_training(case: OpCase) -> None:
     torch.autograd.backward(compiled(leaves), (problem.do, problem.d_final_state))
     forward, backward = graphs
     assert op_nodes(forward) == nodes(case)
-    assert op_nodes(backward) == [f"flacompose::{case.backward}"] * case.nodes
+    assert op_nodes(backward) == [f"flacompose::{name}" for name in case.backward_ops]
     if case.other_ops == ():
         saved = forward.graph.output_node().args[0][2:]
         assert {x for x in saved if x.op == "placeholder"} == {*forward.graph.find_nodes(op="placeholder")}

@@ -93,8 +93,8 @@ def test_training(case: OpCase, layout: str, device: torch.device) -> None:
     compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
     for problem, *masks in problems(case, layout, device):
         actual, expected = (
-            evaluate(problem, function=lambda _, f=f, masks=masks, **tensors: f(tensors, *masks))
-            for f in (compiled, plain)
+            evaluate(problem, function=lambda _, run=run, masks=masks, **tensors: run(tensors, *masks))
+            for run in (compiled, plain)
         )
         assert_close(actual, expected, 1e-6)
 

@@ -15,7 +15,6 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-T = Dim("T", min=2, max=8192)
 EXPORTED = [3, 64, 65, 165, 2048]
 PACKAGED = [100, 165, 384, 2048]
 
@@ -140,7 +139,9 @@ def assert_one_compilation(
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def exported(model: nn.Module) -> ExportedProgram:
+def exported(model: nn.Module, least: int = 2) -> ExportedProgram:
+    """For `least` tokens or more."""
+    T = Dim("T", min=least, max=8192)
     with torch.no_grad():
         return torch.export.export(Logits(model), (prompt(model, 37),), dynamic_shapes=({1: T},))
 

@@ -533,7 +533,7 @@ KDA = SHORT | {"chunk_kda", "fused_recurrent_kda"}
 SSD = SHORT | {"mamba_chunk_scan_combined", "selective_state_update"}
 RUNS_ON = {
     "minimax": {"chunk_simple_gla"},
-    **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3"], SHORT),
+    **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3", "zaya"], SHORT),
     **dict.fromkeys(SELECTIVE, SHORT | {"selective_scan_fn", "selective_state_update"}),
     **dict.fromkeys(["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"], GATED_DELTA),
     **dict.fromkeys(["bailing_hybrid", "glm5_next", "kimi_linear"], KDA),
@@ -719,9 +719,10 @@ def test_packed(name: str, model: nn.Module, device: torch.device) -> None:
     layer = recurrent(model)[0]
     width = layer.conv1d.in_channels if name.startswith("inkling") else 32
     x = torch.randn(1, sum(LENGTHS), width, device=device, requires_grad=True)
-    w = torch.randn_like(x)
 
     def run(x: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        if name == "zaya":  # queries, keys and values
+            return torch.cat([y.flatten(2) for y in layer(x, None, **given)], -1)
         return layer(x, None, None, **given)[0] if name == "minimax" else layer(x, **given)
 
     def gradients(y: torch.Tensor) -> list[torch.Tensor]:
@@ -729,6 +730,7 @@ def test_packed(name: str, model: nn.Module, device: torch.device) -> None:
 
     with enable():
         y = run(x, cu_seq_lens_q=bounds(device))
+        w = torch.randn_like(y)
         expected = torch.cat([run(part) for part in x.split(LENGTHS, 1)], 1)
         torch.testing.assert_close(y, expected, **CLOSE)
         for actual, of_loop in zip(gradients(y), gradients(expected), strict=True):
@@ -880,7 +882,7 @@ def test_compile_training(name: str, model: nn.Module) -> None:
 def test_export(name: str, model: nn.Module) -> None:
     """Once, for lengths it has not seen, with an op for each layer, which stays after the model is as it was."""
     with enable():
-        program = exported(captured(name, model))
+        program = exported(captured(name, model), least=3 if name == "zaya" else 2)
         recurrences = [op for op in ops_of(program.graph_module) if "short_conv" not in op]
         assert bool(recurrences) == (RUNS_ON[name] != SHORT)
         assert_exact(program.module(), model, EXPORTED)

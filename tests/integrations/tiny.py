@@ -123,6 +123,13 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             layers_block_type=["mamba", "hybrid", "hybrid"], n_mamba_heads=2,
         ),
     ),
+    "zaya": (
+        "ZayaForCausalLM",
+        dict(
+            ATTENTION, num_hidden_layers=2, head_dim=8, layer_types=["hybrid_sliding", "hybrid"], sliding_window=32,
+            moe_intermediate_size=16, num_experts=4, router_hidden_size=16, cca_time0=3, cca_time1=3,
+        ),
+    ),
     "zamba2": (
         "Zamba2ForCausalLM",
         dict(

@@ -26,7 +26,12 @@ LAYERS = {
     for name, layer in vars(layers).items()
     if name in layers.__all__ and hasattr(layer, "init_state")
 }
-REQUIRED = {"LightningAttention": {"layer_idx": 1, "num_layers": 3}}
+REQUIRED = {
+    "LightningAttention": {"layer_idx": 1, "num_layers": 3},
+    "RodimusAttention": {"hidden_size": 256},
+    "BasedLinearAttention": {"hidden_size": 1024},
+    "ReBasedLinearAttention": {"hidden_size": 1024},
+}
 KERNEL, PRODUCTS = "triton_kernel_wrapper_functional", ("mm", "addmm", "bmm", "baddbmm")
 CUDA = torch.device("cuda", 0)
 

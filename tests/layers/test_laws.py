@@ -24,6 +24,7 @@ from .truth import (
     ACTIVATIONS,
     BOUNDED,
     CONV,
+    DISTINCT,
     EVERY,
     GLA,
     LINEAR,
@@ -52,7 +53,7 @@ LIGHTNING, MAMBA2 = (
 )
 RWKV6 = EVERY["rwkv6"] | {"num_heads": 3}
 RWKV7 = EVERY["rwkv7"]
-HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET, KDA, PRODUCT = (
+HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET, KDA, PRODUCT, GDN2, COMBA, RODIMUS = (
     {
         name: value
         for name, value in EVERY[layer].items()
@@ -69,6 +70,9 @@ HGRN, HGRN2, LIGHTNET, GSA, ABC, DELTA_NET, GATED_DELTANET, KDA, PRODUCT = (
         "gated_deltanet",
         "kda",
         "gated_deltaproduct",
+        "gdn2",
+        "comba",
+        "rodimus",
     )
 )
 NO_CONV = {"use_short_conv": False}
@@ -146,10 +150,14 @@ VARIANTS = [
     EVERY["mamba"] | {"use_bias": True, "use_conv_bias": False, "conv_kernel": 1, "hidden_act": "gelu"},
     MAMBA2 | {"dt_limit": (0.4, 0.9)},
     MAMBA2 | {"hidden_act": "gelu"},
+    EVERY["mamba3"]
+    | {"A_activation": "heavy_tail", "A_floor": 0.7, "is_outproj_norm": True, "use_bias": True},
+    EVERY["mamba3 mimo"] | {"is_outproj_norm": False, "n_groups": 1, "mimo_rank": 3},
     MAMBA2 | {"n_groups": 3, "conv_kernel": 3, "use_bias": True},
     RWKV6 | {"mode": "fused_recurrent", "elementwise_affine": False, "fuse_norm": False},
     RWKV6 | {"num_heads": 1, "gate_fn": "gelu"},
     RWKV7 | {"fuse_norm": True, "value_dim": 48, "norm_eps": 0.1, "mode": "fused_recurrent"},
+    RWKV7 | {"allow_neg_eigval": True},
     RWKV7
     | {
         "num_heads": None,
@@ -195,10 +203,20 @@ VARIANTS = [
     KDA,
     KDA | {"mode": "fused_recurrent", "num_v_heads": 6, "lower_bound": -0.5, "norm_eps": 0.1},
     KDA | {"head_dim": 2, "expand_v": 150, "conv_size": 1},
+    GDN2 | NO_CONV | {"allow_neg_eigval": True, "norm_eps": 0.1},
+    GDN2 | {"mode": "fused_recurrent", "num_v_heads": 6, "head_dim": 2, "expand_v": 150, "conv_size": 1},
+    COMBA | NO_CONV | {"use_inner_decay": False, "use_output_gate": False, "norm_eps": 0.1},
+    COMBA | {"mode": "fused_recurrent", "num_v_heads": 6, "use_output_correction": False},
+    COMBA | {"head_dim": 2, "expand_v": 150, "conv_size": 1},
+    RODIMUS | NO_CONV | {"input_gate_low_rank": "auto", "k_norm_eps": 5.0, "norm_eps": 0.1},
+    RODIMUS | {"mode": "fused_recurrent", "hidden_size": 25, "residual_in_fp32": False},
+    EVERY["based"] | {"mode": "fused_recurrent", "num_heads": 5, "num_key_value_heads": 5, "eps": 0.1},
+    EVERY["rebased"] | {"mode": "fused_recurrent", "use_gamma": False, "feature_dim": 1, "eps": 0.1},
+    EVERY["rebased"] | {"normalize": False, "use_beta": False},
 ]
 LENGTHS = [70, 2, 65, 165]
 
-each_layer = pytest.mark.parametrize("config", EVERY.values(), ids=EVERY)
+each_distinct_layer = pytest.mark.parametrize("config", DISTINCT.values(), ids=DISTINCT)
 each_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 each_of_layouts = pytest.mark.parametrize("config", LAYOUTS.values(), ids=LAYOUTS)
 padded_or_packed = pytest.mark.parametrize("layout", ["mask", "packed"])
@@ -378,8 +396,8 @@ def test_gradients(config):
 
 
 # Projections, activations, a norm and a gate on the way, each rounded to 8 bits; and in these a softmax, two
-# projections for each of five, or gates that sums of logits make.
-ROUNDED_MORE = {"gsa", "abc", "hgrn2", "bounded hgrn2", "lightnet", "rwkv6", "rwkv7"}
+# projections for each of five, gates that sums of logits make, or a first token whose few weights are all near 0.
+ROUNDED_MORE = {"rebased", "gsa", "abc", "hgrn2", "bounded hgrn2", "lightnet", "rwkv6", "rwkv7"}
 
 
 @pytest.mark.parametrize("layout", ["rows", "packed"])
@@ -420,6 +438,9 @@ FAMILIES = {
     "gated_deltanet": "delta_rule",
     "gated_deltaproduct": "delta_rule",
     "kda": "delta_rule",
+    "gdn2": "delta_rule",
+    "comba": "low_rank",
+    "rodimus": "vector_decay",
 }
 
 
@@ -452,7 +473,7 @@ def test_form(name, mode, T, form, device):
     assert {op for op, _, _ in calls} == {op_of(name, form)}
 
 
-@each_layer
+@each_distinct_layer
 @torch.no_grad()
 def test_compiled_decoding(config, device, few_levels):
     """There is one graph for segments and one for tokens, whatever their order.
@@ -496,7 +517,7 @@ def results(
 
 
 @padded_or_packed
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_compiled_layouts(name, layout, device, few_levels):
     """One graph does for every length, padded or packed, at batch 1, and some layers are trained in it too.
 
@@ -541,7 +562,7 @@ def exported(layer: nn.Module, layout: str, device: torch.device) -> ExportedPro
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *((name, layout) for name in EVERY for layout in ("rows", "packed")),
+        *((name, layout) for name in DISTINCT for layout in ("rows", "packed")),
         *((name, "mask") for name in ("gla", "mamba2", "rwkv6", "hgrn", "abc")),
     ],
 )
@@ -554,7 +575,8 @@ def test_export(name, layout, device, tmp_path, request):
     program = exported(layer, layout, device)
     nodes = 2 if name in ("linear_attn", "gsa", "abc") else 1  # linear attention sums keys beside values
     ops = [n.target for n in program.graph.nodes if "flacompose" in str(n.target)]
-    assert ops == [op_of(name, "chunk")] * nodes
+    turns = name.startswith("mamba3") and layout == "packed"  # angles are summed by a scan
+    assert ops == [torch.ops.flacompose.scan_chunk.default] * turns + [op_of(name, "chunk")] * nodes
     modules, lengths = [program.module()], LENGTHS[1:]
     if layout == "rows":
         torch.export.save(program, tmp_path / "layer.pt2")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from .truth import EVERY, assert_close, assert_states_close, build, made, random_state, tensors
+from .truth import DISTINCT, EVERY, assert_close, assert_states_close, build, made, random_state, tensors
 
 STEPS = 15  # of a quantised weight on each side of 0; integers up to it are exact in float8 too
 
@@ -164,7 +164,7 @@ def test_init_state_where_dtypes_are_mixed(config):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-@each_layer
+@pytest.mark.parametrize("config", DISTINCT.values(), ids=DISTINCT)
 def test_jit_trace(config):
     """A trace is exact at lengths and batch sizes that were not traced."""
     layer = build(config)

@@ -18,6 +18,7 @@ from flacompose.layers.recurrent import RecurrentLayer
 
 from .truth import (
     BOUNDED,
+    DISTINCT,
     EVERY,
     assert_close,
     assert_states_close,
@@ -32,7 +33,7 @@ from .truth import (
 # Tokens, and what tells the layer where they lie.
 Segment = tuple[Tensor, dict[str, Any]]
 
-CASES = EVERY | BOUNDED  # lower bounds are shared by all segments
+CASES = DISTINCT | BOUNDED  # lower bounds are shared by all segments
 each_layer = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 PIECES = [35, 3, 1, 66, 2, 1]  # unequal, of one token, of more than a chunk
 LONG_PIECES = [70, 2, 3, 64, 130]  # for which one graph does
@@ -206,7 +207,7 @@ class Compiled:
             return self.layer(*args, **given)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_exact_compiled(name, device, few_levels):
     """A compiled layer has one graph for segments of every length and, as everywhere in PyTorch, one for a token."""
     layer = build(BOUNDED["bounded hgrn"] if name == "hgrn" else EVERY[name], device=device)

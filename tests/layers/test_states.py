@@ -21,6 +21,7 @@ from flacompose.models.softmax_attention import SoftmaxAttention
 
 from .test_laws import LAYOUTS
 from .truth import (
+    DISTINCT,
     EVERY,
     assert_close,
     assert_states_close,
@@ -43,7 +44,7 @@ OTHERS = {
 }
 ALL = LAYOUTS | OTHERS
 each_case = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
-each_layer = pytest.mark.parametrize("config", (EVERY | OTHERS).values(), ids=EVERY | OTHERS)
+each_layer = pytest.mark.parametrize("config", (DISTINCT | OTHERS).values(), ids=DISTINCT | OTHERS)
 
 
 def state_of(layer: StatefulLayer, N: int) -> RecurrentState:

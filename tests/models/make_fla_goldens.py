@@ -79,6 +79,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("Mamba2", {"state_size": 8, "head_dim": 16}),
     "mamba2 varied": ("Mamba2", {"state_size": 8, "head_dim": 8, "D_has_hdim": True, "norm_eps": 0.1, "use_bias": True,
                       "norm_before_gate": True, "dt_limit": (0.1, 0.9), "tie_word_embeddings": True}),
+    "comba": ("Comba", HEADS | {"head_dim": 8}),
+    "comba varied": ("Comba", HEADS | {"head_dim": 8, "num_v_heads": 4, "expand_v": 1.0, "use_output_gate": False,
+                     "use_short_conv": False} | {"use_output_correction": False, "use_inner_decay": False,
+                     "correction_factor": 0.02}),
 }  # fmt: skip
 # More than 64 tokens, so that a chunk of flacompose ends among them; the logits of some are kept.
 LENGTH, KEPT = 70, (0, 1, 33, 64, 69)

@@ -69,7 +69,7 @@ def test_defaults_are_those_of_the_peer(name: str) -> None:
 @pytest.mark.parametrize("model_type", _FAMILIES)
 def test_sizes_have_the_defaults_of_the_peer(model_type: str) -> None:
     config = config_from_fla({"model_type": model_type})
-    layers = {"gated_deltanet": 21, "mamba": 48, "mamba2": 48}.get(model_type, 24)
+    layers = {"gated_deltanet": 21, "comba": 21, "mamba": 48, "mamba2": 48}.get(model_type, 24)
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (32000, 2048, layers)
     # As GatedMLP(hidden_size=2048, hidden_ratio=...).intermediate_size of the peer, and its RWKV6FeedForward's and
     # RWKV7FeedForward's.
@@ -107,6 +107,7 @@ def test_gsa_takes_both_spellings_of_its_arguments() -> None:
         ("kda", [(16, 128, 128)]),
         ("mamba", [(4096, 16)]),
         ("mamba2", [(64, 128, 64)]),
+        ("comba", [(6, 256, 512)]),
     ],
 )
 def test_default_sizes_of_the_peer_are_supported(model_type: str, states: list[tuple[int, ...]]) -> None:
@@ -198,7 +199,7 @@ def test_mixtures_of_older_versions_of_rwkv7() -> None:
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"model_type": "mamba3"}, r"model_type must be one of gla, .*, kda, got 'mamba3'"),
+        ({"model_type": "mamba3"}, r"model_type must be one of gla, .*, comba, got 'mamba3'"),
         ({"model_type": None}, r"model_type must be one of .* got None"),
         ({"num_attention_heads": 4, "rms_norm_eps": 1}, r"num_attention_heads, rms_norm_eps are not known of a gla"),
         ({"head_dim": 4}, r"head_dim is not known of a gla"),

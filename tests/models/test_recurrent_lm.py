@@ -52,6 +52,23 @@ def small(**changes: Any) -> RecurrentLM:
     return RecurrentLM(RecurrentConfig(**SMALL | changes))
 
 
+def test_layers_get_the_arguments_that_they_take() -> None:
+    """Based has no eps of a norm, and no place among the layers; ReBased has a place, and Comba both."""
+    based = {"num_heads": 2, "num_key_value_heads": 2, "feature_dim": 4}
+    for layer, options, index, eps in (
+        ("BasedLinearAttention", based, None, 1e-12),
+        ("ReBasedLinearAttention", based, 1, 1e-5),
+        ("Comba", {"num_heads": 2, "head_dim": 8}, 1, 0.25),
+    ):
+        model = small(layer=layer, layer_options=options, norm_eps=0.25)
+        attn = model.layers[1].attn
+        assert (
+            attn.layer_idx == index
+            and getattr(attn, "eps", attn.o_norm.eps if layer == "Comba" else 0) == eps
+        )
+        assert model(tokens(2, 5, VOCAB))[0].shape == (2, 5, VOCAB)
+
+
 @pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
 @torch.no_grad()
 def test_pieces_are_the_whole(name: str, device: torch.device) -> None:

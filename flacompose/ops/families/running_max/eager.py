@@ -22,35 +22,54 @@ from flacompose.ops.families.running_max.inputs import LOWEST, Inputs
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """``(gates [B, T, D], m [B, T, D], final_state [N, D])``."""
-    x, g, start, cu_seqlens = inputs
-    m, T = upcast(x.detach()).clamp(min=LOWEST), x.shape[1]
-    N = sequence_count(x, cu_seqlens)
-    start = m.new_zeros(N, m.shape[2]) if start is None else start.detach().to(m.dtype).clamp(min=LOWEST)
-    t = torch.arange(T, device=x.device)
+    x, g, initial_state, cu_seqlens = inputs
+    m, T = upcast(x.detach()).contiguous().clamp(min=LOWEST), x.shape[1]
+    if initial_state is None:
+        state = m.new_zeros(sequence_count(x, cu_seqlens), m.shape[2])
+    else:
+        state = initial_state.contiguous().to(m.dtype).clamp(min=LOWEST)
+    start, t = state.detach(), torch.arange(T, device=x.device)
     if cu_seqlens is None:
-        sequence, first, start_ = torch.zeros_like(t), t == 0, start[:, None]
+        sequence, first, before = torch.zeros_like(t), t == 0, start[:, None]
     else:
         cu = bounds(cu_seqlens, T)
+        tokens = inside(cu, T)
         sequence = sequence_of(t, cu)
-        first, start_ = t == cu[sequence], start[sequence][None]
+        first, before = t == cu[sequence], start[sequence][None]
+        sequence = torch.where(tokens, sequence, -1)
     first = first[:, None]
-    decay = g.detach().to(m.dtype)
-    m = torch.where(first, torch.maximum(m, decay + start_), m)
+    decay = g.detach().contiguous().to(m.dtype)
+    m = torch.where(first, torch.maximum(m, decay + before), m)
     for level in range((T - 1).bit_length()):
         step = 1 << level
         seen = ((t >= step) & (sequence == sequence.roll(step)))[:, None]
         m = torch.where(seen, torch.maximum(m, decay + m.roll(step, 1)), m)
         decay = torch.where(seen, decay + decay.roll(step, 1), decay)
-    before = torch.where(first, start_, m.roll(1, 1))
-    gates = (g.double() + (before.double() - m.double())).to(m.dtype)
+    before = torch.where(first, before, m.roll(1, 1))
+    gates = (g.contiguous().double() + (before.double() - m.double())).to(m.dtype)
     if cu_seqlens is None:
-        return gates, m, m[:, -1].clone()
-    final = torch.where((cu.diff() > 0)[:, None], m[0, (cu[1:] - 1).clamp(min=0)], start)
-    tokens = inside(cu, T)[:, None]
-    return torch.where(tokens, gates, 0), torch.where(tokens, m, 0), final
+        return gates, m, m[:, -1].clone(memory_format=torch.contiguous_format)
+    final = torch.where(_filled(cu), m[0, (cu[1:] - 1).clamp(min=0)], state)
+    return torch.where(tokens[:, None], gates, 0), torch.where(tokens[:, None], m, 0), final
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants: a gate has that of the gate that is made of it."""
-    gradients = {name: torch.zeros_like(getattr(call.inputs, name)) for name in call.wanted - {"g"}}
-    return call.made(g=lambda: call.do.clone(), **gradients)  # an op returns none of its arguments
+    """The gradients that `call` wants: a gate has that of the gate made of it, a state that of a copy of it."""
+    x, _, state, cu_seqlens = call.inputs
+    d_state = call.arriving.final_state
+    if state is not None:
+        zeros = state.new_zeros(state.shape)
+        if cu_seqlens is None or d_state is None:
+            d_state = zeros
+        else:
+            d_state = torch.where(_filled(bounds(cu_seqlens, x.shape[1])), zeros, d_state)
+    return call.made(
+        x=lambda: x.new_zeros(x.shape),
+        g=lambda: call.do.clone(memory_format=torch.contiguous_format),  # an op returns none of its arguments
+        initial_state=d_state,
+    )
+
+
+def _filled(cu: Tensor) -> Tensor:
+    """``[N, 1]``, whether a sequence has any tokens. If it has none, it ends with the state that it begins with."""
+    return (cu.diff() > 0)[:, None]
