@@ -98,6 +98,8 @@ BREAKS = [
     Break("ops/families/_sequences.py", "self.chunks_of_row + self.N", "self.chunks_of_row", KERNELS, "test_packed and chunk_gla"),
     Break("ops/families/_launch.py", "return (D + B - 1) // B", "return max(D // B, 1)", KERNELS, "head_sizes and chunk_simple_gla"),
     # The kernels
+    Break("ops/rg_lru.py", "torch.where(kept, torch.where(kept, square, 1).sqrt(), 0)", "square.sqrt()", "test_rg_lru.py"),
+    Break("ops/rwkv4.py", "top = torch.maximum(before, now)", "top = before", "test_rwkv4.py"),
     Break("ops/families/scan/kernels.py", "at_end = (segment * N + n) * D + d", "at_end = n * D + d", KERNELS, "test_segments and hgrn"),
     Break("ops/families/scalar_decay/kernels.py", "high_before = tl.load(sums + at - 1,", "high_before = tl.load(sums + at,", KERNELS, "several_blocks and simple_gla-g"),
     Break("ops/families/delta_rule/kernels.py", "Y = tl.where(s == t, 1.0, 0.0) - ", "Y = tl.where(s == t, 1.0, 0.0) + ", KERNELS, "dense and delta_rule"),
@@ -119,6 +121,7 @@ BREAKS = [
     Break("layers/mlstm.py", "tokens.masked(f, torch.inf)", "f", "layers/test_laws.py", "test_padding and mlstm"),
     Break("layers/rwkv7.py", "eta = eta * (1 + w.exp())", "eta = eta * 2", "layers/test_rwkv7.py", "eigenvalues"),
     Break("layers/rwkv7.py", "tokens.masked(kappa * eta)", "(kappa * eta)", "layers/test_laws.py", "test_padding and rwkv7"),
+    Break("layers/griffin.py", "first = first & tokens.is_token", "pass", "layers/test_laws.py", "test_padding and griffin"),
     Break("layers/comba.py", 'erase="before"', 'erase="after"', "layers/test_laws.py", "test_values and Comba"),
     Break("layers/gdn2.py", "tokens.masked(k)", "k", "layers/test_laws.py", "test_padding and gdn2"),
     Break("layers/delta_layer.py", "2 * gate if", "gate if", "layers/test_laws.py", "test_values and GatedDeltaNet2"),

@@ -7,6 +7,8 @@ WITHOUT_EFFECT = frozenset(
     """
     fuse_norm fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp initializer_range
     max_position_embeddings use_cache
+    A_init_range chunk_size conv_init dt_init_floor dt_init_scheme dt_max dt_min dt_scale rescale_prenorm_residual
+    residual_in_fp32
     """.split()
     # what models of older versions had, or did not have: their parameters, which must all be there, tell it
     + """

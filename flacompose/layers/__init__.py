@@ -14,6 +14,7 @@ from flacompose.layers.gated_deltanet import GatedDeltaNet
 from flacompose.layers.gated_deltaproduct import GatedDeltaProduct
 from flacompose.layers.gdn2 import GatedDeltaNet2
 from flacompose.layers.gla import GatedLinearAttention
+from flacompose.layers.griffin import GriffinRecurrentBlock
 from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
 from flacompose.layers.hgrn2 import HGRN2Attention
@@ -22,6 +23,7 @@ from flacompose.layers.kda import KimiDeltaAttention
 from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
+from flacompose.layers.mamba import Mamba
 from flacompose.layers.mamba2 import Mamba2
 from flacompose.layers.mamba3 import Mamba3
 from flacompose.layers.mlstm import MLSTM
@@ -47,12 +49,14 @@ __all__ = [
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",
+    "GriffinRecurrentBlock",
     "HGRN2Attention",
     "HGRNAttention",
     "KimiDeltaAttention",
     "LightNetAttention",
     "LightningAttention",
     "LinearAttention",
+    "Mamba",
     "Mamba2",
     "Mamba3",
     "MultiScaleRetention",

@@ -69,6 +69,15 @@ def ascending(name: str, x: tuple[float, float]) -> None:
     finite(f"{name}[1]", x[1])
 
 
+def first_time_steps(dt_min: float, dt_max: float, dt_init_floor: float) -> None:
+    """Check the bounds of first time steps."""
+    for name, step in (("dt_min", dt_min), ("dt_max", dt_max), ("dt_init_floor", dt_init_floor)):
+        finite(name, step)
+    ascending("(dt_min, dt_max)", (dt_min, dt_max))
+    if dt_init_floor <= 0:
+        raise ValueError(f"dt_init_floor must be above 0, got {dt_init_floor}")
+
+
 def not_negative(name: str, x: float) -> None:
     """Check that `x` is a finite number of at least 0."""
     number(name, x)

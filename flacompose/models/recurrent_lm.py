@@ -29,11 +29,11 @@ NewStates = States | tuple[RecurrentStates, ...]
 
 
 class Block(nn.Module):
-    """A layer and a feed-forward network, each after a norm and beside a residual connection."""
+    """A layer and a feed-forward network, if there is one, each after a norm and beside a residual connection."""
 
     def __init__(self, config: RecurrentConfig, layer_idx: int, **factory: Any) -> None:
         super().__init__()
-        size, intermediate = config.hidden_size, config.intermediate_size
+        size, intermediate = config.hidden_size, cast(int, config.intermediate_size)
         self.attn_norm = _norm(config, **factory)
         attention = config.attention(layer_idx)
         self.attn: StatefulLayer
@@ -47,8 +47,10 @@ class Block(nn.Module):
             self.attn = cast(Any, config.layer_class)(**options, **factory)
         else:
             self.attn = SoftmaxAttention(size, **attention, **factory)
+        self.mlp: SwiGLU | RWKV6FeedForward | RWKV7FeedForward | None = None
+        if config.feed_forward == "none":
+            return
         self.mlp_norm = _norm(config, **factory)
-        self.mlp: SwiGLU | RWKV6FeedForward | RWKV7FeedForward
         act = config.feed_forward_act
         if config.feed_forward == "swiglu":
             self.mlp = SwiGLU(size, intermediate, **factory)
@@ -80,6 +82,8 @@ class Block(nn.Module):
             bound = {} if lower_bound is None else {"lower_bound": lower_bound}
             y, state = self.attn(self.attn_norm(x), states[0], **tokens, **bound)
         x = x + y
+        if self.mlp is None:
+            return x, (state,), v_first
         if not isinstance(self.mlp, StatefulLayer):
             return x + self.mlp(self.mlp_norm(x)), (state,), v_first
         y, shift = self.mlp(self.mlp_norm(x), states[1], **tokens)
@@ -89,9 +93,10 @@ class Block(nn.Module):
 class RecurrentLM(nn.Module):
     """A language model of one of flacompose's layers, or a hybrid of it and softmax attention.
 
-    Each block is a layer and a feed-forward network, each after a norm and beside a residual connection; embeddings are
-    before the blocks, a norm and a projection to logits after them. The state of the model is that of its layers, a
-    tuple of `RecurrentState`: one for each block, or two with the channel mixing of RWKV6 or RWKV7, which has one too.
+    Each block is a layer and a feed-forward network, each after a norm and beside a residual connection, or a layer
+    alone, as in Mamba; embeddings are before the blocks, a norm and a projection to logits after them. The state of the
+    model is that of its layers, a tuple of `RecurrentState`: one for each block, or two with the channel mixing of
+    RWKV6 or RWKV7, which has one too.
     With layers of RWKV7, the values of the first of them go to all others within a call; softmax attention before or
     between them passes these values on.
 

@@ -55,6 +55,9 @@ class OpCase:
     nodes: int = 1  # calls of the registered op
     before: Axes = ()  # ops of other families that a call begins with
     prepared: bool = False  # whether arguments of the op are products of inputs
+    softplus: bool = (
+        False  # whether they are made with softplus, whose decomposition in graphs rounds otherwise
+    )
     # PyTorch's operations that a graph of the call has besides the registered op, with and without a state. None: many.
     other_ops: Axes | None = ()
     inductor: bool = False  # stands for its family in tests that compile C++

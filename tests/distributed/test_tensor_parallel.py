@@ -59,8 +59,17 @@ ODD = {
 }  # fmt: skip
 
 # How often one call communicates: the sum at the end, the mean of a norm over all heads, and what is gathered whole.
-REDUCED = {"lightning_attn": 2, "hgrn": 2, "hgrn2": 2, "lightnet": 2, "gsa": 2, "mamba2, one group": 2}
+REDUCED = {
+    "lightning_attn": 2,
+    "mamba": 2,
+    "hgrn": 2,
+    "hgrn2": 2,
+    "lightnet": 2,
+    "gsa": 2,
+    "mamba2, one group": 2,
+}
 GATHERED = {
+    "mamba": 1,
     "mamba2": 1,
     "mamba2, one group": 1,
     "mamba3": 5,  # the biases too, but of one group
@@ -96,6 +105,8 @@ WHOLE = {
     "w_lora.lora.0", "v_lora.lora.0", "a_lora.lora.0", "g_lora.lora.0", "g_norm", "o_norm", "g_norm_swish_gate",
     "conv1d", "feature_map", "feature_map.layer", "B_norm", "C_norm", "",
 }  # fmt: skip
+
+BIASES = ("linear_out.bias",)  # of projections from heads, added to the sum over ranks
 
 
 def train(module: nn.Module, *inputs: Any) -> list[Tensor]:
@@ -177,7 +188,7 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, tensor_parallel_plan(layer))
         for path, p in layer.named_parameters():
             replicated = p.placements == (Replicate(),)
-            assert not replicated or path.rpartition(".")[0] in WHOLE, (name, path)
+            assert not replicated or path.rpartition(".")[0] in WHOLE or path in BIASES, (name, path)
         if hasattr(layer, "feature_map"):  # CommDebugMode loses count of a module that is called twice
             feature_map = layer.feature_map
             del layer.feature_map

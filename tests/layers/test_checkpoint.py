@@ -23,6 +23,7 @@ from flacompose.layers import (
     KimiDeltaAttention,
     LightNetAttention,
     LinearAttention,
+    Mamba,
     Mamba2,
     MultiScaleRetention,
     ReBasedLinearAttention,
@@ -315,6 +316,23 @@ CHECKPOINTS = [
         | {"g_norm.weight": (128,), "o_proj.weight": (64, 128)},
     ),
     (
+        Mamba,
+        {"intermediate_size": 48, "use_bias": True},
+        {
+            "A_log": (48, 16),
+            "D": (48,),
+            "conv1d.weight": (48, 1, 4),
+            "conv1d.bias": (48,),
+            "in_proj.weight": (96, 64),
+            "in_proj.bias": (96,),
+            "x_proj.weight": (36, 48),
+            "dt_proj.weight": (48, 4),
+            "dt_proj.bias": (48,),
+            "out_proj.weight": (64, 48),
+            "out_proj.bias": (64,),
+        },
+    ),
+    (
         Mamba2,
         MAMBA2,
         {
@@ -502,6 +520,11 @@ SIGNATURES = {
         "(mode='chunk', hidden_size=1024, num_heads=8, head_dim=None, *, layer_idx, num_layers, "
         "hidden_act='silu', norm_eps=1e-06, decay='minimax', device=None, dtype=None)"
     ),
+    "mamba": (
+        "(hidden_size=2048, state_size=16, conv_kernel=4, use_conv_bias=True, intermediate_size=2048, "
+        "dt_rank='auto', dt_min=0.001, dt_max=0.1, dt_init='random', dt_scale=1.0, dt_init_floor=0.0001, "
+        "use_bias=False, hidden_act='silu', layer_idx=None, *, device=None, dtype=None)"
+    ),
     "mamba2": (
         "(num_heads=None, head_dim=64, hidden_size=2048, state_size=128, expand=2, n_groups=1, "
         "conv_kernel=4, conv_init=None, use_conv_bias=True, hidden_act='silu', A_init_range=(1, 16), "
@@ -530,6 +553,10 @@ SIGNATURES = {
     "mlstm": (
         "(mode='chunk', hidden_size=1024, num_heads=4, qk_dim_factor=0.5, v_dim_factor=1.0, gate_soft_cap=15.0, "
         "use_bias=False, norm_eps=1e-06, eps=1e-06, layer_idx=None, *, device=None, dtype=None)"
+    ),
+    "griffin": (
+        "(mode='chunk', hidden_size=2560, num_heads=10, lru_width=None, conv_size=4, hidden_act='gelu', "
+        "layer_idx=None, *, device=None, dtype=None)"
     ),
     "hgrn": (
         "(mode='chunk', hidden_size=1024, expand_ratio=1, use_short_conv=False, conv_size=4, "

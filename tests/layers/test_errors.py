@@ -51,7 +51,7 @@ REFUSED = [
     ("", {"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),
     ("", {"norm_eps": math.inf}, "norm_eps must be finite, got inf"),
     *(("", {"use_short_conv": use, "conv_size": 0}, "conv_size must be at least 1, got 0") for use in (True, False)),
-    (f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn rwkv7 mlstm", {"num_heads": 0},
+    (f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn rwkv7 mlstm griffin", {"num_heads": 0},
      "num_heads must be at least 1, got 0"),
     ("", {"num_kv_heads": 0}, "num_kv_heads must divide num_heads = {num_heads}, got 0"),
     ("", {"num_kv_heads": 3}, "num_kv_heads must divide num_heads = {num_heads}, got 3"),
@@ -72,7 +72,7 @@ REFUSED = [
         for name in (["relu"], "softmax", None)
         for names, argument, choices in (
             (f"{GATED} rwkv6", "gate_fn", CHOICES),
-            ("lightning_attn mamba2", "hidden_act", CHOICES),
+            ("lightning_attn mamba mamba2 griffin", "hidden_act", CHOICES),
             ("linear_attn", "feature_map", MAPS),
         )
     ),
@@ -106,6 +106,8 @@ REFUSED = [
      "hidden_size / num_heads must be from 1 to 512, got 1024"),
     ("lightning_attn", {"layer_idx": 3}, "layer_idx must be from 0 to num_layers - 1 = 2, got 3"),
     ("lightning_attn", {"decay": "retnet"}, "decay must be 'tnl' or 'minimax', got 'retnet'"),
+    ("griffin", {"lru_width": 37}, "lru_width must be a multiple of num_heads = 4, got 37"),
+    ("griffin", {"conv_size": 0}, "conv_size must be at least 1, got 0"),
     ("hgrn", {"expand_ratio": 0.3}, "hidden_size * expand_ratio must be a positive int, got 7.1"),
     ("hgrn", {"expand_ratio": -1}, "hidden_size * expand_ratio must be a positive int, got -24"),
     ("hgrn", {"expand_ratio": math.nan}, "hidden_size * expand_ratio must be a positive int, got nan"),
@@ -138,6 +140,12 @@ REFUSED = [
             ),
         )
     ),
+    ("mamba", {"dt_rank": 0}, "dt_rank must be at least 1, got 0"),
+    ("mamba", {"dt_init": "zeros"}, "dt_init must be one of random, constant, got 'zeros'"),
+    ("mamba", {"state_size": 513}, "state_size must be from 1 to 512, got 513"),
+    ("mamba", {"intermediate_size": 0}, "intermediate_size must be at least 1, got 0"),
+    ("mamba", {"dt_scale": math.inf}, "dt_scale must be finite, got inf"),
+    ("mamba", {"dt_min": 0.2}, "(dt_min, dt_max) must be two ascending bounds above 0, got (0.2, 0.1)"),
     ("mamba3", {"state_size": 7}, "state_size must be even, got 7"),
     ("mamba3", {"state_size": 2, "rope_fraction": 0.5}, "state_size must be at least 4 where rope_fraction is 0.5"),
     ("mamba3", {"rope_fraction": 0.25}, "rope_fraction must be 0.5 or 1, got 0.25"),

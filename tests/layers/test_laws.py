@@ -90,6 +90,7 @@ LAYOUTS = CASES | {
     "wide rwkv6": RWKV6 | {"expand_k": 1.0, "expand_v": 2.0, "gate_fn": "sigmoid", "norm_eps": 0.1},
     "rwkv7 of layer 0": RWKV7
     | {"layer_idx": 0, "num_hidden_layers": None, "value_dim": 48, "mode": "fused_recurrent"},
+    "griffin recurrent": EVERY["griffin"] | {"mode": "fused_recurrent", "hidden_act": "silu", "conv_size": 1},
     "hgrn without conv": HGRN,
     "hgrn recurrent": BOUNDED["bounded hgrn"]
     | {"mode": "fused_recurrent", "elementwise_affine": False, "norm_eps": 0.1},
@@ -146,6 +147,7 @@ VARIANTS = [
     LIGHTNING | {"layer_idx": 0, "num_layers": 1},
     MAMBA2 | {"norm_before_gate": True, "D_has_hdim": True, "n_groups": 2, "norm_eps": 0.1},
     MAMBA2 | {"rmsnorm": False, "use_conv_bias": False, "conv_kernel": 1, "expand": 1},
+    EVERY["mamba"] | {"use_bias": True, "use_conv_bias": False, "conv_kernel": 1, "hidden_act": "gelu"},
     MAMBA2 | {"dt_limit": (0.4, 0.9)},
     MAMBA2 | {"hidden_act": "gelu"},
     EVERY["mamba3"]
@@ -430,6 +432,7 @@ FAMILIES = {
     "gla": "vector_decay",
     "rwkv6": "vector_decay",
     "rwkv7": "low_rank",
+    "griffin": "scan",
     "hgrn": "scan",
     "hgrn2": "vector_decay",
     "lightnet": "vector_decay",
@@ -446,6 +449,8 @@ FAMILIES = {
 
 
 def op_of(name: str, form: str) -> torch._ops.OpOverload:
+    if name == "mamba":  # whose op has one form
+        return torch.ops.flacompose.selective_scan_forward.default
     if form == "token":
         return torch.ops.flacompose.slot_attention_token.default
     return getattr(torch.ops.flacompose, f"{FAMILIES.get(name, 'scalar_decay')}_{form}").default

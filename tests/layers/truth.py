@@ -26,12 +26,14 @@ from flacompose.layers import (
     GatedDeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
+    GriffinRecurrentBlock,
     HGRN2Attention,
     HGRNAttention,
     KimiDeltaAttention,
     LightNetAttention,
     LightningAttention,
     LinearAttention,
+    Mamba,
     Mamba2,
     Mamba3,
     MultiScaleRetention,
@@ -46,6 +48,7 @@ from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
+from flacompose.ops.families.selective_scan.reference import selective_scan
 from flacompose.ops.families.short_conv.reference import short_conv
 from flacompose.ops.families.slot_attention.reference import slot_attention
 from flacompose.ops.families.vector_decay.reference import vector_decay
@@ -78,6 +81,7 @@ MAMBA3 = {
 }
 EVERY = LAYERS | {
     "lightning_attn": {"layer": LightningAttention, "layer_idx": 1, "num_layers": 3} | HEADS,
+    "mamba": {"layer": Mamba, "hidden_size": 24, "intermediate_size": 36, "state_size": 5, "dt_rank": 3},
     "mamba2": {"layer": Mamba2, "hidden_size": 24, "head_dim": 8, "state_size": 5, "n_groups": 3},
     "mamba3": MAMBA3,
     "mamba3 mimo": MAMBA3 | {"rope_fraction": 0.5, "is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True},
@@ -86,6 +90,7 @@ EVERY = LAYERS | {
     | HEADS
     | RANKS,
     "mlstm": {"layer": MLSTM, "gate_soft_cap": 5.0, "use_bias": True} | HEADS,
+    "griffin": {"layer": GriffinRecurrentBlock, "lru_width": 36, "conv_size": 3} | HEADS,
     "hgrn": {"layer": HGRNAttention} | SHORT,
     "hgrn2": {"layer": HGRN2Attention, "expand_ratio": 8} | SHORT,
     "lightnet": {"layer": LightNetAttention, "expand_ratio": 8} | SHORT,
@@ -180,11 +185,13 @@ def sequence(config: Config, parameters: Parameters, x: Tensor, state: Recurrent
         LinearAttention: linear_attention,
         MultiScaleRetention: multi_scale_retention,
         LightningAttention: lightning_attention,
+        Mamba: mamba,
         Mamba2: mamba2,
         Mamba3: mamba3,
         RWKV6Attention: rwkv6,
         RWKV7Attention: rwkv7,
         MLSTM: mlstm,
+        GriffinRecurrentBlock: griffin,
         HGRNAttention: hgrn,
         BoundedHGRN: hgrn,
         HGRN2Attention: hgrn2_or_lightnet,
@@ -262,6 +269,18 @@ def lightning_attention(config: Config, p: Parameters, x: Tensor, state: Recurre
     o, S = scalar_decay(q, k, v, g_gamma=-q.new_tensor(rates), initial_state=state.recurrent)
     o = rms_norm({"norm_eps": 1e-6} | config, p["norm.weight"], o.flatten(2))
     return linear(p, "out_proj", o * ACTIVATIONS["sigmoid"](linear(p, "output_gate", x))), RecurrentState(S)
+
+
+def mamba(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    S = p["A_log"].shape[1]
+    x, z = linear(p, "in_proj", x).chunk(2, -1)
+    x, window = convolved(p, "conv1d", x, state.conv[0])
+    x = ACTIVATIONS[config.get("hidden_act", "silu")](x)
+    dt, B, C = linear(p, "x_proj", x).split([p["dt_proj.weight"].shape[1], S, S], -1)
+    dt = (1 + linear(p, "dt_proj", dt).exp()).log()
+    y, h = selective_scan(x, dt, -p["A_log"].exp(), B.unsqueeze(2), C.unsqueeze(2), state.recurrent)
+    y = (y + p["D"] * x) * ACTIVATIONS["silu"](z)
+    return linear(p, "out_proj", y), RecurrentState(h, (window,))
 
 
 def mamba2(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
@@ -368,6 +387,24 @@ def mlstm(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     o = o * p["multihead_norm.weight"] + p.get("multihead_norm.bias", 0)
     o = o * ACTIVATIONS["sigmoid"](linear(p, "ogate_preact", x))
     return linear(p, "out_proj", o), RecurrentState(recurrent)
+
+
+def griffin(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    act, sigmoid = ACTIVATIONS[config.get("hidden_act", "gelu")], ACTIVATIONS["sigmoid"]
+    gate, T = act(linear(p, "linear_y", x)), x.shape[1]
+    x, window = convolved(p, "conv_1d", linear(p, "linear_x", x), state.conv[0])
+    blocks = x.unflatten(-1, (config["num_heads"], 1, -1))
+    r, i = (
+        sigmoid(
+            ((blocks @ p[f"rg_lru.{name}_gate_weight"])[..., 0, :] + p[f"rg_lru.{name}_gate_bias"]).flatten(2)
+        )
+        for name in ("recurrent", "input")
+    )
+    a = (-8 * (1 + p["rg_lru.recurrent_param"].exp()).log() * r).exp()
+    first = (state.position + torch.arange(T))[:, None] == 0
+    a, strength = torch.where(first, 0, a), torch.where(first, 1, (1 - a * a).sqrt())
+    h, end = scan(strength * i * x, a.log(), state.recurrent)
+    return linear(p, "linear_out", h * gate), RecurrentState(end, (window,), position=state.position + T)
 
 
 def hgrn(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:

@@ -7,7 +7,7 @@ The file was made on a CPU, with PyTorch 2.13.0, Triton 3.7.1 and transformers 5
 the peer's own kernels, all of them except those of FlashAttention, a package of its own for GPUs, whose function is
 written below. The peer's recurrent kernels are used, token by token: three of its chunked ones do not run interpreted.
 Its layer of RWKV7 takes the chunked one for 64 tokens or more whatever its mode is, so that it is replaced there.
-Nothing else is replaced.
+Nothing else is replaced. Models of Mamba-2 have one group, since its PyTorch code and its kernels pair several unlike.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kda": ("KDA", HEADS | {"head_dim": 8}),
     "kda varied": ("KDA", HEADS | {"head_dim": 8, "num_v_heads": 4, "safe_gate": True, "lower_bound": -3.0,
                    "use_short_conv": False}),
+    "mamba": ("Mamba", {"state_size": 8}),
+    "mamba varied": ("Mamba", {"state_size": 5, "expand": 1.5, "dt_rank": 3, "conv_kernel": 3, "use_conv_bias": False,
+                     "use_bias": True, "norm_eps": 0.1, "tie_word_embeddings": True}),
+    "mamba2": ("Mamba2", {"state_size": 8, "head_dim": 16}),
+    "mamba2 varied": ("Mamba2", {"state_size": 8, "head_dim": 8, "D_has_hdim": True, "norm_eps": 0.1, "use_bias": True,
+                      "norm_before_gate": True, "dt_limit": (0.1, 0.9), "tie_word_embeddings": True}),
     "comba": ("Comba", HEADS | {"head_dim": 8}),
     "comba varied": ("Comba", HEADS | {"head_dim": 8, "num_v_heads": 4, "expand_v": 1.0, "use_output_gate": False,
                      "use_short_conv": False} | {"use_output_correction": False, "use_inner_decay": False,
@@ -154,7 +160,7 @@ def golden(models: Any, kind: str, given: dict[str, Any]) -> dict[str, Any]:
     # A tied head is listed as well, and is the embeddings.
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     values = {name: weight(name, shape) for name, shape in shapes.items() if name not in tied}
-    values |= dict.fromkeys(tied, values["model.embeddings.weight"])
+    values |= dict.fromkeys(tied, next(x for name, x in values.items() if name.endswith("embeddings.weight")))
     model.load_state_dict(values)
 
     # All but what transformers adds by itself and has no effect.

@@ -277,6 +277,7 @@ def test_every_layer_makes_a_model() -> None:
         "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8},
         "HGRNAttention": {"expand_ratio": 2},
         "LightningAttention": {"num_heads": 2, "head_dim": 16, "num_layers": 2},
+        "GriffinRecurrentBlock": {"num_heads": 2},
     }
     for layer, given in options.items():
         bounds = layer == "HGRNAttention"
@@ -408,7 +409,7 @@ class TestSampling:
         ({"layer": "RMSNorm"}, ValueError, "layer must be one of ABCAttention, .* got 'RMSNorm'"),
         ({"layer_options": [2]}, TypeError, "layer_options must be a mapping, got list"),
         ({"layer_options": {"hidden_size": 2}}, ValueError, "layer_options must not hold hidden_size"),
-        ({"feed_forward": "relu"}, ValueError, "feed_forward must be one of swiglu, rwkv6, rwkv7, got 'relu'"),
+        ({"feed_forward": "relu"}, ValueError, "feed_forward must be one of swiglu, rwkv6, rwkv7, none, got 'relu'"),
         ({"layer": "RWKV7Attention", "layer_options": {"num_hidden_layers": 2}}, ValueError,
          "layer_options must not hold num_hidden_layers, which the model gives its layers"),
         ({"feed_forward_act": "tanh"}, ValueError, "feed_forward_act must be one of relu, .* got 'tanh'"),
