@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from flacompose.ops import (
     causal_conv1d,
+    chunk_rg_lru,
     chunk_simple_gla,
+    fused_recurrent_rg_lru,
     fused_recurrent_simple_gla,
     mamba_chunk_scan_combined,
     selective_scan_fn,
@@ -199,7 +201,7 @@ def lightning(
     """
     from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
 
-    from flacompose.integrations._minimax import linear_layer
+    from flacompose.integrations._cache import linear_layer
 
     qkv = layer.act_fn(layer.qkv_proj(hidden_states))
     qkv = apply_mask_to_padding_states(qkv, attention_mask)
@@ -213,11 +215,66 @@ def lightning(
         initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs),
     )  # fmt: skip
     if cached is not None:
-        cached.recurrent_states[0], cached.device = state, q.device
-        cached.is_recurrent_states_initialized[0] = cached.has_previous_state[0] = True
+        cached.keep(state)
 
     o = layer.norm(o.flatten(2)) * torch.sigmoid(layer.output_gate(hidden_states))
     return layer.out_proj(o), state
+
+
+def real_gated(
+    forward: Callable[..., Any],
+    layer: Any,
+    cache: Any,
+    /,
+    input_states: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    *args: Any,
+    layer_idx: int | None = None,
+    tokens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """RecurrentGemma's recurrent block, in place of its forward: ops for its convolution and its loop over tokens.
+
+    Its states are in a layer of the cache. In the module, where transformers keeps them, they are those of whatever the
+    model read last, beams do not reorder them, and a prompt in pieces loses that of the convolution. `tokens` is 0 at
+    pads, which transformers would read. A token at position 0 is not preceded by any, and neither is the first that is
+    no pad, or the first of a packed sequence.
+    """
+    from flacompose.integrations._cache import recurrent_layer
+
+    bounds, T = _bounds(kwargs), input_states.shape[1]
+    cached = None if cache is None else recurrent_layer(cache, cast(int, layer_idx))
+    conv, state = (None, None) if cached is None else (cached.conv_states[0], cached.recurrent_states[0])
+    if position_ids is None:
+        position_ids = torch.arange(T, device=input_states.device)[None]
+    reset = (position_ids == 0).expand(input_states.shape[:2])
+    x = layer.linear_x(input_states)
+    if tokens is not None:
+        # What the scan makes of pads is forgotten at the first token.
+        reset = reset | ((tokens != 0).cumsum(1)[:, -T:] == 1)
+        x = x.masked_fill((tokens[:, -T:] == 0).unsqueeze(2), 0)
+    if bounds is not None:
+        first = torch.zeros(T + 1, dtype=torch.bool, device=x.device)
+        reset = reset | first.index_fill(0, bounds[:-1].long(), True)[:T]
+
+    weight, bias = layer.conv_1d.weight.squeeze(1), layer.conv_1d.bias
+    x, conv = causal_conv1d(x, weight, bias, None, conv, output_final_state=True, cu_seqlens=bounds)
+    unit = layer.rg_lru
+    heads = x.unflatten(-1, (unit.num_attention_heads, -1))
+    r, i = (
+        (torch.einsum("bthd,hde->bthe", heads, weight) + bias).flatten(2)
+        for weight, bias in (
+            (unit.recurrent_gate_weight, unit.recurrent_gate_bias),
+            (unit.input_gate_weight, unit.input_gate_bias),
+        )
+    )
+    rg_lru = fused_recurrent_rg_lru if T == 1 else chunk_rg_lru
+    o, state = rg_lru(x, r, i, unit.recurrent_param, reset, state, output_final_state=True, cu_seqlens=bounds)
+    if cached is not None:
+        assert state is not None
+        cached.keep(state, conv)
+    return layer.linear_out(o * layer.act_fn(layer.linear_y(input_states))), None
 
 
 class _With:
@@ -263,7 +320,8 @@ def checked(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[.
         for key in PACKED:
             if kwargs.get(key) is not None:
                 raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
-        layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        index = kwargs["layer_idx"] if "layer_idx" in kwargs else self.layer_idx
+        layer: Any = cache.layers[index] if index < len(cache.layers) else None
         if getattr(layer, "record_past", False) and any(layer.is_recurrent_states_initialized.values()):
             raise ValueError(
                 f"the cache must not record the past (activate_past_recording) for a {type(self).__name__}, since no "
@@ -421,6 +479,31 @@ def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, input_ids, attention_mask, position_ids, *args, **kwargs)
 
     return counting_forward
+
+
+def numbering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of RecurrentGemma's decoder, whose recurrent blocks know neither their number nor what is a pad."""
+
+    @wraps(forward)
+    def numbering_forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # `generate` of newer releases has made the masks of all kinds of layers.
+        mask = attention_mask.get("linear_attention") if isinstance(attention_mask, dict) else attention_mask
+        tokens = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        layers = [
+            partial(layer, layer_idx=i, tokens=tokens) if hasattr(layer.temporal_block, "rg_lru") else layer
+            for i, layer in enumerate(self.layers)
+        ]
+        numbered = _With(self, layers=layers)
+        return forward(numbered, input_ids, position_ids, attention_mask, *args, **kwargs)
+
+    return numbering_forward
 
 
 def refusing(forward: Callable[..., Any]) -> Callable[..., Any]:

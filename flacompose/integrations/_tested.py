@@ -62,6 +62,10 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
     "qwen3_5_moe": {"Qwen3_5MoeGatedDeltaNet": GATED_DELTA},
     "qwen3_next": {"Qwen3NextGatedDeltaNet": GATED_DELTA},
     "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
+    "recurrent_gemma": {
+        "RecurrentGemmaRecurrentBlock": "act_fn conv_1d linear_out linear_x linear_y rg_lru",
+        "RecurrentGemmaModel": "layers",
+    },
     "zamba": {"ZambaMambaMixer": SCAN},
     "zamba2": {"Zamba2MambaMixer": SSD},
     "zaya": {
@@ -95,13 +99,14 @@ MINIMAX_NAMES = """
 # By classes whose forwards use other names, these.
 OF_ONE = {
     "MiniMaxLightningAttention": MINIMAX_NAMES,
+    "RecurrentGemmaRecurrentBlock": f"{NAMES} conv1d_state conv1d_width device hidden_size lru_width pad sum zeros",
     "ZayaCCAProjection": f"{NAMES} hidden_size mean new_zeros num_key_value_groups pad repeat_kv v_proj_current",
 }
 
 # The parameters of the forwards of layers, and of the functions that are replaced.
 FORWARD = """
-    self hidden_states cache past_key_values cache_params cache_offset attention_mask conv_mask seq_idx dynamic_input
-    position_embeddings kwargs
+    self hidden_states input_states position_ids cache past_key_values cache_params cache_offset use_cache
+    attention_mask conv_mask seq_idx dynamic_input position_embeddings kwargs
 """
 PARAMETERS: Mapping[str, str] = {
     "causal_conv1d_fn": "hidden_states weight bias activation kwargs",

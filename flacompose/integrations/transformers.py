@@ -53,8 +53,12 @@ FUNCTIONS: Mapping[str, Function] = {
     "mamba_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
     "mamba_inner_fn": Function(_modeling.no_fused_block),
 }
-# The recurrence of MiniMax is written out in its forward, and ZAYA's calls its convolutions as modules.
-FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla", "ZayaCCAProjection": "causal_conv1d"}
+# The recurrence of MiniMax is written out in its forward. Those of RecurrentGemma and ZAYA call modules of theirs.
+FORWARD_OPS = {
+    "MiniMaxLightningAttention": "chunk_simple_gla",
+    "RecurrentGemmaRecurrentBlock": "chunk_rg_lru",
+    "ZayaCCAProjection": "causal_conv1d",
+}
 
 
 def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
@@ -67,6 +71,7 @@ def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Cal
 FORWARDS = _of_classes(
     {
         "MiniMaxLightningAttention": _modeling.lightning,
+        "RecurrentGemmaRecurrentBlock": _modeling.real_gated,
         "ZayaCCAProjection": _modeling.compressed,
         "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
         "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
@@ -83,6 +88,7 @@ FORWARDS = _of_classes(
 AROUND = _of_classes(
     {
         "BambaModel": _modeling.counting,
+        "RecurrentGemmaModel": _modeling.numbering,
         "Glm5NextTextAttention Inkling2DynamicShortConvolution": _modeling.refusing,
         "FalconMambaForCausalLM Mamba2ForCausalLM MambaForCausalLM": _modeling.passing_to("backbone"),
         "FalconMambaModel MambaModel": _modeling.passing_to("layers"),

@@ -161,12 +161,14 @@ def in_pieces(
     model: nn.Module, ids: torch.Tensor, pieces: list[int], mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The logits of pieces of these lengths, one after another through a cache."""
-    cache, logits, end = None, [], 0
+    # RecurrentGemma does not return the cache that it makes.
+    own = model.config.model_type == "recurrent_gemma"
+    cache, logits, end = transformers.DynamicCache(config=model.config) if own else None, [], 0
     for piece in ids.split(pieces, 1):
         end += piece.shape[1]
         given = {} if mask is None else {"attention_mask": mask[:, :end]}
         out = model(piece, use_cache=True, **{cache_argument(model): cache}, **given)
-        cache = cache_of(out)
+        cache = cache if own else cache_of(out)
         logits.append(out.logits)
     return torch.cat(logits, 1)
 
@@ -533,6 +535,7 @@ KDA = SHORT | {"chunk_kda", "fused_recurrent_kda"}
 SSD = SHORT | {"mamba_chunk_scan_combined", "selective_state_update"}
 RUNS_ON = {
     "minimax": {"chunk_simple_gla"},
+    "recurrent_gemma": {"chunk_rg_lru"},
     **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3", "zaya"], SHORT),
     **dict.fromkeys(SELECTIVE, SHORT | {"selective_scan_fn", "selective_state_update"}),
     **dict.fromkeys(["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"], GATED_DELTA),
@@ -699,6 +702,9 @@ def test_groups_are_not_repeated(
     assert len(heads) == 24 and set(heads) == {(2, 2, 4)}
 
 
+# Layers that take two arguments by position after their input.
+POSITIONAL = ("minimax", "recurrent_gemma")
+
 # Packed sequences: none shorter than the convolution, one of them, as long as a chunk, longer than one.
 LENGTHS = [5, 1, 64, 2, 70]
 
@@ -723,7 +729,7 @@ def test_packed(name: str, model: nn.Module, device: torch.device) -> None:
     def run(x: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
         if name == "zaya":  # queries, keys and values
             return torch.cat([y.flatten(2) for y in layer(x, None, **given)], -1)
-        return layer(x, None, None, **given)[0] if name == "minimax" else layer(x, **given)
+        return layer(x, None, None, **given)[0] if name in POSITIONAL else layer(x, **given)
 
     def gradients(y: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad((y * w).sum(), [x, *layer.parameters()]))
@@ -825,9 +831,9 @@ def test_packed_with_a_cache(name: str, model: nn.Module) -> None:
     """A cache has no row for each sequence, and puts tokens in front of those that bounds tell apart."""
     packed, cache = batch(model), transformers.DynamicCache(config=model.config)
     layer = recurrent(model)[0]
-    argument = cache_argument(layer)
+    argument = cache_argument(model if name == "recurrent_gemma" else layer)
     x = torch.randn(1, sum(LENGTHS), 32, device=model.device)
-    positional = (None, None) if name == "minimax" else ()
+    positional = (None, None) if name in POSITIONAL else ()
     with enable():
         with pytest.raises(ValueError, match="cu_seq_lens_q must come without a cache"):
             model(**packed, use_cache=True)

@@ -116,6 +116,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=64, indexer_compress_ratio=4,
         ),
     ),
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM",
+        dict(ATTENTION, num_hidden_layers=2, block_types=["recurrent", "attention"], attention_window_size=32),
+    ),
     "zamba": (
         "ZambaForCausalLM",
         dict(
