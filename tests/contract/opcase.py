@@ -80,7 +80,9 @@ class OpCase:
     @property
     def backward_ops(self) -> list[str]:
         """Those of its gradient."""
-        return [self.backward] * self.nodes + [x.replace("_forward", "_backward") for x in self.before]
+        return [self.backward] * self.nodes + [
+            f"{x.rpartition('_')[0]}_backward" for x in reversed(self.before)
+        ]
 
     @property
     def first(self) -> str:

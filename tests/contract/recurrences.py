@@ -287,8 +287,8 @@ slots = partial(
 )
 OF_STEPS = {"k": "B T R H K", "v": "B T R HV V", "beta": "B T R HV"}
 exponential = partial(
-    entry, family="scalar_decay", arguments="q k v i=beta f=g", reference=mlstm, groups=2, nodes=2,
-    draws={"f": before_sigmoid}, before=("running_max_forward",), other_ops=None,
+    entry, family="scalar_decay", arguments="q k v i=beta f=g", reference=mlstm, groups=2,
+    draws={"f": before_sigmoid}, other_ops=None,
     flops=3,  # 4 for each element but those of m
     states={"initial_state[0]": "N HV K V", "initial_state[1]": "N HV K", "initial_state[2]": "N HV"},
     # What q does to the numerator the denominator partly undoes.
@@ -342,8 +342,10 @@ CASES = [
           draws={"q": F.softplus, "k": F.softplus}, nodes=2, other_ops=None,
           # Outputs are means, so what q does to the numerator the denominator undoes, but for differences of values.
           uncancelled=partial(normalized, constant_weight=True)),
-    exponential("chunk_mlstm", ops.chunk_mlstm, ops.fused_recurrent_mlstm),
-    exponential("fused_recurrent_mlstm", ops.fused_recurrent_mlstm, ops.chunk_mlstm),
+    exponential("chunk_mlstm", ops.chunk_mlstm, ops.fused_recurrent_mlstm,
+                before=("running_max_forward", "scan_chunk")),
+    exponential("fused_recurrent_mlstm", ops.fused_recurrent_mlstm, ops.chunk_mlstm,
+                before=("running_max_forward", "scan_recurrent")),
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
     entry("chunk_rg_lru", ops.chunk_rg_lru, ops.fused_recurrent_rg_lru, "scan", "x r i a_param",
