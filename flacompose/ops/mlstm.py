@@ -161,7 +161,8 @@ def _summed_weights(of_keys: Form, inputs: op.Inputs, n: Tensor | None) -> tuple
     It is not rounded, since where it is small it is a difference of large terms. All ``n_t`` are computed by a scan of
     keys, which takes less time than a second call of the form with values that are 1.
     """
-    q, k, g, written = upcast(inputs.q), upcast(inputs.k), inputs.g, inputs.beta
+    q, k = without_tail(inputs.cu_seqlens, upcast(inputs.q), upcast(inputs.k))
+    g, written = inputs.g, inputs.beta
     assert g is not None and written is not None
     HV, K = g.shape[2], k.shape[3]
     if HV != k.shape[2]:

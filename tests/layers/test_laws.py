@@ -474,8 +474,9 @@ def test_form(name, mode, T, form, device):
     layer = build(EVERY[name] | ({} if mode is None else {"mode": mode}), device=device)
     with recorded() as calls:
         layer(tokens_of(layer, 1, T))
-    ops = {op for op, _, _ in calls}
-    assert ops - {torch.ops.flacompose.running_max_forward.default} == {op_of(name, form)}
+    namespace = torch.ops.flacompose
+    before = {namespace.running_max_forward, getattr(namespace, f"scan_{form}")} if name == "mlstm" else set()
+    assert {op for op, _, _ in calls} == {op_of(name, form)} | {op.default for op in before}
 
 
 @each_distinct_layer
@@ -578,9 +579,10 @@ def test_export(name, layout, device, tmp_path, request):
         request.getfixturevalue("few_levels")
     layer = build(EVERY[name], device=device, dtype=precision(device)[0])
     program = exported(layer, layout, device)
-    # Linear attention and mLSTM sum keys beside values.
-    nodes = 2 if name in ("linear_attn", "gsa", "abc", "mlstm") else 1
-    before = [torch.ops.flacompose.running_max_forward.default] if name == "mlstm" else []
+    # Linear attention sums keys beside values, and slots are written and read.
+    nodes = 2 if name in ("linear_attn", "gsa", "abc") else 1
+    namespace = torch.ops.flacompose
+    before = [namespace.running_max_forward.default, namespace.scan_chunk.default] if name == "mlstm" else []
     ops = [n.target for n in program.graph.nodes if "flacompose" in str(n.target)]
     turns = name.startswith("mamba3") and layout == "packed"  # angles are summed by a scan
     before += [torch.ops.flacompose.scan_chunk.default] * turns
