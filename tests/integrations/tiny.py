@@ -120,6 +120,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "RecurrentGemmaForCausalLM",
         dict(ATTENTION, num_hidden_layers=2, block_types=["recurrent", "attention"], attention_window_size=32),
     ),
+    "rwkv": ("RwkvForCausalLM", dict(num_hidden_layers=2, rescale_every=1)),
     "zamba": (
         "ZambaForCausalLM",
         dict(
