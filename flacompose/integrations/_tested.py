@@ -105,7 +105,7 @@ MINIMAX_NAMES = """
 OF_ONE = {
     "MiniMaxLightningAttention": MINIMAX_NAMES,
     "RecurrentGemmaRecurrentBlock": f"{NAMES} conv1d_state conv1d_width device hidden_size lru_width pad sum zeros",
-    "RwkvSelfAttention": "rwkv_linear_attention",
+    "RwkvSelfAttention": "rwkv_linear_attention tuple",
     "ZayaCCAProjection": f"{NAMES} hidden_size mean new_zeros num_key_value_groups pad repeat_kv v_proj_current",
 }
 

@@ -441,6 +441,7 @@ def test_rwkv(device: torch.device) -> None:
         by_name = model(ids, attention_mask=mask, use_cache=False).logits
         assert torch.equal(model(ids, mask, use_cache=False).logits, by_name)
         assert not torch.equal(model(ids, use_cache=False).logits, by_name)
+        assert copy.deepcopy(model).half()(ids, mask).logits.isfinite().all()  # pads have the least of keys
         unscaled = tiny("rwkv").to(device)
         unscaled.config.rescale_every = 0
         assert_exact(exported(unscaled).module(), unscaled, [3])
