@@ -335,7 +335,7 @@ def _shifting(
     if mask is not None:
         pads = (mask[:, -hidden.shape[1] :] == 0).unsqueeze(2)
         hidden = hidden.masked_fill(pads, 0)
-    before = None if state is None else state[index][:, :, layer.layer_id].clone()
+    before = None if state is None else state[index][:, :, layer.layer_id]
     shifted, last = token_shift(hidden, before, cu_seqlens=bounds)
     if state is not None:
         state[index][:, :, layer.layer_id] = last
