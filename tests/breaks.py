@@ -144,6 +144,7 @@ BREAKS = [
     Break("models/softmax_attention.py", "first = past.position is None", "first = True", "models/test_recurrent_lm.py", "hybrid or attn or attention or softmax"),
     # Other libraries
     Break("integrations/_modeling.py", "before,\n        output_final_state=True", "None,\n        output_final_state=True", "integrations/test_transformers.py", "test_generation"),
+    Break("integrations/_modeling.py", "k = k.masked_fill(pads", "k.masked_fill(pads", "integrations/test_transformers.py", "rwkv and continued"),
     Break("integrations/_modeling.py", "x.masked_fill(ends[:, None], 0)", "x", "integrations/test_transformers.py", "zaya and packed"),
     Break("integrations/fla.py", '_NORM_EPS = {"norm_eps": 1e-5}', '_NORM_EPS = {"norm_eps": 1e-1}', "models/test_fla.py"),
     Break("integrations/transformers.py", "return kind.__mro__[1]", "return kind", "integrations/test_transformers.py", "accelerate"),

@@ -9,6 +9,7 @@ come without a cache, which has one row for each row of a batch and none for eac
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, NamedTuple, cast
@@ -16,11 +17,14 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from flacompose.layers.token_shift import token_shift
 from flacompose.ops import (
     causal_conv1d,
     chunk_rg_lru,
+    chunk_rwkv4,
     chunk_simple_gla,
     fused_recurrent_rg_lru,
+    fused_recurrent_rwkv4,
     fused_recurrent_simple_gla,
     mamba_chunk_scan_combined,
     selective_scan_fn,
@@ -277,6 +281,67 @@ def real_gated(
     return layer.linear_out(o * layer.act_fn(layer.linear_y(input_states))), None
 
 
+def weighted(
+    forward: Callable[..., Any],
+    layer: Any,
+    _: Any,
+    /,
+    hidden: Tensor,
+    state: list[Tensor] | None = None,
+    use_cache: bool | None = False,
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor] | None]:
+    """RWKV's time mixing, in place of its forward: an op for its loop over tokens.
+
+    Its states are where transformers keeps them. With these, transformers mixes a single token of each row with the
+    tokens before it of all rows.
+    """
+    mixed, x, pads, bounds = _shifting(layer, hidden, state, 1, kwargs)
+    r, k, v, _ = type(layer).extract_key_value(mixed, x)
+    if pads is not None:
+        k = k.masked_fill(pads, max(-1e9, torch.finfo(k.dtype).min))  # any key of a token outweighs it
+    # Copies of the states, which are written to below, so that a backward finds what it needs.
+    before: Any = None if state is None else tuple(s[:, :, layer.layer_id].clone() for s in state[2:])
+    wkv = fused_recurrent_rwkv4 if hidden.shape[1] == 1 else chunk_rwkv4
+    o, after = wkv(-layer.time_decay.exp(), layer.time_first, k, v, before, state is not None, bounds)
+    if state is not None and after is not None:
+        for kept, new in zip(state[2:], after, strict=True):
+            kept[:, :, layer.layer_id] = new
+    return layer.output(r * o), state
+
+
+def shifting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of RWKV's channel mixing, which would mix tokens with pads and with other sequences."""
+
+    @wraps(forward)
+    def shifting_forward(self: Any, hidden: Tensor, state: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        mixed, x, _, _ = _shifting(self, hidden, state, 0, kwargs)
+        return forward(mixed, x)[0], state
+
+    return shifting_forward
+
+
+def _shifting(
+    layer: Any, hidden: Tensor, state: list[Tensor] | None, index: int, kwargs: dict[str, Any]
+) -> tuple[Any, Tensor, Tensor | None, Tensor | None]:
+    """A layer of RWKV whose ``time_shift`` gives the token before each, and `hidden` with zeros where pads are.
+
+    The token in front of a sequence is that which `state` has at `index`, or zeros. The last token is written there.
+    The other two results are what is a pad, and the bounds of packed sequences, or None for each.
+    """
+    bounds, mask, pads = _bounds(kwargs), kwargs.get("attention_mask"), None
+    if state is not None:
+        _without_cache(kwargs)
+    if mask is not None:
+        pads = (mask[:, -hidden.shape[1] :] == 0).unsqueeze(2)
+        hidden = hidden.masked_fill(pads, 0)
+    before = None if state is None else state[index][:, :, layer.layer_id]
+    shifted, last = token_shift(hidden, before, cu_seqlens=bounds)
+    if state is not None:
+        state[index][:, :, layer.layer_id] = last
+    return _With(layer, time_shift=lambda _: shifted), hidden, pads, bounds
+
+
 class _With:
     """A module that has some attributes unlike its own."""
 
@@ -317,9 +382,7 @@ def checked(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[.
         cache = cache_in(args, kwargs)
         if cache is None:
             return call(forward, self, None, *args, **kwargs)
-        for key in PACKED:
-            if kwargs.get(key) is not None:
-                raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
+        _without_cache(kwargs)
         index = kwargs["layer_idx"] if "layer_idx" in kwargs else self.layer_idx
         layer: Any = cache.layers[index] if index < len(cache.layers) else None
         if getattr(layer, "record_past", False) and any(layer.is_recurrent_states_initialized.values()):
@@ -330,6 +393,13 @@ def checked(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[.
         return call(forward, self, cache, *args, **kwargs)
 
     return checked_forward
+
+
+def _without_cache(kwargs: dict[str, Any]) -> None:
+    """Refuse packed sequences, which came with a cache."""
+    for key in PACKED:
+        if kwargs.get(key) is not None:
+            raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
 
 
 def convolved_apart(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -504,6 +574,43 @@ def numbering(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(numbered, input_ids, position_ids, attention_mask, *args, **kwargs)
 
     return numbering_forward
+
+
+class RwkvState(list[Tensor]):
+    """The five states of RWKV, ``[B, D, layers]`` each, in a list as in transformers, whose rows beams can reorder."""
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        self[:] = [x.index_select(0, rows) for x in self]
+
+
+def masking(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the forward of a module of RWKV, which calls modules of these names without the mask of pads and bounds."""
+
+    def of(forward: Callable[..., Any]) -> Callable[..., Any]:
+        takes_mask = "attention_mask" in inspect.signature(forward).parameters
+
+        @wraps(forward)
+        def masking_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if takes_mask and len(args) > 1:
+                kwargs["attention_mask"], args = args[1], (args[0], None, *args[2:])
+            given = {
+                key: kwargs.pop(key) for key in (*PACKED, "attention_mask") if kwargs.get(key) is not None
+            }
+            rescales = hasattr(self, "layers_are_rescaled") and self.layers_are_rescaled == self.training
+            if rescales and self.config.rescale_every > 0 and torch.compiler.is_exporting():
+                raise ValueError(
+                    "model must have been called once before it is exported, in evaluation or training as then, since "
+                    f"the first call of an {type(self).__name__} changes its weights"
+                )
+            called = {name: _called_with(getattr(self, name), given) for name in names}
+            out = forward(_With(self, **called), *args, **kwargs)
+            if isinstance(getattr(out, "state", None), list):
+                out.state = RwkvState(out.state)
+            return out
+
+        return masking_forward
+
+    return of
 
 
 def refusing(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -66,6 +66,11 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
         "RecurrentGemmaRecurrentBlock": "act_fn conv_1d linear_out linear_x linear_y rg_lru",
         "RecurrentGemmaModel": "layers",
     },
+    "rwkv": {
+        "RwkvSelfAttention": "extract_key_value layer_id output time_decay time_first",
+        "RwkvFeedForward": "layer_id time_shift", "RwkvBlock": "attention feed_forward", "RwkvModel": "blocks",
+        "RwkvForCausalLM": "rwkv",
+    },
     "zamba": {"ZambaMambaMixer": SCAN},
     "zamba2": {"Zamba2MambaMixer": SSD},
     "zaya": {
@@ -100,12 +105,13 @@ MINIMAX_NAMES = """
 OF_ONE = {
     "MiniMaxLightningAttention": MINIMAX_NAMES,
     "RecurrentGemmaRecurrentBlock": f"{NAMES} conv1d_state conv1d_width device hidden_size lru_width pad sum zeros",
+    "RwkvSelfAttention": "rwkv_linear_attention tuple",
     "ZayaCCAProjection": f"{NAMES} hidden_size mean new_zeros num_key_value_groups pad repeat_kv v_proj_current",
 }
 
 # The parameters of the forwards of layers, and of the functions that are replaced.
 FORWARD = """
-    self hidden_states input_states position_ids cache past_key_values cache_params cache_offset use_cache
+    self hidden hidden_states input_states state position_ids cache past_key_values cache_params cache_offset use_cache
     attention_mask conv_mask seq_idx dynamic_input position_embeddings kwargs
 """
 PARAMETERS: Mapping[str, str] = {

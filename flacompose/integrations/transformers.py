@@ -53,10 +53,11 @@ FUNCTIONS: Mapping[str, Function] = {
     "mamba_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
     "mamba_inner_fn": Function(_modeling.no_fused_block),
 }
-# The recurrence of MiniMax is written out in its forward. Those of RecurrentGemma and ZAYA call modules of theirs.
+# The recurrence of MiniMax is written out in its forward. Those of RecurrentGemma, RWKV and ZAYA are replaced too.
 FORWARD_OPS = {
     "MiniMaxLightningAttention": "chunk_simple_gla",
     "RecurrentGemmaRecurrentBlock": "chunk_rg_lru",
+    "RwkvSelfAttention": "chunk_rwkv4",
     "ZayaCCAProjection": "causal_conv1d",
 }
 
@@ -72,6 +73,7 @@ FORWARDS = _of_classes(
     {
         "MiniMaxLightningAttention": _modeling.lightning,
         "RecurrentGemmaRecurrentBlock": _modeling.real_gated,
+        "RwkvSelfAttention": _modeling.weighted,
         "ZayaCCAProjection": _modeling.compressed,
         "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
         "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
@@ -89,6 +91,10 @@ AROUND = _of_classes(
     {
         "BambaModel": _modeling.counting,
         "RecurrentGemmaModel": _modeling.numbering,
+        "RwkvBlock": _modeling.masking("attention", "feed_forward"),
+        "RwkvFeedForward": _modeling.shifting,
+        "RwkvForCausalLM": _modeling.masking("rwkv"),
+        "RwkvModel": _modeling.masking("blocks"),
         "Glm5NextTextAttention Inkling2DynamicShortConvolution": _modeling.refusing,
         "FalconMambaForCausalLM Mamba2ForCausalLM MambaForCausalLM": _modeling.passing_to("backbone"),
         "FalconMambaModel MambaModel": _modeling.passing_to("layers"),

@@ -82,11 +82,11 @@ class Uncached:
 def cache_argument(module: nn.Module) -> str:
     """What the forward of a model or a layer calls a cache, in the transformers that is there."""
     takes = inspect.signature(module.forward).parameters
-    return next(name for name in ("cache", "past_key_values", "cache_params") if name in takes)
+    return next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in takes)
 
 
 def cache_of(out: Any) -> Any:
-    return next(out[name] for name in ("cache", "past_key_values", "cache_params") if name in out)
+    return next(out[name] for name in ("cache", "past_key_values", "cache_params", "state") if name in out)
 
 
 def captured(name: str, model: nn.Module) -> nn.Module:
@@ -99,6 +99,8 @@ def captured(name: str, model: nn.Module) -> nn.Module:
     if hasattr(model, "set_experts_implementation"):
         # The default experts read values while they are traced.
         model.set_experts_implementation("batched_mm")
+    if name == "rwkv":
+        model(prompt(model, 1))  # its first call changes its weights
     if name in ("glm5_next", "qwen4_exp"):
         # Their sparse attention asks for 17 tokens, or reads how many blocks are complete.
         del next(m.layers for m in model.modules() if hasattr(m, "layers"))[1]

@@ -120,6 +120,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "RecurrentGemmaForCausalLM",
         dict(ATTENTION, num_hidden_layers=2, block_types=["recurrent", "attention"], attention_window_size=32),
     ),
+    "rwkv": ("RwkvForCausalLM", dict(num_hidden_layers=2, rescale_every=1)),
     "zamba": (
         "ZambaForCausalLM",
         dict(
@@ -177,4 +178,6 @@ def tiny(name: str) -> nn.Module:
             # Biases of zeros and weights of ones would hide what is left out.
             if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        if name == "rwkv":
+            model.get_input_embeddings().weight.mul_(1e4)  # they would be next to zeros
     return model
