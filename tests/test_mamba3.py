@@ -83,6 +83,14 @@ def test_half_precision(device: torch.device) -> None:
             assert (x - y).norm() < 0.02 * y.norm()
 
 
+def test_products_above_float16() -> None:
+    """Of queries and keys; the output is far smaller than these."""
+    tensors = draw(case_of(), torch.device("cpu"), torch.float16, T=5, K=8, V=6, state=False).tensors
+    tensors |= {name: torch.full_like(tensors[name], 400.0) for name in ("Q", "K")}
+    tensors |= {"DT": tensors["DT"] * 1e-6}
+    assert mimo(**tensors)[0].isfinite().all()
+
+
 def test_angles_of_a_long_row() -> None:
     """After 32,768 tokens, some thousand turns, keys still stand where those of float64 do."""
     T = 32_768

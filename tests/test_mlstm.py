@@ -11,6 +11,7 @@ from contract.accuracy import FIXED, error
 from contract.cases import NAMED
 from contract.problems import call_reference, draw, evaluate
 from torch import Tensor
+from torch.testing import assert_close
 
 from flacompose.ops import chunk_mlstm, fused_recurrent_mlstm
 
@@ -73,6 +74,24 @@ def test_derivatives_of_the_output(device: torch.device) -> None:
     assert torch.autograd.gradgradcheck(output, inputs, fast_mode=True)
 
 
+def test_a_numerator_above_float16() -> None:
+    """It grows with the tokens; the output is a mean."""
+    q, i = torch.ones(1, 8300, 1, 64, dtype=torch.float16), torch.zeros(1, 8300, 1)
+    for form in (chunk_mlstm, fused_recurrent_mlstm):
+        o, _ = form(q, q, q[..., :1], i, i + 40)
+        assert_close(o, torch.ones_like(o))
+
+
+def test_gates_that_forget_for_long() -> None:
+    """Where nothing is written any more, no sum of gates grows so large that its rounding counts."""
+    q, i = torch.ones(1, 4, 1, 2), torch.tensor([[[0.0], [-torch.inf], [-torch.inf], [-torch.inf]]])
+    f = torch.tensor([[[0.0], [-1.1e9], [-5.7e9], [-3.3e9]]])
+    for form in (chunk_mlstm, fused_recurrent_mlstm):
+        o, (_, _, m) = form(q, q, q, i, f, output_final_state=True)
+        assert o.isfinite().all() and not o[:, 1:].any()
+        assert m == -1e4
+
+
 def test_errors() -> None:
     q, i = torch.randn(1, 4, 2, 3), torch.randn(1, 4, 2)
     state = torch.zeros(1, 2, 3, 3), torch.zeros(1, 2, 3), torch.zeros(1, 2)
@@ -80,5 +99,6 @@ def test_errors() -> None:
         chunk_mlstm(q, q, q, i, i, initial_state=state[:2])
     with pytest.raises(ValueError, match=r"initial_state\[2\] must have shape \(1, 2\), got \(1, 2, 1\)"):
         chunk_mlstm(q, q, q, i, i, initial_state=(*state[:2], state[2].unsqueeze(-1)))
-    with pytest.raises(ValueError, match="eps must be finite, got inf"):
-        chunk_mlstm(q, q, q, i, i, eps=torch.inf)
+    for eps, message in ((torch.inf, "finite, got inf"), (-1.0, "at least 0, got -1.0")):
+        with pytest.raises(ValueError, match=f"eps must be {message}"):
+            chunk_mlstm(q, q, q, i, i, eps=eps)

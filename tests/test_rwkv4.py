@@ -144,3 +144,22 @@ def test_errors(changes, error, message) -> None:
     w, u, k, v, *_ = drawn(3)
     with pytest.raises(error, match=message):
         chunk_rwkv4(**{"w": w, "u": u, "k": k, "v": v} | changes)
+
+
+@each_form
+def test_weights_that_are_all_small(form) -> None:
+    """Of a token before which nothing was written the output is its value, also where its weight underflows."""
+    k, v = torch.full((1, 1, 2), -200.0), torch.randn(1, 1, 2)
+    w, u, state = -torch.ones(2), torch.zeros(2), tuple(torch.zeros(3, 1, 2).unbind())
+    assert_close(form(w, u, k, v, state)[0], v)
+    u = torch.full((2,), -200.0, requires_grad=True)
+    keys, values, bounds = torch.zeros(1, 6, 2), torch.randn(1, 6, 2), torch.tensor([0, 3])  # and a tail
+    form(w, u, keys, values, cu_seqlens=bounds)[0].sum().backward()
+    assert u.grad is not None and u.grad.isfinite().all()
+
+
+@each_form
+def test_a_maximum_is_a_constant(form) -> None:
+    w, u, k, v, a, b, m = drawn(3)
+    form(w, u, k, v, (a, b, m))[0].sum().backward()
+    assert m.grad is None or not m.grad.any()

@@ -242,8 +242,8 @@ def real_gated(
 
     Its states are in a layer of the cache. In the module, where transformers keeps them, they are those of whatever the
     model read last, beams do not reorder them, and a prompt in pieces loses that of the convolution. `tokens` is 0 at
-    pads, which transformers would read. A token at position 0 is not preceded by any, and neither is the first that is
-    no pad, or the first of a packed sequence.
+    pads, which transformers would read; between tokens and after them, the convolution reads them as zeros. A token at
+    position 0 is not preceded by any, and neither is the first that is no pad, or the first of a packed sequence.
     """
     from flacompose.integrations._cache import recurrent_layer
 
@@ -255,9 +255,9 @@ def real_gated(
     reset = (position_ids == 0).expand(input_states.shape[:2])
     x = layer.linear_x(input_states)
     if tokens is not None:
-        # What the scan makes of pads is forgotten at the first token.
-        reset = reset | ((tokens != 0).cumsum(1)[:, -T:] == 1)
-        x = x.masked_fill((tokens[:, -T:] == 0).unsqueeze(2), 0)
+        is_token = tokens[:, -T:] != 0
+        reset = is_token & (reset | ((tokens != 0).cumsum(1)[:, -T:] == 1))
+        x = x.masked_fill(~is_token.unsqueeze(2), 0)
     if bounds is not None:
         first = torch.zeros(T + 1, dtype=torch.bool, device=x.device)
         reset = reset | first.index_fill(0, bounds[:-1].long(), True)[:T]
@@ -273,6 +273,8 @@ def real_gated(
             (unit.input_gate_weight, unit.input_gate_bias),
         )
     )
+    if tokens is not None:  # a pad leaves the state as it is
+        r = r.masked_fill(~is_token.unsqueeze(2), -torch.inf)
     rg_lru = fused_recurrent_rg_lru if T == 1 else chunk_rg_lru
     o, state = rg_lru(x, r, i, unit.recurrent_param, reset, state, output_final_state=True, cu_seqlens=bounds)
     if cached is not None:

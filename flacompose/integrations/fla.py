@@ -237,6 +237,7 @@ def _config(model_type: str, family: _Family, values: dict[str, Any]) -> Recurre
     if model_type == "mamba":
         size = values["intermediate_size"]
         _check.number("config: expand", values["expand"])
+        _check.count("config: hidden_size", values["hidden_size"])
         options["intermediate_size"] = int(values["expand"] * values["hidden_size"]) if size is None else size
     attn = values["attn"]
     if attn is None:

@@ -26,6 +26,7 @@ from flacompose.ops._check import has_shape as has_shape
 from flacompose.ops._check import indices as indices
 from flacompose.ops._check import is_empty as is_empty
 from flacompose.ops._check import not_empty as not_empty
+from flacompose.ops._check import not_negative as not_negative
 from flacompose.ops._check import tensor as tensor
 from flacompose.ops._sizes import always_true, violated
 
@@ -76,14 +77,6 @@ def first_time_steps(dt_min: float, dt_max: float, dt_init_floor: float) -> None
     ascending("(dt_min, dt_max)", (dt_min, dt_max))
     if dt_init_floor <= 0:
         raise ValueError(f"dt_init_floor must be above 0, got {dt_init_floor}")
-
-
-def not_negative(name: str, x: float) -> None:
-    """Check that `x` is a finite number of at least 0."""
-    number(name, x)
-    if not x >= 0:  # so that NaN fails too
-        raise ValueError(f"{name} must be at least 0, got {x}")
-    finite(name, x)
 
 
 def positive(name: str, x: float) -> None:

@@ -86,7 +86,7 @@ def first_time_steps_(x: Tensor, low: float, high: float, floor: float) -> None:
 
     Steps below `floor` are raised to it.
     """
-    log_dt = torch.empty_like(x).uniform_(math.log(low), math.log(high))
+    log_dt = torch.empty_like(x, dtype=torch.float32).uniform_(math.log(low), math.log(high))
     x.copy_(before_softplus(log_dt.exp().clamp(min=floor)))
 
 

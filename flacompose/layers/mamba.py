@@ -34,7 +34,7 @@ class Mamba(RecurrentLayer):
 
     From "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (<https://arxiv.org/abs/2312.00752>).
     Parameter names are those of flash-linear-attention 0.6, mamba-ssm and transformers, whose checkpoints load;
-    arguments and defaults are the former's, without its `backend`. The recurrent state is ``[N, D, S]``.
+    arguments and defaults are those of flash-linear-attention, without `backend`. The recurrent state is ``[N, D, S]``.
 
     Args:
         hidden_size: Size of the input and of the output.
@@ -47,7 +47,7 @@ class Mamba(RecurrentLayer):
         dt_max: Greatest first time step.
         dt_init: The first weights of $W_{dt}$: "random", uniform up to ``dt_scale / sqrt(dt_rank)`` of either sign, or
             "constant", that number.
-        dt_scale: As said.
+        dt_scale: Factor of the first weights of $W_{dt}$.
         dt_init_floor: Bound that first time steps are raised to.
         use_bias: Whether the projections in and out have biases.
         hidden_act: Activation after the convolution: "relu", "sigmoid", "logsigmoid", "silu" or "swish", "sqrelu",

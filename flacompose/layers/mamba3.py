@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
-from flacompose.layers.first_values import before_softplus
+from flacompose.layers.first_values import first_time_steps_
 from flacompose.layers.heads import in_heads
 from flacompose.layers.layout import Layout, distributed_like, take
 from flacompose.layers.norm import RMSNorm
@@ -111,17 +109,10 @@ class Mamba3(RecurrentLayer):
         angles = int(state_size * rope_fraction) // 2
         if angles == 0:
             raise ValueError(f"state_size must be at least 4 where rope_fraction is 0.5, got {state_size}")
-        for name, step in (
-            ("dt_min", dt_min),
-            ("dt_max", dt_max),
-            ("dt_init_floor", dt_init_floor),
-            ("A_floor", A_floor),
-        ):
-            _check.finite(name, step)
-        _check.ascending("(dt_min, dt_max)", (dt_min, dt_max))
-        for name, floor in (("dt_init_floor", dt_init_floor), ("A_floor", A_floor)):
-            if floor <= 0:
-                raise ValueError(f"{name} must be above 0, got {floor}")
+        _check.first_time_steps(dt_min, dt_max, dt_init_floor)
+        _check.finite("A_floor", A_floor)
+        if A_floor <= 0:
+            raise ValueError(f"A_floor must be above 0, got {A_floor}")
         _check.count("mimo_rank", mimo_rank)
         _check.count("chunk_size", chunk_size)
         _check.one_of("A_activation", A_activation, ("softplus", "heavy_tail"))
@@ -164,8 +155,7 @@ class Mamba3(RecurrentLayer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the first values of the parameters that no submodule has."""
-        log_dt = torch.empty_like(self.dt_bias).uniform_(math.log(self.dt_min), math.log(self.dt_max))
-        self.dt_bias.copy_(before_softplus(log_dt.exp().clamp(min=self.dt_init_floor)))
+        first_time_steps_(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
         for ones in (self.B_bias, self.C_bias, self.D):
             nn.init.ones_(ones)
         for weight, count in ((self.mimo_x, self.mimo_rank), (self.mimo_z, 1), (self.mimo_o, self.mimo_rank)):

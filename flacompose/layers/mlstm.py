@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from flacompose.layers import _check
+from flacompose.layers.first_values import copy_, with_first_values
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
@@ -79,15 +82,18 @@ class MLSTM(RecurrentLayer):
         self.q, self.k, self.v, self.ogate_preact = (
             nn.Linear(hidden_size, H * D, use_bias, **factory) for D in (K, K, V, V)
         )
-        self.igate_preact, self.fgate_preact = (nn.Linear(hidden_size, H, **factory) for _ in range(2))
+        self.igate_preact, self.fgate_preact = (
+            with_first_values(
+                nn.Linear(hidden_size, H, **factory),
+                weight=nn.init.zeros_,
+                bias=partial(_evenly_, first=a, last=b),
+            )
+            for a, b in ((-10, -10), (3, 6))
+        )
         self.multihead_norm = GroupNorm(H, H * V, norm_eps, **factory)
         if not use_bias:
             self.multihead_norm.register_parameter("bias", None)
         self.out_proj = nn.Linear(H * V, hidden_size, use_bias, **factory)
-        with torch.no_grad():
-            for gate, first, last in ((self.igate_preact, -10, -10), (self.fgate_preact, 3, 6)):
-                gate.weight.zero_()
-                gate.bias.copy_(torch.linspace(first, last, H))
         self.state_shapes = StateShapes(((H, K, V), (H, K), (H,)))
 
     def _head_sizes(self, num_heads: int, qk_dim_factor: float, v_dim_factor: float) -> tuple[int, int]:
@@ -114,3 +120,9 @@ class MLSTM(RecurrentLayer):
         o, recurrent = mlstm(q, k, v, i, f, eps=self.eps)
         o = self.multihead_norm(o).flatten(2) * gate.sigmoid()
         return self.out_proj(o), RecurrentState(recurrent)
+
+
+@torch.no_grad()
+def _evenly_(bias: Tensor, first: float, last: float) -> None:
+    """Fill `bias` with numbers from `first` to `last`, all as far apart."""
+    copy_(bias, torch.linspace(first, last, len(bias)))

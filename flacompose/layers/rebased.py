@@ -26,7 +26,7 @@ class ReBasedLinearAttention(WeightedMeanLayer):
 
     Args:
         hidden_size: Size of the input and of the output.
-        l_max: Not used.
+        l_max: Taken because flash-linear-attention has it, and not used.
         feature_dim: Channels ``K`` of a head of queries or keys, before the feature map.
         num_key_value_heads: The same as `num_heads`.
         num_heads: Number of heads ``H``, each of ``V = hidden_size // num_heads`` values.

@@ -48,7 +48,7 @@ class RodimusAttention(RecurrentLayer):
         conv_size: Its width ``W``.
         conv_bias: Whether it has a bias.
         norm_eps: Added to the mean square in the norm.
-        k_norm_eps: The least norm that $s W_k$ is divided by. Default: 1e-12.
+        k_norm_eps: The least norm that $s W_k$ is divided by, above 0. Default: 1e-12.
         residual_in_fp32: Whether $w$ is a float32 parameter unless `dtype` is given. The sum is computed in float32
             (float64 for float64) in any case.
         layer_idx: Kept as an attribute and not used: a state is given to the layer, not looked up.
@@ -89,7 +89,7 @@ class RodimusAttention(RecurrentLayer):
         _check.count("input_gate_low_rank", rank)
         _check.head_size("expand_ratio", expand_ratio)
         self.k_norm_eps = 1e-12 if k_norm_eps is None else k_norm_eps
-        _check.not_negative("k_norm_eps", self.k_norm_eps)
+        _check.positive("k_norm_eps", self.k_norm_eps)
         self.block_type = block_type
         self.d_inner = V = -(-2 * hidden_size // 8) * 8
         self.mem_size = K = expand_ratio

@@ -109,9 +109,7 @@ def _scan(
 
     y = _with(y, c, _products(Q, K, Q_bias, K_bias, V), values[0])
     if R > 1:  # a query still lacks the writes that come after it
-        products = [
-            (q * k_before[:, :, r, None]).sum(-1, dtype=y.dtype) for r in range(R)
-        ]  # [B, T, R, H] each
+        products = [(upcast(q) * k_before[:, :, r, None]).sum(-1) for r in range(R)]  # [B, T, R, H] each
         y = _with(y, written, torch.stack(products, -1).transpose(2, 3).triu(1), values[1])
     if D is not None:
         y = y + upcast(D, V).unsqueeze(-1) * values[0]

@@ -259,7 +259,7 @@ def _in_sequences(inputs: Scanned, Z: Tensor | None, cu_seqlens: Tensor | None) 
 
 
 def _results(y: Tensor, new: States, cu_seqlens: Tensor | None, V: Tensor, states: bool) -> Tensor | Final:
-    """The output, in no sequence 0, and with `states` the new states, those of keys and values transposed."""
+    """The output, 0 for tokens in no sequence, and with `states` the new states, that of the recurrence transposed."""
     dtype = None if V.dtype == torch.float64 else autocast_dtype(V.device)
     (y,) = without_tail(cu_seqlens, y.to(V.dtype if dtype is None else dtype))
     return (y, new.angle, new.state.mT.contiguous(), new.k, new.v) if states else y

@@ -20,6 +20,7 @@ from flacompose.ops.families.scan import op as scan
 
 MLSTMState = tuple[Tensor, Tensor, Tensor]
 Form = Callable[..., tuple[Tensor, Tensor]]
+LOWEST = -1e4  # of the stabiliser
 
 
 def chunk_mlstm(
@@ -69,10 +70,11 @@ def chunk_mlstm(
     Returns:
         ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
             `final_state` is ``(C, n, m)``, new tensors in float32 (float64 for float64 inputs), or None unless
-            `output_final_state`. An `m` of -1e38 stands for -inf.
+            `output_final_state`. `m` is at least -1e4, since below it all exponentials are 0.
 
     Raises:
-        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` or `eps` is not finite.
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` or `eps` is not finite, or
+            `eps` is below 0.
         TypeError: If an argument has the wrong type or dtype.
     """
     return _run(
@@ -124,7 +126,7 @@ def _run(
     output_states: int | None = None,
 ) -> tuple[Tensor, MLSTMState | None]:
     scale = _check.scale(scale, q)
-    _check.finite("eps", eps)
+    _check.not_negative("eps", eps)
     C = n = m = None
     if initial_state is not None:
         if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 3:
@@ -145,9 +147,12 @@ def _run(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         i, f = without_tail(cu_seqlens, i.to(state_dtype(q.dtype)), f.to(state_dtype(q.dtype)))
-        g, m_t, m = running_max.forward(i.detach(), log_sigmoid(f), m, cu_seqlens)
+        # Of logarithms far below 0 the exponentials are 0, and differences would be no more than rounding.
+        g, m_t, m = running_max.forward(i.detach().clamp(min=LOWEST), log_sigmoid(f), m, cu_seqlens)
         inputs = op.Inputs(q, k, v, g, None, (i - m_t).exp(), C, cu_seqlens, scale)
         weight, n = _summed_weights(of_keys, inputs, n)
+        if v.dtype == torch.float16:  # the numerator may be too large for it
+            inputs = inputs._replace(q=upcast(q), k=upcast(k), v=upcast(v))
         o, C = form(*inputs)
         o = (o / (torch.maximum(weight.abs(), (-m_t).exp()) + eps).unsqueeze(-1)).to(v.dtype)
     if not output_final_state:

@@ -6,15 +6,13 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check
-from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._states import last, recurrent_form
-from flacompose.ops._varlen import bounds, sequence_of, without_tail
+from flacompose.ops._varlen import shifted, without_tail
 from flacompose.ops.families.running_max import op as running_max
 from flacompose.ops.families.running_max.inputs import LOWEST
 from flacompose.ops.families.scan import op
@@ -120,12 +118,15 @@ def _run(
         else:
             a, b, m_0 = (upcast(x, v) for x in initial_state)
             start = torch.cat([a, b], -1)
-        gates, m, m_end = running_max.forward(*running_max.Inputs(k, w.expand_as(k), m_0, cu_seqlens))
+        gates, m, m_end = running_max.forward(
+            *running_max.Inputs(k.detach(), w.expand_as(k), m_0, cu_seqlens)
+        )
         weight = (k - m).exp()
         written, gates = torch.cat([weight * v, weight], -1), torch.cat([gates, gates], -1)
         states, end = form(*op.Inputs(written, gates, start, cu_seqlens))
-        a, b = _before(states, start, cu_seqlens).chunk(2, -1)
-        before, now = _before(m, m_0, cu_seqlens), u + k
+        a, b = shifted(states, start, cu_seqlens).chunk(2, -1)
+        # Where nothing has been written, its maximum says nothing.
+        before, now = torch.where(b > 0, shifted(m, m_0, cu_seqlens).detach(), LOWEST), u + k
         top = torch.maximum(before, now).detach()
         past, present = (before - top).exp(), (now - top).exp()
         o = (past * a + present * v) / (past * b + present)
@@ -134,16 +135,3 @@ def _run(
         return o, None
     a, b = (x.clone() for x in end.chunk(2, -1))  # states are no views
     return o, (a, b, m_end if output_states is None else last(m, output_states))
-
-
-def _before(x: Tensor, start: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """``x [B, T, D]`` of the token before each, and ``start [N, D]`` at the first token of a sequence."""
-    T = x.shape[1]
-    t = torch.arange(T, device=x.device)
-    if cu_seqlens is None:
-        first, start = replicated(t == 0, x), start[:, None]
-    else:
-        cu = bounds(cu_seqlens, T)
-        n = sequence_of(t, cu)
-        first, start = t == cu[n], start[n][None]
-    return torch.where(first[:, None], start, F.pad(x, (0, 0, 1, 0))[:, :-1])

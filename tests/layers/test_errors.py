@@ -250,7 +250,7 @@ REFUSED = [
     ("rodimus", {"input_gate_low_rank": 0}, "input_gate_low_rank must be at least 1, got 0"),
     ("rodimus", {"input_gate_low_rank": None}, "input_gate_low_rank must be an int, got NoneType", TypeError),
     ("rodimus", {"expand_ratio": 513}, "expand_ratio must be from 1 to 512, got 513"),
-    ("rodimus", {"k_norm_eps": -1.0}, "k_norm_eps must be at least 0, got -1.0"),
+    ("rodimus", {"k_norm_eps": 0}, "k_norm_eps must be positive, got 0"),
     ("comba", {"correction_factor": math.nan}, "correction_factor must be finite, got nan"),
     ("kda", {"safe_gate": True}, "safe_gate must not be True without a lower_bound"),
     ("abc", {"mode": "chunk"}, "ABCAttention.__init__() got an unexpected keyword argument 'mode'", TypeError),

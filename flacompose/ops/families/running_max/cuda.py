@@ -12,7 +12,7 @@ from flacompose.ops.families.running_max.eager import backward as backward
 from flacompose.ops.families.running_max.inputs import Inputs
 from flacompose.ops.families.running_max.kernels import running_max_kernel
 
-# Tokens and channels of a tile, and warps: of heads, of which there are few, and of channels.
+# (tokens, channels, warps) of a tile: for few channels, as the heads of mLSTM, and for many, as those of RWKV-4.
 HEADS_CONFIG, CHANNELS_CONFIG = (2048, 2, 8), (256, 16, 4)
 
 

@@ -25,7 +25,10 @@ def _join(g, m, next_g, next_m):
 
 @triton.jit
 def _last_two(before, m, one, next_before, next_m, next_one):
-    """Joins two runs, each given by its last two numbers; of a run of `one` the first of them is before the tile."""
+    """Joins two runs of tokens, each given by its last two numbers.
+
+    A run of `one` token has no second-last number of its own: it takes the last of the run before it.
+    """
     return tl.where(next_one != 0, m, next_before), next_m, one * 0
 
 
