@@ -69,6 +69,11 @@ class Shape(NamedTuple):
         return 64
 
     @property
+    def A(self) -> int:
+        """Angles of a key of Mamba-3, half of which turns in pairs."""
+        return self.K // 4
+
+    @property
     def label(self) -> str:
         heads = f"H{self.H} HV{self.HV}" if self.group > 1 else f"H{self.H}"
         widths = f"K=V={self.K}" if self.K == self.V else f"K={self.K} V={self.V}"

@@ -138,6 +138,14 @@ _FAMILIES = {
         _MAMBA,
         fixed={"attn": None},
     ),
+    "mamba3": _Family(
+        "Mamba3",
+        "state_size expand head_dim n_groups rope_fraction A_floor is_outproj_norm is_mimo mimo_rank use_bias "
+        "A_activation",
+        # The peer's layer computes the number of heads from their size.
+        _MAMBA | {"num_heads": None},
+        fixed={"attn": None},
+    ),
     "kda": _Family(
         "KimiDeltaAttention",
         "expand_v head_dim num_heads num_v_heads use_short_conv allow_neg_eigval safe_gate lower_bound conv_size",
@@ -161,8 +169,8 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
 
     Raises:
         ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "rwkv7", "hgrn2", "delta_net",
-            "gated_deltanet", "kda", "comba", "mamba" and "mamba2", or a key is not known, or its value asks for
-            something that is not supported; both are named. If `config` is JSON itself, or its file holds none.
+            "gated_deltanet", "kda", "comba", "mamba", "mamba2" and "mamba3", or a key is not known, or its value asks
+            for something that is not supported; both are named. If `config` is JSON itself, or its file holds none.
         TypeError: If `config` is neither a mapping nor a path.
         FileNotFoundError: If it is the path of no file.
     """
@@ -215,7 +223,7 @@ def _read(config: Mapping[str, Any]) -> RecurrentConfig:
 
 def _config(model_type: str, family: _Family, values: dict[str, Any]) -> RecurrentConfig:
     options = {key: values[key] for key in family.options.split()} | family.constant
-    rwkv, mamba = model_type in ("rwkv6", "rwkv7"), model_type in ("mamba", "mamba2")
+    rwkv, mamba = model_type in ("rwkv6", "rwkv7"), model_type.startswith("mamba")
     if not mamba:
         options["mode"] = _mode(values["attn_mode"])
     if rwkv:

@@ -106,9 +106,16 @@ EVERY = LAYERS | {
     "based": {"layer": BasedLinearAttention, "feature_dim": 3, "num_key_value_heads": 4} | HEADS,
     "rebased": {"layer": ReBasedLinearAttention, "feature_dim": 4, "num_key_value_heads": 4} | HEADS,
 }
-# What takes seconds for each layer, compiling, exporting and training in segments, is tested of these alone: the others
-# differ from a layer among them (KDA, Gated DeltaNet, Based) in formulas of one token, which cheaper tests see.
-DISTINCT = {name: config for name, config in EVERY.items() if name not in ("gdn2", "comba", "rebased")}
+# These differ from KDA, Gated DeltaNet and Based in formulas of one token.
+ALIKE = ("gdn2", "comba", "rebased")
+# What takes seconds for each layer, compiling, exporting and training in segments, is tested of these alone: cheaper
+# tests see all that the others have of their own. Griffin's block has the operators and the states of HGRN, Rodimus
+# those of GLA, Based those of linear attention, and Mamba-3 with several keys a token those of Mamba-3 with one.
+DISTINCT = {
+    name: config
+    for name, config in EVERY.items()
+    if name not in (*ALIKE, "griffin", "rodimus", "based", "mamba3 mimo")
+}
 
 
 class Bounded:

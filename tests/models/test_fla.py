@@ -69,11 +69,11 @@ def test_defaults_are_those_of_the_peer(name: str) -> None:
 @pytest.mark.parametrize("model_type", _FAMILIES)
 def test_sizes_have_the_defaults_of_the_peer(model_type: str) -> None:
     config = config_from_fla({"model_type": model_type})
-    layers = {"gated_deltanet": 21, "comba": 21, "mamba": 48, "mamba2": 48}.get(model_type, 24)
+    layers = {"gated_deltanet": 21, "comba": 21, "mamba": 48, "mamba2": 48, "mamba3": 48}.get(model_type, 24)
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (32000, 2048, layers)
     # As GatedMLP(hidden_size=2048, hidden_ratio=...).intermediate_size of the peer, and its RWKV6FeedForward's and
     # RWKV7FeedForward's.
-    expected = {"retnet": 2816, "rwkv6": 7168, "rwkv7": 8192, "mamba": None, "mamba2": None}
+    expected = {"retnet": 2816, "rwkv6": 7168, "rwkv7": 8192, "mamba": None, "mamba2": None, "mamba3": None}
     assert config.intermediate_size == expected.get(model_type, 5632)
 
 
@@ -107,6 +107,7 @@ def test_gsa_takes_both_spellings_of_its_arguments() -> None:
         ("kda", [(16, 128, 128)]),
         ("mamba", [(4096, 16)]),
         ("mamba2", [(64, 128, 64)]),
+        ("mamba3", [(64, 32), (64, 128, 64), (1, 64, 128), (64, 64)]),
         ("comba", [(6, 256, 512)]),
     ],
 )
@@ -144,7 +145,22 @@ MAMBA_SSM = {
 
 @pytest.mark.parametrize(
     ("name", "ssm_cfg"),
-    [("mamba", {"d_state": 8, "expand": 0.75}), ("mamba2", {"layer": "Mamba2", "d_state": 8, "headdim": 16})],
+    [
+        ("mamba", {"d_state": 8, "expand": 0.75}),
+        ("mamba2", {"layer": "Mamba2", "d_state": 8, "headdim": 16}),
+        (
+            "mamba3 of mamba-ssm",
+            {
+                "layer": "Mamba3",
+                "d_state": 8,
+                "headdim": 16,
+                "ngroups": 1,
+                "is_mimo": True,
+                "mimo_rank": 3,
+                "fuse_pregate_headwise_norm": False,
+            },
+        ),
+    ],
 )
 @torch.no_grad()
 def test_checkpoints_of_mamba_ssm(name: str, ssm_cfg: dict[str, Any], tmp_path: Path) -> None:
@@ -168,7 +184,8 @@ def test_checkpoints_of_mamba_ssm(name: str, ssm_cfg: dict[str, Any], tmp_path: 
         ({"model_type": "mamba", "hidden_act": "gelu"}, r"config: hidden_act must be one of silu, swish, got 'gelu'"),
         ({"d_model": 32, "rms_norm": False}, r"config: rms_norm must be True in a model of mamba-ssm, got False"),
         ({"d_model": 32, "attn_layer_idx": [1]}, r"config: attn_layer_idx must be \[\] in a model .*, got \[1\]"),
-        ({"d_model": 32, "ssm_cfg": {"layer": "Mamba3"}}, r"config: ssm_cfg: layer must be one of Mamba1, Mamba2, got"),
+        ({"d_model": 32, "ssm_cfg": {"layer": "Mamba4"}}, r"config: ssm_cfg: layer must be one of Mamba1, .*Mamba3"),
+        ({"d_model": 32, "ssm_cfg": {"layer": "Mamba3", "bias": True}}, r"config: bias is not known of a mamba3"),
         ({"d_model": 32, "ssm_cfg": {"layer": "Mamba2", "d_ssm": 8}}, r"config: ssm_cfg: d_ssm must be None, got 8"),
         ({"d_model": 32, "ssm_cfg": {"d_states": 8}}, r"config: d_states is not known of a mamba"),
         ({"d_model": 32, "ssm_cfg": 3}, r"config: ssm_cfg must be a mapping, got int"),
@@ -199,7 +216,7 @@ def test_mixtures_of_older_versions_of_rwkv7() -> None:
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"model_type": "mamba3"}, r"model_type must be one of gla, .*, comba, got 'mamba3'"),
+        ({"model_type": "samba"}, r"model_type must be one of gla, .*, comba, got 'samba'"),
         ({"model_type": None}, r"model_type must be one of .* got None"),
         ({"num_attention_heads": 4, "rms_norm_eps": 1}, r"num_attention_heads, rms_norm_eps are not known of a gla"),
         ({"head_dim": 4}, r"head_dim is not known of a gla"),
