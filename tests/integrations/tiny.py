@@ -120,6 +120,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "RecurrentGemmaForCausalLM",
         dict(ATTENTION, num_hidden_layers=2, block_types=["recurrent", "attention"], attention_window_size=32),
     ),
+    # The cache rounds the sizes of all heads together to multiples of 64, and the layers do not.
+    "xlstm": (
+        "xLSTMForCausalLM",
+        dict(num_hidden_layers=2, num_heads=4, qk_dim_factor=2.0, v_dim_factor=2.0, eps=1e-2),
+    ),
     "zamba": (
         "ZambaForCausalLM",
         dict(
@@ -173,8 +178,10 @@ def tiny(name: str) -> nn.Module:
         config = config_class(**options)
     model = model_class(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             # Biases of zeros and weights of ones would hide what is left out.
             if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if path.endswith("igate_preact.bias"):
+                parameter.add_(10)  # xLSTM begins with exp(-10), with which its denominator would be exp(-m)
     return model
