@@ -807,6 +807,21 @@ def test_hidden_states(name: str, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", ["xlstm"])
+@torch.no_grad()
+def test_pads_in_between(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without softmax attention or a convolution they may be anywhere: nothing is forgotten at them."""
+    monkeypatch.setitem(TINY[name][1], "eps", 0.1)  # of a size that tells
+    model = tiny(name).to(device)
+    ids = prompt(model, 9)
+    mask = torch.ones_like(ids)
+    mask[:, 3:7] = 0
+    with enable():
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+    tokens = mask[0].bool()
+    torch.testing.assert_close(logits[:, tokens].double(), Uncached(model)(ids[:, tokens]), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["xlstm"])
 def test_no_pieces(name: str, model: nn.Module) -> None:
     """Transformers takes a long sequence in pieces, without gradients. Here it is as a short one, pads included."""
     ids, mask = padded(model, 9)
@@ -819,6 +834,7 @@ def test_no_pieces(name: str, model: nn.Module) -> None:
         expected = gradient()
         model.config.max_inference_chunksize = 4
         torch.testing.assert_close(gradient(), expected)
+        assert hasattr(model(ids).cache_params, "reorder_cache")
 
 
 def test_xlstm_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -832,15 +848,16 @@ def test_checkpoints(name: str, model: nn.Module) -> None:
     """A layer that passes bounds on is still computed again in the backward, where gradients are checkpointed."""
     model.train()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
-    counts = []
+    ids, weight, counts, gradients = prompt(model, 9), model.get_input_embeddings().weight, [], []
     for enabled in False, True:
         with enable() if enabled else contextlib.nullcontext():
             calls = []
             hook = recurrent(model)[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-            Logits(model)(prompt(model, 9)).square().mean().backward()
+            gradients += torch.autograd.grad(model(ids).logits.square().mean(), weight)
             hook.remove()
             counts.append(len(calls))
     assert counts == [2, 2]
+    torch.testing.assert_close(*gradients, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["mamba", "zamba", "inkling", "jamba"])

@@ -120,10 +120,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "RecurrentGemmaForCausalLM",
         dict(ATTENTION, num_hidden_layers=2, block_types=["recurrent", "attention"], attention_window_size=32),
     ),
-    # The cache rounds the sizes of all heads together to multiples of 64, and the layers do not.
+    # The cache rounds the sizes of all heads together to multiples of 64, and the layers do not. With a smaller
+    # `norm_eps` the norm of each head would hide what it is divided by.
     "xlstm": (
         "xLSTMForCausalLM",
-        dict(num_hidden_layers=2, num_heads=4, qk_dim_factor=2.0, v_dim_factor=2.0, eps=1e-2),
+        dict(num_hidden_layers=2, num_heads=4, qk_dim_factor=2.0, v_dim_factor=2.0, norm_eps=0.1),
     ),
     "zamba": (
         "ZambaForCausalLM",
@@ -183,5 +184,5 @@ def tiny(name: str) -> nn.Module:
             if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
             if path.endswith("igate_preact.bias"):
-                parameter.add_(10)  # xLSTM begins with exp(-10), with which its denominator would be exp(-m)
+                parameter.add_(8)  # xLSTM begins with exp(-10), with which its denominator would be exp(-m)
     return model
