@@ -10,6 +10,7 @@ come without a cache, which has one row for each row of a batch and none for eac
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, NamedTuple, cast
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from flacompose.layers.token_shift import token_shift
 from flacompose.ops import (
     causal_conv1d,
+    chunk_mlstm,
     chunk_rg_lru,
     chunk_rwkv4,
     chunk_simple_gla,
+    fused_recurrent_mlstm,
     fused_recurrent_rg_lru,
     fused_recurrent_rwkv4,
     fused_recurrent_simple_gla,
@@ -30,6 +33,7 @@ from flacompose.ops import (
     selective_scan_fn,
     selective_state_update,
 )
+from flacompose.ops._dtype import state_dtype
 
 # By which of their arguments modules of transformers tell packed sequences apart.
 PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
@@ -333,7 +337,7 @@ def _shifting(
     """
     bounds, mask, pads = _bounds(kwargs), kwargs.get("attention_mask"), None
     if state is not None:
-        _without_cache(kwargs)
+        _refuse_packed(kwargs)
     if mask is not None:
         pads = (mask[:, -hidden.shape[1] :] == 0).unsqueeze(2)
         hidden = hidden.masked_fill(pads, 0)
@@ -344,15 +348,57 @@ def _shifting(
     return _With(layer, time_shift=lambda _: shifted), hidden, pads, bounds
 
 
+def stabilised(
+    forward: Callable[..., Any],
+    layer: Any,
+    _: Any,
+    /,
+    x: Tensor,
+    state: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call the forward of xLSTM's layer with an op for its backend, which is a loop over chunks and tokens.
+
+    Its state is a tuple of tensors of the cache, which the model writes to. Pads are neither written to it nor forget.
+    """
+    bounds, mask, T = _bounds(kwargs), kwargs.get("attention_mask"), x.shape[1]
+    if state is not None:
+        _refuse_packed(kwargs)
+        if torch.is_grad_enabled():
+            state = [part.clone() for part in state]  # kept for the backward
+
+    def backend(query: Tensor, key: Tensor, value: Tensor, igate: Tensor, fgate: Tensor, **_: Any) -> Any:
+        q, k, v, i, f = (y.transpose(1, 2) for y in (query, key, value, igate, fgate))
+        if mask is not None:
+            pads = (mask[:, -T:] == 0).unsqueeze(2)
+            i, f = i.masked_fill(pads, -torch.inf), f.masked_fill(pads, torch.inf)
+        initial: Any = None if state is None else (*state[:2], state[2].squeeze(-1))
+        mlstm: Any = fused_recurrent_mlstm if T == 1 else chunk_mlstm
+        o, (C, n, m) = mlstm(
+            q, k, v, i, f,
+            initial_state=initial, output_final_state=True, cu_seqlens=bounds, eps=layer.config.eps,
+        )  # fmt: skip
+        return o.transpose(1, 2), (C, n, m.unsqueeze(-1))
+
+    return forward(_With(layer, mlstm_backend=backend), x, state, *args)
+
+
 class _With:
     """A module that has some attributes unlike its own."""
 
     forward = None  # where transformers asks whether its wrapper for checkpoints is the outermost: it is further out
 
     def __init__(self, module: Any, **attributes: Any) -> None:
-        self._module = module
-        for name, value in attributes.items():
-            setattr(self, name, value)
+        vars(self).update(attributes, _module=module)
+
+    # Transformers records hidden states by the class of a model, and notes in the model that it does.
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._module.__class__ if vars(self) else _With  # where Dynamo traces it, it is empty
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -384,7 +430,7 @@ def checked(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[.
         cache = cache_in(args, kwargs)
         if cache is None:
             return call(forward, self, None, *args, **kwargs)
-        _without_cache(kwargs)
+        _refuse_packed(kwargs)
         index = kwargs["layer_idx"] if "layer_idx" in kwargs else self.layer_idx
         layer: Any = cache.layers[index] if index < len(cache.layers) else None
         if getattr(layer, "record_past", False) and any(layer.is_recurrent_states_initialized.values()):
@@ -395,13 +441,6 @@ def checked(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[.
         return call(forward, self, cache, *args, **kwargs)
 
     return checked_forward
-
-
-def _without_cache(kwargs: dict[str, Any]) -> None:
-    """Refuse packed sequences, which came with a cache."""
-    for key in PACKED:
-        if kwargs.get(key) is not None:
-            raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
 
 
 def convolved_apart(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -565,9 +604,7 @@ def numbering(forward: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # `generate` of newer releases has made the masks of all kinds of layers.
-        mask = attention_mask.get("linear_attention") if isinstance(attention_mask, dict) else attention_mask
-        tokens = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        tokens = _tokens(attention_mask)
         layers = [
             partial(layer, layer_idx=i, tokens=tokens) if hasattr(layer.temporal_block, "rg_lru") else layer
             for i, layer in enumerate(self.layers)
@@ -615,6 +652,49 @@ def masking(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return of
 
 
+def whole(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of xLSTM, which would take a long sequence in pieces, without gradients."""
+
+    @wraps(forward)
+    def whole_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = _With(self.config, max_inference_chunksize=sys.maxsize)
+        return forward(_With(self, config=config), *args, **kwargs)
+
+    return whole_forward
+
+
+def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of xLSTM's decoder, which tells its blocks neither pads nor bounds, and whose cache has no beams."""
+    from transformers.models.xlstm import modeling_xlstm
+
+    if modeling_xlstm.external_xlstm:
+        return forward  # the blocks are those of the package xlstm
+    from flacompose.integrations._xlstm_cache import BeamCache
+
+    told = whole(passing_to("blocks", keys=(*PACKED, "attention_mask"))(forward))
+
+    @wraps(forward)
+    def remembering_forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache_params: Any = None,
+        use_cache: bool | None = None,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        like: Any = self.embeddings.weight if inputs_embeds is None else inputs_embeds
+        given = inputs_embeds if input_ids is None else input_ids
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        checkpointed = self.training and self.gradient_checkpointing  # which transformers refuses a cache
+        if use_cache and cache_params is None and given is not None and not checkpointed:
+            cache_params = BeamCache(self.config, given.shape[0], state_dtype(like.dtype), like.device)
+        kwargs |= dict(cache_params=cache_params, use_cache=use_cache, attention_mask=_tokens(attention_mask))
+        return told(self, input_ids, inputs_embeds, **kwargs)
+
+    return remembering_forward
+
+
 def refusing(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a module that mixes packed sequences."""
 
@@ -630,16 +710,21 @@ def refusing(forward: Callable[..., Any]) -> Callable[..., Any]:
     return unpacked_forward
 
 
-def passing_to(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def passing_to(
+    *names: str, keys: tuple[str, ...] = PACKED
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For the forward of a module that calls modules of these names without the bounds of packed sequences."""
 
     def of(forward: Callable[..., Any]) -> Callable[..., Any]:
+        takes_any = inspect.getfullargspec(inspect.unwrap(forward)).varkw is not None
+
         @wraps(forward)
         def passing_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = {key: kwargs[key] for key in PACKED if kwargs.get(key) is not None}
+            given = {key: kwargs[key] for key in keys if kwargs.get(key) is not None}
             if not given:
                 return forward(self, *args, **kwargs)
             called = {name: _called_with(getattr(self, name), given) for name in names if hasattr(self, name)}
+            kwargs = kwargs if takes_any else {key: x for key, x in kwargs.items() if key not in given}
             return forward(_With(self, **called), *args, **kwargs)
 
         return passing_forward
@@ -664,6 +749,18 @@ def _called_with(module: nn.Module, given: dict[str, Any]) -> Any:
     if isinstance(module, nn.ModuleList):
         return [partial(each, **given) for each in module]
     return partial(module, **given)
+
+
+def _tokens(attention_mask: Any) -> Tensor | None:
+    """``[B, T]``, 0 at pads, of a mask, or of one for each kind of layer, which `generate` of newer releases makes."""
+    mask = attention_mask.get("linear_attention") if isinstance(attention_mask, dict) else attention_mask
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def _refuse_packed(kwargs: dict[str, Any]) -> None:
+    for key in PACKED:
+        if kwargs.get(key) is not None:
+            raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
 
 
 def _bounds(kwargs: dict[str, Any]) -> Tensor | None:

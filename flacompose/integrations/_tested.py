@@ -71,6 +71,10 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
         "RwkvFeedForward": "layer_id time_shift", "RwkvBlock": "attention feed_forward", "RwkvModel": "blocks",
         "RwkvForCausalLM": "rwkv",
     },
+    "xlstm": {
+        "xLSTMLayer": "mlstm_backend", "xLSTMBlock": "mlstm_layer", "xLSTMModel": "blocks config embeddings",
+        "xLSTMForCausalLM": "config",
+    },
     "zamba": {"ZambaMambaMixer": SCAN},
     "zamba2": {"Zamba2MambaMixer": SSD},
     "zaya": {
@@ -100,6 +104,10 @@ MINIMAX_NAMES = """
     head_dim key_decay layer_idx matmul min norm num_attention_heads out_proj output_gate qkv_proj query_decay
     range reshape set_linear_cache shape sigmoid slope_rate split to torch transpose zeros
 """
+XLSTM_NAMES = """
+    ValueError fgate_preact gate_soft_cap igate_preact ifgate_preact k multihead_norm ndim ogate_act_fn ogate_preact q
+    qk_dim qkv_opreact soft_cap tensor_split v v_dim weight_mode
+"""
 
 # By classes whose forwards use other names, these.
 OF_ONE = {
@@ -107,11 +115,12 @@ OF_ONE = {
     "RecurrentGemmaRecurrentBlock": f"{NAMES} conv1d_state conv1d_width device hidden_size lru_width pad sum zeros",
     "RwkvSelfAttention": "rwkv_linear_attention tuple",
     "ZayaCCAProjection": f"{NAMES} hidden_size mean new_zeros num_key_value_groups pad repeat_kv v_proj_current",
+    "xLSTMLayer": f"{NAMES} {XLSTM_NAMES}",
 }
 
 # The parameters of the forwards of layers, and of the functions that are replaced.
 FORWARD = """
-    self hidden hidden_states input_states state position_ids cache past_key_values cache_params cache_offset use_cache
+    self hidden hidden_states input_states x state position_ids cache past_key_values cache_params cache_offset use_cache
     attention_mask conv_mask seq_idx dynamic_input position_embeddings kwargs
 """
 PARAMETERS: Mapping[str, str] = {

@@ -53,12 +53,13 @@ FUNCTIONS: Mapping[str, Function] = {
     "mamba_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
     "mamba_inner_fn": Function(_modeling.no_fused_block),
 }
-# The recurrence of MiniMax is written out in its forward. Those of RecurrentGemma, RWKV and ZAYA are replaced too.
+# The recurrence of MiniMax is written out in its forward. The other forwards call modules of theirs for it.
 FORWARD_OPS = {
     "MiniMaxLightningAttention": "chunk_simple_gla",
     "RecurrentGemmaRecurrentBlock": "chunk_rg_lru",
     "RwkvSelfAttention": "chunk_rwkv4",
     "ZayaCCAProjection": "causal_conv1d",
+    "xLSTMLayer": "chunk_mlstm",
 }
 
 
@@ -75,6 +76,7 @@ FORWARDS = _of_classes(
         "RecurrentGemmaRecurrentBlock": _modeling.real_gated,
         "RwkvSelfAttention": _modeling.weighted,
         "ZayaCCAProjection": _modeling.compressed,
+        "xLSTMLayer": _modeling.stabilised,
         "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
         "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
         "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer "
@@ -109,6 +111,9 @@ AROUND = _of_classes(
         ),
         "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
         "ZayaAttention": _modeling.passing_to("qkv_proj"),
+        "xLSTMForCausalLM": _modeling.whole,
+        "xLSTMModel": _modeling.remembering,
+        "xLSTMBlock": _modeling.passing_to("mlstm_layer", keys=(*_modeling.PACKED, "attention_mask")),
     }
 )
 

@@ -143,7 +143,7 @@ def test_generation(name: str, model: nn.Module) -> None:
             assert torch.equal(tokens[row, -24:], expected.argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["inkling", "lfm2", "lfm2_moe", "minimax", "rwkv"])
+@pytest.mark.parametrize("name", ["inkling", "lfm2", "lfm2_moe", "minimax", "rwkv", "xlstm"])
 def test_gradients_of_steps(name: str, model: nn.Module) -> None:
     """Through the cache. In the other models, those of transformers write to what their backward needs."""
     ids = prompt(model, 9, batch=2)
@@ -554,6 +554,7 @@ RUNS_ON = {
     "minimax": {"chunk_simple_gla"},
     "recurrent_gemma": {"chunk_rg_lru"},
     "rwkv": {"chunk_rwkv4"},
+    "xlstm": {"chunk_mlstm"},
     **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3", "zaya"], SHORT),
     **dict.fromkeys(SELECTIVE, SHORT | {"selective_scan_fn", "selective_state_update"}),
     **dict.fromkeys(["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"], GATED_DELTA),
@@ -722,6 +723,8 @@ def test_groups_are_not_repeated(
 
 # Layers that take two arguments by position after their input.
 POSITIONAL = ("minimax", "recurrent_gemma", "rwkv")
+# Layers that return a state beside their output.
+PAIRS = (*POSITIONAL, "xlstm")
 
 # Packed sequences: none shorter than the convolution, one of them, as long as a chunk, longer than one.
 LENGTHS = [5, 1, 64, 2, 70]
@@ -747,7 +750,8 @@ def test_packed(name: str, model: nn.Module, device: torch.device) -> None:
     def run(x: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
         if name == "zaya":  # queries, keys and values
             return torch.cat([y.flatten(2) for y in layer(x, None, **given)], -1)
-        return layer(x, None, None, **given)[0] if name in POSITIONAL else layer(x, **given)
+        y = layer(x, *((None, None) if name in POSITIONAL else ()), **given)
+        return y[0] if name in PAIRS else y
 
     def gradients(y: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad((y * w).sum(), [x, *layer.parameters()]))
@@ -807,19 +811,71 @@ def test_packed_without_an_op(name: str, model: nn.Module) -> None:
         model(**batch(model), use_cache=False)
 
 
-def test_checkpoints() -> None:
+@pytest.mark.parametrize("name", ["mamba", "recurrent_gemma", "xlstm"])
+@torch.no_grad()
+def test_hidden_states(name: str, model: nn.Module) -> None:
+    """They are recorded, each once, also where a model passes bounds on."""
+    options = dict(input_ids=prompt(model, 9), use_cache=False, output_hidden_states=True)
+    one = torch.tensor([0, 9], dtype=torch.int32, device=model.device)
+    with enable():
+        for _ in range(2):
+            actual = model(**options, cu_seq_lens_q=one).hidden_states
+    for ours, expected in zip(actual, model(**options).hidden_states, strict=True):
+        torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["xlstm"])
+@torch.no_grad()
+def test_pads_in_between(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without softmax attention or a convolution they may be anywhere: nothing is forgotten at them."""
+    monkeypatch.setitem(TINY[name][1], "eps", 0.1)  # of a size that tells
+    model = tiny(name).to(device)
+    ids = prompt(model, 9)
+    mask = torch.ones_like(ids)
+    mask[:, 3:7] = 0
+    with enable():
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+    tokens = mask[0].bool()
+    torch.testing.assert_close(logits[:, tokens].double(), Uncached(model)(ids[:, tokens]), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["xlstm"])
+def test_no_pieces(name: str, model: nn.Module) -> None:
+    """Transformers takes a long sequence in pieces, without gradients. Here it is as a short one, pads included."""
+    ids, mask = padded(model, 9)
+
+    def gradient() -> torch.Tensor:
+        loss = model(ids, attention_mask=mask).logits[:, 4:].square().mean()
+        return torch.autograd.grad(loss, model.get_input_embeddings().weight)[0]
+
+    with enable():
+        expected = gradient()
+        model.config.max_inference_chunksize = 4
+        torch.testing.assert_close(gradient(), expected)
+        assert hasattr(model(ids).cache_params, "reorder_cache")
+
+
+def test_xlstm_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers takes the blocks of the package xlstm, they are told nothing that they do not know."""
+    monkeypatch.setattr(modeling("xlstm"), "external_xlstm", True)
+    assert _modeling.remembering(nn.Module.forward) is nn.Module.forward
+
+
+@pytest.mark.parametrize("name", ["mamba", "xlstm"])
+def test_checkpoints(name: str, model: nn.Module) -> None:
     """A layer that passes bounds on is still computed again in the backward, where gradients are checkpointed."""
-    model = tiny("mamba").train()
+    model.train()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
-    counts = []
+    ids, weight, counts, gradients = prompt(model, 9), model.get_input_embeddings().weight, [], []
     for enabled in False, True:
         with enable() if enabled else contextlib.nullcontext():
             calls = []
             hook = recurrent(model)[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-            Logits(model)(prompt(model, 9)).square().mean().backward()
+            gradients += torch.autograd.grad(model(ids).logits.square().mean(), weight)
             hook.remove()
             counts.append(len(calls))
     assert counts == [2, 2]
+    torch.testing.assert_close(*gradients, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["mamba", "zamba", "inkling", "jamba"])
@@ -849,14 +905,17 @@ def test_packed_with_a_cache(name: str, model: nn.Module) -> None:
     """A cache has no row for each sequence, and puts tokens in front of those that bounds tell apart."""
     packed, cache = batch(model), transformers.DynamicCache(config=model.config)
     layer = recurrent(model)[0]
-    argument = cache_argument(model if name == "recurrent_gemma" else layer)
     x = torch.randn(1, sum(LENGTHS), 32, device=model.device)
+    argument = cache_argument(model if name == "recurrent_gemma" else layer)
+    given: dict = {argument: cache}
+    if name == "xlstm":  # its layers get the states
+        given = {"state": tuple(torch.zeros(1, 4, *sizes) for sizes in ((16, 16), (16,), (1,)))}
     positional = (None, None) if name in POSITIONAL and argument != "state" else ()
     with enable():
         with pytest.raises(ValueError, match="cu_seq_lens_q must come without a cache"):
             model(**packed, use_cache=True)
         with pytest.raises(ValueError, match="cu_seq_lens_q must come without a cache"):
-            layer(x, *positional, **{argument: cache}, cu_seq_lens_q=bounds(model.device))
+            layer(x, *positional, **given, cu_seq_lens_q=bounds(model.device))
     assert not any(cache.has_previous_state(i) for i in range(len(cache.layers)) if cache.is_linear[i])
 
 

@@ -121,6 +121,12 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         dict(ATTENTION, num_hidden_layers=2, block_types=["recurrent", "attention"], attention_window_size=32),
     ),
     "rwkv": ("RwkvForCausalLM", dict(num_hidden_layers=2, rescale_every=1)),
+    # The cache rounds the sizes of all heads together to multiples of 64, and the layers do not. With a smaller
+    # `norm_eps` the norm of each head would hide what it is divided by.
+    "xlstm": (
+        "xLSTMForCausalLM",
+        dict(num_hidden_layers=2, num_heads=4, qk_dim_factor=2.0, v_dim_factor=2.0, norm_eps=0.1),
+    ),
     "zamba": (
         "ZambaForCausalLM",
         dict(
@@ -174,10 +180,12 @@ def tiny(name: str) -> nn.Module:
         config = config_class(**options)
     model = model_class(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             # Biases of zeros and weights of ones would hide what is left out.
             if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if path.endswith("igate_preact.bias"):
+                parameter.add_(8)  # xLSTM begins with exp(-10), with which its denominator would be exp(-m)
         if name == "rwkv":
             model.get_input_embeddings().weight.mul_(1e4)  # they would be next to zeros
     return model
