@@ -120,8 +120,8 @@ OF_ONE = {
 
 # The parameters of the forwards of layers, and of the functions that are replaced.
 FORWARD = """
-    self hidden hidden_states input_states x state position_ids cache past_key_values cache_params cache_offset use_cache
-    attention_mask conv_mask seq_idx dynamic_input position_embeddings kwargs
+    self hidden hidden_states input_states x state position_ids cache past_key_values cache_params cache_offset
+    use_cache attention_mask conv_mask seq_idx dynamic_input position_embeddings kwargs
 """
 PARAMETERS: Mapping[str, str] = {
     "causal_conv1d_fn": "hidden_states weight bias activation kwargs",

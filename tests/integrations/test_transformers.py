@@ -157,6 +157,15 @@ def test_gradients_of_steps(name: str, model: nn.Module) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["xlstm"])
+def test_states_are_not_rounded(name: str, model: nn.Module) -> None:
+    """In half precision, a rounded maximum would scale what is kept at its scale."""
+    with enable():
+        out = copy.deepcopy(model).bfloat16()(prompt(model, 9), use_cache=True)
+    states = out.cache_params.rnn_state.values()
+    assert {part.dtype for state in states for part in state} == {torch.float32}
+
+
 def in_pieces(
     model: nn.Module, ids: torch.Tensor, pieces: list[int], mask: torch.Tensor | None = None
 ) -> torch.Tensor:
