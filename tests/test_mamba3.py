@@ -83,6 +83,12 @@ def test_half_precision(device: torch.device) -> None:
             assert (x - y).norm() < 0.02 * y.norm()
 
 
+def test_biases_of_another_dtype() -> None:
+    tensors = draw(case_of(), torch.device("cpu"), torch.float32, T=5, K=8, V=6, state=False).tensors
+    wide = {name: tensors[name].double() for name in ("Q_bias", "K_bias")}
+    torch.testing.assert_close(mimo(**tensors | wide)[0], mimo(**tensors)[0])
+
+
 def test_products_above_float16() -> None:
     """Of queries and keys; the output is far smaller than these."""
     tensors = draw(case_of(), torch.device("cpu"), torch.float16, T=5, K=8, V=6, state=False).tensors

@@ -80,9 +80,11 @@ def first_time_steps(dt_min: float, dt_max: float, dt_init_floor: float) -> None
 
 
 def positive(name: str, x: float) -> None:
+    """Check that `x` is a finite number above 0."""
     number(name, x)
     if not x > 0:  # so that NaN fails too
         raise ValueError(f"{name} must be positive, got {x}")
+    finite(name, x)
 
 
 def integral(name: str, x: Tensor, bools: bool = False, why: str = "") -> None:

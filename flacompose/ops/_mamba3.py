@@ -107,7 +107,7 @@ def _scan(
     )  # fmt: skip
     y = upcast(y.unflatten(1, (-1, R)))
 
-    y = _with(y, c, _products(Q, K, Q_bias, K_bias, V), values[0])
+    y = _with(y, c, _products(Q, K, Q_bias, K_bias), values[0])
     if R > 1:  # a query still lacks the writes that come after it
         products = [(upcast(q) * k_before[:, :, r, None]).sum(-1) for r in range(R)]  # [B, T, R, H] each
         y = _with(y, written, torch.stack(products, -1).transpose(2, 3).triu(1), values[1])
@@ -183,14 +183,14 @@ def _with(y: Tensor, weights: Tensor, products: Tensor, values: Tensor) -> Tenso
     return y
 
 
-def _products(Q: Tensor, K: Tensor, Q_bias: Tensor, K_bias: Tensor, V: Tensor) -> Tensor:
+def _products(Q: Tensor, K: Tensor, Q_bias: Tensor, K_bias: Tensor) -> Tensor:
     """Those of all queries and keys of a token, with their biases, ``[B, T, H, R, R]``. Turning changes none.
 
     Multiplied out, so that nothing of every head and token is as wide as a key.
     """
     Q, K, R, G = upcast(Q), upcast(K), Q.shape[2], Q.shape[3]
     q, k = (
-        unflatten(upcast(bias, V), 0, (G, len(bias) // G)) for bias in (Q_bias, K_bias)
+        unflatten(bias.to(Q.dtype), 0, (G, len(bias) // G)) for bias in (Q_bias, K_bias)
     )  # [G, H / G, R, S]
     of_groups = []
     for i in range(G):

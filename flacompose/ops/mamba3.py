@@ -180,7 +180,7 @@ def mamba3_mimo_combined(
         raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
     _check.flags(return_state=return_state, fuse_pregate_headwise_rms_norm=fuse_pregate_headwise_rms_norm)
     _check.parameter(V, "outproj_norm_weight", outproj_norm_weight, (H, P), q_name="V")
-    _check.finite("outproj_norm_eps", outproj_norm_eps)
+    _check.not_negative("outproj_norm_eps", outproj_norm_eps)
 
     inputs = Scanned(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, MIMO_V)
     inputs, Z = _in_sequences(inputs, Z, cu_seqlens)

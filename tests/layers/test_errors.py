@@ -96,6 +96,7 @@ REFUSED = [
      "feature_map 'hedgehog' must map 288 keys of a head to at most 512, got 576"),
     ("linear_attn", {"output_norm": "layernorm"}, "output_norm must be 'rmsnorm' or 'identity', got 'layernorm'"),
     ("mlstm", {"gate_soft_cap": 0}, "gate_soft_cap must be positive, got 0"),
+    ("mlstm", {"gate_soft_cap": math.inf}, "gate_soft_cap must be finite, got inf"),
     ("mlstm", {"eps": -1.0}, "eps must be at least 0, got -1.0"),
     ("mlstm", {"qk_dim_factor": 0.3}, "hidden_size * qk_dim_factor must be a positive multiple of num_heads = 4, got"),
     ("mlstm", {"v_dim_factor": 100}, "hidden_size * v_dim_factor / num_heads must be from 1 to 512, got 600"),
