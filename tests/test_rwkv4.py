@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from contract.accuracy import error
+from ranks import check_sharded, on_two_ranks
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 
 from flacompose.ops import chunk_rwkv4, fused_recurrent_rwkv4
@@ -163,3 +165,30 @@ def test_a_maximum_is_a_constant(form) -> None:
     w, u, k, v, a, b, m = drawn(3)
     form(w, u, k, v, (a, b, m))[0].sum().backward()
     assert m.grad is None or not m.grad.any()
+
+
+@each_form
+def test_vmap(form) -> None:
+    """Over sets of all arguments."""
+    inputs = [torch.stack([x, x.flip(-1)]).detach() for x in drawn(7)]
+    mapped, _ = torch.vmap(lambda *x: form(*x[:4], x[4:], output_final_state=True))(*inputs)
+    for i, o in enumerate(mapped):
+        assert torch.equal(o, form(*(x[i] for x in inputs[:4]), tuple(x[i] for x in inputs[4:]))[0])
+
+
+def test_sharded() -> None:
+    """Along the channels and along the batch."""
+    on_two_ranks(sharded)
+
+
+def sharded(mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    def run(*x: Tensor) -> list[Tensor]:
+        o, state = chunk_rwkv4(*x[:4], x[4:], output_final_state=True)
+        assert state is not None
+        return [o, *state[:2]]
+
+    inputs, whole = [x.detach() for x in drawn(7, D=4)], [Replicate()] * 2
+    check_sharded(mesh, run, inputs, [Shard(0), Shard(0), Shard(2), Shard(2), *[Shard(1)] * 3])
+    check_sharded(mesh, run, inputs, [*whole, *[Shard(0)] * 5])
