@@ -122,7 +122,7 @@ def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
         channels = next(modules[name].in_features for name in _FROM_HEADS if name in modules)
         for name, m in modules.items():
             weight = getattr(m, "weight", None)
-            if name in _FROM_HEADS:
+            if isinstance(m, nn.Linear) and name in _FROM_HEADS:
                 yield name, RowwiseParallel(use_local_output=False)
             elif isinstance(m, nn.Linear) and name in _GATHERED:
                 yield name, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)

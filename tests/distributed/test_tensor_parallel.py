@@ -106,7 +106,7 @@ WHOLE = {
     "conv1d", "feature_map", "feature_map.layer", "B_norm", "C_norm", "",
 }  # fmt: skip
 
-BIASES = ("linear_out.bias",)  # of projections from heads, added to the sum over ranks
+BIASES = ("linear_out.bias", "out_proj.bias")  # of projections from heads, added to the sum over ranks
 
 
 def train(module: nn.Module, *inputs: Any) -> list[Tensor]:
