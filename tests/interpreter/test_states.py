@@ -37,7 +37,7 @@ def launched(problem: Problem, function, n: int) -> tuple[Tensor, Tensor]:
     ids=str,
 )
 def test_states(case: OpCase, dtype: torch.dtype, T: int, n: int) -> None:
-    """To the bit those of shorter calls, if kernels get the same numbers, and those of PyTorch within bounds of both."""
+    """To the bit those of shorter calls, if kernels get the same numbers; those of PyTorch within bounds of both."""
     problem = draw(case, CPU, dtype, B=2, T=T, H=1, K=5, V=17, M=3, gates="rare", state=T != 5)
     o, states = launched(problem, with_states, n)
     o_of_calls, expected = launched(problem, by_calls, n)

@@ -406,7 +406,7 @@ class TestSampling:
     [
         ({"vocab_size": 0}, ValueError, "vocab_size must be"),
         ({"hidden_size": 3.0}, TypeError, "hidden_size must be an int"),
-        ({"layer": "RMSNorm"}, ValueError, "layer must be one of ABCAttention, .* got 'RMSNorm'"),
+        ({"layer": "RMSNorm"}, ValueError, "layer must be one of .*ABCAttention, .* got 'RMSNorm'"),
         ({"layer_options": [2]}, TypeError, "layer_options must be a mapping, got list"),
         ({"layer_options": {"hidden_size": 2}}, ValueError, "layer_options must not hold hidden_size"),
         ({"feed_forward": "relu"}, ValueError, "feed_forward must be one of swiglu, rwkv6, rwkv7, none, got 'relu'"),
