@@ -1159,7 +1159,8 @@ def test_summary_needs_its_markers(tmp_path: Path):
 
 def test_the_shipped_results_have_a_summary():
     figures = summary.collect([Results.load(path) for path in report.saved(report.RESULTS)])
-    assert list(summary.ops(figures, "fla", summary.STEP)) == list(OPS)
+    beside_fla = [name for name in OPS if name != "mlstm"]  # which flash-linear-attention does not have
+    assert list(summary.ops(figures, "fla", summary.STEP)) == beside_fla
 
 
 @pytest.mark.parametrize(
