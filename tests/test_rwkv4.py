@@ -7,6 +7,7 @@ import torch
 from contract.accuracy import error
 from ranks import check_sharded, on_two_ranks
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 
@@ -192,3 +193,13 @@ def sharded(mesh: DeviceMesh) -> None:
     inputs, whole = [x.detach() for x in drawn(7, D=4)], [Replicate()] * 2
     check_sharded(mesh, run, inputs, [Shard(0), Shard(0), Shard(2), Shard(2), *[Shard(1)] * 3])
     check_sharded(mesh, run, inputs, [*whole, *[Shard(0)] * 5])
+
+
+def test_compiled_once() -> None:
+    """For all lengths, and no number of the code is taken for an input."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(chunk_rwkv4, backend=counter, fullgraph=True, dynamic=True)
+    for T in (6, 9):
+        inputs = drawn(T)[:4]
+        assert_close(compiled(*inputs)[0], chunk_rwkv4(*inputs)[0])
+    assert counter.frame_count == 1

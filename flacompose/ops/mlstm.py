@@ -20,7 +20,6 @@ from flacompose.ops.families.scan import op as scan
 
 MLSTMState = tuple[Tensor, Tensor, Tensor]
 Form = Callable[..., tuple[Tensor, Tensor]]
-LOWEST = -1e4  # of the stabiliser
 
 
 def chunk_mlstm(
@@ -147,8 +146,9 @@ def _run(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         i, f = without_tail(cu_seqlens, i.to(state_dtype(q.dtype)), f.to(state_dtype(q.dtype)))
-        # Of logarithms far below 0 the exponentials are 0, and differences would be no more than rounding.
-        g, m_t, m = running_max.forward(i.detach().clamp(min=LOWEST), log_sigmoid(f), m, cu_seqlens)
+        # Of logarithms far below 0 the exponentials are 0, and differences would be no more than rounding. The bound is
+        # no constant of the module, since Dynamo would take it for an input, and compile twice.
+        g, m_t, m = running_max.forward(i.detach().clamp(min=-1e4), log_sigmoid(f), m, cu_seqlens)
         inputs = op.Inputs(q, k, v, g, None, (i - m_t).exp(), C, cu_seqlens, scale)
         weight, n = _summed_weights(of_keys, inputs, n)
         if v.dtype == torch.float16:  # the numerator may be too large for it

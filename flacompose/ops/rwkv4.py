@@ -14,7 +14,6 @@ from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._states import last, recurrent_form
 from flacompose.ops._varlen import shifted, without_tail
 from flacompose.ops.families.running_max import op as running_max
-from flacompose.ops.families.running_max.inputs import LOWEST
 from flacompose.ops.families.scan import op
 
 State = tuple[Tensor, Tensor, Tensor]
@@ -107,6 +106,9 @@ def _run(
             raise TypeError(f"initial_state must be a tuple (a, b, m), got {_check.kind(initial_state)}")
         for i, x in enumerate(initial_state):
             _check.like(v, f"initial_state[{i}]", x, (N, D), "v")
+    # It stands for -inf, as in the running maximum. Dynamo would take a constant of the module for an input, and compile
+    # twice.
+    lowest = -1e38
     cast = autocast_dtype(v.device)
     dtype = v.dtype if cast is None or v.dtype == torch.float64 else cast
     with nullcontext() if cast is None else torch.autocast(v.device.type, enabled=False):
@@ -114,7 +116,7 @@ def _run(
         w, u, k, v = (upcast(x, v) for x in (w, u, k, v))
         if initial_state is None:
             start = v.new_zeros(N, 2 * D)
-            m_0 = v.new_full((N, D), LOWEST)
+            m_0 = v.new_full((N, D), lowest)
         else:
             a, b, m_0 = (upcast(x, v) for x in initial_state)
             start = torch.cat([a, b], -1)
@@ -126,7 +128,7 @@ def _run(
         states, end = form(*op.Inputs(written, gates, start, cu_seqlens))
         a, b = shifted(states, start, cu_seqlens).chunk(2, -1)
         # Where nothing has been written, its maximum says nothing.
-        before, now = torch.where(b > 0, shifted(m, m_0, cu_seqlens).detach(), LOWEST), u + k
+        before, now = torch.where(b > 0, shifted(m, m_0, cu_seqlens).detach(), lowest), u + k
         top = torch.maximum(before, now).detach()
         past, present = (before - top).exp(), (now - top).exp()
         o = (past * a + present * v) / (past * b + present)
