@@ -106,8 +106,8 @@ def _run(
             raise TypeError(f"initial_state must be a tuple (a, b, m), got {_check.kind(initial_state)}")
         for i, x in enumerate(initial_state):
             _check.like(v, f"initial_state[{i}]", x, (N, D), "v")
-    # It stands for -inf, as in the running maximum. Dynamo would take a constant of the module for an input, and compile
-    # twice.
+    # It stands for -inf, as in the running maximum. Dynamo would take a constant of the module for an input, and
+    # compile twice.
     lowest = -1e38
     cast = autocast_dtype(v.device)
     dtype = v.dtype if cast is None or v.dtype == torch.float64 else cast
