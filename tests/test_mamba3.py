@@ -89,6 +89,13 @@ def test_biases_of_another_dtype() -> None:
     torch.testing.assert_close(mimo(**tensors | wide)[0], mimo(**tensors)[0])
 
 
+@pytest.mark.parametrize("name", ["ADT", "DT", "Trap"])
+def test_states_have_the_dtype_of_sums(name: str) -> None:
+    tensors = draw(case_of(), torch.device("cpu"), torch.float32, T=5, K=8, V=6, state=False).tensors
+    _, state = mimo(**tensors | {name: tensors[name].double()}, output_final_state=True)
+    assert {x.dtype for x in state} == {torch.float32}
+
+
 def test_products_above_float16() -> None:
     """Of queries and keys; the output is far smaller than these."""
     tensors = draw(case_of(), torch.device("cpu"), torch.float16, T=5, K=8, V=6, state=False).tensors
@@ -159,6 +166,7 @@ ONE, S = torch.ones(1, 3, 4, 6), "MIMO_Z must be a tensor where Z is given, got 
         ({"MIMO_Z": None}, TypeError, S),
         ({"dtype": 3}, TypeError, "dtype must be a torch.dtype, got int"),
         ({"outproj_norm_eps": math.inf}, ValueError, "outproj_norm_eps must be finite, got inf"),
+        ({"outproj_norm_eps": -1.0}, ValueError, "outproj_norm_eps must be at least 0, got -1.0"),
         ({"outproj_norm_weight": ONE}, ValueError, "outproj_norm_weight must have the 24 elements of shape (4, 6)"),
         ({"return_state": 1}, TypeError, "return_state must be a bool, got 1"),
         ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),

@@ -13,6 +13,7 @@ from contract.problems import call_reference, draw, evaluate
 from torch import Tensor
 from torch.testing import assert_close
 
+from flacompose.layers import MLSTM
 from flacompose.ops import chunk_mlstm, fused_recurrent_mlstm
 
 CASE = NAMED["chunk_mlstm"]
@@ -90,6 +91,14 @@ def test_gates_that_forget_for_long() -> None:
         o, (_, _, m) = form(q, q, q, i, f, output_final_state=True)
         assert o.isfinite().all() and not o[:, 1:].any()
         assert m == -1e4
+
+
+def test_first_gates() -> None:
+    """Those of xLSTM-7B, the same for every token: hardly anything is written, and most is kept."""
+    layer = MLSTM(hidden_size=16, num_heads=4)
+    assert not layer.igate_preact.weight.any() and not layer.fgate_preact.weight.any()
+    assert_close(layer.igate_preact.bias, torch.full((4,), -10.0))
+    assert_close(layer.fgate_preact.bias, torch.tensor([3.0, 4.0, 5.0, 6.0]))
 
 
 def test_errors() -> None:

@@ -203,3 +203,10 @@ def test_compiled_once() -> None:
         inputs = drawn(T)[:4]
         assert_close(compiled(*inputs)[0], chunk_rwkv4(*inputs)[0])
     assert counter.frame_count == 1
+
+
+@each_form
+def test_states_have_the_dtype_of_sums(form) -> None:
+    w, u, k, v = (x.detach().float() for x in drawn(3)[:4])
+    _, state = form(w, u, k.double(), v, output_final_state=True)
+    assert {x.dtype for x in state} == {torch.float32}

@@ -242,17 +242,14 @@ def _config(model_type: str, family: _Family, values: dict[str, Any]) -> Recurre
         options["value_dim"] = _value_dim(options["value_dim"], values["num_hidden_layers"])
         if options["head_dim"] is not None:
             options["num_heads"] = None  # the peer's layer computes it from their size
-    if model_type == "mamba":
-        size = values["intermediate_size"]
-        _check.number("config: expand", values["expand"])
-        _check.count("config: hidden_size", values["hidden_size"])
-        options["intermediate_size"] = int(values["expand"] * values["hidden_size"]) if size is None else size
     attn = values["attn"]
     if attn is None:
         attn = ()
     elif isinstance(attn, Mapping):
         attn = (attn,)
     try:
+        if model_type == "mamba":
+            options["intermediate_size"] = _intermediate_size(values, model_type)  # of the layer
         return RecurrentConfig(
             vocab_size=values["vocab_size"],
             hidden_size=values["hidden_size"],
@@ -469,12 +466,15 @@ def _value_dim(value_dim: Any, num_hidden_layers: Any) -> Any:
 
 def _intermediate_size(values: Mapping[str, Any], model_type: str) -> Any:
     """That of the config, or what the peer computes in its place."""
-    size, ratio = values["intermediate_size"], values["hidden_ratio"]
+    name = "expand" if model_type == "mamba" else "hidden_ratio"
+    size, ratio = values["intermediate_size"], values[name]
     if size is not None:
         return size
-    if ratio is not None:
-        _check.positive("hidden_ratio", ratio)
+    if ratio is not None or model_type == "mamba":
+        _check.positive(name, ratio)
     _check.count("hidden_size", values["hidden_size"])
+    if model_type == "mamba":
+        return int(values["hidden_size"] * ratio)
     if model_type in ("rwkv6", "rwkv7"):
         default = 3.5 if model_type == "rwkv6" else 4
         least, step = int(values["hidden_size"] * (default if ratio is None else ratio)), 32

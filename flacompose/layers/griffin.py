@@ -85,14 +85,14 @@ class GriffinRecurrentBlock(RecurrentLayer):
     def _compute(self, u: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         x, gate = self._projections(u)
         (x,), conv = self._convolved((x,), past, tokens)
-        r, i = self.rg_lru(x)
+        r, i, a_param = self.rg_lru(x)
         position, next_position = positions(u, past.position, tokens)
         first = position == 0
         if tokens.is_token is not None:
             first = first & tokens.is_token
         # A pad whose recurrence gate is closed keeps all of the state, and writes nothing.
         rg_lru = self._op(chunk_rg_lru, fused_recurrent_rg_lru, u, past.recurrent, tokens)
-        h, recurrent = rg_lru(x, tokens.masked(r, -torch.inf), i, self.rg_lru.recurrent_param, first)
+        h, recurrent = rg_lru(x, tokens.masked(r, -torch.inf), i, a_param, first)
         return self.linear_out(h * self.act(gate)), RecurrentState(recurrent, conv, position=next_position)
 
 
@@ -119,8 +119,8 @@ class RGLRUGates(nn.Module):
         for bias in (self.input_gate_bias, self.recurrent_gate_bias):
             nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``(r, i)`` of ``x``, all ``[B, T, D]``."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``(r, i, a_param)``: the gates of ``x``, all ``[B, T, D]``, and what rates are the softplus of, ``[D]``."""
         blocks = in_heads(x, self.input_gate_weight.shape[0])
 
         def gate(weight: Tensor, bias: Tensor) -> Tensor:
@@ -129,4 +129,5 @@ class RGLRUGates(nn.Module):
         return (
             gate(self.recurrent_gate_weight, self.recurrent_gate_bias),
             gate(self.input_gate_weight, self.input_gate_bias),
+            self.recurrent_param,
         )

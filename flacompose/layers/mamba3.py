@@ -10,13 +10,13 @@ from flacompose.layers import _check
 from flacompose.layers.first_values import first_time_steps_
 from flacompose.layers.heads import in_heads
 from flacompose.layers.layout import Layout, distributed_like, take
-from flacompose.layers.norm import RMSNorm
+from flacompose.layers.norm import HeadwiseRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._dtensor import flatten, split, unflatten
 from flacompose.ops._dtype import upcast
 from flacompose.ops._mamba3 import Scanned, States, scan
-from flacompose.ops.mamba3 import mixed, normed
+from flacompose.ops.mamba3 import mixed
 from flacompose.ops.ssd import time_step
 
 
@@ -145,7 +145,7 @@ class Mamba3(RecurrentLayer):
             weight = nn.Parameter(torch.empty(H, R, head_dim, **factory)) if is_mimo else None
             self.register_parameter(name, weight)
         self.D = nn.Parameter(torch.empty(H, **factory))
-        self.norm = RMSNorm(inner, eps=norm_eps, **factory) if is_outproj_norm else None
+        self.norm = HeadwiseRMSNorm(inner, eps=norm_eps, **factory) if is_outproj_norm else None
         self.out_proj = nn.Linear(inner, hidden_size, bias=use_bias, **factory)
         self.state_shapes = StateShapes(
             ((H, angles), (H, state_size, head_dim), (R, H, state_size), (H, head_dim))
@@ -191,7 +191,7 @@ class Mamba3(RecurrentLayer):
                 for before, after in zip(given, recurrent, strict=True)
             )
         if self.norm is not None:
-            y = normed(y, unflatten(self.norm.weight, 0, (H, P)), self.norm.eps)
+            y = self.norm(y)
         y = mixed(y, z, self.mimo_z, self.mimo_o) if self.is_mimo else y.squeeze(2) * F.silu(upcast(z, y))
         y = self.out_proj(flatten(y, 2, 3).to(x.dtype))
         return y, RecurrentState(recurrent)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
+from flacompose.ops._dtensor import unflatten
 from flacompose.ops._dtype import upcast
 
 
@@ -74,6 +75,13 @@ class RMSNorm(nn.RMSNorm):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, elementwise_affine={self.elementwise_affine}, eps={self.eps}"
+
+
+class HeadwiseRMSNorm(RMSNorm):
+    """A norm of each head of ``x [..., H, D / H]``, with a weight for each of ``D`` channels, which is not rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(upcast(x), self.eps) * unflatten(self.weight, 0, tuple(x.shape[-2:]))
 
 
 class GatedRMSNorm(RMSNorm):

@@ -67,11 +67,16 @@ class RecurrentConfig:
     attn: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"):
-            if name != "intermediate_size" or self.feed_forward != "none":
-                _check.count(name, getattr(self, name))
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            _check.count(name, getattr(self, name))
         _check.one_of("layer", self.layer, [name for name in layers.__all__ if _is_layer(name)])
         _check.one_of("feed_forward", self.feed_forward, ("swiglu", "rwkv6", "rwkv7", "none"))
+        if self.feed_forward != "none":
+            _check.count("intermediate_size", self.intermediate_size)
+        elif self.intermediate_size is not None:
+            raise ValueError(
+                f"intermediate_size must be None where feed_forward is 'none', got {self.intermediate_size}"
+            )
         _check.one_of("feed_forward_act", self.feed_forward_act, ACTIVATIONS)
         _check.one_of("norm", self.norm, ("rms", "layer"))
         _check.not_negative("norm_eps", self.norm_eps)

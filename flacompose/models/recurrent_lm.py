@@ -33,7 +33,7 @@ class Block(nn.Module):
 
     def __init__(self, config: RecurrentConfig, layer_idx: int, **factory: Any) -> None:
         super().__init__()
-        size, intermediate = config.hidden_size, cast(int, config.intermediate_size)
+        size = config.hidden_size
         self.attn_norm = _norm(config, **factory)
         attention = config.attention(layer_idx)
         self.attn: StatefulLayer
@@ -48,17 +48,9 @@ class Block(nn.Module):
         else:
             self.attn = SoftmaxAttention(size, **attention, **factory)
         self.mlp: SwiGLU | RWKV6FeedForward | RWKV7FeedForward | None = None
-        if config.feed_forward == "none":
-            return
-        self.mlp_norm = _norm(config, **factory)
-        act = config.feed_forward_act
-        if config.feed_forward == "swiglu":
-            self.mlp = SwiGLU(size, intermediate, **factory)
-        elif config.feed_forward == "rwkv6":
-            self.mlp = RWKV6FeedForward(size, intermediate, act, **factory)
-        else:
-            place = layer_idx, config.num_hidden_layers
-            self.mlp = RWKV7FeedForward(size, intermediate, act, *place, **factory)
+        if config.intermediate_size is not None:
+            self.mlp_norm = _norm(config, **factory)
+            self.mlp = _feed_forward(config, config.intermediate_size, layer_idx, **factory)
 
     def stateful(self) -> list[StatefulLayer]:
         """Its modules that have a state, in the order in which they are called."""
@@ -378,6 +370,17 @@ class RecurrentLM(nn.Module):
         if self.config.tie_word_embeddings:
             return F.linear(x, self.embeddings.weight)
         return self.lm_head(x)
+
+
+def _feed_forward(
+    config: RecurrentConfig, intermediate_size: int, layer_idx: int, **factory: Any
+) -> SwiGLU | RWKV6FeedForward | RWKV7FeedForward:
+    sizes, act = (config.hidden_size, intermediate_size), config.feed_forward_act
+    if config.feed_forward == "swiglu":
+        return SwiGLU(*sizes, **factory)
+    if config.feed_forward == "rwkv6":
+        return RWKV6FeedForward(*sizes, act, **factory)
+    return RWKV7FeedForward(*sizes, act, layer_idx, config.num_hidden_layers, **factory)
 
 
 def _norm(config: RecurrentConfig, **factory: Any) -> nn.Module:

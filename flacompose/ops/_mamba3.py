@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flacompose.ops import _states
 from flacompose.ops._dtensor import flatten, unflatten, with_dense_gradient
-from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._dtype import autocast_dtype, state_dtype, upcast
 from flacompose.ops._gates import bounded
 from flacompose.ops._groups import spread
 from flacompose.ops._sizes import always_true
@@ -82,7 +82,8 @@ def _scan(
 ) -> tuple[Tensor, States]:
     Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, up = inputs
     R = Q.shape[2]
-    g, trap, dt = bounded(upcast(ADT, V)), upcast(Trap, V), upcast(DT, V)
+    # States have this dtype, whatever that of the gates is.
+    g, trap, dt = (x.to(state_dtype(V.dtype)) for x in (bounded(upcast(ADT, V)), Trap, DT))
     c = trap.sigmoid() * dt
     angle = _angles(Angles, dt, past.angle, cu_seqlens)  # [B, T, H, A]
     cos, sin = angle.cos().unsqueeze(2), angle.sin().unsqueeze(2)

@@ -47,8 +47,8 @@ def chunk_mlstm(
     most 1, and scales `C` and `n` by ``exp(-m)`` without a change of the output.
 
     `m` is a constant in derivatives. So the gradients of all that follows from `o` are exact but for `eps`, also
-    through ``(C, n, m)`` that a later call begins with. An initial `m` gets no gradient, and a loss on `C` or `n` has
-    that of the numbers at a given scale.
+    through ``(C, n, m)`` that a later call begins with. A loss on `C` or `n` has the gradient of the numbers at a given
+    scale. An initial `m` gets no gradient, except from the copy of it that a sequence without tokens returns.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.

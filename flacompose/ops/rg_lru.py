@@ -40,7 +40,8 @@ def chunk_rg_lru(
         r: Recurrence gates before their sigmoid, ``[B, T, D]``, in any float dtype.
         i: Input gates before their sigmoid, ``[B, T, D]``, in any float dtype.
         a_param: What the rates of decay are the softplus of, ``[D]``, finite, in any float dtype.
-        reset: Where the state is forgotten and the input enters at full strength, ``[B, T]``, bool. Default: nowhere.
+        reset: Where the state is multiplied by 0 and the input enters at full strength, ``[B, T]``, bool. A state that
+            is not finite stays so. Default: nowhere.
         initial_state: State before the first token, ``[N, D]``, in any float dtype. Default: zeros.
         output_final_state: Whether to return the state after the last token.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check
-from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._dtype import autocast_dtype, state_dtype
 from flacompose.ops._states import last, recurrent_form
 from flacompose.ops._varlen import shifted, without_tail
 from flacompose.ops.families.running_max import op as running_max
@@ -53,7 +53,8 @@ def chunk_rwkv4(
     Returns:
         ``(o, final_state)``: `o` is ``[B, T, D]`` in the dtype of `v`, or under autocast in its dtype; `final_state` is
             ``(a, b, m)``, new tensors in float32 (float64 for float64 inputs), or None unless `output_final_state`.
-            ``m`` scales the other two, and gets no gradient.
+            ``m`` scales the other two, and gets no gradient, except from the copy of it that a sequence without
+            tokens returns.
 
     Raises:
         ValueError: If a shape or a device is wrong.
@@ -113,12 +114,12 @@ def _run(
     dtype = v.dtype if cast is None or v.dtype == torch.float64 else cast
     with nullcontext() if cast is None else torch.autocast(v.device.type, enabled=False):
         k, v = without_tail(cu_seqlens, k, v.to(dtype))
-        w, u, k, v = (upcast(x, v) for x in (w, u, k, v))
+        w, u, k, v = (x.to(state_dtype(dtype)) for x in (w, u, k, v))
         if initial_state is None:
             start = v.new_zeros(N, 2 * D)
             m_0 = v.new_full((N, D), lowest)
         else:
-            a, b, m_0 = (upcast(x, v) for x in initial_state)
+            a, b, m_0 = (x.to(v.dtype) for x in initial_state)
             start = torch.cat([a, b], -1)
         gates, m, m_end = running_max.forward(
             *running_max.Inputs(k.detach(), w.expand_as(k), m_0, cu_seqlens)

@@ -848,6 +848,24 @@ def test_pads_in_between(name: str, device: torch.device, monkeypatch: pytest.Mo
     torch.testing.assert_close(logits[:, tokens].double(), Uncached(model)(ids[:, tokens]), **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["recurrent_gemma"])
+def test_pads_after_a_token(name: str, model: nn.Module) -> None:
+    """They leave the state of the recurrence as it is, also right after the first token, which begins anew."""
+    ids = prompt(model, 4)
+    mask = torch.tensor([[1, 0, 0, 0]], device=model.device)
+
+    def states(ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        return [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
+
+    with enable(), torch.no_grad():
+        actual, expected = states(ids, mask), states(ids[:, :1], mask[:, :1])
+    assert expected
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, **CLOSE)
+
+
 @pytest.mark.parametrize("name", ["xlstm"])
 def test_no_pieces(name: str, model: nn.Module) -> None:
     """Transformers takes a long sequence in pieces, without gradients. Here it is as a short one, pads included."""

@@ -181,6 +181,8 @@ def test_checkpoints_of_mamba_ssm(name: str, ssm_cfg: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"model_type": "mamba", "hidden_size": "x"}, r"config: hidden_size must be an int, got str"),
+        ({"model_type": "mamba", "expand": "x"}, r"config: expand must be a number, got str"),
         ({"model_type": "mamba", "hidden_act": "gelu"}, r"config: hidden_act must be one of silu, swish, got 'gelu'"),
         ({"d_model": 32, "rms_norm": False}, r"config: rms_norm must be True in a model of mamba-ssm, got False"),
         ({"d_model": 32, "attn_layer_idx": [1]}, r"config: attn_layer_idx must be \[\] in a model .*, got \[1\]"),

@@ -409,6 +409,7 @@ class TestSampling:
         ({"layer": "RMSNorm"}, ValueError, "layer must be one of .*ABCAttention, .* got 'RMSNorm'"),
         ({"layer_options": [2]}, TypeError, "layer_options must be a mapping, got list"),
         ({"layer_options": {"hidden_size": 2}}, ValueError, "layer_options must not hold hidden_size"),
+        ({"feed_forward": "none"}, ValueError, "intermediate_size must be None where feed_forward is 'none', got"),
         ({"feed_forward": "relu"}, ValueError, "feed_forward must be one of swiglu, rwkv6, rwkv7, none, got 'relu'"),
         ({"layer": "RWKV7Attention", "layer_options": {"num_hidden_layers": 2}}, ValueError,
          "layer_options must not hold num_hidden_layers, which the model gives its layers"),

@@ -6,7 +6,8 @@ This is the scan of Hillis and Steele: at each level, the maximum over the last 
 many tokens before them, which has decayed by a sum of gates. So a gate of -inf ends what was before it, and nothing
 cancels. The maxima only scale what is summed, and any others would do as well if the gates are those between them. So
 they may be rounded, but not twice in different ways: gates are made of the very numbers that are returned, in float64,
-where their difference is exact. Maxima are constants in all derivatives.
+where their difference is exact. A gate above 0 comes of that rounding, and its exponential stays finite while maxima
+are below about 1e8 in size. Maxima are constants in all derivatives.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ def running_max_kernel(
         g_ = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
         decay, m_ = tl.associative_scan((g_, x_), 0, _join)
         m_ = _larger(m_, decay + last)
-        # Gates are between the numbers that are stored, each of which has been rounded once.
+        # Gates are between the numbers that are stored, each of which has been rounded once. What is not used has names
+        # of its own: Triton 3.6 would take `_` for the number above, of another type.
         before, _m, _one = tl.associative_scan(
             (tl.broadcast_to(last, m_.shape), m_, tl.full(m_.shape, 1, tl.int32)), 0, _last_two
         )
