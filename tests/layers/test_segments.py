@@ -131,13 +131,12 @@ def check_exact(
     y = joined(outputs)
     assert_close(y, expected[0], relative)
     assert_states_close(new, last, relative)
-    pairs = [*zip(torch.autograd.grad(loss_of(y, new), leaves), gradients, strict=True)]
-    if isinstance(layer, Mamba3) and x.dtype == torch.float32:
-        # A shift of all angles turns queries and keys alike. From zeros, large terms of its gradient cancel, all but
-        # that of the last angles, which float32 leaves with an error of about 1e-5: float64 compares it.
-        del pairs[1]
-    for a, b in pairs:
-        assert_close(a, b, relative)
+    # A shift of all angles of Mamba-3 turns queries and keys alike, so that large terms of its gradient cancel, all but
+    # those of the last angles. It is the second, and in float32 accurate to about 1e-5.
+    cancelled = 1 if isinstance(layer, Mamba3) and x.dtype == torch.float32 else None
+    found = torch.autograd.grad(loss_of(y, new), leaves)
+    for i, (a, b) in enumerate(zip(found, gradients, strict=True)):
+        assert_close(a, b, 5 * relative if i == cancelled else relative)
 
 
 def check_truncated(layer: nn.Module, call: Callable, x: Tensor, segments: list[Segment]) -> None:
