@@ -69,6 +69,11 @@ class Shape(NamedTuple):
         return 64
 
     @property
+    def A(self) -> int:
+        """Angles of a key of Mamba-3, half of which turns in pairs."""
+        return self.K // 4
+
+    @property
     def label(self) -> str:
         heads = f"H{self.H} HV{self.HV}" if self.group > 1 else f"H{self.H}"
         widths = f"K=V={self.K}" if self.K == self.V else f"K={self.K} V={self.V}"
@@ -236,6 +241,14 @@ def _rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> 
     return low_rank(r, k, v, a, b, w)
 
 
+def _mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+    """With weights as they are, for input gates of ordinary size."""
+    scale, ones = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1])
+    options = {"g": F.logsigmoid(f), "beta": i.exp(), "scale": scale}
+    o, S = scalar_decay(q, k, v, **options)
+    return o / (scalar_decay(q, k, ones, **options)[0].abs().clamp(min=1) + 1e-6), S
+
+
 def _op(name: str, reference: Callable[..., tuple[Tensor, Any]], inputs: Mapping[str, Draw], **fields) -> Op:
     return Op(
         name,
@@ -313,6 +326,14 @@ OPS = {
             peer_keys=256,
         ),
         _op("kda", _reference(delta_rule, g="gk"), {**DELTA, "g": gate("B T HV K")}, peer_keys=256),
+        _op(
+            "mlstm",
+            _mlstm,
+            {**QKV, "i": Draw("B T H"), "f": Draw("B T H", lambda x: x + 3)},
+            states={"C": Draw("B H K V"), "n": Draw("B H K"), "m": Draw("B H")},
+            state_gradients=False,
+            training=(*TRAINING, Shape(8, 2048, 8, 256, 512)),
+        ),
         _op("rwkv7", _rwkv7, RWKV7, training=(*TRAINING, Shape(8, 2048, 32, 64, 64))),
     )
 }

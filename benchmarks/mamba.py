@@ -1,7 +1,7 @@
-"""Mamba-2's scan beside mamba-ssm's: `mamba_chunk_scan_combined` of both, on a GPU.
+"""Scans beside those of packages of their own, on a GPU: Mamba-2's and Mamba-3's of mamba-ssm, mLSTM of mlstm_kernels.
 
-Only mamba-ssm's Triton kernels are needed, which are plain Python. Importing its package would ask for its compiled
-extensions, which the scan does not use: the modules are imported without it.
+Only the Triton kernels of these packages are needed, which are plain Python. Importing the package mamba-ssm would ask
+for its compiled extensions, which the scans do not use: the modules are imported without it.
 """
 
 from __future__ import annotations
@@ -12,46 +12,25 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from . import cuda, measure, tuned, warm
+from . import cases, cuda, measure, tuned, warm
 from .cases import MAMBA2_TRAINING, Draw, Op, Shape, Targets
 from .report import Row
 
-PACKAGE, SIDE = "mamba_ssm", "mamba-ssm"
 CHUNK = 256
-"""The tokens of a chunk that mamba-ssm's layer asks for. To flacompose it makes no difference."""
+"""The tokens of a chunk that mamba-ssm's layer of Mamba-2 asks for. To flacompose it makes no difference."""
 ACCURACY = Shape(1, 1024, 1, 128, 64, group=32)
 TOLERANCE = 0.03
 """By how much results and gradients of the two sides may differ: several times the rounding errors of both."""
-NOTE = "mamba-ssm's Triton kernels are imported without its package, which would ask for compiled extensions"
-
-
-def load() -> Any:
-    """mamba-ssm's module with the scan. Where its files are missing, the program ends and says what to install."""
-    if PACKAGE not in sys.modules:
-        spec = importlib.util.find_spec(PACKAGE)
-        if spec is None or spec.submodule_search_locations is None:
-            raise SystemExit("--parts mamba2 needs the Python files of mamba-ssm, and einops, on the path")
-        # In place of the package, a module that only says where its files are.
-        package = types.ModuleType(PACKAGE)
-        package.__path__ = list(spec.submodule_search_locations)
-        sys.modules[PACKAGE] = package
-    return importlib.import_module(f"{PACKAGE}.ops.triton.ssd_combined")
-
-
-def version() -> str:
-    try:
-        return metadata.version(SIDE)
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def small_steps(x: Tensor) -> Tensor:
@@ -64,34 +43,31 @@ def decays(x: Tensor) -> Tensor:
 
 
 PARAMETER = torch.float32
-"""The dtype of parameters, as the layer keeps them, whatever the dtype of the inputs."""
-INPUTS = {
+"""The dtype of parameters and of what is computed with them, as layers keep them, whatever that of the inputs."""
+MAMBA2 = {
     "x": Draw("B T HV V"),
     "dt": Draw("B T HV", small_steps),
     "A": Draw("HV", decays, PARAMETER),
     "B": Draw("B T H K"),
     "C": Draw("B T H K"),
 }
-OPTIONAL = {"D": Draw("HV", dtype=PARAMETER), "z": Draw("B T HV V"), "dt_bias": Draw("HV", dtype=PARAMETER)}
-
-
-def _op(name: str, inputs: Mapping[str, Draw]) -> Op:
-    return Op(
-        name,
-        chunk="chunk_mamba2",
-        recurrent="chunk_mamba2",
-        inputs=inputs,
-        output="x",
-        states={"state": Draw("B HV V K")},
-        options={"chunk_size": CHUNK},
-        training=MAMBA2_TRAINING,
-        targets=Targets(memory=None),
-    )
-
-
-OPS = (_op("mamba2", INPUTS), _op("mamba2 with D, z and dt_bias", INPUTS | OPTIONAL))
-COMPILED = dataclasses.replace(OPS[-1], name=f"{OPS[-1].name} under torch.compile")
-"""What surrounds the scan is in kernels of mamba-ssm. flacompose leaves its fusion to the compiler."""
+MAMBA2_MORE = {
+    "D": Draw("HV", dtype=PARAMETER),
+    "z": Draw("B T HV V"),
+    "dt_bias": Draw("HV", dtype=PARAMETER),
+}
+MAMBA3 = {
+    "Q": Draw("B T H K"),
+    "K": Draw("B T H K"),
+    "V": Draw("B T HV V"),
+    "ADT": Draw("B T HV", lambda x: -F.softplus(small_steps(x)), PARAMETER),
+    "DT": Draw("B T HV", lambda x: F.softplus(small_steps(x)), PARAMETER),
+    "Trap": Draw("B T HV"),
+    "Q_bias": Draw("HV K", dtype=PARAMETER),
+    "K_bias": Draw("HV K", dtype=PARAMETER),
+    "Angles": Draw("B T HV A", dtype=PARAMETER),
+}
+MAMBA3_MORE = {"D": Draw("HV", dtype=PARAMETER), "Z": Draw("B T HV V")}
 
 
 def ssd(
@@ -100,16 +76,124 @@ def ssd(
     output_final_state: bool = False,
     **inputs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A side's `scan`, its keywords for states as the other functions have them."""
+    """Mamba-2's `scan` of a side, its keywords for states as the other functions have them."""
     results = scan(
         **inputs, dt_softplus=True, initial_states=initial_state, return_final_states=output_final_state
     )
     return results if output_final_state else (results, None)
 
 
-def functions(module: Any) -> SimpleNamespace:
-    """The scan of one side by the name that the ops have for it."""
-    return SimpleNamespace(chunk_mamba2=partial(ssd, module.mamba_chunk_scan_combined))
+def stateless(
+    scan: Callable[..., Any],
+    transposed: str = "",
+    initial_state: tuple[()] = (),
+    output_final_state: bool = False,
+    **inputs: Any,
+) -> tuple[Tensor, tuple[()]]:
+    """Another `scan`, of which no states are compared, with heads before tokens in the inputs that are named."""
+    o = scan(**inputs | {name: inputs[name].transpose(1, 2).contiguous() for name in transposed.split()})
+    return (o if isinstance(o, Tensor) else o[0]), ()
+
+
+def xlstm(scan: Callable[..., Any], **inputs: Any) -> Tensor:
+    """mlstm_kernels' `scan`, whose output has heads first as well, and whose products have the dtype of the inputs."""
+    return scan(**inputs, autocast_kernel_dtype=inputs["q"].dtype).transpose(1, 2)
+
+
+class Part(NamedTuple):
+    """What is measured beside one package: flacompose's function and the package's, in a module of it."""
+
+    side: str
+    package: str
+    module: str
+    ops: tuple[Op, ...]
+    ours: Callable[[Any], Callable[..., Any]]
+    other: Callable[[Any], Callable[..., Any]]
+    accuracy: Shape | None = None
+
+    def sides(self, ours: Any, other: Any) -> dict[str, cases.Functions]:
+        """What the ops call, of `flacompose.ops` and of the module of the package."""
+        scans = {"flacompose": self.ours(ours), self.side: self.other(other)}
+        return {side: SimpleNamespace(scan=scan) for side, scan in scans.items()}
+
+    @property
+    def note(self) -> str:
+        return f"{self.side}'s Triton kernels are imported without its package, which may ask for compiled extensions"
+
+    @property
+    def compiled(self) -> Op:
+        """What surrounds a scan is in kernels of these packages. flacompose leaves its fusion to the compiler."""
+        return dataclasses.replace(self.ops[-1], name=f"{self.ops[-1].name} under torch.compile")
+
+
+_OP = Op(
+    "mamba2",
+    chunk="scan",
+    recurrent="scan",
+    inputs=MAMBA2,
+    output="x",
+    states={"state": Draw("B HV V K")},
+    options={"chunk_size": CHUNK},
+    training=MAMBA2_TRAINING,
+    targets=Targets(memory=None),
+)
+_OF_3 = dataclasses.replace(
+    _OP, name="mamba3", inputs=MAMBA3, output="V", states={}, options={"chunk_size": 64}
+)
+_XLSTM = dataclasses.replace(cases.OPS["mlstm"], chunk="scan", states={}, targets=Targets(memory=None))
+PARTS = {
+    "mamba2": Part(
+        "mamba-ssm",
+        "mamba_ssm",
+        "ops.triton.ssd_combined",
+        (
+            _OP,
+            dataclasses.replace(_OP, name="mamba2 with D, z and dt_bias", inputs=MAMBA2 | MAMBA2_MORE),
+        ),
+        ours=lambda ops: partial(ssd, ops.mamba_chunk_scan_combined),
+        other=lambda module: partial(ssd, module.mamba_chunk_scan_combined),
+    ),
+    "mamba3": Part(
+        "mamba-ssm",
+        "mamba_ssm",
+        "ops.triton.mamba3.mamba3_siso_combined",
+        (_OF_3, dataclasses.replace(_OF_3, name="mamba3 with D and Z", inputs=MAMBA3 | MAMBA3_MORE)),
+        ours=lambda ops: partial(stateless, ops.mamba3_siso_combined),
+        other=lambda module: partial(stateless, module.mamba3_siso_combined, "ADT DT Trap"),
+    ),
+    "mlstm": Part(
+        "mlstm_kernels",
+        "mlstm_kernels",
+        "torch.chunkwise.triton_xl_chunk",
+        (_XLSTM,),
+        ours=lambda ops: partial(stateless, ops.chunk_mlstm),
+        other=lambda module: partial(
+            stateless, partial(xlstm, module.mlstm_chunkwise__xl_chunk), "q k v i f"
+        ),
+        accuracy=Shape(1, 1024, 16, 128, 128),
+    ),
+}
+
+
+def load(part: str) -> Any:
+    """The module with the scan. Where its files are missing, the program ends and says what to install."""
+    side, package, module, *_ = PARTS[part]
+    if package not in sys.modules:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.submodule_search_locations is None:
+            raise SystemExit(f"--parts {part} needs the Python files of {side}, and einops, on the path")
+        # In place of the package, a module that only says where its files are.
+        stand_in = types.ModuleType(package)
+        stand_in.__path__ = list(spec.submodule_search_locations)
+        sys.modules[package] = stand_in
+    return importlib.import_module(f"{package}.{module}")
+
+
+def version(side: str) -> str:
+    try:
+        return metadata.version(side)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def difference(op: Op, both: cuda.Sides, shape: Shape) -> Row:
@@ -134,44 +218,49 @@ def difference(op: Op, both: cuda.Sides, shape: Shape) -> Row:
     return Row(op.name, op.label(shape), quantity, "", value, max_value=TOLERANCE, note="; ".join(notes))
 
 
-def take(ours: Any, other: Any, shapes: Sequence[Shape] | None, notes: list[str]) -> Iterator[Row]:
+def take(
+    part: Part, ours: Any, other: Any, shapes: Sequence[Shape] | None, notes: list[str]
+) -> Iterator[Row]:
     """For each op, whether the sides agree and what they cost at each shape, and the errors of both.
 
     Then the scan with all its inputs is compared and timed again, flacompose's under ``torch.compile``.
     """
-    both = {"flacompose": functions(ours), SIDE: functions(other)}
-    for op in OPS:
+    both = part.sides(ours, other)
+    for op in part.ops:
         for shape in shapes or op.training:
             yield difference(op, both, shape)
             yield from cuda.training(op, both, shape, notes)
-        yield from cuda.accuracy(op, both, ACCURACY)
-    compiled = torch.compile(both["flacompose"].chunk_mamba2, fullgraph=True, dynamic=False)
-    both["flacompose"] = SimpleNamespace(chunk_mamba2=compiled)
-    for shape in shapes or COMPILED.training:
+        yield from cuda.accuracy(op, both, part.accuracy or ACCURACY)
+    compiled = torch.compile(both["flacompose"].scan, fullgraph=True, dynamic=False)
+    both["flacompose"] = SimpleNamespace(scan=compiled)
+    for shape in shapes or part.compiled.training:
         torch.compiler.reset()  # Dynamo compiles one function for a limited number of shapes
-        yield difference(COMPILED, both, shape)
-        yield from cuda.training(COMPILED, both, shape, notes)
+        yield difference(part.compiled, both, shape)
+        yield from cuda.training(part.compiled, both, shape, notes)
 
 
-def compile_candidates(shapes: Sequence[Shape] | None, timeout_s: float, workers: int) -> str:
-    """Compile the candidates of mamba-ssm's kernels in worker processes. Returns a line that says how it went."""
-    asked = ",".join(map(str, [*(shapes or MAMBA2_TRAINING), ACCURACY]))
-    return warm.side_by_side([sys.executable, "-m", "benchmarks.mamba", asked], timeout_s, workers)
+def compile_candidates(part: str, shapes: Sequence[Shape] | None, timeout_s: float, workers: int) -> str:
+    """Compile the candidates of the package's kernels in worker processes. Returns a line that says how it went."""
+    last = PARTS[part].accuracy or ACCURACY
+    asked = ",".join(map(str, [*(shapes or PARTS[part].compiled.training), last]))
+    return warm.side_by_side([sys.executable, "-m", "benchmarks.mamba", part, asked], timeout_s, workers)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="one worker of compile_candidates")
-    for name in ("shapes", "index", "workers"):
+    for name in ("part", "shapes", "index", "workers"):
         parser.add_argument(name)
     arguments = parser.parse_args()
-    module = functions(load())
-    for tuner in tuned.autotuners(PACKAGE):
+    part = PARTS[arguments.part]
+    module = part.other(load(arguments.part))
+    for tuner in tuned.autotuners(part.package):
         warm.compile_only(tuner, int(arguments.index), int(arguments.workers))
     # At full length, since Triton compiles anew where a number of chunks is divisible by 16.
     shapes = [Shape.parse(text) for text in arguments.shapes.split(",")]
-    for op in OPS:
-        warm.steps(op, module, shapes, states=False)
-        warm.steps(op, module, shapes[-1:], states=True)
+    for op in part.ops:
+        warm.steps(op, SimpleNamespace(scan=module), shapes, states=False)
+        if op.states:
+            warm.steps(op, SimpleNamespace(scan=module), shapes[-1:], states=True)
 
 
 if __name__ == "__main__":

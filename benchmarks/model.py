@@ -22,14 +22,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import measure
-from .models import MIXERS, PEER, SOFTMAX, LanguageModel, build
+from .models import NAMES, PEERS, SOFTMAX, PeerModel, build, first_states
 from .processes import Process, answer, command, empty_caches
 from .report import Row
 
-QUANTITIES = ("compile", "step", "token")
+QUANTITIES = ("compile", "step", "eager", "token")
 BEFORE = "before"
 FIRST, SECOND = "first step, cold caches", "first step at a second shape"
-STEP, MEMORY, TOKEN = "step", "peak memory of a step", "one token"
+STEP, EAGER, MEMORY, TOKEN = "step", "step, eager", "peak memory of a step", "one token"
 LIMITS = {FIRST: 1.3, SECOND: 1.3}
 """Upper limits of the ratios to softmax attention."""
 
@@ -119,19 +119,36 @@ def compile_notes() -> Callable[[], str]:
     return note
 
 
-def train(model: nn.Module, size: Size, wanted: Sequence[str], device: str, backend: str) -> None:
-    """Give the first step at each shape and, where wanted, the steady step and its memory."""
-
+def loss_of(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits, _ = model(tokens)
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
+    return loss
+
+
+def train_eagerly(model: nn.Module, size: Size, device: str) -> None:
+    """Give the steady step at each shape without a compiler."""
+    loss = loss_of(model)
+    for B, T in size.shapes:
+        tokens, targets = torch.randint(size.vocabulary, (2, B, T), device=device)
+
+        def step(tokens: torch.Tensor = tokens, targets: torch.Tensor = targets) -> None:
+            model.zero_grad(set_to_none=True)
+            loss(tokens, targets).backward()
+
+        give(f"B{B} T{T}", EAGER, "ms", measure.wall_us(step, calls=5, rounds=3) / 1e3)
+    model.zero_grad(set_to_none=True)
+
+
+def train(model: nn.Module, size: Size, wanted: Sequence[str], device: str, backend: str) -> None:
+    """Give the first step at each shape and, where wanted, the steady step and its memory."""
     where = compile_notes()
     inputs = [torch.randint(size.vocabulary, (2, B, T), device=device) for B, T in size.shapes]
     measure.synchronize()
     start = time.perf_counter()
     # The peer's operators are not for the compiler to see: its model is cut at each of them.
-    compiled = torch.compile(loss, fullgraph=isinstance(model, LanguageModel), backend=backend)
+    compiled = torch.compile(loss_of(model), fullgraph=not isinstance(model, PeerModel), backend=backend)
     for (B, T), (tokens, targets), quantity in zip(size.shapes, inputs, (FIRST, SECOND), strict=False):
 
         def step(tokens: torch.Tensor = tokens, targets: torch.Tensor = targets) -> None:
@@ -156,12 +173,12 @@ def train(model: nn.Module, size: Size, wanted: Sequence[str], device: str, back
 
 
 @torch.no_grad()
-def decode(model: LanguageModel, device: str, backend: str, dtype: torch.dtype) -> None:
+def decode(model: nn.Module, device: str, backend: str, dtype: torch.dtype) -> None:
     """Give the time of one token at batch 1: in eager mode, compiled, and replayed from a CUDA graph."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
 
     def time_of(step: Callable[..., tuple[torch.Tensor, list[Any]]]) -> float:
-        states = model.first_states(device, dtype)
+        states = first_states(model, device, dtype)
 
         def one() -> None:
             nonlocal states
@@ -177,11 +194,11 @@ def decode(model: LanguageModel, device: str, backend: str, dtype: torch.dtype) 
         give("B1 T1", f"{TOKEN}, CUDA graph", "ms", replayed_ms(model, token, dtype))
 
 
-def replayed_ms(model: LanguageModel, token: torch.Tensor, dtype: torch.dtype) -> float:
+def replayed_ms(model: nn.Module, token: torch.Tensor, dtype: torch.dtype) -> float:
     """One token from a CUDA graph. The states stay where they are, and the graph writes the new ones there."""
     from torch._dynamo.utils import counters
 
-    states = model.first_states(str(token.device), dtype)
+    states = first_states(model, str(token.device), dtype)
     held = [x.clone() for x in pytree.tree_leaves(states)]
     structure = pytree.tree_structure(states)
     for x in held:
@@ -233,7 +250,7 @@ def take(
     tasks: queue.SimpleQueue[tuple[str, str, Path | None]] = queue.SimpleQueue()
     for name in names:
         tasks.put((name, "flacompose", None))
-        if before is not None and name not in (SOFTMAX, PEER):
+        if before is not None and name not in (SOFTMAX, *PEERS):
             tasks.put((name, BEFORE, before))
     found: queue.SimpleQueue[Figure | str | None] = queue.SimpleQueue()
     running: list[Process] = []
@@ -292,8 +309,9 @@ def rows(figures: Sequence[Figure]) -> list[Row]:
         other: float | None
         if f.model == SOFTMAX:
             name, baseline, ours, other = SOFTMAX, SOFTMAX, None, f.value
-        elif f.model == PEER:
-            name, baseline, ours, other = "gla", "fla", ours_of("gla"), f.value
+        elif f.model in PEERS:
+            name = f.model.removeprefix("fla-")
+            baseline, ours, other = "fla", ours_of(name), f.value
         elif f.side == BEFORE:
             name, baseline, ours, other = f.model, BEFORE, ours_of(f.model), f.value
         else:
@@ -307,7 +325,7 @@ def rows(figures: Sequence[Figure]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="One model in this process, which has to be a fresh one.")
-    parser.add_argument("name", choices=[*MIXERS, PEER])
+    parser.add_argument("name", choices=[*NAMES, *PEERS])
     parser.add_argument("--quantities", nargs="+", choices=QUANTITIES, default=["compile", "step"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--backend", default="inductor")
@@ -321,7 +339,9 @@ def main() -> None:
     torch.autograd.grad((x @ x).sum(), x)
     if {"compile", "step"} & set(arguments.quantities):
         train(model, size, arguments.quantities, device, arguments.backend)
-    if "token" in arguments.quantities and isinstance(model, LanguageModel):
+    if "eager" in arguments.quantities:
+        train_eagerly(model, size, device)
+    if "token" in arguments.quantities and not isinstance(model, PeerModel):
         torch.compiler.reset()
         decode(model.eval(), device, arguments.backend, dtype)
 

@@ -101,13 +101,14 @@ class LanguageModel(nn.Module):
 
 
 class PeerModel(nn.Module):
-    """The peer's own model, its blocks of the same kind and sizes."""
+    """The peer's own model, its blocks of the same kind and sizes; `kind` is ``GLA`` or ``RWKV7``."""
 
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+    def __init__(self, kind: str, layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
         models = importlib.import_module("fla.models")
-        config = models.GLAConfig(hidden_size=width, num_hidden_layers=layers, vocab_size=vocabulary)
-        self.model = models.GLAForCausalLM(config)
+        config = getattr(models, f"{kind}Config")
+        sizes = {"hidden_size": width, "num_hidden_layers": layers, "vocab_size": vocabulary}
+        self.model = getattr(models, f"{kind}ForCausalLM")(config(**sizes))
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, None]:
         return self.model(input_ids=tokens, use_cache=False).logits, None
@@ -120,7 +121,18 @@ def _layer(name: str, **options: Any) -> Callable[[int], nn.Module]:
     return mixer
 
 
-SOFTMAX, PEER = "softmax", "fla-gla"
+def rwkv7(layers: int, width: int, vocabulary: int) -> nn.Module:
+    """The peer's model of RWKV7 on this library's ops, whose layers share values and mix channels in their own way."""
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    config = importlib.import_module("flacompose.integrations.fla").config_from_fla(
+        {"model_type": "rwkv7", **sizes}
+    )
+    return importlib.import_module("flacompose.models").RecurrentLM(config)
+
+
+SOFTMAX, RWKV7 = "softmax", "rwkv7"
+PEERS = {"fla-gla": "GLA", "fla-rwkv7": "RWKV7"}
+"""The peer's models, beside ``gla`` and ``rwkv7``."""
 
 MIXERS: dict[str, Callable[[int], nn.Module]] = {
     SOFTMAX: SoftmaxAttention,
@@ -130,10 +142,20 @@ MIXERS: dict[str, Callable[[int], nn.Module]] = {
     "rwkv6": _layer("RWKV6Attention"),
 }
 """What mixes the tokens of a model, of its width; the layers' other arguments are their defaults."""
+NAMES = (*MIXERS, RWKV7)
+"""The models that are not the peer's."""
 
 
 def build(name: str, layers: int, width: int, vocabulary: int) -> nn.Module:
-    """A model by its name: one of `MIXERS` or `PEER`."""
-    if name == PEER:
-        return PeerModel(layers, width, vocabulary)
+    """A model by its name: one of `NAMES` or `PEERS`."""
+    if name in PEERS:
+        return PeerModel(PEERS[name], layers, width, vocabulary)
+    if name == RWKV7:
+        return rwkv7(layers, width, vocabulary)
     return LanguageModel(MIXERS[name], layers, width, vocabulary)
+
+
+def first_states(model: Any, device: str, dtype: torch.dtype) -> Any:
+    """States of one sequence, from which decoding can go on."""
+    is_mixed = isinstance(model, LanguageModel)
+    return model.first_states(device, dtype) if is_mixed else model.init_state(1, device=device, dtype=dtype)

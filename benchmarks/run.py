@@ -7,7 +7,7 @@ python -m benchmarks.run --parts host                    the host's time per cal
 python -m benchmarks.run --parts model                   whole models: compilation, training steps, decoding
 python -m benchmarks.run --parts public                  models of transformers: prompts, training steps, decoding
 python -m benchmarks.run --parts heads --ops gla         heads of more than 256 keys or values beside the peer
-python -m benchmarks.run --parts mamba2                  Mamba-2's scan beside mamba-ssm's, on a GPU
+python -m benchmarks.run --parts mamba2 mamba3 mlstm     scans beside mamba-ssm's and mlstm_kernels', on a GPU
 python -m benchmarks.run --parts generation              a model that reads prompts, writes and checks tokens
 
 Against flash-linear-attention, inputs are what its own benchmark takes: q, k, v standard normal, gates
@@ -38,11 +38,11 @@ from .environment import commit, environment
 DEVICE = {"fla": "cuda", "reference": "cpu", "transformers": "cpu"}
 
 DEFAULT_PARTS = ("training", "decode", "accuracy", "cold", "host")
-PARTS = (*DEFAULT_PARTS, "more", "heads", "mamba2", "model", "public", "generation")
+PARTS = (*DEFAULT_PARTS, "more", "heads", *mamba.PARTS, "model", "public", "generation")
 
 ANYWHERE = {"host", "model", "public", "generation"}
 """Parts whose figures are taken in other processes than this one, without the peer and on a CPU too."""
-APART = ANYWHERE | {"heads", "mamba2"}
+APART = ANYWHERE | {"heads", *mamba.PARTS}
 """Parts that have results files of their own."""
 
 
@@ -73,8 +73,10 @@ def parser() -> argparse.ArgumentParser:
     add("--host-rounds", type=int, default=5, help="turns of each side (default: %(default)s)")
     add("--host-calls", type=float, default=1.0, help="factor on the number of calls that are timed together")
     add = p.add_argument_group("whole models").add_argument
-    add("--models", nargs="+", choices=models.MIXERS, default=list(models.MIXERS), metavar="MIXER")
-    add("--peer-model", action="store_true", help="the peer's model of gated linear attention too")
+    add("--models", nargs="+", choices=models.NAMES, default=list(models.NAMES), metavar="MODEL")
+    add(
+        "--peer-model", action="store_true", help="the peer's models of gla and rwkv7 too, of those asked for"
+    )
     add("--quantities", nargs="+", choices=model.QUANTITIES, default=["compile", "step"])
     add(
         "--jobs", type=int, default=1, help="models compiled at the same time; only with --quantities compile"
@@ -159,11 +161,13 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
     ops = [op for op in ops if op.has_heads] if part == "heads" else ops
     names = [op.name for op in ops]
     if part == "model":
-        names = [*arguments.models, *([models.PEER] if arguments.peer_model else [])]
+        peers = [name for name in models.PEERS if name.removeprefix("fla-") in arguments.models]
+        names = [*arguments.models, *(peers if arguments.peer_model else [])]
     if part == "public":
         names = arguments.public_models
-    names = {"mamba2": [mamba.SIDE], "generation": [generation.MODEL]}.get(part, names)
-    others = {"heads": "fla", "mamba2": mamba.SIDE, "public": public.SIDES[1], "generation": "eager mode"}
+    of_packages = {name: packaged.side for name, packaged in mamba.PARTS.items()}
+    names = {"generation": [generation.MODEL], **{k: [v] for k, v in of_packages.items()}}.get(part, names)
+    others = {"heads": "fla", **of_packages, "public": public.SIDES[1], "generation": "eager mode"}
     path = arguments.out / f"{'-'.join([part, *names, device])}.json"
     run = Run(report.Results(others.get(part, "softmax attention"), environment(device, argv)), path)
     if before is not None:
@@ -174,8 +178,8 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
             run.take(host.take(ops, device, arguments.host_shape, before, rounds=rounds, calls=calls))
         elif part == "heads":
             larger_heads(run, ops, arguments)
-        elif part == "mamba2":
-            of_mamba(run, arguments)
+        elif part in mamba.PARTS:
+            of_mamba(run, part, arguments)
         elif part == "public":
             of_transformers(run, device, arguments)
         elif part == "generation":
@@ -195,17 +199,17 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
         run.finish()
 
 
-def of_mamba(run: Run, arguments: argparse.Namespace) -> None:
-    """Mamba-2's scan beside mamba-ssm's."""
-    other = mamba.load()
-    run.results.environment[mamba.SIDE] = mamba.version()
-    run.note(mamba.NOTE)
-    shorten_tuning(run, arguments, mamba.PACKAGE)
+def of_mamba(run: Run, name: str, arguments: argparse.Namespace) -> None:
+    """A scan beside that of a package of its own."""
+    part, other = mamba.PARTS[name], mamba.load(name)
+    run.results.environment[part.side] = mamba.version(part.side)
+    run.note(part.note)
+    shorten_tuning(run, arguments, part.package)
     if arguments.warm_peer:
         limits = arguments.warm_timeout, arguments.workers
-        run.say(mamba.compile_candidates(arguments.shapes, *limits))
+        run.say(mamba.compile_candidates(name, arguments.shapes, *limits))
     ours = importlib.import_module("flacompose.ops")
-    run.take(mamba.take(ours, other, arguments.shapes, run.results.notes))
+    run.take(mamba.take(part, ours, other, arguments.shapes, run.results.notes))
 
 
 def of_ours(run: Run, names: list[str], device: str, arguments: argparse.Namespace) -> None:

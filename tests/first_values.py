@@ -16,9 +16,13 @@ from flacompose.models import RecurrentConfig, RecurrentLM
 # are such that no parameter that is drawn has fewer numbers than the comparison needs.
 WIDE = {name: config | {"hidden_size": 192} for name, config in EVERY.items()}
 WIDE["simple_gla"] |= {"num_heads": 192, "num_kv_heads": 96, "expand_k": 1}
+WIDE["griffin"] |= {"lru_width": 192}
+WIDE["mamba"] |= {"intermediate_size": 192, "dt_rank": 12}
 WIDE["mamba2"] |= {"hidden_size": 256, "n_groups": 2}
-for _name in ("gated_deltanet", "gated_deltaproduct", "kda"):
+for _name in ("gated_deltanet", "gated_deltaproduct", "kda", "comba"):
     WIDE[_name] |= {"num_heads": 16, "num_v_heads": 64}
+WIDE["gdn2"] |= {"num_heads": 64, "num_v_heads": 64}
+WIDE["rodimus"] |= {"expand_ratio": 64}
 LAYERS = WIDE | {
     "hedgehog": WIDE["linear_attn"] | {"num_heads": 64, "feature_map": "hedgehog"},
     "mamba2, its own bounds": WIDE["mamba2"] | {"conv_init": 0.01, "D_has_hdim": True, "use_bias": True},

@@ -22,6 +22,7 @@ from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.low_rank import cuda as low_rank
+from flacompose.ops.families.running_max import cuda as running_max
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scan import cuda as scan
 from flacompose.ops.families.selective_scan import cuda as selective_scan
@@ -285,6 +286,7 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
         x, g = new(2, 1, T, D, dtype=dtype)
         args = x, g, new(rows, D), cu_seqlens
         yield from _calls(f"scan D={D} {at}", scan, args, x, _masks("x g initial_state", "x"), new(rows, D))
+        yield Call(f"running_max D={D} {at}", flat(running_max, "forward"), "running_max_forward", args)
         for W in (2, 4, 8):
             state = new(rows, D, W)
             args = x, new(D, W), new(D), state, cu_seqlens, True

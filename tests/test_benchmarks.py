@@ -486,47 +486,71 @@ def test_larger_heads_have_no_place_in_the_summary():
 MAMBA = Shape(2, 70, 2, 8, 4, group=3)
 
 
-@pytest.mark.parametrize("op", mamba.OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("op", mamba.PARTS["mamba2"].ops, ids=lambda op: op.name)
 def test_the_scan_of_mamba2(op):
     inputs = op.draw(MAMBA, torch.float32, "cpu")
     assert {x.dtype for x in op.draw(MAMBA, torch.bfloat16, "cpu").values()} == {
         torch.bfloat16,
         torch.float32,
     }
-    scan = op.chunk_of(mamba.functions(flacompose.ops))
+    scan = op.chunk_of(mamba.PARTS["mamba2"].sides(flacompose.ops, flacompose.ops)["flacompose"])
     assert scan(**inputs)[0].shape == op.draw_do(MAMBA, torch.float32, "cpu").shape
     state = op.draw_states(MAMBA, "cpu")["state"]
     assert scan(**inputs, initial_state=state, output_final_state=True)[1].shape == state.shape
 
 
+# Both have the axis of heads before that of tokens.
+SISO = """
+import flacompose.ops
+
+def mamba3_siso_combined(ADT, DT, Trap, **inputs):
+    return flacompose.ops.mamba3_siso_combined(**inputs, ADT=ADT.mT, DT=DT.mT, Trap=Trap.mT)
+"""
+XLSTM = """
+from flacompose.ops import chunk_mlstm
+
+def mlstm_chunkwise__xl_chunk(autocast_kernel_dtype, **inputs):
+    return chunk_mlstm(**{name: x.transpose(1, 2) for name, x in inputs.items()})[0].transpose(1, 2)
+"""
+
+
 def made_up_package(folder: Path) -> Path:
-    """Files like mamba-ssm's, of a package that cannot be imported whole."""
-    kernels = folder / mamba.PACKAGE / "ops" / "triton"
-    kernels.mkdir(parents=True)
-    (folder / mamba.PACKAGE / "__init__.py").write_text("import selective_scan_cuda_is_not_built")
-    for path in (kernels.parent, kernels):
-        (path / "__init__.py").touch()
-    (kernels / "ssd_combined.py").write_text("from flacompose.ops import mamba_chunk_scan_combined\n")
+    """Files like those of the packages, which cannot be imported whole."""
+    scans = {
+        "mamba2": "from flacompose.ops import mamba_chunk_scan_combined\n",
+        "mamba3": SISO,
+        "mlstm": XLSTM,
+    }
+    for name, (_, package, module, *_) in mamba.PARTS.items():
+        path = folder / package / f"{module.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (folder / package / "__init__.py").write_text("import compiled_extension_that_is_not_built")
+        path.write_text(scans[name])
     return folder
 
 
 @pytest.fixture
 def mamba_files(monkeypatch, tmp_path: Path):
     monkeypatch.syspath_prepend(made_up_package(tmp_path / "site"))
-    for name in [name for name in sys.modules if name.split(".")[0] == mamba.PACKAGE]:
+    packages = {part.package for part in mamba.PARTS.values()}
+    for name in [name for name in sys.modules if name.split(".")[0] in packages]:
         monkeypatch.delitem(sys.modules, name)
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] == mamba.PACKAGE]:
+    for name in [name for name in sys.modules if name.split(".")[0] in packages]:
         del sys.modules[name]
 
 
-def test_mamba_run(on_cpu, mamba_files, monkeypatch, tmp_path: Path):
+@pytest.mark.parametrize("name", mamba.PARTS)
+def test_mamba_run(name, on_cpu, mamba_files, monkeypatch, tmp_path: Path):
+    part = mamba.PARTS[name]
+    if part.accuracy is not None:
+        monkeypatch.setitem(mamba.PARTS, name, part := part._replace(accuracy=MAMBA))
     asked = []
     monkeypatch.setattr(warm, "side_by_side", lambda command, *limits: asked.append((command, limits)) or "")
     compiled, called = [], []
 
     def compile_nothing(fn, **options):
-        compiled.append((fn.args[0], options))
+        compiled.append(options)
         return lambda **inputs: called.append(1) or fn(**inputs)
 
     monkeypatch.setattr(torch, "compile", compile_nothing)
@@ -535,7 +559,7 @@ def test_mamba_run(on_cpu, mamba_files, monkeypatch, tmp_path: Path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     arguments = [
         "--parts",
-        "mamba2",
+        name,
         "--shapes",
         str(MAMBA),
         "--warm-peer",
@@ -545,24 +569,23 @@ def test_mamba_run(on_cpu, mamba_files, monkeypatch, tmp_path: Path):
         "9",
     ]
     run.main([*arguments, "--out", str(tmp_path)])
-    saved = Results.load(tmp_path / "mamba2-mamba-ssm-cuda.json")
-    assert saved.notes[0] == mamba.NOTE and "for 9 ms" in saved.notes[1] and len(saved.notes) == 2
-    assert "mamba-ssm" in saved.environment
-    for op in mamba.OPS:
+    saved = Results.load(tmp_path / f"{name}-{part.side}-cuda.json")
+    assert saved.notes[0] == part.note and "for 9 ms" in saved.notes[1] and len(saved.notes) == 2
+    assert part.side in saved.environment
+    for op in part.ops:
         differs, forward, step, memory, *errors = [row for row in saved.rows if row.op == op.name]
-        assert differs.ours == 0 and differs.max_value == mamba.TOLERANCE and differs.met
+        assert differs.ours < 1e-7 and differs.max_value == mamba.TOLERANCE and differs.met
         assert (forward.ratio, step.ratio, memory.ratio) == (1, 1, 1)
         assert (forward.max_ratio, step.max_ratio, memory.max_ratio) == (None, 0.5, None)
-        assert len(errors) == 3 + len(op.inputs)
-        assert all(row.ours == row.other and row.ours < 2e-2 for row in errors)
-    differs, *costs = [row for row in saved.rows if row.op == mamba.COMPILED.name]
+        assert len(errors) == 1 + 2 * len(op.states) + len(op.inputs)
+        assert all(row.ours == pytest.approx(row.other) and row.ours < 2e-2 for row in errors)
+    differs, *costs = [row for row in saved.rows if row.op == part.compiled.name]
     assert differs.met and not differs.note and [row.ratio for row in costs] == [1, 1, 1]
-    options = {"fullgraph": True, "dynamic": False}
-    assert compiled == [(flacompose.ops.mamba_chunk_scan_combined, options)] and called
+    assert compiled == [{"fullgraph": True, "dynamic": False}] and called
     ((command, limits),) = asked
-    assert command[-3:] == ["-m", "benchmarks.mamba", f"{MAMBA},{MAMBA}"] and limits[1] == 3
+    assert command[-3:] == ["benchmarks.mamba", name, f"{MAMBA},{MAMBA}"] and limits[1] == 3
     # What a worker does, of whose kernels there are none here.
-    monkeypatch.setattr(sys, "argv", ["mamba", str(MAMBA), "0", "1"])
+    monkeypatch.setattr(sys, "argv", ["mamba", name, str(MAMBA), "0", "1"])
     mamba.main()
 
 
@@ -575,8 +598,8 @@ def test_sides_that_differ_or_fail(on_cpu):
 
     def row(scan) -> Row:
         side = types.SimpleNamespace(mamba_chunk_scan_combined=scan)
-        both = {"flacompose": mamba.functions(flacompose.ops), mamba.SIDE: mamba.functions(side)}
-        return mamba.difference(mamba.OPS[0], both, MAMBA)
+        part = mamba.PARTS["mamba2"]
+        return mamba.difference(part.ops[0], part.sides(flacompose.ops, side), MAMBA)
 
     assert row(other).quantity.endswith(", in dA") and row(other).met is False
     failed = row(fails)
@@ -584,9 +607,9 @@ def test_sides_that_differ_or_fail(on_cpu):
 
 
 def test_mamba_without_its_files(monkeypatch):
-    monkeypatch.setattr(mamba, "PACKAGE", "no_such_package")
-    with pytest.raises(SystemExit, match="mamba-ssm"):
-        mamba.load()
+    monkeypatch.setitem(mamba.PARTS, "mamba3", mamba.PARTS["mamba3"]._replace(package="no_such_package"))
+    with pytest.raises(SystemExit, match="--parts mamba3 needs the Python files of mamba-ssm"):
+        mamba.load("mamba3")
 
 
 def test_cold_rows(monkeypatch):
@@ -721,11 +744,13 @@ def test_host_rows(monkeypatch, tmp_path: Path):
         assert row.ours is not None and (row.other is None) == (row.beside == "before") == bool(row.note)
 
 
-@pytest.mark.parametrize("name", models.MIXERS)
+@pytest.mark.parametrize("name", models.NAMES)
 def test_models_decode_what_they_compute(name: str):
     torch.manual_seed(0)
     net = models.build(name, layers=2, width=64, vocabulary=50).double().eval()
-    assert isinstance(net, models.LanguageModel)
+    assert isinstance(net, models.LanguageModel) == (name != models.RWKV7)
+    for p in net.parameters():  # RWKV7's layers begin with projections of zeros
+        torch.nn.init.normal_(p, std=0.2)
     tokens = torch.randint(50, (1, 6))
     with torch.no_grad():
         expected, _ = net(tokens)
@@ -734,7 +759,7 @@ def test_models_decode_what_they_compute(name: str):
             logits, states = net(tokens[:, t : t + 1], states)
             torch.testing.assert_close(logits[:, 0], expected[:, t])
         # Where decoding is timed from: states of the right form.
-        logits, _ = net(tokens[:, :1], net.first_states("cpu", torch.float64))
+        logits, _ = net(tokens[:, :1], models.first_states(net, "cpu", torch.float64))
     assert logits.isfinite().all() and logits.shape == (1, 1, 50)
 
 
@@ -752,6 +777,8 @@ def test_model_process(monkeypatch, capsys):
         ("B2 T16", "step", "ms"),
         ("B1 T32", "first step at a second shape", "s"),
         ("B1 T32", "step", "ms"),
+        ("B2 T16", "step, eager", "ms"),
+        ("B1 T32", "step, eager", "ms"),
         ("B1 T1", "one token, eager", "ms"),
         ("B1 T1", "one token, compiled", "ms"),
     ]
@@ -809,10 +836,13 @@ def test_model_run(jobs: str, monkeypatch, tmp_path: Path):
 
 
 def test_figures_of_models_that_stand_alone():
-    figures = [Figure(name, "flacompose", "B1 T2", "step", "ms", 1.0) for name in ("mamba2", models.PEER)]
-    alone, peers = model.rows(figures)
+    figures = [
+        Figure(name, "flacompose", "B1 T2", "step", "ms", 1.0) for name in ("mamba2", "fla-gla", "fla-rwkv7")
+    ]
+    alone, peers, rwkv7 = model.rows(figures)
     assert (alone.op, alone.ours, alone.other, alone.max_ratio) == ("mamba2 model", 1.0, None, None)
     assert (peers.op, peers.ours, peers.other, peers.beside) == ("gla model", None, 1.0, "fla")
+    assert (rwkv7.op, rwkv7.beside) == ("rwkv7 model", "fla")
 
 
 def test_the_size_reaches_the_process():
@@ -1129,7 +1159,8 @@ def test_summary_needs_its_markers(tmp_path: Path):
 
 def test_the_shipped_results_have_a_summary():
     figures = summary.collect([Results.load(path) for path in report.saved(report.RESULTS)])
-    assert list(summary.ops(figures, "fla", summary.STEP)) == list(OPS)
+    beside_fla = [name for name in OPS if name != "mlstm"]  # which flash-linear-attention does not have
+    assert list(summary.ops(figures, "fla", summary.STEP)) == beside_fla
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,14 @@ from triton.runtime import driver  # noqa: E402
 
 from flacompose.ops.families import _compile  # noqa: E402
 from flacompose.ops.families._op import on_cuda  # noqa: E402
+from flacompose.ops.families.running_max import cuda as running_max  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.scan import cuda as scan  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import slots  # noqa: E402
 
 FAMILIES = scalar_decay, scan, vector_decay
-LAUNCHING = *FAMILIES, slots
+LAUNCHING = *FAMILIES, slots, running_max
 KERNELS = {x for module in LAUNCHING for x in vars(module).values() if isinstance(x, triton.JITFunction)}
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=["scalar", "scan", "vector"])
@@ -140,6 +141,13 @@ def test_the_backward_with_the_forward(family: ModuleType, compiled: Compiled) -
     backward(family, args, None, o.new_zeros(1, 2, 24, 24) if family is not scan else o.new_zeros(1, 24))
     assert forward < len(compiled)
     assert all(ahead for _, ahead in compiled)
+
+
+def test_an_op_of_three_results(compiled: Compiled) -> None:
+    """Its backward, which starts with the forward, is given the gradient of the first and of no other."""
+    x, g, *others = arguments(scan)
+    assert len(ahead(running_max, "forward")(x, g, *others)) == 3
+    assert [ahead for _, ahead in compiled] == [True]
 
 
 @each_family

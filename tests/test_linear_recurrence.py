@@ -27,9 +27,14 @@ SIZES = "B, T, H, HV, K, V, M = 2, 70, 2, 2,"
 WITHOUT_ROW = {
     "causal_conv1d": "its state is the last inputs",
     "chunk_hgrn": "its state is a vector",
+    "chunk_mlstm": "it is normalised, and stabilised",
+    "chunk_rg_lru": "its state is a vector",
+    "chunk_rwkv4": "its state is two vectors, one of which divides the other",
     "selective_scan_fn": "each number of its state has a decay of its own",
     "selective_state_update": "one token of Mamba and of Mamba-2, in PyTorch",
     "linear_recurrence": "the function itself",
+    "mamba3_siso_combined": "a token writes again at the next",
+    "mamba3_mimo_combined": "a token writes again at the next",
 }
 close = partial(assert_close, atol=1e-10, rtol=1e-10)
 

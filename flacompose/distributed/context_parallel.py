@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flacompose import ops
 from flacompose.layers.recurrent import StatefulLayer
-from flacompose.models.softmax_attention import SoftmaxAttention
+from flacompose.models import RecurrentLM
 from flacompose.ops import _check
-from flacompose.ops._ranks import Ranks, bounds_of_rank, shared
+from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -23,8 +23,9 @@ FUNCTIONS = tuple(
     for name, function in vars(ops).items()
     if callable(function)
     and "cu_seqlens" in inspect.signature(function).parameters
-    and "recurrent" not in name
+    and "recurrent" not in name.split("_")[:2]
 )
+STATES = ("initial_state", "initial_states", "Input_States")
 
 
 def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
@@ -40,12 +41,15 @@ def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
     gets this rank's part of its gradient, so that a sum over the ranks, as for data parallelism, gives the whole.
 
     The ranks gather what their tokens do to a state, which is as large as a few states, and no tokens but those that a
-    short convolution or a token shift reads. Everything else that the function or module does, it does in each rank
-    as before: compiled, under autocast, and in a module that is sharded along other dimensions of a mesh.
+    short convolution or a token shift reads. Softmax attention between the recurrent layers of a `RecurrentLM` gathers
+    its keys and values, which takes pieces of one length and no pads. Everything else that the function or module
+    does, it does in each rank as before: compiled, under autocast, and in a module that is sharded along other
+    dimensions of a mesh.
 
     Args:
         target: One of the functions of [flacompose.ops](../ops/gla.md) that take ``cu_seqlens``, but for those that
-            compute token by token; or a module with layers of flacompose, a `RecurrentLM` for example.
+            compute token by token; or a module with layers of flacompose, a `RecurrentLM` for example, or a model of
+            transformers whose recurrent layers [enable or accelerate](../transformers.md) has put on these functions.
         mesh: A mesh of one dimension, such as ``mesh["cp"]`` of a larger one.
 
     Returns:
@@ -53,14 +57,14 @@ def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
 
     Raises:
         TypeError: If `target` is none of these, or `mesh` no `DeviceMesh`.
-        ValueError: If `mesh` has more dimensions, or a module contains no layer, or softmax attention. From a call, if
-            tensors are on another kind of device than `mesh`.
+        ValueError: If `mesh` has more dimensions, or a module contains no such layer, or one that cannot share tokens.
+            From a call, if tensors are on another kind of device than `mesh`, or an argument is wrong in another way.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed.device_mesh.DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['cp'] of a larger one, got {mesh.ndim}")
-    ranks = Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+    ranks = Ranks(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), mesh.device_type)
     if isinstance(target, nn.Module):
         _share(target, ranks)
         return target
@@ -68,38 +72,45 @@ def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
         names = ", ".join(function.__name__ for function in FUNCTIONS)
         got = getattr(target, "__name__", type(target).__name__)
         raise TypeError(f"target must be a module, or one of {names}, got {got}")
-    return _across(target, ranks, mesh.device_type)
+    return _across(target, ranks)
 
 
 def _share(module: nn.Module, ranks: Ranks) -> None:
-    layers = {path: part for path, part in module.named_modules() if isinstance(part, StatefulLayer)}
-    if not layers:
-        raise ValueError(f"target must contain a layer of flacompose, got {type(module).__name__}")
-    for path, layer in layers.items():
-        if isinstance(layer, SoftmaxAttention):
-            raise ValueError(f"target must contain no softmax attention, got some at {path or 'its root'!r}")
-    for layer in layers.values():
-        layer.ranks = ranks
+    layers = [part for part in module.modules() if isinstance(part, StatefulLayer | RecurrentLM)]
+    if layers:
+        for layer in layers:
+            layer.ranks = ranks
+        return
+    raise ValueError(f"target must contain a recurrent layer, got {type(module).__name__}")
 
 
-def _across(function: Target, ranks: Ranks, device_type: str) -> Target:
+def _across(function: Target, ranks: Ranks) -> Target:
     names = list(inspect.signature(function).parameters)
-    place = names.index("cu_seqlens")
+    first = names[0]
 
     @wraps(function)
     def across(*args: Any, **options: Any) -> Any:
-        x = args[0] if args else options.get(names[0])
-        if isinstance(x, Tensor) and x.device.type != device_type:
-            raise ValueError(f"{names[0]} must be on the device of the mesh, {device_type}, got {x.device}")
-        bounds = args[place] if len(args) > place else options.get("cu_seqlens")
-        if bounds is not None:
-            _check.packed(names[0], x, bounds)
-            bounds = bounds_of_rank(ranks, bounds, x.shape[1])
-            if len(args) > place:
-                args = (*args[:place], bounds, *args[place + 1 :])
-            else:
-                options["cu_seqlens"] = bounds
+        given = dict(zip(names, args, strict=False)) | options
+        if len(given) < len(args) + len(options):
+            return function(*args, **options)  # which says what is wrong
+        x, bounds = given.get(first), given.get("cu_seqlens")
         with shared(ranks):
-            return function(*args, **options)
+            for name, y in given.items():
+                check_device(ranks, name, y)
+            if bounds is not None and isinstance(x, Tensor):
+                N = _check.sequences(x, bounds, first)
+                for name, state in ((name, y) for name in STATES for y in _tensors(given.get(name))):
+                    if state.shape[0] != N:
+                        raise ValueError(f"{name} must have {N} states, one a sequence, got {state.shape[0]}")
+                given["cu_seqlens"] = bounds_of_rank(ranks, bounds, x.shape[1])
+            return function(**given)
 
     return across  # type: ignore[return-value]
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, tuple | list):
+        for part in state:
+            yield from _tensors(part)

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from flacompose._torch import pytree
-from flacompose.layers import Mamba2, ShortConvolution
+from flacompose.layers import Mamba, Mamba2, ShortConvolution
+from flacompose.layers.griffin import RGLRUGates
 from flacompose.layers.joint import Joinable
 from flacompose.layers.recurrent import StatefulLayer
 from flacompose.models import RecurrentLM
@@ -22,19 +23,25 @@ from flacompose.models.softmax_attention import SoftmaxAttention
 
 # Projections to heads: each rank computes the outputs of its own heads. Of a low-rank pair only the second is one.
 _TO_HEADS = (
-    "q_proj", "k_proj", "v_proj", "g_proj", "f_proj", "i_proj", "s_proj", "a_proj", "b_proj", "gk_proj",
+    "q_proj", "k_proj", "v_proj", "g_proj", "f_proj", "i_proj", "s_proj", "a_proj", "b_proj", "w_proj", "gk_proj",
     "f_proj.1", "g_proj.1", "gk_proj.1",
     "qkv_proj", "output_gate",  # lightning attention
     "r_proj.linear", "k_proj.linear", "v_proj.linear", "g_proj.linear", "w_proj.linear.lora.2",  # RWKV6
+    "linear_x", "linear_y",  # Griffin
+    "dt_proj",  # Mamba
     "r_proj", "w_lora.lora.2", "v_lora.lora.2", "a_lora.lora.2", "g_lora.lora.2",  # RWKV7
+    "q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact",  # mLSTM
     "gate_proj", "up_proj", "key.linear", "key",  # feed-forward networks, whose channels take the place of heads
 )  # fmt: skip
 # Projections from heads: each rank multiplies its own heads, and the products are summed over all ranks.
-_FROM_HEADS = ("o_proj", "out_proj", "down_proj", "value")
+_FROM_HEADS = ("o_proj", "out_proj", "linear_out", "x_proj", "down_proj", "value")
 # Projections whose outputs are not ordered by heads, or are needed whole: computed in parts, and gathered.
 _GATHERED = ("in_proj", "receptance.linear")
 # Parameters of a layer itself whose first dimension is that of the heads, or of their channels.
-_OF_HEADS = ("A_log", "dt_bias", "D", "bonus", "k_k", "k_a", "r_k")
+_OF_HEADS = (
+    "A_log", "dt_bias", "D", "decay", "bonus", "k_k", "k_a", "r_k",
+    "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o",  # Mamba-3
+)  # fmt: skip
 
 
 def tensor_parallel_plan(module: nn.Module) -> dict[str, ParallelStyle]:
@@ -115,15 +122,16 @@ def _styles(part: nn.Module) -> Iterable[tuple[str, ParallelStyle]]:
         channels = next(modules[name].in_features for name in _FROM_HEADS if name in modules)
         for name, m in modules.items():
             weight = getattr(m, "weight", None)
-            if name in _FROM_HEADS:
+            if isinstance(m, nn.Linear) and name in _FROM_HEADS:
                 yield name, RowwiseParallel(use_local_output=False)
             elif isinstance(m, nn.Linear) and name in _GATHERED:
                 yield name, ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
             elif isinstance(m, nn.Linear) and name in _TO_HEADS:
                 yield name, ColwiseParallel(use_local_output=False)
-            elif isinstance(m, ShortConvolution) and not isinstance(
-                part, Mamba2
-            ):  # Mamba2 gathers its channels
+            # Mamba and Mamba2 gather their channels.
+            elif isinstance(m, ShortConvolution) and not isinstance(part, (Mamba, Mamba2)):
+                yield name, _Sharded()
+            elif isinstance(m, RGLRUGates):
                 yield name, _Sharded()
             elif isinstance(m, (nn.RMSNorm, nn.GroupNorm)) and weight is not None and len(weight) == channels:
                 yield name, _Sharded()

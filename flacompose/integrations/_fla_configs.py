@@ -7,12 +7,16 @@ WITHOUT_EFFECT = frozenset(
     """
     fuse_norm fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp initializer_range
     max_position_embeddings use_cache
+    A_init_range chunk_size conv_init dt_init_floor dt_init_scheme dt_max dt_min dt_scale rescale_prenorm_residual
+    residual_in_fp32
     """.split()
     # what models of older versions had, or did not have: their parameters, which must all be there, tell it
     + """
     conv_size gate_low_rank_dim norm_first share_conv_kernel use_gk use_glu use_gv use_norm use_output_gate
     use_output_norm use_short_conv
     """.split()
+    # what models of Comba hand to no layer: all of them have a correction and an inner decay
+    + "correction_factor use_inner_decay use_output_correction".split()
     # what every config of transformers may hold, in its versions 4 and 5
     + """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures

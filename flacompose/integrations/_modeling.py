@@ -9,21 +9,31 @@ come without a cache, which has one row for each row of a batch and none for eac
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from flacompose.layers.token_shift import token_shift
 from flacompose.ops import (
     causal_conv1d,
+    chunk_mlstm,
+    chunk_rg_lru,
+    chunk_rwkv4,
     chunk_simple_gla,
+    fused_recurrent_mlstm,
+    fused_recurrent_rg_lru,
+    fused_recurrent_rwkv4,
     fused_recurrent_simple_gla,
     mamba_chunk_scan_combined,
     selective_scan_fn,
     selective_state_update,
 )
+from flacompose.ops._dtype import state_dtype
 
 # By which of their arguments modules of transformers tell packed sequences apart.
 PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
@@ -199,7 +209,7 @@ def lightning(
     """
     from transformers.models.minimax.modeling_minimax import apply_mask_to_padding_states
 
-    from flacompose.integrations._minimax import linear_layer
+    from flacompose.integrations._cache import linear_layer
 
     qkv = layer.act_fn(layer.qkv_proj(hidden_states))
     qkv = apply_mask_to_padding_states(qkv, attention_mask)
@@ -213,11 +223,165 @@ def lightning(
         initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs),
     )  # fmt: skip
     if cached is not None:
-        cached.recurrent_states[0], cached.device = state, q.device
-        cached.is_recurrent_states_initialized[0] = cached.has_previous_state[0] = True
+        cached.keep(state)
 
     o = layer.norm(o.flatten(2)) * torch.sigmoid(layer.output_gate(hidden_states))
     return layer.out_proj(o), state
+
+
+def real_gated(
+    forward: Callable[..., Any],
+    layer: Any,
+    cache: Any,
+    /,
+    input_states: Tensor,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    *args: Any,
+    layer_idx: int | None = None,
+    tokens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """RecurrentGemma's recurrent block, in place of its forward: ops for its convolution and its loop over tokens.
+
+    Its states are in a layer of the cache. In the module, where transformers keeps them, they are those of whatever the
+    model read last, beams do not reorder them, and a prompt in pieces loses that of the convolution. `tokens` is 0 at
+    pads, which transformers would read; between tokens and after them, the convolution reads them as zeros. A token at
+    position 0 is not preceded by any, and neither is the first that is no pad, or the first of a packed sequence.
+    """
+    from flacompose.integrations._cache import recurrent_layer
+
+    bounds, T = _bounds(kwargs), input_states.shape[1]
+    cached = None if cache is None else recurrent_layer(cache, cast(int, layer_idx))
+    conv, state = (None, None) if cached is None else (cached.conv_states[0], cached.recurrent_states[0])
+    if position_ids is None:
+        position_ids = torch.arange(T, device=input_states.device)[None]
+    reset = (position_ids == 0).expand(input_states.shape[:2])
+    x = layer.linear_x(input_states)
+    if tokens is not None:
+        is_token = tokens[:, -T:] != 0
+        reset = is_token & (reset | ((tokens != 0).cumsum(1)[:, -T:] == 1))
+        x = x.masked_fill(~is_token.unsqueeze(2), 0)
+    if bounds is not None:
+        first = torch.zeros(T + 1, dtype=torch.bool, device=x.device)
+        reset = reset | first.index_fill(0, bounds[:-1].long(), True)[:T]
+
+    weight, bias = layer.conv_1d.weight.squeeze(1), layer.conv_1d.bias
+    x, conv = causal_conv1d(x, weight, bias, None, conv, output_final_state=True, cu_seqlens=bounds)
+    unit = layer.rg_lru
+    heads = x.unflatten(-1, (unit.num_attention_heads, -1))
+    r, i = (
+        (torch.einsum("bthd,hde->bthe", heads, weight) + bias).flatten(2)
+        for weight, bias in (
+            (unit.recurrent_gate_weight, unit.recurrent_gate_bias),
+            (unit.input_gate_weight, unit.input_gate_bias),
+        )
+    )
+    if tokens is not None:  # a pad leaves the state as it is
+        r = r.masked_fill(~is_token.unsqueeze(2), -torch.inf)
+    rg_lru = fused_recurrent_rg_lru if T == 1 else chunk_rg_lru
+    o, state = rg_lru(x, r, i, unit.recurrent_param, reset, state, output_final_state=True, cu_seqlens=bounds)
+    if cached is not None:
+        assert state is not None
+        cached.keep(state, conv)
+    return layer.linear_out(o * layer.act_fn(layer.linear_y(input_states))), None
+
+
+def weighted(
+    forward: Callable[..., Any],
+    layer: Any,
+    _: Any,
+    /,
+    hidden: Tensor,
+    state: list[Tensor] | None = None,
+    use_cache: bool | None = False,
+    **kwargs: Any,
+) -> tuple[Tensor, list[Tensor] | None]:
+    """RWKV's time mixing, in place of its forward: an op for its loop over tokens.
+
+    Its states are where transformers keeps them. With these, transformers mixes a single token of each row with the
+    tokens before it of all rows.
+    """
+    mixed, x, pads, bounds = _shifting(layer, hidden, state, 1, kwargs)
+    r, k, v, _ = type(layer).extract_key_value(mixed, x)
+    if pads is not None:
+        k = k.masked_fill(pads, max(-1e9, torch.finfo(k.dtype).min))  # any key of a token outweighs it
+    # Copies of the states, which are written to below, so that a backward finds what it needs.
+    before: Any = None if state is None else tuple(s[:, :, layer.layer_id].clone() for s in state[2:])
+    wkv = fused_recurrent_rwkv4 if hidden.shape[1] == 1 else chunk_rwkv4
+    o, after = wkv(-layer.time_decay.exp(), layer.time_first, k, v, before, state is not None, bounds)
+    if state is not None and after is not None:
+        for kept, new in zip(state[2:], after, strict=True):
+            kept[:, :, layer.layer_id] = new
+    return layer.output(r * o), state
+
+
+def shifting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of RWKV's channel mixing, which would mix tokens with pads and with other sequences."""
+
+    @wraps(forward)
+    def shifting_forward(self: Any, hidden: Tensor, state: list[Tensor] | None = None, **kwargs: Any) -> Any:
+        mixed, x, _, _ = _shifting(self, hidden, state, 0, kwargs)
+        return forward(mixed, x)[0], state
+
+    return shifting_forward
+
+
+def _shifting(
+    layer: Any, hidden: Tensor, state: list[Tensor] | None, index: int, kwargs: dict[str, Any]
+) -> tuple[Any, Tensor, Tensor | None, Tensor | None]:
+    """A layer of RWKV whose ``time_shift`` gives the token before each, and `hidden` with zeros where pads are.
+
+    The token in front of a sequence is that which `state` has at `index`, or zeros. The last token is written there.
+    The other two results are what is a pad, and the bounds of packed sequences, or None for each.
+    """
+    bounds, mask, pads = _bounds(kwargs), kwargs.get("attention_mask"), None
+    if state is not None:
+        _refuse_packed(kwargs)
+    if mask is not None:
+        pads = (mask[:, -hidden.shape[1] :] == 0).unsqueeze(2)
+        hidden = hidden.masked_fill(pads, 0)
+    before = None if state is None else state[index][:, :, layer.layer_id]
+    shifted, last = token_shift(hidden, before, cu_seqlens=bounds)
+    if state is not None:
+        state[index][:, :, layer.layer_id] = last
+    return _With(layer, time_shift=lambda _: shifted), hidden, pads, bounds
+
+
+def stabilised(
+    forward: Callable[..., Any],
+    layer: Any,
+    _: Any,
+    /,
+    x: Tensor,
+    state: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call the forward of xLSTM's layer with an op for its backend, which is a loop over chunks and tokens.
+
+    Its state is a tuple of tensors of the cache, which the model writes to. Pads are neither written to it nor forget.
+    """
+    bounds, mask, T = _bounds(kwargs), kwargs.get("attention_mask"), x.shape[1]
+    if state is not None:
+        _refuse_packed(kwargs)
+        if torch.is_grad_enabled():
+            state = [part.clone() for part in state]  # kept for the backward
+
+    def backend(query: Tensor, key: Tensor, value: Tensor, igate: Tensor, fgate: Tensor, **_: Any) -> Any:
+        q, k, v, i, f = (y.transpose(1, 2) for y in (query, key, value, igate, fgate))
+        if mask is not None:
+            pads = (mask[:, -T:] == 0).unsqueeze(2)
+            i, f = i.masked_fill(pads, -torch.inf), f.masked_fill(pads, torch.inf)
+        initial: Any = None if state is None else (*state[:2], state[2].squeeze(-1))
+        mlstm: Any = fused_recurrent_mlstm if T == 1 else chunk_mlstm
+        o, (C, n, m) = mlstm(
+            q, k, v, i, f,
+            initial_state=initial, output_final_state=True, cu_seqlens=bounds, eps=layer.config.eps,
+        )  # fmt: skip
+        return o.transpose(1, 2), (C, n, m.unsqueeze(-1))
+
+    return forward(_With(layer, mlstm_backend=backend), x, state, *args)
 
 
 class _With:
@@ -226,9 +390,15 @@ class _With:
     forward = None  # where transformers asks whether its wrapper for checkpoints is the outermost: it is further out
 
     def __init__(self, module: Any, **attributes: Any) -> None:
-        self._module = module
-        for name, value in attributes.items():
-            setattr(self, name, value)
+        vars(self).update(attributes, _module=module)
+
+    # Transformers records hidden states by the class of a model, and notes in the model that it does.
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._module.__class__ if vars(self) else _With  # where Dynamo traces it, it is empty
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -260,10 +430,9 @@ def checked(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[.
         cache = cache_in(args, kwargs)
         if cache is None:
             return call(forward, self, None, *args, **kwargs)
-        for key in PACKED:
-            if kwargs.get(key) is not None:
-                raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
-        layer: Any = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        _refuse_packed(kwargs)
+        index = kwargs["layer_idx"] if "layer_idx" in kwargs else self.layer_idx
+        layer: Any = cache.layers[index] if index < len(cache.layers) else None
         if getattr(layer, "record_past", False) and any(layer.is_recurrent_states_initialized.values()):
             raise ValueError(
                 f"the cache must not record the past (activate_past_recording) for a {type(self).__name__}, since no "
@@ -281,6 +450,57 @@ def convolved_apart(forward: Callable[..., Any], layer: Any, _: Any, /, *args: A
         kwargs = {key: x for key, x in kwargs.items() if key not in PACKED}
         kwargs["seq_idx"] = _Bounds(bounds)
     return forward(layer, *args, **kwargs)
+
+
+def compressed(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of ZAYA's projection to queries, keys and values, which mixes tokens in three of its modules.
+
+    The first, a convolution of each channel, is an op. The second mixes the channels of a head too, and the third gives
+    the part of a value that the next token uses: packed sequences are kept apart in them here.
+    """
+    bounds, depthwise, heads = _bounds(kwargs), layer.conv_qk_depthwise, layer.conv_qk_grouped
+    weight, bias = depthwise.weight.squeeze(1), depthwise.bias
+    if bounds is None:
+
+        def convolved(x: Tensor) -> Tensor:
+            y, _ = causal_conv1d(x.mT, weight, bias)
+            return y[:, weight.shape[1] - 1 :].mT  # the first tokens are those before the sequence
+
+        return forward(_With(layer, conv_qk_depthwise=convolved), *args, **kwargs)
+
+    kwargs = {key: x for key, x in kwargs.items() if key not in PACKED}
+
+    def sequences(T: int) -> Tensor:
+        """The number of each token's sequence."""
+        return torch.searchsorted(bounds[1:], torch.arange(T, device=bounds.device), right=True)
+
+    def convolved_packed(x: Tensor) -> Tensor:
+        y, _ = causal_conv1d(x[..., layer.conv_kernel_size :].mT, weight, bias, cu_seqlens=bounds)
+        return y.mT
+
+    def of_heads(x: Tensor) -> Tensor:
+        # What is before a sequence is, as in front of a row, the convolution of zeros, which is its bias.
+        T, W = x.shape[-1], heads.weight.shape[-1]
+        number, past = sequences(T), bias[:, None].expand(-1, W - 1)[None]
+        history, numbers = torch.cat([past, x], -1), torch.nn.functional.pad(number, (W - 1, 0), value=-1)
+        taps = [
+            torch.nn.functional.conv1d(
+                torch.where(numbers[w : w + T] == number, history[..., w : w + T], bias[:, None]),
+                heads.weight[..., w : w + 1],
+                heads.bias if w == 0 else None,
+                groups=heads.groups,
+            )
+            for w in range(W)
+        ]
+        return torch.stack(taps).sum(0)
+
+    def delayed(x: Tensor) -> Tensor:
+        number = sequences(x.shape[1])
+        ends = torch.nn.functional.pad(number[1:] != number[:-1], (0, 1), value=False)
+        return layer.v_proj_delayed(x.masked_fill(ends[:, None], 0))
+
+    modules = {"conv_qk_depthwise": convolved_packed, "conv_qk_grouped": of_heads, "v_proj_delayed": delayed}
+    return forward(_With(layer, **modules), *args, **kwargs)
 
 
 class _Bounds(NamedTuple):
@@ -372,6 +592,109 @@ def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
     return counting_forward
 
 
+def numbering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of RecurrentGemma's decoder, whose recurrent blocks know neither their number nor what is a pad."""
+
+    @wraps(forward)
+    def numbering_forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        tokens = _tokens(attention_mask)
+        layers = [
+            partial(layer, layer_idx=i, tokens=tokens) if hasattr(layer.temporal_block, "rg_lru") else layer
+            for i, layer in enumerate(self.layers)
+        ]
+        numbered = _With(self, layers=layers)
+        return forward(numbered, input_ids, position_ids, attention_mask, *args, **kwargs)
+
+    return numbering_forward
+
+
+class RwkvState(list[Tensor]):
+    """The five states of RWKV, ``[B, D, layers]`` each, in a list as in transformers, whose rows beams can reorder."""
+
+    def reorder_cache(self, rows: Tensor) -> None:
+        self[:] = [x.index_select(0, rows) for x in self]
+
+
+def masking(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the forward of a module of RWKV, which calls modules of these names without the mask of pads and bounds."""
+
+    def of(forward: Callable[..., Any]) -> Callable[..., Any]:
+        takes_mask = "attention_mask" in inspect.signature(forward).parameters
+
+        @wraps(forward)
+        def masking_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if takes_mask and len(args) > 1:
+                kwargs["attention_mask"], args = args[1], (args[0], None, *args[2:])
+            given = {
+                key: kwargs.pop(key) for key in (*PACKED, "attention_mask") if kwargs.get(key) is not None
+            }
+            rescales = hasattr(self, "layers_are_rescaled") and self.layers_are_rescaled == self.training
+            if rescales and self.config.rescale_every > 0 and torch.compiler.is_exporting():
+                raise ValueError(
+                    "model must have been called once before it is exported, in evaluation or training as then, since "
+                    f"the first call of an {type(self).__name__} changes its weights"
+                )
+            called = {name: _called_with(getattr(self, name), given) for name in names}
+            out = forward(_With(self, **called), *args, **kwargs)
+            if isinstance(getattr(out, "state", None), list):
+                out.state = RwkvState(out.state)
+            return out
+
+        return masking_forward
+
+    return of
+
+
+def whole(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of xLSTM, which would take a long sequence in pieces, without gradients."""
+
+    @wraps(forward)
+    def whole_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = _With(self.config, max_inference_chunksize=sys.maxsize)
+        return forward(_With(self, config=config), *args, **kwargs)
+
+    return whole_forward
+
+
+def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of xLSTM's decoder, which tells its blocks neither pads nor bounds, and whose cache has no beams."""
+    from transformers.models.xlstm import modeling_xlstm
+
+    if modeling_xlstm.external_xlstm:
+        return forward  # the blocks are those of the package xlstm
+    from flacompose.integrations._xlstm_cache import BeamCache
+
+    told = whole(passing_to("blocks", keys=(*PACKED, "attention_mask"))(forward))
+
+    @wraps(forward)
+    def remembering_forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        cache_params: Any = None,
+        use_cache: bool | None = None,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        like: Any = self.embeddings.weight if inputs_embeds is None else inputs_embeds
+        given = inputs_embeds if input_ids is None else input_ids
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        checkpointed = self.training and self.gradient_checkpointing  # which transformers refuses a cache
+        if use_cache and cache_params is None and given is not None and not checkpointed:
+            cache_params = BeamCache(self.config, given.shape[0], state_dtype(like.dtype), like.device)
+        kwargs |= dict(cache_params=cache_params, use_cache=use_cache, attention_mask=_tokens(attention_mask))
+        return told(self, input_ids, inputs_embeds, **kwargs)
+
+    return remembering_forward
+
+
 def refusing(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a module that mixes packed sequences."""
 
@@ -387,16 +710,21 @@ def refusing(forward: Callable[..., Any]) -> Callable[..., Any]:
     return unpacked_forward
 
 
-def passing_to(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def passing_to(
+    *names: str, keys: tuple[str, ...] = PACKED
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For the forward of a module that calls modules of these names without the bounds of packed sequences."""
 
     def of(forward: Callable[..., Any]) -> Callable[..., Any]:
+        takes_any = inspect.getfullargspec(inspect.unwrap(forward)).varkw is not None
+
         @wraps(forward)
         def passing_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = {key: kwargs[key] for key in PACKED if kwargs.get(key) is not None}
+            given = {key: kwargs[key] for key in keys if kwargs.get(key) is not None}
             if not given:
                 return forward(self, *args, **kwargs)
             called = {name: _called_with(getattr(self, name), given) for name in names if hasattr(self, name)}
+            kwargs = kwargs if takes_any else {key: x for key, x in kwargs.items() if key not in given}
             return forward(_With(self, **called), *args, **kwargs)
 
         return passing_forward
@@ -421,6 +749,18 @@ def _called_with(module: nn.Module, given: dict[str, Any]) -> Any:
     if isinstance(module, nn.ModuleList):
         return [partial(each, **given) for each in module]
     return partial(module, **given)
+
+
+def _tokens(attention_mask: Any) -> Tensor | None:
+    """``[B, T]``, 0 at pads, of a mask, or of one for each kind of layer, which `generate` of newer releases makes."""
+    mask = attention_mask.get("linear_attention") if isinstance(attention_mask, dict) else attention_mask
+    return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
+def _refuse_packed(kwargs: dict[str, Any]) -> None:
+    for key in PACKED:
+        if kwargs.get(key) is not None:
+            raise ValueError(f"{key} must come without a cache (use_cache=False), got one")
 
 
 def _bounds(kwargs: dict[str, Any]) -> Tensor | None:

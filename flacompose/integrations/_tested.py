@@ -62,8 +62,25 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
     "qwen3_5_moe": {"Qwen3_5MoeGatedDeltaNet": GATED_DELTA},
     "qwen3_next": {"Qwen3NextGatedDeltaNet": GATED_DELTA},
     "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
+    "recurrent_gemma": {
+        "RecurrentGemmaRecurrentBlock": "act_fn conv_1d linear_out linear_x linear_y rg_lru",
+        "RecurrentGemmaModel": "layers",
+    },
+    "rwkv": {
+        "RwkvSelfAttention": "extract_key_value layer_id output time_decay time_first",
+        "RwkvFeedForward": "layer_id time_shift", "RwkvBlock": "attention feed_forward", "RwkvModel": "blocks",
+        "RwkvForCausalLM": "rwkv",
+    },
+    "xlstm": {
+        "xLSTMLayer": "mlstm_backend", "xLSTMBlock": "mlstm_layer", "xLSTMModel": "blocks config embeddings",
+        "xLSTMForCausalLM": "config",
+    },
     "zamba": {"ZambaMambaMixer": SCAN},
     "zamba2": {"Zamba2MambaMixer": SSD},
+    "zaya": {
+        "ZayaCCAProjection": "conv_kernel_size conv_qk_depthwise conv_qk_grouped v_proj_delayed",
+        "ZayaAttention": "qkv_proj",
+    },
 }  # fmt: skip
 
 # What forwards of layers use beside functions that are replaced. A recurrence that moves into a forward brings others.
@@ -87,11 +104,24 @@ MINIMAX_NAMES = """
     head_dim key_decay layer_idx matmul min norm num_attention_heads out_proj output_gate qkv_proj query_decay
     range reshape set_linear_cache shape sigmoid slope_rate split to torch transpose zeros
 """
+XLSTM_NAMES = """
+    ValueError fgate_preact gate_soft_cap igate_preact ifgate_preact k multihead_norm ndim ogate_act_fn ogate_preact q
+    qk_dim qkv_opreact soft_cap tensor_split v v_dim weight_mode
+"""
+
+# By classes whose forwards use other names, these.
+OF_ONE = {
+    "MiniMaxLightningAttention": MINIMAX_NAMES,
+    "RecurrentGemmaRecurrentBlock": f"{NAMES} conv1d_state conv1d_width device hidden_size lru_width pad sum zeros",
+    "RwkvSelfAttention": "rwkv_linear_attention tuple",
+    "ZayaCCAProjection": f"{NAMES} hidden_size mean new_zeros num_key_value_groups pad repeat_kv v_proj_current",
+    "xLSTMLayer": f"{NAMES} {XLSTM_NAMES}",
+}
 
 # The parameters of the forwards of layers, and of the functions that are replaced.
 FORWARD = """
-    self hidden_states cache past_key_values cache_params cache_offset attention_mask conv_mask seq_idx dynamic_input
-    position_embeddings kwargs
+    self hidden hidden_states input_states x state position_ids cache past_key_values cache_params cache_offset
+    use_cache attention_mask conv_mask seq_idx dynamic_input position_embeddings kwargs
 """
 PARAMETERS: Mapping[str, str] = {
     "causal_conv1d_fn": "hidden_states weight bias activation kwargs",
@@ -158,8 +188,8 @@ def _differences(
         for missing in set(expected[name].split()) - used:
             yield f"{name}.forward does not use {missing!r}"
         if is_layer:
-            known = MINIMAX_NAMES if name == "MiniMaxLightningAttention" else NAMES
-            for new in sorted(used - {*known.split(), *expected[name].split()}):
+            known = OF_ONE.get(name, NAMES).split()
+            for new in sorted(used - {*known, *expected[name].split()}):
                 yield f"{name}.forward uses {new!r}"
             for new in inspect.signature(forward).parameters.keys() - set(FORWARD.split()):
                 yield f"{name}.forward takes {new!r}"

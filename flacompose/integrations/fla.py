@@ -1,4 +1,4 @@
-"""Checkpoints of the language models of flash-linear-attention 0.6, as models of flacompose."""
+"""Checkpoints of the language models of flash-linear-attention 0.6 and of mamba-ssm, as models of flacompose."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flacompose import layers
 from flacompose.integrations._fla_configs import WITHOUT_EFFECT
+from flacompose.integrations._mamba_ssm import as_fla, is_of_mamba_ssm
 from flacompose.layers import _check
 from flacompose.layers.activation import ACTIVATIONS
 from flacompose.models import RecurrentConfig, RecurrentLM
@@ -55,6 +56,7 @@ _COMMON: dict[str, Any] = {
     "attn_mode": "chunk",
 }
 _FIXED = {"attnres_block_size": None}
+_MAMBA = {"expand": 2, "hidden_act": "silu", "norm_eps": 1e-5, "num_hidden_layers": 48}
 
 _FAMILIES = {
     "gla": _Family(
@@ -123,9 +125,35 @@ _FAMILIES = {
         "output_gate_activation",
         {"num_hidden_layers": 21},
     ),
+    "mamba": _Family(
+        "Mamba",
+        "state_size conv_kernel use_conv_bias dt_rank use_bias hidden_act",
+        _MAMBA,
+        fixed={"attn": None},
+    ),
+    "mamba2": _Family(
+        "Mamba2",
+        "num_heads head_dim state_size expand n_groups conv_kernel use_conv_bias hidden_act D_has_hdim rmsnorm "
+        "norm_before_gate dt_limit use_bias",
+        _MAMBA,
+        fixed={"attn": None},
+    ),
+    "mamba3": _Family(
+        "Mamba3",
+        "state_size expand head_dim n_groups rope_fraction A_floor is_outproj_norm is_mimo mimo_rank use_bias "
+        "A_activation",
+        # The peer's layer computes the number of heads from their size.
+        _MAMBA | {"num_heads": None},
+        fixed={"attn": None},
+    ),
     "kda": _Family(
         "KimiDeltaAttention",
         "expand_v head_dim num_heads num_v_heads use_short_conv allow_neg_eigval safe_gate lower_bound conv_size",
+    ),
+    "comba": _Family(
+        "Comba",
+        "expand_v head_dim num_heads num_v_heads use_output_gate use_short_conv conv_size",
+        {"num_hidden_layers": 21},
     ),
 }
 
@@ -135,13 +163,14 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
 
     Args:
         config: The content of its ``config.json``, which is ``to_dict()`` of the peer's config, or the path of that
-            file. What it lacks has the peer's default. Keys without an effect on logits are passed over, as those of
+            file. That of a model of mamba-ssm, which has `d_model` and no `model_type`, is taken too. What it lacks has
+            the peer's default. Keys without an effect on logits are passed over, as those of
             kernels to choose, of losses and of generation.
 
     Raises:
         ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "rwkv7", "hgrn2", "delta_net",
-            "gated_deltanet" and "kda", or a key is not known, or its value asks for something that is not supported;
-            both are named. If `config` is JSON itself, or its file holds none.
+            "gated_deltanet", "kda", "comba", "mamba", "mamba2" and "mamba3", or a key is not known, or its value asks
+            for something that is not supported; both are named. If `config` is JSON itself, or its file holds none.
         TypeError: If `config` is neither a mapping nor a path.
         FileNotFoundError: If it is the path of no file.
     """
@@ -149,15 +178,15 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
 
 
 def _given(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The content of `config`."""
+    """The content of `config`, that of mamba-ssm as the peer would have it."""
     if isinstance(config, Mapping):
-        return config
+        return as_fla(config) if is_of_mamba_ssm(config) else config
     expected = "config must be a mapping or the path of a config.json"
     if not isinstance(config, (str, os.PathLike)):
         raise TypeError(f"{expected}, got {type(config).__name__}")
     if isinstance(config, str) and config.lstrip().startswith("{"):
         raise ValueError(f"{expected}, got a str of JSON, which json.loads makes a mapping")
-    return _json(Path(config))
+    return _given(_json(Path(config)))
 
 
 def _without_values(given: Mapping[str, Any]) -> RecurrentLM:
@@ -194,10 +223,13 @@ def _read(config: Mapping[str, Any]) -> RecurrentConfig:
 
 def _config(model_type: str, family: _Family, values: dict[str, Any]) -> RecurrentConfig:
     options = {key: values[key] for key in family.options.split()} | family.constant
-    options["mode"] = _mode(values["attn_mode"])
-    rwkv = model_type in ("rwkv6", "rwkv7")
+    rwkv, mamba = model_type in ("rwkv6", "rwkv7"), model_type.startswith("mamba")
+    if not mamba:
+        options["mode"] = _mode(values["attn_mode"])
     if rwkv:
         _check.one_of("config: hidden_act", values["hidden_act"], ACTIVATIONS)
+    elif mamba:  # with another activation, the peer's kernels and its PyTorch code gate differently
+        _check.one_of("config: hidden_act", values["hidden_act"], ("silu", "swish"))
     elif values["hidden_act"] != "swish":  # the peer's SwiGLU takes "powlu" as well, another function
         raise ValueError(
             f"config: hidden_act must be 'swish' in a {model_type}, got {values['hidden_act']!r}"
@@ -216,14 +248,16 @@ def _config(model_type: str, family: _Family, values: dict[str, Any]) -> Recurre
     elif isinstance(attn, Mapping):
         attn = (attn,)
     try:
+        if model_type == "mamba":
+            options["intermediate_size"] = _intermediate_size(values, model_type)  # of the layer
         return RecurrentConfig(
             vocab_size=values["vocab_size"],
             hidden_size=values["hidden_size"],
             num_hidden_layers=values["num_hidden_layers"],
-            intermediate_size=_intermediate_size(values, model_type),
+            intermediate_size=None if mamba else _intermediate_size(values, model_type),
             layer=family.layer,
             layer_options=options,
-            feed_forward=model_type if rwkv else "swiglu",
+            feed_forward=model_type if rwkv else "none" if mamba else "swiglu",
             feed_forward_act=values["hidden_act"] if rwkv else "sqrelu",
             norm="layer" if rwkv else "rms",
             norm_bias=values.get("norm_bias", True),
@@ -272,7 +306,7 @@ def load_fla(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> RecurrentLM:
-    """Load what ``save_pretrained`` of a model of flash-linear-attention 0.6 has written.
+    """Load what ``save_pretrained`` of a model of flash-linear-attention 0.6, or of mamba-ssm, has written.
 
     Args:
         directory: It holds ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, or the index of several
@@ -291,7 +325,7 @@ def load_fla(
         raise TypeError(f"directory must be a path, got {type(directory).__name__}")
     _check.optional_float_dtype(dtype)
     folder = Path(directory)
-    given = _json(folder / "config.json")
+    given = _given(folder / "config.json")
     model = _without_values(given)  # first, since it is cheap
     return _loaded(model, given, _weights(folder), device, dtype, copy=False)
 
@@ -310,14 +344,18 @@ def _loaded(
     weights = dict(state_dict)
     for name, weight in weights.items():
         _check.floating(f"state_dict[{name!r}]", weight)
+    embedding = "backbone.embedding.weight"  # as mamba-ssm calls it, and older versions of the peer
+    if config.feed_forward == "none" and embedding in weights:
+        weights["backbone.embeddings.weight"] = weights.pop(embedding)
     if config.layer == "RWKV7Attention":
         _split_mixtures(weights)
     if config.tie_word_embeddings:
         head = weights.pop("lm_head.weight", None)
-        embeddings = weights.get("model.embeddings.weight", head)
+        of_embeddings = _name("embeddings.weight", config)
+        embeddings = weights.get(of_embeddings, head)
         if head is not None and embeddings is not None and not torch.equal(head, embeddings):
             raise ValueError(
-                "state_dict['lm_head.weight'] must be 'model.embeddings.weight', since tie_word_embeddings is True"
+                f"state_dict['lm_head.weight'] must be {of_embeddings!r}, since tie_word_embeddings is True"
             )
     wrong = _other_names(names, weights)
     if not wrong:
@@ -386,8 +424,8 @@ def _same_dtype(model: RecurrentLM) -> None:
                 if parameter.dtype != expected:
                     raise TypeError(
                         f"state_dict[{_name(name, model.config)!r}] must have the dtype of "
-                        f"'model.embeddings.weight', {_dtype(expected)}, where the argument dtype is not given, "
-                        f"got {_dtype(parameter.dtype)}"
+                        f"{_name('embeddings.weight', model.config)!r}, {_dtype(expected)}, where the argument "
+                        f"dtype is not given, got {_dtype(parameter.dtype)}"
                     )
 
 
@@ -399,6 +437,9 @@ def _name(ours: str, config: RecurrentConfig) -> str:
     """The peer's name of a parameter of ours."""
     if ours.startswith("lm_head."):
         return ours
+    if config.feed_forward == "none":
+        ours = ours.replace(".attn_norm.", ".norm.").replace(".attn.", ".mixer.")
+        return "backbone." + (ours.replace("norm.", "norm_f.") if ours.startswith("norm.") else ours)
     if config.feed_forward != "swiglu":
         ours = ours.replace(".mlp_norm.", ".ffn_norm.").replace(".mlp.", ".ffn.")
     return "model." + ours.replace("embeddings_norm.", "layers.0.pre_norm.")
@@ -425,12 +466,15 @@ def _value_dim(value_dim: Any, num_hidden_layers: Any) -> Any:
 
 def _intermediate_size(values: Mapping[str, Any], model_type: str) -> Any:
     """That of the config, or what the peer computes in its place."""
-    size, ratio = values["intermediate_size"], values["hidden_ratio"]
+    name = "expand" if model_type == "mamba" else "hidden_ratio"
+    size, ratio = values["intermediate_size"], values[name]
     if size is not None:
         return size
-    if ratio is not None:
-        _check.positive("hidden_ratio", ratio)
+    if ratio is not None or model_type == "mamba":
+        _check.positive(name, ratio)
     _check.count("hidden_size", values["hidden_size"])
+    if model_type == "mamba":
+        return int(values["hidden_size"] * ratio)
     if model_type in ("rwkv6", "rwkv7"):
         default = 3.5 if model_type == "rwkv6" else 4
         least, step = int(values["hidden_size"] * (default if ratio is None else ratio)), 32

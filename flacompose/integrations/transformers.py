@@ -53,8 +53,14 @@ FUNCTIONS: Mapping[str, Function] = {
     "mamba_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
     "mamba_inner_fn": Function(_modeling.no_fused_block),
 }
-# The recurrence of MiniMax is written out in its forward.
-FORWARD_OPS = {"MiniMaxLightningAttention": "chunk_simple_gla"}
+# The recurrence of MiniMax is written out in its forward. The other forwards call modules of theirs for it.
+FORWARD_OPS = {
+    "MiniMaxLightningAttention": "chunk_simple_gla",
+    "RecurrentGemmaRecurrentBlock": "chunk_rg_lru",
+    "RwkvSelfAttention": "chunk_rwkv4",
+    "ZayaCCAProjection": "causal_conv1d",
+    "xLSTMLayer": "chunk_mlstm",
+}
 
 
 def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
@@ -67,6 +73,10 @@ def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Cal
 FORWARDS = _of_classes(
     {
         "MiniMaxLightningAttention": _modeling.lightning,
+        "RecurrentGemmaRecurrentBlock": _modeling.real_gated,
+        "RwkvSelfAttention": _modeling.weighted,
+        "ZayaCCAProjection": _modeling.compressed,
+        "xLSTMLayer": _modeling.stabilised,
         "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
         "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
         "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer "
@@ -82,6 +92,11 @@ FORWARDS = _of_classes(
 AROUND = _of_classes(
     {
         "BambaModel": _modeling.counting,
+        "RecurrentGemmaModel": _modeling.numbering,
+        "RwkvBlock": _modeling.masking("attention", "feed_forward"),
+        "RwkvFeedForward": _modeling.shifting,
+        "RwkvForCausalLM": _modeling.masking("rwkv"),
+        "RwkvModel": _modeling.masking("blocks"),
         "Glm5NextTextAttention Inkling2DynamicShortConvolution": _modeling.refusing,
         "FalconMambaForCausalLM Mamba2ForCausalLM MambaForCausalLM": _modeling.passing_to("backbone"),
         "FalconMambaModel MambaModel": _modeling.passing_to("layers"),
@@ -95,6 +110,10 @@ AROUND = _of_classes(
             "post_attention_convolution", "post_mlp_convolution"
         ),
         "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
+        "ZayaAttention": _modeling.passing_to("qkv_proj"),
+        "xLSTMForCausalLM": _modeling.whole,
+        "xLSTMModel": _modeling.remembering,
+        "xLSTMBlock": _modeling.passing_to("mlstm_layer", keys=(*_modeling.PACKED, "attention_mask")),
     }
 )
 

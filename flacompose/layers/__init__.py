@@ -7,10 +7,14 @@ RWKV7 have one argument and one result more, the values of the first layer of a 
 """
 
 from flacompose.layers.abc import ABCAttention
+from flacompose.layers.based import BasedLinearAttention
+from flacompose.layers.comba import Comba
 from flacompose.layers.delta_net import DeltaNet
 from flacompose.layers.gated_deltanet import GatedDeltaNet
 from flacompose.layers.gated_deltaproduct import GatedDeltaProduct
+from flacompose.layers.gdn2 import GatedDeltaNet2
 from flacompose.layers.gla import GatedLinearAttention
+from flacompose.layers.griffin import GriffinRecurrentBlock
 from flacompose.layers.gsa import GatedSlotAttention
 from flacompose.layers.hgrn import HGRNAttention
 from flacompose.layers.hgrn2 import HGRN2Attention
@@ -19,9 +23,14 @@ from flacompose.layers.kda import KimiDeltaAttention
 from flacompose.layers.lightnet import LightNetAttention
 from flacompose.layers.lightning_attn import LightningAttention
 from flacompose.layers.linear_attn import LinearAttention
+from flacompose.layers.mamba import Mamba
 from flacompose.layers.mamba2 import Mamba2
+from flacompose.layers.mamba3 import Mamba3
+from flacompose.layers.mlstm import MLSTM
 from flacompose.layers.multiscale_retention import MultiScaleRetention
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.rebased import ReBasedLinearAttention
+from flacompose.layers.rodimus import RodimusAttention
 from flacompose.layers.rwkv6 import RWKV6Attention
 from flacompose.layers.rwkv7 import RWKV7Attention
 from flacompose.layers.short_conv import ShortConvolution
@@ -29,26 +38,35 @@ from flacompose.layers.simple_gla import SimpleGatedLinearAttention
 from flacompose.layers.state import RecurrentState, RecurrentStates
 
 __all__ = [
+    "MLSTM",
     "ABCAttention",
+    "BasedLinearAttention",
+    "Comba",
     "DeltaNet",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "GatedSlotAttention",
+    "GriffinRecurrentBlock",
     "HGRN2Attention",
     "HGRNAttention",
     "KimiDeltaAttention",
     "LightNetAttention",
     "LightningAttention",
     "LinearAttention",
+    "Mamba",
     "Mamba2",
+    "Mamba3",
     "MultiScaleRetention",
     "RMSNorm",
     "RWKV6Attention",
     "RWKV7Attention",
+    "ReBasedLinearAttention",
     "RecurrentState",
     "RecurrentStates",
+    "RodimusAttention",
     "ShortConvolution",
     "SimpleGatedLinearAttention",
     "join_projections",

@@ -26,6 +26,7 @@ from flacompose.ops._check import has_shape as has_shape
 from flacompose.ops._check import indices as indices
 from flacompose.ops._check import is_empty as is_empty
 from flacompose.ops._check import not_empty as not_empty
+from flacompose.ops._check import not_negative as not_negative
 from flacompose.ops._check import tensor as tensor
 from flacompose.ops._sizes import always_true, violated
 
@@ -69,18 +70,21 @@ def ascending(name: str, x: tuple[float, float]) -> None:
     finite(f"{name}[1]", x[1])
 
 
-def not_negative(name: str, x: float) -> None:
-    """Check that `x` is a finite number of at least 0."""
-    number(name, x)
-    if not x >= 0:  # so that NaN fails too
-        raise ValueError(f"{name} must be at least 0, got {x}")
-    finite(name, x)
+def first_time_steps(dt_min: float, dt_max: float, dt_init_floor: float) -> None:
+    """Check the bounds of first time steps."""
+    for name, step in (("dt_min", dt_min), ("dt_max", dt_max), ("dt_init_floor", dt_init_floor)):
+        finite(name, step)
+    ascending("(dt_min, dt_max)", (dt_min, dt_max))
+    if dt_init_floor <= 0:
+        raise ValueError(f"dt_init_floor must be above 0, got {dt_init_floor}")
 
 
 def positive(name: str, x: float) -> None:
+    """Check that `x` is a finite number above 0."""
     number(name, x)
     if not x > 0:  # so that NaN fails too
         raise ValueError(f"{name} must be positive, got {x}")
+    finite(name, x)
 
 
 def integral(name: str, x: Tensor, bools: bool = False, why: str = "") -> None:
@@ -123,7 +127,7 @@ def optional_float_dtype(dtype: torch.dtype | None) -> None:
 
 def is_one(size: int) -> bool:
     """Whether `size` is 1 and always will be: not if it is symbolic, or a tensor under ``torch.jit.trace``."""
-    return not isinstance(size, Tensor) and always_true(size == 1)
+    return always_true(size == 1)
 
 
 def packed(name: str, x: Tensor, cu_seqlens: Tensor) -> int:

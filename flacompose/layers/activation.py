@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.layers import _check
-
-
-def log_sigmoid(x: Tensor) -> Tensor:
-    """``log(sigmoid(x))``, made of a function whose gradient DTensor has, unlike that of `F.logsigmoid`."""
-    # Above its threshold `softplus` returns its argument, which from 40 on is exact even in float64.
-    return -F.softplus(-x, threshold=40)
+from flacompose.ops._gates import log_sigmoid as log_sigmoid  # for the layers
 
 
 def sqrelu(x: Tensor) -> Tensor:

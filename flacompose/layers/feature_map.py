@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers.first_values import identity_, with_first_values
+from flacompose.layers.norm import rms_norm
+from flacompose.ops._dtype import upcast
 
 
 class HedgehogFeatureMap(nn.Module):
@@ -76,6 +78,63 @@ class ELUFeatureMap(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return elu_plus_one(x)
+
+
+def squares_and_products(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of ``x [..., K]`` the squares of the channels, and the products of each with all that follow it."""
+    # By slices, since DTensor has no rule for an index by a plain tensor.
+    products = [x[..., i : i + 1] * x[..., i + 1 :] for i in range(x.shape[-1] - 1)]
+    return x.square(), torch.cat(products, -1) if products else x[..., :0]
+
+
+class TaylorFeatureMap(nn.Module):
+    r"""Features whose products are $1 + s + s^2 / 2$ of $s = y^\top z / \sqrt{K}$, in float32 (float64 for float64).
+
+    From "Simple linear attention language models balance the recall-throughput tradeoff"
+    (<https://arxiv.org/abs/2402.18668>).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = upcast(x) * x.shape[-1] ** -0.25
+        squares, products = squares_and_products(x)
+        return torch.cat([torch.ones_like(x[..., :1]), x, squares * 0.5**0.5, products], -1)
+
+
+class QuadraticFeatureMap(nn.Module):
+    r"""Features whose products are $(y^\top z)^2 / K$ of affine $y$ and $z$, in float32 (float64 for float64).
+
+    From "Linear Transformers with Learnable Kernel Functions are Better In-Context Models"
+    (<https://arxiv.org/abs/2402.10644>).
+    """
+
+    gamma: nn.Parameter | None
+    beta: nn.Parameter | None
+
+    def __init__(
+        self, head_dim: int, use_gamma: bool, use_beta: bool, normalize: bool, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.normalize = normalize
+        for name, used in (("gamma", use_gamma), ("beta", use_beta)):
+            self.register_parameter(name, nn.Parameter(torch.empty(head_dim, **factory)) if used else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.gamma is not None:
+            nn.init.ones_(self.gamma)
+        if self.beta is not None:
+            nn.init.zeros_(self.beta)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = upcast(x)
+        if self.normalize:
+            x = rms_norm(x - x.mean(-1, keepdim=True), 1e-5)
+        if self.gamma is not None:
+            x = x * self.gamma
+        if self.beta is not None:
+            x = x + self.beta
+        squares, products = squares_and_products(x * x.shape[-1] ** -0.25)
+        return torch.cat([squares, products * 2**0.5], -1)
 
 
 # Each map by its name: what makes it for a head size, and the size of its output as a multiple of that.

@@ -80,6 +80,16 @@ def set_first_decays(A_log: Tensor, dt_bias: Tensor, low: float) -> None:
     dt_bias.copy_(before_softplus(log_dt.exp()))
 
 
+@torch.no_grad()
+def first_time_steps_(x: Tensor, low: float, high: float, floor: float) -> None:
+    """Fill `x` so that the logarithms of ``softplus(x)`` are uniform from ``log(low)`` to ``log(high)``.
+
+    Steps below `floor` are raised to it.
+    """
+    log_dt = torch.empty_like(x, dtype=torch.float32).uniform_(math.log(low), math.log(high))
+    x.copy_(before_softplus(log_dt.exp().clamp(min=floor)))
+
+
 def before_softplus(y: Tensor) -> Tensor:
     """The numbers of which ``y`` are the softplus."""
     return y + (-torch.expm1(-y)).log()

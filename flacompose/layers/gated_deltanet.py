@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
+from flacompose.layers.delta_layer import DeltaLayer
 from flacompose.layers.first_values import set_first_decays
-from flacompose.layers.heads import in_heads, repeat_heads, sharded_like_values, value_heads
+from flacompose.layers.heads import repeat_heads
 from flacompose.layers.layout import Layout
-from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
-from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.layers.recurrent import factory_of, linears
+from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from flacompose.ops._dtype import upcast
 from flacompose.ops.gated_delta_rule import log_decay
 
 
-class GatedDeltaNet(RecurrentLayer):
+class GatedDeltaNet(DeltaLayer):
     r"""A layer of the delta rule with one decay per head and token, of $x$, per head:
 
     $$q = \frac{\operatorname{silu}(\operatorname{conv}(x W_q))}{\lVert \cdot \rVert} \quad
@@ -85,11 +84,8 @@ class GatedDeltaNet(RecurrentLayer):
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         self._keep_flags(use_gate=use_gate, allow_neg_eigval=allow_neg_eigval)
-        HV, V, parts = value_heads(num_heads, num_v_heads, head_dim, expand_v)
-        H, K = num_heads, head_dim
+        H, HV, K, V = self._set_heads(num_heads, num_v_heads, head_dim, expand_v)
         _check.one_of("output_gate_activation", output_gate_activation, ("swish", "silu", "sigmoid"))
-        self.num_heads, self.num_v_heads, self.head_dim, self.value_parts = H, HV, head_dim, parts
-        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, HV * V, K, V
 
         factory = factory_of(device, dtype)
         self.q_proj, self.k_proj, self.v_proj = linears(hidden_size, (H * K, H * K, HV * V), factory)
@@ -97,15 +93,8 @@ class GatedDeltaNet(RecurrentLayer):
         self.A_log = nn.Parameter(torch.empty(HV, device=device, dtype=dtype or torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(HV, **factory))
         conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
-        if use_gate:
-            self.g_proj = nn.Linear(hidden_size, HV * V, bias=False, **factory)
-            self.o_norm: RMSNorm = GatedRMSNorm(
-                V, True, norm_eps, **factory, activation=output_gate_activation
-            )
-        else:
-            self.o_norm = RMSNorm(V, True, norm_eps, device, dtype or torch.float32)
-        self.o_proj = nn.Linear(HV * V, hidden_size, bias=False, **factory)
-        self.state_shapes = StateShapes(((HV * parts, K, V // parts),), conv)
+        gate = nn.Linear(hidden_size, HV * V, bias=False, **factory) if use_gate else None
+        self._add_output(gate, output_gate_activation, norm_eps, conv, factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -114,16 +103,10 @@ class GatedDeltaNet(RecurrentLayer):
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, gate, a, b = self._projections(x)
-        (q, k, v), conv = self._convolved((q, k, v), past, tokens)
-        if not self.use_short_conv:
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        heads = self.num_v_heads * self.value_parts
-        q, k = (sharded_like_values(in_heads(y, self.num_heads), v, heads) for y in (q, k))
-        v = v.unflatten(-1, (heads, -1))
+        (q, k, v), conv = self._activated(q, k, v, past, tokens)
+        v, q, k = self._in_heads(v, q, k)
         g = log_decay(upcast(a), self.A_log, self.dt_bias)  # [B, T, HV]
-        beta = upcast(b).sigmoid()  # [B, T, HV]
-        if self.allow_neg_eigval:
-            beta = 2 * beta
+        beta = self._gate_of_keys(b)  # [B, T, HV]
         # A token whose decay and beta are 0 leaves the state as it is.
         g, beta = (repeat_heads(tokens.masked(y), self.value_parts) for y in (g, beta))
 
@@ -131,6 +114,4 @@ class GatedDeltaNet(RecurrentLayer):
             chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, x, past.recurrent, tokens
         )
         o, recurrent = gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
-        o = o.flatten(2).unflatten(-1, (self.num_v_heads, -1))
-        o = self.o_norm(o) if gate is None else self.o_norm(o, gate.unflatten(-1, (self.num_v_heads, -1)))
-        return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)
+        return self._output(o, gate), RecurrentState(recurrent, conv)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
+from flacompose.layers.delta_layer import DeltaLayer
 from flacompose.layers.first_values import set_first_decays
-from flacompose.layers.heads import in_heads, repeat_heads, sharded_like_values, value_heads
+from flacompose.layers.heads import in_heads, repeat_heads, sharded_like_values
 from flacompose.layers.layout import Layout
-from flacompose.layers.norm import GatedRMSNorm, RMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
-from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.layers.recurrent import factory_of, linears
+from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gated_delta_product, fused_recurrent_gated_delta_product
 from flacompose.ops._dtensor import unflatten
 from flacompose.ops._dtype import upcast
 from flacompose.ops.gated_delta_rule import log_decay
 
 
-class GatedDeltaProduct(RecurrentLayer):
+class GatedDeltaProduct(DeltaLayer):
     r"""A layer of $n$ steps of the delta rule for each token, of $x$, per head, with $i = 1, \dots, n$:
 
     $$q = \frac{\operatorname{silu}(\operatorname{conv}(x W_q))}{\lVert \cdot \rVert} \quad
@@ -91,12 +90,9 @@ class GatedDeltaProduct(RecurrentLayer):
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         self._keep_flags(use_output_gate=use_output_gate, use_forget_gate=use_forget_gate)
         self._keep_flags(allow_neg_eigval=allow_neg_eigval)
-        HV, V, parts = value_heads(num_heads, num_v_heads, head_dim, expand_v)
+        H, HV, K, V = self._set_heads(num_heads, num_v_heads, head_dim, expand_v)
         _check.count("num_householder", num_householder)
-        H, K, n = num_heads, head_dim, num_householder
-        self.num_heads, self.num_v_heads, self.head_dim, self.value_parts = H, HV, head_dim, parts
-        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, HV * V, K, V
-        self.num_householder = n
+        self.num_householder = n = num_householder
 
         factory = factory_of(device, dtype)
         sizes = H * K, n * H * K, n * HV * V, n * HV
@@ -106,13 +102,8 @@ class GatedDeltaProduct(RecurrentLayer):
             self.A_log = nn.Parameter(torch.empty(HV, device=device, dtype=dtype or torch.float32))
             self.dt_bias = nn.Parameter(torch.empty(HV, **factory))
         conv = self._add_convolutions("q k v", use_short_conv, conv_size, conv_bias, factory)
-        if use_output_gate:
-            self.g_proj = nn.Linear(hidden_size, HV * V, bias=False, **factory)
-            self.o_norm: RMSNorm = GatedRMSNorm(V, True, norm_eps, **factory)
-        else:
-            self.o_norm = RMSNorm(V, True, norm_eps, device, dtype or torch.float32)
-        self.o_proj = nn.Linear(HV * V, hidden_size, bias=False, **factory)
-        self.state_shapes = StateShapes(((HV * parts, K, V // parts),), conv)
+        gate = nn.Linear(hidden_size, HV * V, bias=False, **factory) if use_output_gate else None
+        self._add_output(gate, "silu", norm_eps, conv, factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -123,14 +114,9 @@ class GatedDeltaProduct(RecurrentLayer):
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, HV, n = self.num_heads, self.num_v_heads, self.num_householder
         q, k, v, gate, a, b = self._projections(x)
-        (q, k, v), conv = self._convolved((q, k, v), past, tokens)
-        if not self.use_short_conv:
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        beta = upcast(b).sigmoid()
-        if self.allow_neg_eigval:
-            beta = 2 * beta
+        (q, k, v), conv = self._activated(q, k, v, past, tokens)
         # A token whose decay and betas are 0 leaves the state as it is.
-        beta, g = tokens.masked(beta), None
+        beta, g = tokens.masked(self._gate_of_keys(b)), None
         if a is not None:
             g = log_decay(upcast(a), self.A_log, self.dt_bias)  # [B, T, HV]
             g = repeat_heads(tokens.masked(g), self.value_parts)
@@ -145,6 +131,4 @@ class GatedDeltaProduct(RecurrentLayer):
             chunk_gated_delta_product, fused_recurrent_gated_delta_product, x, past.recurrent, tokens
         )
         o, recurrent = gated_delta_product(q, k, v, g, beta, n, use_qk_l2norm_in_kernel=True)
-        o = o.flatten(2).unflatten(-1, (HV, -1))
-        o = self.o_norm(o) if gate is None else self.o_norm(o, gate.unflatten(-1, (HV, -1)))
-        return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)
+        return self._output(o, gate), RecurrentState(recurrent, conv)

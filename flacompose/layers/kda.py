@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
+from flacompose.layers.delta_layer import DeltaLayer
 from flacompose.layers.first_values import set_first_decays
-from flacompose.layers.heads import in_heads, repeat_heads, sharded_like_values, value_heads
+from flacompose.layers.heads import repeat_heads
 from flacompose.layers.layout import Layout
-from flacompose.layers.norm import GatedRMSNorm
-from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears, low_rank
-from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.layers.recurrent import factory_of, linears, low_rank
+from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_kda, fused_recurrent_kda
 from flacompose.ops._dtype import upcast
 from flacompose.ops.gated_delta_rule import log_decay
 
 
-class KimiDeltaAttention(RecurrentLayer):
+class KimiDeltaAttention(DeltaLayer):
     r"""A layer of the delta rule with a decay per channel of the key, of $x$, per head:
 
     $$q = \frac{\operatorname{silu}(\operatorname{conv}(x W_q))}{\lVert \cdot \rVert} \quad
@@ -88,16 +87,13 @@ class KimiDeltaAttention(RecurrentLayer):
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx, conv_size)
         self._keep_flags(allow_neg_eigval=allow_neg_eigval, safe_gate=safe_gate)
-        HV, V, parts = value_heads(num_heads, num_v_heads, head_dim, expand_v)
-        H, K = num_heads, head_dim
+        H, HV, K, V = self._set_heads(num_heads, num_v_heads, head_dim, expand_v)
         if lower_bound is not None:
             _check.finite("lower_bound", lower_bound)
             if lower_bound >= 0:
                 raise ValueError(f"lower_bound must be below 0, as log-decays are, got {lower_bound}")
         elif safe_gate:
             raise ValueError("safe_gate must not be True without a lower_bound")
-        self.num_heads, self.num_v_heads, self.head_dim, self.value_parts = H, HV, head_dim, parts
-        self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, HV * V, K, V
         self.lower_bound = lower_bound
 
         factory = factory_of(device, dtype)
@@ -107,10 +103,7 @@ class KimiDeltaAttention(RecurrentLayer):
         self.b_proj = nn.Linear(hidden_size, HV, bias=False, **factory)
         self.A_log = nn.Parameter(torch.empty(HV, device=device, dtype=dtype or torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(HV * K, device=device, dtype=dtype or torch.float32))
-        self.g_proj = low_rank(hidden_size, V, HV * V, True, factory)
-        self.o_norm = GatedRMSNorm(V, True, norm_eps, **factory, activation="sigmoid")
-        self.o_proj = nn.Linear(HV * V, hidden_size, bias=False, **factory)
-        self.state_shapes = StateShapes(((HV * parts, K, V // parts),), conv)
+        self._add_output(low_rank(hidden_size, V, HV * V, True, factory), "sigmoid", norm_eps, conv, factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -121,22 +114,14 @@ class KimiDeltaAttention(RecurrentLayer):
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         q, k, v, a, gate, b = self._projections(x)
-        (q, k, v), conv = self._convolved((q, k, v), past, tokens)
-        if not self.use_short_conv:
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-        heads = self.num_v_heads * self.value_parts
-        q, k = (sharded_like_values(in_heads(y, self.num_heads), v, heads) for y in (q, k))
-        v = v.unflatten(-1, (heads, -1))
+        (q, k, v), conv = self._activated(q, k, v, past, tokens)
+        v, q, k = self._in_heads(v, q, k)
         a, bias = (y.unflatten(-1, (self.num_v_heads, -1)) for y in (a, self.dt_bias))
         g = log_decay(upcast(a), self.A_log, bias, self.lower_bound)  # [B, T, HV, K]
-        beta = upcast(b).sigmoid()  # [B, T, HV]
-        if self.allow_neg_eigval:
-            beta = 2 * beta
+        beta = self._gate_of_keys(b)  # [B, T, HV]
         # A token whose decay and beta are 0 leaves the state as it is.
         g, beta = (repeat_heads(tokens.masked(y), self.value_parts) for y in (g, beta))
 
         kda = self._op(chunk_kda, fused_recurrent_kda, x, past.recurrent, tokens)
         o, recurrent = kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)
-        o = o.flatten(2).unflatten(-1, (self.num_v_heads, -1))
-        o = self.o_norm(o, gate.unflatten(-1, (self.num_v_heads, -1)))
-        return self.o_proj(o.flatten(2)), RecurrentState(recurrent, conv)
+        return self._output(o, gate), RecurrentState(recurrent, conv)

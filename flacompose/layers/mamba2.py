@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
-from flacompose.layers.first_values import before_softplus
+from flacompose.layers.first_values import first_time_steps_
 from flacompose.layers.heads import in_heads, sharded_like_values
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm, rms_norm
@@ -122,11 +122,7 @@ class Mamba2(RecurrentLayer):
         if conv_init is not None:
             _check.not_negative("conv_init", conv_init)
         _check.ascending("A_init_range", A_init_range)
-        for name, step in (("dt_min", dt_min), ("dt_max", dt_max), ("dt_init_floor", dt_init_floor)):
-            _check.finite(name, step)
-        _check.ascending("(dt_min, dt_max)", (dt_min, dt_max))
-        if dt_init_floor <= 0:
-            raise ValueError(f"dt_init_floor must be above 0, got {dt_init_floor}")
+        _check.first_time_steps(dt_min, dt_max, dt_init_floor)
         check_dt_limit(dt_limit)
         _check.count("chunk_size", chunk_size)
 
@@ -158,8 +154,7 @@ class Mamba2(RecurrentLayer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set the first values of the parameters that no submodule has."""
-        log_dt = torch.empty_like(self.dt_bias).uniform_(math.log(self.dt_min), math.log(self.dt_max))
-        self.dt_bias.copy_(before_softplus(log_dt.exp().clamp(min=self.dt_init_floor)))
+        first_time_steps_(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
         self.A_log.uniform_(*self.A_init_range).log_()
         nn.init.ones_(self.D)
 

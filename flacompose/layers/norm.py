@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flacompose.layers import _check
+from flacompose.ops._dtensor import unflatten
 from flacompose.ops._dtype import upcast
 
 
@@ -76,6 +77,13 @@ class RMSNorm(nn.RMSNorm):
         return f"{self.hidden_size}, elementwise_affine={self.elementwise_affine}, eps={self.eps}"
 
 
+class HeadwiseRMSNorm(RMSNorm):
+    """A norm of each head of ``x [..., H, D / H]``, with a weight for each of ``D`` channels, which is not rounded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(upcast(x), self.eps) * unflatten(self.weight, 0, tuple(x.shape[-2:]))
+
+
 class GatedRMSNorm(RMSNorm):
     """An `RMSNorm` whose output is multiplied by a gate before its one rounding.
 
@@ -111,7 +119,6 @@ class GroupNorm(nn.GroupNorm):
         # With one axis of tokens: with more, PyTorch's gradient refuses a number of tokens that only the data know.
         y = F.layer_norm(upcast(x).flatten(0, -3), x.shape[-1:], None, None, self.eps)
         y = y.unflatten(0, x.shape[:-2])
-        if self.weight is not None:
-            weight, bias = (p.unflatten(0, (self.num_groups, -1)) for p in (self.weight, self.bias))
-            y = y * weight + bias
+        for p, join in ((self.weight, torch.mul), (self.bias, torch.add)):
+            y = y if p is None else join(y, p.unflatten(0, (self.num_groups, -1)))
         return y.to(x.dtype)

@@ -15,7 +15,7 @@ from flacompose.layers.layout import Layout, distributed_like, layout
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.ops._dtype import autocast_dtype
-from flacompose.ops._ranks import Ranks, bounds_of_rank, shared, sharing
+from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared, sharing
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops._wide import Op, by_values
 
@@ -155,13 +155,14 @@ class StatefulLayer(Joinable):
         *others: Any,
     ) -> tuple[Any, ...]:
         """Check the arguments and compute the layer; `others` are arguments of this layer alone, as `lower_bound`."""
-        ranks = self.ranks
-        if ranks is None:
-            return self._computed(hidden_states, state, attention_mask, cu_seqlens, num_states, *others)
-        with shared(ranks):
+        arguments = hidden_states, state, attention_mask, cu_seqlens, num_states
+        if self.ranks is None:
+            return self._computed(*arguments, *others)
+        with shared(self.ranks):
+            check_device(self.ranks, "hidden_states", hidden_states)
+            self._layout(*arguments)  # what is wrong is found before the ranks wait for each other
             if cu_seqlens is not None:
-                _check.packed("hidden_states", hidden_states, cu_seqlens)
-                cu_seqlens = bounds_of_rank(ranks, cu_seqlens, hidden_states.shape[1])
+                cu_seqlens = bounds_of_rank(self.ranks, cu_seqlens, hidden_states.shape[1])
             return self._computed(hidden_states, state, attention_mask, cu_seqlens, num_states, *others)
 
     def _computed(
@@ -174,16 +175,28 @@ class StatefulLayer(Joinable):
         *others: Any,
     ) -> tuple[Any, ...]:
         """`_call` on this rank's tokens."""
-        tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens, num_states)
+        tokens = self._layout(hidden_states, state, attention_mask, cu_seqlens, num_states)
         if state is None:
             state = self.state_shapes.absent()
-        else:
-            self.state_shapes.check(state, sequence_count(hidden_states, cu_seqlens), hidden_states)
-            if hasattr(hidden_states, "device_mesh"):
-                state = state.map(lambda t: distributed_like(hidden_states, t))
+        elif hasattr(hidden_states, "device_mesh"):
+            state = state.map(lambda t: distributed_like(hidden_states, t))
         y, new, *rest = self._compute(tokens.enter(hidden_states), state, tokens, *others)
         new = new if num_states is None else RecurrentStates(*new)
         return tokens.leave(y), new, *map(tokens.leave, rest)
+
+    def _layout(
+        self,
+        hidden_states: Tensor,
+        state: RecurrentState | None,
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        num_states: int | None,
+    ) -> Layout:
+        """Check the arguments, return the layout of the tokens."""
+        tokens = layout(hidden_states, self.hidden_size, attention_mask, cu_seqlens, num_states)
+        if state is not None:
+            self.state_shapes.check(state, sequence_count(hidden_states, cu_seqlens), hidden_states)
+        return tokens
 
     def extra_repr(self) -> str:
         shown = vars(self)

@@ -64,6 +64,10 @@ class RWKV7Attention(RecurrentLayer):
             not, the norm is at least 1e-12.
         value_dim: The values of all heads together. Default: `hidden_size`.
         num_hidden_layers: How many layers the model has, of which first values alone depend.
+        allow_neg_eigval: Whether $\eta$ is multiplied by $1 + e^w$ where it says what is erased, so that a token may
+            reverse what the state holds along $\kappa$: the eigenvalues of a token's transition are then between -1
+            and 1, and else between -0.46 and 1. It takes -1 to count modulo 2, or to follow permutations
+            (<https://arxiv.org/abs/2411.12537>). The peer has no such argument.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default.
 
@@ -89,12 +93,13 @@ class RWKV7Attention(RecurrentLayer):
         fuse_norm: bool = False,
         value_dim: int | None = None,
         num_hidden_layers: int | None = None,
+        allow_neg_eigval: bool = False,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(mode, hidden_size, norm_eps, layer_idx)
-        self._keep_flags(fuse_norm=fuse_norm)
+        self._keep_flags(fuse_norm=fuse_norm, allow_neg_eigval=allow_neg_eigval)
         affine = _check.optional_flag("elementwise_affine", elementwise_affine)
         H, K, V = _heads(hidden_size, head_dim, num_heads, value_dim)
         D, HV, size = hidden_size, H * V, hidden_size**0.5
@@ -192,6 +197,8 @@ class RWKV7Attention(RecurrentLayer):
         v = v_own if shared is None else self._mixed_values(v_own, shared, x_v)
         kappa = upcast(k) * self.k_k
         k = (k * (1 + (eta - 1) * self.k_a)).to(r.dtype)
+        if self.allow_neg_eigval:
+            eta = eta * (1 + w.exp())
         r, w, k, v, kappa, eta, gate = (
             y.unflatten(-1, (self.num_heads, -1)) for y in (r, w, k, v, kappa, eta, gate)
         )

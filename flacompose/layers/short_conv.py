@@ -135,18 +135,20 @@ class ShortConvolution(nn.Module):
             before = None if state is None else state.mT
             start, after = last_tokens(ranks, x, before, W, lengths, cu_seqlens)
             state = start.mT
+        new: Tensor
         if always_true(x.shape[1] == 0):  # of a rank without tokens
-            y = self._rows(x, state, None, None)[0][: x.shape[0]]
+            y, new = self._rows(x, state, None, None)
+            y = y[: x.shape[0]]
         elif cu_seqlens is not None:
-            y, state = self._packed(x, state, cu_seqlens)
+            y, new = self._packed(x, state, cu_seqlens)
         elif state is not None and lengths is None and num_states is None and _check.is_one(x.shape[1]):
-            y, state = self._step(x, state)
+            y, new = self._step(x, state)
         else:
-            y, state = self._rows(x, state, lengths, num_states)
-        state = state if after is None else _as_state(after)
+            y, new = self._rows(x, state, lengths, num_states)
+        new = new if after is None else _as_state(after)
         if self.bias is not None:
             y = y + self.bias
-        return (y if self.activation is None else F.silu(y)).to(x.dtype), state
+        return (y if self.activation is None else F.silu(y)).to(x.dtype), new
 
     def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """One token: the new state is all that it reads."""

@@ -19,11 +19,13 @@ class RecurrentState(NamedTuple):
     """The state of one layer after the last token of each of ``N`` sequences: a pytree of tensors.
 
     Attributes:
-        recurrent: ``[N, H, K, V]``, in HGRN ``[N, D]``, float32 (float64 in a float64 layer); in layers of slots the
-            tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``.
+        recurrent: ``[N, H, K, V]``, in HGRN and Griffin ``[N, D]``, in Mamba ``[N, D, S]``, float32 (float64 in a
+            float64 layer); in layers of slots the tuple ``(Hk, Hv)``, ``[N, H, K, M]`` and ``[N, H, M, V]``, in mLSTM
+            ``(C, n, m)``, ``[N, H, K, V]``, ``[N, H, K]`` and ``[N, H]``, and in Mamba3 one of angles, state, last keys
+            and last values.
         conv: One ``[N, D, W]`` per short convolution of the layer, in the order (q, k, v), in HGRN (i, f), in HGRN2
-            (q, f, i), in Mamba2 only one: the last ``W`` inputs of each sequence, the newest in column ``W - 1``, in
-            the dtype of the layer's projections. Empty without them.
+            (q, f, i), in Mamba, Mamba2 and Griffin only one: the last ``W`` inputs of each sequence, the newest in
+            column ``W - 1``, in the dtype of the layer's projections. Empty without them.
         normalizer: The sum of all keys, ``[N, H, K]``, or the logsumexp of all logits, ``[N, H, M]`` or ``[N, H, K]``,
             in the dtype of `recurrent`. ``()`` in a layer that does not normalise by it.
         position: How many tokens each sequence has had, ``[N]``, int64. ``()`` in a layer without positions.

@@ -26,12 +26,12 @@ class RecurrentConfig:
         vocab_size: Number of tokens.
         hidden_size: Width of the model.
         num_hidden_layers: Number of blocks.
-        intermediate_size: Width between the two projections of a feed-forward network.
+        intermediate_size: Width between the two projections of a feed-forward network. Needed unless there is none.
         layer: Name of the class in `flacompose.layers` that mixes tokens, as "GatedLinearAttention".
         layer_options: Arguments of that class, but for `hidden_size`, `layer_idx` and `num_hidden_layers`; `norm_eps`
             is that of the model unless it is among them.
-        feed_forward: "swiglu", ``(silu(x W_gate) * (x W_up)) W_down``, or "rwkv6" or "rwkv7", the channel mixing of
-            RWKV6 or of RWKV7.
+        feed_forward: "swiglu", ``(silu(x W_gate) * (x W_up)) W_down``, "rwkv6" or "rwkv7", the channel mixing of
+            RWKV6 or of RWKV7, or "none", as in Mamba, whose blocks are the layer alone.
         feed_forward_act: Activation in the channel mixing: "relu", "sigmoid", "logsigmoid", "silu" or "swish",
             "sqrelu", "gelu" (its tanh form). Not used by "swiglu".
         norm: "rms" or "layer": the norms before the two parts of a block and before the logits.
@@ -53,7 +53,7 @@ class RecurrentConfig:
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
-    intermediate_size: int
+    intermediate_size: int | None = None
     layer: str
     layer_options: Mapping[str, Any] = field(default_factory=dict)
     feed_forward: str = "swiglu"
@@ -67,10 +67,16 @@ class RecurrentConfig:
     attn: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size"):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             _check.count(name, getattr(self, name))
         _check.one_of("layer", self.layer, [name for name in layers.__all__ if _is_layer(name)])
-        _check.one_of("feed_forward", self.feed_forward, ("swiglu", "rwkv6", "rwkv7"))
+        _check.one_of("feed_forward", self.feed_forward, ("swiglu", "rwkv6", "rwkv7", "none"))
+        if self.feed_forward != "none":
+            _check.count("intermediate_size", self.intermediate_size)
+        elif self.intermediate_size is not None:
+            raise ValueError(
+                f"intermediate_size must be None where feed_forward is 'none', got {self.intermediate_size}"
+            )
         _check.one_of("feed_forward_act", self.feed_forward_act, ACTIVATIONS)
         _check.one_of("norm", self.norm, ("rms", "layer"))
         _check.not_negative("norm_eps", self.norm_eps)
@@ -125,6 +131,12 @@ class RecurrentConfig:
                         f"{self.num_hidden_layers}, each at most once in attn, got {index}"
                     )
                 seen.add(index)
+
+    def layer_arguments(self, layer_idx: int) -> dict[str, Any]:
+        """Those of the layer in the block `layer_idx`: what the model gives and it takes, and `layer_options`."""
+        given = {"hidden_size": self.hidden_size, "norm_eps": self.norm_eps, "layer_idx": layer_idx}
+        known = inspect.signature(self.layer_class).parameters
+        return {name: x for name, x in given.items() if name in known} | dict(self.layer_options)
 
     @property
     def layer_class(self) -> type[RecurrentLayer]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from flacompose.layers import RMSNorm, RWKV7Attention, _check
 from flacompose.layers.first_values import with_first_values
 from flacompose.layers.forget_gate import ForgetGateLayer
-from flacompose.layers.layout import distributed_like, take
+from flacompose.layers.layout import distributed_like, layout, take
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateError, kind_of
 from flacompose.models import sampling, speculative
@@ -21,7 +21,9 @@ from flacompose.models.config import RecurrentConfig
 from flacompose.models.decoder import Decoder, check_decoder
 from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
+from flacompose.ops._ranks import Ranks, bounds_of_rank, shared
 from flacompose.ops._states import MAX_STATES
+from flacompose.ops._token_shift import last_of
 from flacompose.ops._varlen import bounds
 
 States = tuple[RecurrentState, ...]
@@ -29,34 +31,28 @@ NewStates = States | tuple[RecurrentStates, ...]
 
 
 class Block(nn.Module):
-    """A layer and a feed-forward network, each after a norm and beside a residual connection."""
+    """A layer and a feed-forward network, if there is one, each after a norm and beside a residual connection."""
 
     def __init__(self, config: RecurrentConfig, layer_idx: int, **factory: Any) -> None:
         super().__init__()
-        size, intermediate = config.hidden_size, config.intermediate_size
+        size = config.hidden_size
         self.attn_norm = _norm(config, **factory)
         attention = config.attention(layer_idx)
         self.attn: StatefulLayer
         if attention is None:
-            options = {"norm_eps": config.norm_eps, "layer_idx": layer_idx, **config.layer_options}
+            options = config.layer_arguments(layer_idx)
             if issubclass(config.layer_class, RWKV7Attention):
                 options["num_hidden_layers"] = config.num_hidden_layers
                 # The first layer of RWKV7 makes the values that the others mix in.
                 if all(config.attention(i) is not None for i in range(layer_idx)):
                     options["layer_idx"] = 0
-            self.attn = cast(Any, config.layer_class)(hidden_size=size, **options, **factory)
+            self.attn = cast(Any, config.layer_class)(**options, **factory)
         else:
             self.attn = SoftmaxAttention(size, **attention, **factory)
-        self.mlp_norm = _norm(config, **factory)
-        self.mlp: SwiGLU | RWKV6FeedForward | RWKV7FeedForward
-        act = config.feed_forward_act
-        if config.feed_forward == "swiglu":
-            self.mlp = SwiGLU(size, intermediate, **factory)
-        elif config.feed_forward == "rwkv6":
-            self.mlp = RWKV6FeedForward(size, intermediate, act, **factory)
-        else:
-            place = layer_idx, config.num_hidden_layers
-            self.mlp = RWKV7FeedForward(size, intermediate, act, *place, **factory)
+        self.mlp: SwiGLU | RWKV6FeedForward | RWKV7FeedForward | None = None
+        if config.intermediate_size is not None:
+            self.mlp_norm = _norm(config, **factory)
+            self.mlp = _feed_forward(config, config.intermediate_size, layer_idx, **factory)
 
     def stateful(self) -> list[StatefulLayer]:
         """Its modules that have a state, in the order in which they are called."""
@@ -80,6 +76,8 @@ class Block(nn.Module):
             bound = {} if lower_bound is None else {"lower_bound": lower_bound}
             y, state = self.attn(self.attn_norm(x), states[0], **tokens, **bound)
         x = x + y
+        if self.mlp is None:
+            return x, (state,), v_first
         if not isinstance(self.mlp, StatefulLayer):
             return x + self.mlp(self.mlp_norm(x)), (state,), v_first
         y, shift = self.mlp(self.mlp_norm(x), states[1], **tokens)
@@ -89,9 +87,10 @@ class Block(nn.Module):
 class RecurrentLM(nn.Module):
     """A language model of one of flacompose's layers, or a hybrid of it and softmax attention.
 
-    Each block is a layer and a feed-forward network, each after a norm and beside a residual connection; embeddings are
-    before the blocks, a norm and a projection to logits after them. The state of the model is that of its layers, a
-    tuple of `RecurrentState`: one for each block, or two with the channel mixing of RWKV6 or RWKV7, which has one too.
+    Each block is a layer and a feed-forward network, each after a norm and beside a residual connection, or a layer
+    alone, as in Mamba; embeddings are before the blocks, a norm and a projection to logits after them. The state of the
+    model is that of its layers, a tuple of `RecurrentState`: one for each block, or two with the channel mixing of
+    RWKV6 or RWKV7, which has one too.
     With layers of RWKV7, the values of the first of them go to all others within a call; softmax attention before or
     between them passes these values on.
 
@@ -106,6 +105,9 @@ class RecurrentLM(nn.Module):
         ValueError: From a layer, if one of its arguments is wrong.
         TypeError: If `config` is no `RecurrentConfig`, or `dtype` no float dtype, or from a layer.
     """
+
+    # Those that share out the tokens, as `context_parallel` sets it.
+    ranks: Ranks | None = None
 
     def __init__(
         self,
@@ -192,7 +194,9 @@ class RecurrentLM(nn.Module):
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
         _check.indices("input_ids", input_ids)
-        if input_ids.ndim != 2 or _check.is_empty(input_ids.shape):
+        # Of ranks that share the tokens, one may have none.
+        sizes = input_ids.shape if self.ranks is None else input_ids.shape[:1]
+        if input_ids.ndim != 2 or _check.is_empty(sizes):
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
         _check.flags(last_only=last_only)
         old = self._checked(state)
@@ -212,7 +216,9 @@ class RecurrentLM(nn.Module):
                 new.extend(states)
         except StateError as error:
             raise self._naming_the_entry(error) from None
-        if last_only:
+        if last_only and self.ranks is not None:
+            x = _last_of_ranks(self.ranks, x, attention_mask, cu_seqlens)
+        elif last_only:
             x = _last(x, attention_mask, cu_seqlens)
         return self._logits(self.norm(x)), tuple(new)
 
@@ -375,6 +381,17 @@ class RecurrentLM(nn.Module):
         return self.lm_head(x)
 
 
+def _feed_forward(
+    config: RecurrentConfig, intermediate_size: int, layer_idx: int, **factory: Any
+) -> SwiGLU | RWKV6FeedForward | RWKV7FeedForward:
+    sizes, act = (config.hidden_size, intermediate_size), config.feed_forward_act
+    if config.feed_forward == "swiglu":
+        return SwiGLU(*sizes, **factory)
+    if config.feed_forward == "rwkv6":
+        return RWKV6FeedForward(*sizes, act, **factory)
+    return RWKV7FeedForward(*sizes, act, layer_idx, config.num_hidden_layers, **factory)
+
+
 def _norm(config: RecurrentConfig, **factory: Any) -> nn.Module:
     if config.norm == "rms":
         return RMSNorm(config.hidden_size, True, config.norm_eps, **factory)
@@ -391,3 +408,13 @@ def _last(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -
     is_token = distributed_like(x, attention_mask)[:, attention_mask.shape[1] - T :] != 0
     index = (is_token * distributed_like(x, torch.arange(T, device=x.device))).amax(1, keepdim=True)  # [B, 1]
     return take(x, index).squeeze(1)
+
+
+def _last_of_ranks(
+    ranks: Ranks, x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """`_last` of sequences that the ranks share, on each of them."""
+    with shared(ranks):
+        cu_seqlens = None if cu_seqlens is None else bounds_of_rank(ranks, cu_seqlens, x.shape[1])
+        tokens = layout(x, x.shape[2], attention_mask, cu_seqlens)
+        return last_of(tokens.enter(x), None, tokens.lengths, cu_seqlens, None)

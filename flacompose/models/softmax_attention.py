@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn.attention.bias import causal_lower_right
 
 from flacompose.layers import _check
 from flacompose.layers.heads import repeat_heads
@@ -12,6 +16,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.ops._ranks import Ranks, gathered, of_all
 
 
 class SoftmaxAttention(StatefulLayer):
@@ -93,6 +98,8 @@ class SoftmaxAttention(StatefulLayer):
         k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v))
         position, next_position = positions(x, past.position, tokens)  # [B, T], [B]
         q, k = rotary(q, k, position, self.rope_theta)
+        if self.ranks is not None:
+            k, v = _of_all_ranks(self.ranks, k, v, tokens)
         first = past.position is None
         if first:
             # In memory of its own: the state must not hold the whole of a joint product, nor be a view. Later caches
@@ -110,9 +117,14 @@ class SoftmaxAttention(StatefulLayer):
         """
         groups = self.num_heads // self.num_kv_heads
         q, k, v = (y.transpose(1, 2) for y in (q, repeat_heads(k, groups), repeat_heads(v, groups)))
-        if first and self.window_size is None:
+        if first and self.window_size is None and self.ranks is None:
             # Pads come after the tokens of their row, so that no token sees one.
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif first and self.window_size is None and self.ranks is not None and not is_compiling():
+            # Up to this rank's own tokens. Dynamo cannot trace the object that stands for this mask.
+            L = q.shape[2] * (self.ranks.rank + 1)
+            mask: Any = causal_lower_right(q.shape[2], L)
+            o = F.scaled_dot_product_attention(q, k[:, :, :L], v[:, :, :L], attn_mask=mask)
         else:
             age = position[:, None, :, None] - torch.arange(k.shape[2], device=k.device)  # [B, 1, T, L]
             visible = age >= 0
@@ -120,6 +132,21 @@ class SoftmaxAttention(StatefulLayer):
                 visible = visible & (age < self.window_size)
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         return o.transpose(1, 2)
+
+
+def _of_all_ranks(ranks: Ranks, k: Tensor, v: Tensor, tokens: Layout) -> tuple[Tensor, Tensor]:
+    """Keys and values of the tokens of all ranks, ``[B, size * T, H, D]``."""
+    if tokens.lengths is not None:
+        raise ValueError(
+            "attention_mask must not be given across ranks to a model with softmax attention, whose keys would have "
+            "pads between them"
+        )
+    T = k.shape[1]
+    lengths = gathered(ranks, torch.full((1,), T, dtype=torch.int64, device=k.device))
+    torch._assert_async((lengths == T).all(), "softmax attention across ranks takes pieces of one length")
+    rows = of_all(ranks, torch.stack([k, v])).movedim(0, 2)  # [2, B, size, T, H, D]
+    k, v = rows.flatten(2, 3).unbind()
+    return k, v
 
 
 def _appended(old: Tensor, new: Tensor, count: Tensor) -> Tensor:

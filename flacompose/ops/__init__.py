@@ -19,7 +19,11 @@ from flacompose.ops.kda import chunk_kda, fused_recurrent_kda
 from flacompose.ops.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
 from flacompose.ops.linear_attn import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops.linear_recurrence import linear_recurrence
+from flacompose.ops.mamba3 import mamba3_mimo_combined, mamba3_siso_combined
+from flacompose.ops.mlstm import chunk_mlstm, fused_recurrent_mlstm
 from flacompose.ops.retention import chunk_retention, fused_recurrent_retention
+from flacompose.ops.rg_lru import chunk_rg_lru, fused_recurrent_rg_lru
+from flacompose.ops.rwkv4 import chunk_rwkv4, fused_recurrent_rwkv4
 from flacompose.ops.rwkv6 import chunk_rwkv6, fused_recurrent_rwkv6
 from flacompose.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
 from flacompose.ops.selective_scan import selective_scan_fn
@@ -42,7 +46,10 @@ __all__ = [
     "chunk_kda",
     "chunk_lightning_attn",
     "chunk_linear_attn",
+    "chunk_mlstm",
     "chunk_retention",
+    "chunk_rg_lru",
+    "chunk_rwkv4",
     "chunk_rwkv6",
     "chunk_rwkv7",
     "chunk_simple_gla",
@@ -59,11 +66,16 @@ __all__ = [
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
+    "fused_recurrent_mlstm",
     "fused_recurrent_retention",
+    "fused_recurrent_rg_lru",
+    "fused_recurrent_rwkv4",
     "fused_recurrent_rwkv6",
     "fused_recurrent_rwkv7",
     "fused_recurrent_simple_gla",
     "linear_recurrence",
+    "mamba3_mimo_combined",
+    "mamba3_siso_combined",
     "mamba_chunk_scan_combined",
     "selective_scan_fn",
     "selective_state_update",

@@ -6,57 +6,59 @@ is before this rank's, and what is after those of all ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flacompose.ops._ranks import Ranks, gathered, of_all
+from flacompose.ops._ranks import Ranks, of_all
 from flacompose.ops._varlen import bounds
 
 
 def last_tokens(
     ranks: Ranks,
-    x: Tensor,  # [B, T, D], this rank's tokens
-    before: Tensor | None,  # [N, W, D], the newest last; None for zeros
+    x: Tensor,  # [B, T, ...], this rank's tokens
+    before: Tensor | None,  # [N, W, ...], the newest last; None for zeros
     W: int,
     lengths: Tensor | None = None,  # [B], how many tokens of each row count
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The last ``W`` tokens of each sequence, ``[N, W, D]`` in the dtype of `x`, from several ranks if one has fewer."""
-    B, T, D = x.shape
+    """The last ``W`` tokens of each sequence, ``[N, W, ...]`` like `x`, from several ranks where one has fewer."""
+    B, T = x.shape[:2]
+    of_token = x.shape[2:]
     column = torch.arange(W, device=x.device)
     if cu_seqlens is None:
         count = torch.full((B,), T, device=x.device) if lengths is None else lengths.long()
+        row: Any = torch.arange(B, device=x.device)[:, None]
         source = count[:, None] - W + column  # [N, W]
-        window = torch.cat([x.new_zeros(B, 1, D), x], 1).gather(
-            1, (source.clamp(min=-1) + 1)[:, :, None].expand(-1, -1, D)
-        )
     else:
         cu = bounds(cu_seqlens, T)
-        count = cu.diff()
+        row, count = 0, cu.diff()
         source = torch.where(count[:, None] + column >= W, cu[1:, None] - W + column, -1)
-        window = torch.cat([x.new_zeros(1, D), x[0]])[source.clamp(min=-1) + 1]
+    window = torch.cat([x.new_zeros(B, 1, *of_token), x], 1)[row, source.clamp(min=-1) + 1]
     # A sequence that has W tokens here needs none from before them.
     count = count.clamp(max=W)
     rows = of_all(ranks, torch.cat([window.flatten(1), count[:, None].to(x.dtype)], 1))
-    windows, counts = rows[..., :-1].unflatten(2, (W, D)), rows[..., -1].detach().long()
+    windows, counts = rows[..., :-1].unflatten(2, (W, *of_token)), rows[..., -1].detach().long()
     state = torch.zeros_like(window) if before is None else before.to(x.dtype)
     states = [state]
-    for rank in range(ranks.count):
+    for rank in range(ranks.size):
         moved = column + counts[rank][:, None]
-        source = moved.clamp(max=W - 1)[:, :, None].expand(-1, -1, D)
-        state = torch.where((moved < W)[:, :, None], state.gather(1, source), 0) + windows[rank]
+        n = torch.arange(len(moved), device=x.device)[:, None]
+        kept = (moved < W).view(*moved.shape, *[1] * len(of_token))
+        state = torch.where(kept, state[n, moved.clamp(max=W - 1)], 0) + windows[rank]
         states.append(state)
     # Selected from all, so that the first rank too has the gather in its graph, whose backward is one of all ranks.
-    return torch.stack(states)[ranks.index], state
+    return torch.stack(states)[ranks.rank], state
 
 
 def sums(ranks: Ranks, total: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Of integers, ``[N, ...]`` each."""
-    rows = gathered(ranks, total)
-    return before + rows[: ranks.index].sum(0), before + rows.sum(0)
+    """Of numbers, ``[N, ...]`` each."""
+    rows = of_all(ranks, total)
+    return before + rows[: ranks.rank].sum(0), before + rows.sum(0)
 
 
 def logsumexps(ranks: Ranks, total: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
     """Of logits, ``[N, ...]`` each, finite."""
     rows = torch.cat([before[None], of_all(ranks, total)])
-    return rows[: ranks.index + 1].logsumexp(0), rows.logsumexp(0)
+    return rows[: ranks.rank + 1].logsumexp(0), rows.logsumexp(0)

@@ -187,6 +187,14 @@ def finite(name: str, x: float) -> None:
         raise ValueError(f"{name} must be finite, got {x}")
 
 
+def not_negative(name: str, x: float) -> None:
+    """Check that `x` is a finite number of at least 0."""
+    number(name, x)
+    if not x >= 0:  # so that NaN fails too
+        raise ValueError(f"{name} must be at least 0, got {x}")
+    finite(name, x)
+
+
 def scale(x: float | None, q: Tensor) -> float:
     """Check the argument `scale`, return it, or its default for ``q [..., K]``, which need not be checked yet."""
     if x is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -51,6 +52,13 @@ def flatten(x: Tensor, start: int, end: int) -> Tensor:
     return _with_own_gradient(y) if hasattr(x, "device_mesh") and x.shape[start] > 1 else y
 
 
+def with_dense_gradient(x: Tensor) -> Tensor:
+    """``x``, whose gradient, where it is a DTensor, gets the strides that PyTorch takes it to have."""
+    if hasattr(x, "device_mesh") and x.requires_grad:
+        x.register_hook(partial(torch.clone, memory_format=torch.contiguous_format))
+    return x
+
+
 def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
     """``x.split(sizes, dim)``, where the parts of a DTensor need not all get a gradient.
 
@@ -80,6 +88,20 @@ def _gathered(x: Any, dim: int) -> Any:
 def _with_own_gradient(x: Any) -> Any:
     """A DTensor whose gradient is sharded as it is."""
     return x.redistribute(placements=x.placements)
+
+
+def of_shards(function: Callable[[Tensor], Tensor], x: Any, moved: int) -> Any:
+    """``function(x)``, where `x` is a DTensor of each rank's part, whose cut axes are `moved` by so many in the result."""
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is None:
+        return function(x)
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    dims = [next((d for d in range(x.dim()) if p.is_shard(d)), None) for p in x.placements]
+    x = x.redistribute(placements=[Replicate() if d is None else Shard(d) for d in dims])
+    y = function(x.to_local())
+    moved_placements = [Replicate() if d is None else Shard(d + moved) for d in dims]
+    return DTensor.from_local(y, mesh, moved_placements, run_check=False)
 
 
 def by_shard(

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flacompose.ops._dtensor import of_shards
+
 collectives = torch.ops._c10d_functional
 
 
@@ -20,8 +22,9 @@ class Ranks(NamedTuple):
     """A group of processes, each with the tokens that follow those of the one before it."""
 
     group: str  # its name in torch.distributed
-    index: int  # of this process
-    count: int
+    rank: int  # of this process
+    size: int
+    device: str  # the kind of device that it communicates from
 
 
 _ranks: Ranks | None = None
@@ -43,31 +46,43 @@ def shared(ranks: Ranks | None) -> Iterator[None]:
         _ranks = before
 
 
+def check_device(ranks: Ranks, name: str, x: Any) -> None:
+    """Check, before anything is sent, that the ranks can send what is made of the tensor `x`."""
+    if isinstance(x, Tensor) and x.device.type != ranks.device:
+        raise ValueError(f"{name} must be on the device of the mesh, {ranks.device}, got {x.device}")
+
+
 def gathered(ranks: Ranks, x: Tensor) -> Tensor:
-    """``[count, *x.shape]``: `x` of every rank. It has no gradient."""
-    rows = collectives.all_gather_into_tensor(x.reshape(-1), ranks.count, ranks.group)
-    return collectives.wait_tensor(rows).view(ranks.count, *x.shape)
+    """``[size, *x.shape]``: `x` of every rank. It has no gradient."""
+
+    def gather(x: Tensor) -> Tensor:
+        rows = collectives.all_gather_into_tensor(x.reshape(-1), ranks.size, ranks.group)
+        return collectives.wait_tensor(rows).view(ranks.size, *x.shape)
+
+    return of_shards(gather, x, 1)
 
 
 class _OfAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str, index: int, count: int) -> Tensor:
-        ctx.group, ctx.count = group, count
-        return gathered(Ranks(group, index, count), x)
+    def forward(ctx: Any, x: Tensor, group: str, rank: int, size: int, device: str) -> Tensor:
+        ctx.group, ctx.size = group, size
+        return gathered(Ranks(group, rank, size, device), x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (d_rows,) = grads
-        total = collectives.reduce_scatter_tensor(d_rows.reshape(-1), "sum", ctx.count, ctx.group)
-        return collectives.wait_tensor(total).view(d_rows.shape[1:]), None, None, None
+        def own_share(d_rows: Tensor) -> Tensor:
+            total = collectives.reduce_scatter_tensor(d_rows.reshape(-1), "sum", ctx.size, ctx.group)
+            return collectives.wait_tensor(total).view(d_rows.shape[1:])
+
+        return of_shards(own_share, grads[0], -1), None, None, None, None
 
 
 def of_all(ranks: Ranks, x: Tensor) -> Tensor:
-    """``[count, *x.shape]``: `x` of every rank, to whose gradients every rank adds its own."""
+    """``[size, *x.shape]``: `x` of every rank, to whose gradients every rank adds its own."""
     return _OfAll.apply(x, *ranks)
 
 
 def bounds_of_rank(ranks: Ranks, cu_seqlens: Tensor, T: int) -> Tensor:
     """The bounds within this rank's ``T`` tokens of sequences whose bounds in the whole row are `cu_seqlens`."""
     lengths = gathered(ranks, torch.full((1,), T, dtype=torch.int64, device=cu_seqlens.device))
-    return (cu_seqlens.long() - lengths[: ranks.index].sum()).clamp(0, T)
+    return (cu_seqlens.long() - lengths[: ranks.rank].sum()).clamp(0, T)

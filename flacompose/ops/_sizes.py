@@ -11,6 +11,8 @@ def always_true(condition: bool | torch.SymBool) -> bool:
     # By identity, since to isinstance under torch.compile a condition on symbols is a bool as well.
     if condition is True or condition is False:
         return condition
+    if isinstance(condition, Tensor):  # as sizes are under torch.jit.trace, where none holds for good
+        return False
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 
     return statically_known_true(condition)

@@ -63,6 +63,8 @@ def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states"
     n = int(n)  # NumPy's integers compare to bools of their own
     if not 1 <= n <= MAX_STATES:
         raise ValueError(f"{name} must be from 1 to {MAX_STATES}, got {n}")
+    if sharing() is not None:
+        raise ValueError(f"{name} must not be given across ranks, which share the last tokens too, got {n}")
     if cu_seqlens is not None:
         raise ValueError(
             f"{name} must not be given with cu_seqlens, whose sequences would have to be rows of a batch, got {n}"

@@ -68,6 +68,28 @@ def of_tokens(x: Tensor, T: int, cu_seqlens: Tensor | None) -> Tensor:
     return without_tail(cu_seqlens, x[n].unsqueeze(0))[0]
 
 
+def shifted(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """``x_{t-1}`` for every token of ``x [B, T, ...]``, and for the first of a sequence ``before [N, ...]``, or 0."""
+    T, first = x.shape[1], torch.zeros_like(x[:, :1])
+    before = None if before is None else before.to(x.dtype)
+    if cu_seqlens is None:
+        return torch.cat([first if before is None else before.unsqueeze(1), x], 1)[:, :T]
+    cu = bounds(cu_seqlens, T)
+    # There is a place more, for sequences without tokens.
+    place = torch.where(cu.diff() > 0, cu[:-1], T)
+    before = x.new_zeros(place.shape[0], *x.shape[2:]) if before is None else before
+    return torch.cat([first, x], 1).index_copy(1, place, before.unsqueeze(0))[:, :T]
+
+
+def last_token(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """``[N, ...]``, the last token of each sequence of ``x [B, T, ...]``; of one without tokens ``before``, or 0."""
+    if cu_seqlens is None:
+        return x[:, -1].clone(memory_format=torch.contiguous_format)
+    cu = bounds(cu_seqlens, x.shape[1])
+    filled = (cu.diff() > 0).view(-1, *[1] * (x.ndim - 2))
+    return torch.where(filled, x[0, (cu[1:] - 1).clamp(min=0)], 0 if before is None else before.to(x.dtype))
+
+
 class ChunkTable(NamedTuple):
     """The chunks of packed sequences, in the order of their tokens; some of them have no tokens."""
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from .opcase import OpCase
-from .recurrences import CASES, GATES_ON_BOTH_AXES, SOFTMAX, SSD
+from .recurrences import CASES, GATES_ON_BOTH_AXES, MAMBA3, SOFTMAX, SSD
 
 __all__ = [
     "CASES",
     "GATES_ON_BOTH_AXES",
+    "MAMBA3",
     "NAMED",
     "ONE_EACH",
     "SELECTIVE",
@@ -24,7 +25,7 @@ __all__ = [
     "OpCase",
 ]
 
-NAMED = {case.name: case for case in (*CASES, SSD)}
+NAMED = {case.name: case for case in (*CASES, SSD, MAMBA3)}
 SELECTIVE = NAMED["selective_scan_fn"]
 # Each of H groups of channels has a B and a C of its own. Not under the whole contract, which draws any number of each.
 SELECTIVE_GROUPS = replace(
@@ -56,7 +57,7 @@ DISTINCT = [
 ]
 
 each_op = every(DISTINCT)
-each_op_and_ssd = every([*DISTINCT, SSD])
+each_op_and_mamba = every([*DISTINCT, SSD, MAMBA3])
 each_gated_op = every([case for case in DISTINCT if case.gates])
 each_scaled_op = every([case for case in DISTINCT if case.scaled])
 each_softmax = every(SOFTMAX)

@@ -42,7 +42,7 @@ class OpCase:
     states: Mapping[str, Axes]  # one tensor or a tuple of several, by the names that errors have for them
     output: str  # the input that has the axes of the output
     output_axes: Axes
-    draws: Mapping[str, Draw]  # what is done to the normal numbers of an input
+    draws: Mapping[str, Draw]  # what is done to the normal numbers of an input, or to log decays
     any_dtype: Axes  # inputs that need not have the dtype of the first
     not_cast: Axes  # inputs of tokens that autocast leaves as they are
     scaled: bool
@@ -53,7 +53,11 @@ class OpCase:
     empty: Mapping[str, float] = field(default_factory=dict)  # states before any token that are not zeros
     groups: int = 1  # how many HV, or HQ, share one of H
     nodes: int = 1  # calls of the registered op
+    before: Axes = ()  # ops of other families that a call begins with
     prepared: bool = False  # whether arguments of the op are products of inputs
+    softplus: bool = (
+        False  # whether they are made with softplus, whose decomposition in graphs rounds otherwise
+    )
     # PyTorch's operations that a graph of the call has besides the registered op, with and without a state. None: many.
     other_ops: Axes | None = ()
     inductor: bool = False  # stands for its family in tests that compile C++
@@ -67,6 +71,18 @@ class OpCase:
     def backward(self) -> str:
         """The registered op of the gradient."""
         return f"{self.family}_backward"
+
+    @property
+    def ops(self) -> list[str]:
+        """The registered ops of a call, in order."""
+        return [*self.before, *[self.forward] * self.nodes]
+
+    @property
+    def backward_ops(self) -> list[str]:
+        """Those of its gradient."""
+        return [self.backward] * self.nodes + [
+            f"{x.rpartition('_')[0]}_backward" for x in reversed(self.before)
+        ]
 
     @property
     def first(self) -> str:
@@ -116,7 +132,11 @@ class OpCase:
 
     def join(self, state: State) -> Tensor:
         """A tuple of states ``[N, H, ...]`` as one tensor ``[N, H, joined]``."""
-        return state if isinstance(state, Tensor) else torch.cat([x.flatten(2) for x in state], -1)
+        return (
+            state
+            if isinstance(state, Tensor)
+            else torch.cat([x.reshape(*x.shape[:2], -1) for x in state], -1)
+        )
 
     def split(self, state: Tensor, inputs: Mapping[str, Tensor]) -> State:
         """The opposite of `join`; the sizes are those of the inputs."""
@@ -127,7 +147,7 @@ class OpCase:
             sizes.update(zip(axes, inputs[name].shape))
         shapes = [[sizes[axis] for axis in axes[2:]] for axes in self.states.values()]
         parts = state.split([prod(shape) for shape in shapes], -1)
-        return tuple(x.unflatten(-1, shape) for x, shape in zip(parts, shapes))
+        return tuple(x.reshape(*x.shape[:-1], *shape) for x, shape in zip(parts, shapes))
 
     def at(self, window: slice, tensors: Mapping[str, Tensor], *axes: str) -> dict[str, Tensor]:
         """The window of each tensor along those of these axes that it has."""

@@ -42,9 +42,12 @@ class Problem:
         return replace(self, tensors={**self.tensors, **tensors})
 
     def with_gates(self, value: float) -> Problem:
-        return self.with_tensors(
-            **{name: torch.full_like(self.tensors[name], value) for name in self.case.gates}
-        )
+        gates = {name: self.tensors[name] for name in self.case.gates}
+        drawn = {
+            name: _drawn(self.case, name, torch.full_like(x, value, dtype=torch.float64)).to(x)
+            for name, x in gates.items()
+        }
+        return self.with_tensors(**drawn)
 
     def to(self, dtype: torch.dtype) -> Problem:
         tensors = {name: x.to(dtype) for name, x in self.tensors.items()}
@@ -84,7 +87,7 @@ def draw(
     many = case.groups * H
     size = {"B": B, "T": T, "H": H, "HV": many, "HQ": many, "K": K, "V": V, "M": M, "W": W, "N": N}
     size |= {"D": V, "S": K}  # channels without heads, and the state of each
-    size |= {"R": 2}  # steps of a token
+    size |= {"R": 2, "A": 2}  # steps of a token, and the angles of its keys
     if len(case.states) > 1:
         size["joined"] = sum(prod(size[axis] for axis in axes[2:]) for axes in case.states.values())
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
@@ -92,11 +95,11 @@ def draw(
 
     def normal(axes: Sequence[str], dtype: torch.dtype, name: str = "") -> Tensor:
         x = torch.randn([size[axis] for axis in axes], generator=generator, dtype=torch.float64)
-        return case.draws.get(name, lambda x: x)(x).to(device, dtype)
+        return _drawn(case, name, x).to(device, dtype)
 
     tensors = {name: normal(axes, dtype, name) for name, axes in case.inputs.items()}
     for name, axes in case.gates.items():
-        tensors[name] = gate(axes, size, gates, generator).to(device, gate_dtype or dtype)
+        tensors[name] = _drawn(case, name, gate(axes, size, gates, generator)).to(device, gate_dtype or dtype)
     if state:
         tensors["initial_state"] = normal(case.state, state_dtype or accumulator, "initial_state")
     do = normal(case.output_axes, dtype)
@@ -107,6 +110,10 @@ def draw(
     ]
     start = case.join(tuple(start)) if len(start) > 1 else start[0]
     return Problem(case, tensors, do, d_final_state, start, cu_seqlens, scale)
+
+
+def _drawn(case: OpCase, name: str, x: Tensor) -> Tensor:
+    return case.draws.get(name, lambda x: x)(x)
 
 
 def gate(axes: Sequence[str], size: dict[str, int], kind: str | float, generator: torch.Generator) -> Tensor:

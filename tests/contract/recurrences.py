@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +15,7 @@ from flacompose.ops._call import check
 from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
+from flacompose.ops.families.scan.reference import scan
 from flacompose.ops.families.selective_scan.reference import selective_scan
 from flacompose.ops.families.short_conv.reference import short_conv
 from flacompose.ops.families.slot_attention.reference import slot_attention
@@ -84,6 +86,33 @@ def normalized(
     return o, (S, z[:, -1])
 
 
+def mlstm(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial_state: tuple[Tensor, ...] | None = None,
+    scale: float = 1.0, eps: float = 1e-6, constant_weight: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """As the paper has it, its stabiliser ``m`` a constant in derivatives; `beta` and `g` are the gates i and f."""
+    B, T, HV, V = v.shape
+    q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k))
+    zeros = (v.new_zeros(B, HV, *shape) for shape in ((q.shape[-1], V), q.shape[3:], ()))
+    C, n, m = zeros if initial_state is None else initial_state
+    o, m = [], m.detach()
+    for t in range(T):
+        before, decay = m, F.logsigmoid(g[:, t])
+        m = torch.maximum(decay + m, beta[:, t]).clamp(min=-1e38).detach()  # which stands for -inf
+        # The difference of maxima comes first, since nothing is lost in it, however large they are.
+        kept, written = (decay + (before - m)).exp()[..., None], (beta[:, t] - m).exp()[..., None] * k[:, t]
+        C, n = kept[..., None] * C + written[..., None] * v[:, t, :, None], kept * n + written
+        weight = torch.maximum((scale * n * q[:, t]).sum(-1).abs(), (-m).exp()) + eps
+        weight = weight.detach() if constant_weight else weight
+        o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], C) / weight[..., None])
+    return torch.stack(o, 1), (C, n, m)
+
+
+def before_sigmoid(g: Tensor) -> Tensor:
+    """The number whose sigmoid has this logarithm."""
+    return g - (-g.expm1()).log()
+
+
 def gdn2(
     q: Tensor, k: Tensor, v: Tensor, gk: Tensor, b: Tensor, w: Tensor, **options
 ) -> tuple[Tensor, Tensor]:
@@ -131,6 +160,14 @@ def constant_weight(logits: Tensor) -> Tensor:
     return (logits - logits.logsumexp(-1, keepdim=True).detach()).exp()
 
 
+def rg_lru(
+    x: Tensor, r: Tensor, i: Tensor, a_param: Tensor, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``a_t = exp(-8 softplus(a_param) sigmoid(r_t))``; ``h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t) x_t``."""
+    g = -8 * F.softplus(a_param) * r.sigmoid()
+    return scan((-torch.expm1(2 * g)).sqrt() * i.sigmoid() * x, g, initial_state)
+
+
 def mamba(function: Callable[..., object], returned: str, **fixed: object) -> Function:
     """A scan of Mamba, its two keywords for states as the other functions have them."""
 
@@ -176,6 +213,66 @@ def ssd(
     return gated_output(y, x, D if D is None or D.dim() == 2 else D.unsqueeze(-1), z), h.mT
 
 
+def mamba3_siso(
+    initial_state: tuple[Tensor, ...] | None = None, output_final_state: bool = False, **inputs
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """Mamba-3's scan, with the states as the other functions have them."""
+    states = {"Input_States": initial_state, "return_final_states": output_final_state}
+    results = ops.mamba3_siso_combined(**inputs, **states)
+    return (results[0], results[1:]) if output_final_state else (results, None)
+
+
+def turned(x: Tensor, angle: Tensor, halves: bool) -> Tensor:
+    """``x [..., S]``, of whose pairs the first turn by the angles ``[..., A]``; as complex numbers."""
+    a, b = x.unflatten(-1, (2, -1) if halves else (-1, 2)).unbind(-2 if halves else -1)
+    angle = F.pad(angle, (0, a.shape[-1] - angle.shape[-1]))
+    y = torch.complex(a, b) * torch.complex(angle.cos(), angle.sin())
+    return torch.cat([y.real, y.imag], -1) if halves else torch.view_as_real(y).flatten(-2)
+
+
+def mamba3_mimo(
+    Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor, K_bias: Tensor,
+    Angles: Tensor, D: Tensor, Z: Tensor, MIMO_V: Tensor, MIMO_Z: Tensor, MIMO_Out: Tensor | None,
+    initial_state: tuple[Tensor, ...] | None = None, halves: bool = True, eps: float | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """``S_t = a_t S_{t-1} + a_t (1 - l_t) dt_t w_{t-1} + l_t dt_t w_t``, ``w_t`` the sum of the keys' writes."""
+    (B, T, H, P), (R, G, S), A = V.shape, Q.shape[2:], Angles.shape[-1]
+    Q, K = (x.repeat_interleave(H // G, 3) + b.mT.movedim(-1, 0) for x, b in ((Q, Q_bias), (K, K_bias)))
+    empty = V.new_zeros(B, H, A), V.new_zeros(B, H, P, S), V.new_zeros(B, R, H, S), V.new_zeros(B, H, P)
+    angle, state, k, v = initial_state or empty
+    o = []
+    for t in range(T):
+        written = torch.einsum("brhs,bhp,hrp->bhps", k, v, MIMO_V)
+        angle = angle + math.pi * Angles[:, t].tanh() * DT[:, t, :, None]
+        q, k = (turned(x[:, t], angle[:, None], halves) for x in (Q, K))
+        v, share = V[:, t], Trap[:, t].sigmoid()
+        before, now = (x[..., None, None] for x in ((1 - share) * DT[:, t], share * DT[:, t]))
+        state = ADT[:, t].exp()[..., None, None] * (state + before * written)
+        state = state + now * torch.einsum("brhs,bhp,hrp->bhps", k, v, MIMO_V)
+        y = torch.einsum("bhps,brhs->brhp", state, q) + (D[:, None, None] * MIMO_V).movedim(1, 0) * v[:, None]
+        if eps is not None:
+            y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
+        o.append(y * F.silu(MIMO_Z.movedim(1, 0) * Z[:, t, None]))
+    y = torch.stack(o, 1)
+    y = y if MIMO_Out is None else (y * MIMO_Out.movedim(1, 0)).sum(2)
+    return y, ((angle + math.pi).remainder(2 * math.pi) - math.pi, state, k, v)
+
+
+def mamba3(
+    Q: Tensor, K: Tensor, Q_bias: Tensor, K_bias: Tensor, initial_state: tuple[Tensor, ...] | None = None,
+    **inputs: Tensor,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """The same with one key and one query, pairs of which are neighbours."""
+    Q, K, Q_bias, K_bias = Q.unsqueeze(2), K.unsqueeze(2), Q_bias.unsqueeze(1), K_bias.unsqueeze(1)
+    one = torch.ones_like(inputs["V"][0, 0]).unsqueeze(1)
+    if initial_state is not None:
+        angle, state, k, v = initial_state
+        initial_state = angle, state, k.unsqueeze(1), v
+    given = dict(MIMO_V=one, MIMO_Z=one, MIMO_Out=one, initial_state=initial_state, halves=False)
+    o, (angle, state, k, v) = mamba3_mimo(Q, K, Q_bias=Q_bias, K_bias=K_bias, **inputs, **given)
+    return o, (angle, state, k.squeeze(1), v)
+
+
 def softmax_of_q(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **options) -> tuple[Tensor, Tensor]:
     return vector_decay(q.softmax(-1), k, v, gk, **options)
 
@@ -189,6 +286,14 @@ slots = partial(
     entry, family="vector_decay", axes=OF_SLOTS, output_axes="B T HQ V", reference=slot_attention, nodes=2
 )
 OF_STEPS = {"k": "B T R H K", "v": "B T R HV V", "beta": "B T R HV"}
+exponential = partial(
+    entry, family="scalar_decay", arguments="q k v i=beta f=g", reference=mlstm, groups=2,
+    draws={"f": before_sigmoid}, other_ops=None,
+    flops=3,  # 4 for each element but those of m
+    states={"initial_state[0]": "N HV K V", "initial_state[1]": "N HV K", "initial_state[2]": "N HV"},
+    # What q does to the numerator the denominator partly undoes.
+    uncancelled=partial(mlstm, constant_weight=True),
+)  # fmt: skip
 product = partial(
     entry, family="delta_rule", arguments="q k v beta g", axes=OF_STEPS, reference=delta_product,
     # A strong gate is computed with those of the steps that do not decay, whose gradients are far larger.
@@ -237,8 +342,15 @@ CASES = [
           draws={"q": F.softplus, "k": F.softplus}, nodes=2, other_ops=None,
           # Outputs are means, so what q does to the numerator the denominator undoes, but for differences of values.
           uncancelled=partial(normalized, constant_weight=True)),
+    exponential("chunk_mlstm", ops.chunk_mlstm, ops.fused_recurrent_mlstm,
+                before=("running_max_forward", "scan_chunk")),
+    exponential("fused_recurrent_mlstm", ops.fused_recurrent_mlstm, ops.chunk_mlstm,
+                before=("running_max_forward", "scan_recurrent")),
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
+    entry("chunk_rg_lru", ops.chunk_rg_lru, ops.fused_recurrent_rg_lru, "scan", "x r i a_param",
+          axes={"r": "B T D", "i": "B T D", "a_param": "D"}, draws={"a_param": lambda x: x - 4}, reference=rg_lru,
+          other_ops=None, prepared=True, softplus=True),
     entry("causal_conv1d-silu", partial(ops.causal_conv1d, activation="silu"), None, "short_conv", "x weight bias",
           reference=partial(short_conv, silu=True), inductor=True),
     entry("causal_conv1d", ops.causal_conv1d, None, "short_conv", "x weight"),
@@ -285,8 +397,9 @@ CASES = [
           # Slots that hold the same are read as one, however they are weighed.
           uncancelled=partial(slot_attention, weights=constant_weight), other_ops=None),
 ]
-# These three are not under the whole contract. The first two are the operator with arguments that public functions
-# reach only together with others, or through `linear_recurrence`; Mamba-2's scan is more than its operator.
+# These four are not under the whole contract. The first two are the operator with arguments that public functions
+# reach only together with others, or through `linear_recurrence`; the scans of Mamba-2
+# and Mamba-3 are more than their operator.
 GATES_ON_BOTH_AXES = entry("chunk-gk-gv", chunk, recurrent, "vector_decay", "q k v gk gv")
 SOFTMAX = [
     entry(f"softmax-{form}", partial(direct, form=form, softmax=True), None, "vector_decay", "q k v gk",
@@ -299,4 +412,12 @@ SSD = entry("mamba_chunk_scan_combined",
             axes={"x": "B T HV V", "dt": "B T HV", "A": "HV", "B": "B T H K", "C": "B T H K", "D": "HV",
                   "z": "B T HV V", "dt_bias": "HV"},
             states={"initial_states": "N HV V K"}, output="x", draws={"A": lambda x: -x.exp()}, other_ops=None)
+MAMBA3 = entry("mamba3_siso_combined", mamba3_siso, None, "scalar_decay",
+               "V Q K DT Trap Q_bias K_bias Angles D Z ADT", groups=2, scaled=False, reference=mamba3, gates=("ADT",),
+               axes={"V": "B T HV V", **dict.fromkeys("QK", "B T H K"), "ADT": "B T HV", "DT": "B T HV",
+                     "Trap": "B T HV", "Q_bias": "HV K", "K_bias": "HV K", "Angles": "B T HV A", "D": "HV",
+                     "Z": "B T HV V"},
+               states={"Input_States[0]": "N HV A", "Input_States[1]": "N HV V K", "Input_States[2]": "N HV K",
+                       "Input_States[3]": "N HV V"},
+               output="V", draws={"DT": F.softplus}, other_ops=None)
 # fmt: on

@@ -57,7 +57,7 @@ def results(output: tuple[Tensor, Tensor]) -> Results:
 
 
 def nodes(case: OpCase) -> list[str]:
-    return [f"flacompose::{case.forward}"] * case.nodes
+    return [f"flacompose::{name}" for name in case.ops]
 
 
 def packed(case: OpCase, device: torch.device, n: int, length: int = 70, **options) -> Problem:
@@ -73,7 +73,7 @@ def check_node(module: GraphModule, problem: Problem) -> None:
         case.nodes == 1 or ("initial_state" not in problem.tensors and problem.cu_seqlens is None)
     ):
         assert other_ops(module) == list(case.other_ops)
-    if case.nodes != 1 or case.prepared:
+    if len(case.ops) != 1 or case.prepared:
         return
     made_of: dict[str, set[str]] = {}
     for name in [*problem.tensors, *([] if problem.cu_seqlens is None else ["cu_seqlens"])]:
@@ -105,7 +105,12 @@ def test_one_node_at_every_length(case: OpCase, device: torch.device) -> None:
         problem = draw(case, device, B=batch, T=length, seed=length)
         expected = results(call(problem))
         for form in forms:
-            assert_equal(results(form(problem.tensors, None)), expected)
+            actual = results(form(problem.tensors, None))
+            # What softplus is decomposed to may differ from it in the last bit.
+            if form is forms[1] and (case.before or case.softplus):
+                assert_close(actual, expected, 1e-5)
+            else:
+                assert_equal(actual, expected)
 
 
 @each_op
@@ -130,7 +135,7 @@ def test_graphs_of_training(case: OpCase) -> None:
     torch.autograd.backward(compiled(leaves), (problem.do, problem.d_final_state))
     forward, backward = graphs
     assert op_nodes(forward) == nodes(case)
-    assert op_nodes(backward) == [f"flacompose::{case.backward}"] * case.nodes
+    assert op_nodes(backward) == [f"flacompose::{name}" for name in case.backward_ops]
     if case.other_ops == ():
         saved = forward.graph.output_node().args[0][2:]
         assert {x for x in saved if x.op == "placeholder"} == {*forward.graph.find_nodes(op="placeholder")}

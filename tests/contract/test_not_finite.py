@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from .cases import OpCase, each_op_and_ssd
+from .cases import OpCase, each_op_and_mamba
 from .problems import Problem, Results, call, draw, evaluate
 
 LENGTHS = [70, 0, 131, 5]
@@ -62,7 +62,7 @@ def check_input(problem: Problem, name: str, value: float, function: Callable, e
         assert torch.equal(y, expected[result]), f"{result} is reached by {value} in {name}"
 
 
-@each_op_and_ssd
+@each_op_and_mamba
 @pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["dense", "packed"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_how_far_it_reaches(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from .accuracy import assert_accurate, assert_equal
-from .cases import OpCase, each_op, each_op_and_ssd
+from .cases import OpCase, each_op, each_op_and_mamba
 from .problems import call, draw, evaluate
 
 LENGTHS = {
@@ -21,7 +21,7 @@ LENGTHS = {
 }
 
 
-@each_op_and_ssd
+@each_op_and_mamba
 @pytest.mark.parametrize(("name", "tail"), [*zip(LENGTHS, [9, 0, 9, 0, 9, 0]), ("five sequences", 9)])
 def test_packed(case: OpCase, name: str, tail: int, device: torch.device) -> None:
     problem = draw(case, device, lengths=LENGTHS[name], tail=tail)
@@ -34,7 +34,7 @@ def test_packed(case: OpCase, name: str, tail: int, device: torch.device) -> Non
             assert not x.any(), f"d{name} is not 0 in the tail"
 
 
-@each_op_and_ssd
+@each_op_and_mamba
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
 @pytest.mark.parametrize("arriving", [False, True], ids=["inputs", "inputs and gradients"])
 def test_what_a_tail_holds_changes_nothing(
@@ -82,7 +82,7 @@ def test_nothing_but_empty_sequences(case: OpCase, device: torch.device) -> None
     assert torch.equal(results["dinitial_state"], problem.d_final_state)
 
 
-@each_op_and_ssd
+@each_op_and_mamba
 def test_a_sequence_does_not_see_its_neighbours(case: OpCase, device: torch.device) -> None:
     """A NaN in a neighbour, or in a token of no sequence, changes nothing."""
     problem = draw(case, device, lengths=[40, 70, 33], tail=20)

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from flacompose.ops import _logsumexp, chunk_hgrn, chunk_simple_gla
 
 from .accuracy import assert_close, assert_equal
-from .cases import ONE_EACH, OpCase, every
+from .cases import MAMBA3, ONE_EACH, OpCase, every
 from .problems import Problem, draw, evaluate
 
 Function = Callable[[dict[str, Tensor], Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
-one_of_each = every(ONE_EACH)
+# Mamba-3 is made of scalar decay and the scan: a program of its layer is tested in tests/layers/test_sizes.py.
+one_of_each = every([case for case in ONE_EACH if case is not MAMBA3])
 each_layout = pytest.mark.parametrize("layout", ["rows", "packed"])
 unknown_sizes = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True)
 
@@ -93,8 +94,8 @@ def test_training(case: OpCase, layout: str, device: torch.device) -> None:
     compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
     for problem, *masks in problems(case, layout, device):
         actual, expected = (
-            evaluate(problem, function=lambda _, f=f, masks=masks, **tensors: f(tensors, *masks))
-            for f in (compiled, plain)
+            evaluate(problem, function=lambda _, run=run, masks=masks, **tensors: run(tensors, *masks))
+            for run in (compiled, plain)
         )
         assert_close(actual, expected, 1e-6)
 

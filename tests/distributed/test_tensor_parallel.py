@@ -21,7 +21,9 @@ needs_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="refused, as 
 
 # What differs from EVERY so that each rank has half of the heads of every kind.
 EVEN = {"hgrn2": {"expand_ratio": 6}, "lightnet": {"expand_ratio": 6}, "mamba2": {"n_groups": 2}}
-LAYERS = {name: config | EVEN.get(name, {}) for name, config in EVERY.items()}
+EVEN |= {name: {"n_groups": 2} for name in ("mamba3", "mamba3 mimo")}
+# A layer of Rodimus has one head.
+LAYERS = {name: config | EVEN.get(name, {}) for name, config in EVERY.items() if name != "rodimus"}
 # Keys and values of one head, which both ranks need whole; feature maps and norms that have one weight for all heads.
 SHARED = {
     "gla, one head of keys": EVERY["gla"] | {"num_kv_heads": 1, "fuse_norm": False},
@@ -32,6 +34,8 @@ SHARED = {
     "gated_deltanet, one head of keys": EVERY["gated_deltanet"] | {"num_heads": 1, "num_v_heads": 6},
     "gated_deltaproduct, one head of keys": EVERY["gated_deltaproduct"] | {"num_heads": 1, "num_v_heads": 6},
     "kda, one head of keys": EVERY["kda"] | {"num_heads": 1, "num_v_heads": 6},
+    "gdn2, one head of keys": EVERY["gdn2"] | {"num_heads": 1, "num_v_heads": 6},
+    "comba, one head of keys": EVERY["comba"] | {"num_heads": 1, "num_v_heads": 6},
 }
 # Heads of keys, groups and steps of a token that two ranks cannot share out, and unlike numbers of channels.
 KEYS, VALUES = {"num_heads": 6, "num_kv_heads": 3}, {"num_heads": 3, "num_v_heads": 6}
@@ -47,21 +51,38 @@ ODD = {
                                   "use_forget_gate": False},
     "gated_deltaproduct, 3 heads of keys, 1 step": EVERY["gated_deltaproduct"] | VALUES | {"num_householder": 1},
     "kda, 3 heads of keys": EVERY["kda"] | VALUES,
+    "gdn2, 3 heads of keys": EVERY["gdn2"] | VALUES,
+    "comba, 3 heads of keys": EVERY["comba"] | VALUES,
     "mamba2, 3 groups": EVERY["mamba2"],
+    "mamba3 mimo, 3 groups": EVERY["mamba3 mimo"],
     "hgrn, 27 channels": EVERY["hgrn"] | {"expand_ratio": 1.125},
 }  # fmt: skip
 
 # How often one call communicates: the sum at the end, the mean of a norm over all heads, and what is gathered whole.
-REDUCED = {"lightning_attn": 2, "hgrn": 2, "hgrn2": 2, "lightnet": 2, "gsa": 2, "mamba2, one group": 2}
+REDUCED = {
+    "lightning_attn": 2,
+    "mamba": 2,
+    "hgrn": 2,
+    "hgrn2": 2,
+    "lightnet": 2,
+    "gsa": 2,
+    "mamba2, one group": 2,
+}
 GATHERED = {
+    "mamba": 1,
     "mamba2": 1,
     "mamba2, one group": 1,
+    "mamba3": 5,  # the biases too, but of one group
+    "mamba3 mimo": 6,
+    "mamba3 mimo, 3 groups": 6,
     "gated_deltaproduct": 3,
     "gla, one head of keys": 3,
     "gsa, one head of keys": 4,
     "gated_deltanet, one head of keys": 2,
     "gated_deltaproduct, one head of keys": 4,
     "kda, one head of keys": 2,
+    "gdn2, one head of keys": 6,  # q, k, the gate, the decays and their two parameters
+    "comba, one head of keys": 4,  # q, k, D and the inner decay
     # What cannot be shared out: k, v and the decays; k and v; q and k; k, v and beta; what is normed.
     "gla, 3 heads of keys": 3,
     "simple_gla, 3 heads of keys": 2,
@@ -70,6 +91,8 @@ GATHERED = {
     "gsa, 3 heads of keys": 4,  # q too
     "gated_deltanet, 3 heads of keys": 2,
     "kda, 3 heads of keys": 2,
+    "gdn2, 3 heads of keys": 6,
+    "comba, 3 heads of keys": 4,
     "gated_deltaproduct, 3 heads of keys, 1 step": 2,
     "gated_deltaproduct, 3 heads of keys, 3 steps": 4,  # q too
     "gated_deltaproduct, the same without decays": 4,
@@ -80,8 +103,10 @@ GATHERED = {
 WHOLE = {
     "gk_proj.0", "f_proj.0", "g_proj.0", "w_proj.linear.lora.0", "x_proj.0", "x_proj.0.linear", "x_proj.2", "norm",
     "w_lora.lora.0", "v_lora.lora.0", "a_lora.lora.0", "g_lora.lora.0", "g_norm", "o_norm", "g_norm_swish_gate",
-    "conv1d", "feature_map.layer", "",
+    "conv1d", "feature_map", "feature_map.layer", "B_norm", "C_norm", "",
 }  # fmt: skip
+
+BIASES = ("linear_out.bias", "out_proj.bias")  # of projections from heads, added to the sum over ranks
 
 
 def train(module: nn.Module, *inputs: Any) -> list[Tensor]:
@@ -163,10 +188,11 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, tensor_parallel_plan(layer))
         for path, p in layer.named_parameters():
             replicated = p.placements == (Replicate(),)
-            assert not replicated or path.rpartition(".")[0] in WHOLE, (name, path)
-        if name.startswith("gsa"):  # CommDebugMode loses count of a module that is called twice
+            assert not replicated or path.rpartition(".")[0] in WHOLE or path in BIASES, (name, path)
+        if hasattr(layer, "feature_map"):  # CommDebugMode loses count of a module that is called twice
+            feature_map = layer.feature_map
             del layer.feature_map
-            layer.feature_map = nn.functional.silu
+            layer.feature_map = nn.functional.silu if name.startswith("gsa") else feature_map.forward
         with CommDebugMode() as communication:
             _, state = layer(torch.randn(2, 6, HIDDEN))
         counts = {str(op).partition(".")[2]: n for op, n in communication.get_comm_counts().items()}
@@ -175,8 +201,10 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         recurrent = state.recurrent if isinstance(state.recurrent, tuple) else (state.recurrent,)
         # The state of gated slot attention has the heads of keys.
         replicated = name in ("gsa, one head of keys", "gsa, 3 heads of keys")
-        placement = Replicate() if replicated else Shard(1)
-        assert all(t.placements == (placement,) for t in recurrent), name
+        placements = [Replicate() if replicated else Shard(1)] * len(recurrent)
+        if name.startswith("mamba3"):  # keys have their ranks before the heads, and every rank has all values
+            placements[2:] = [Shard(2), Replicate()]
+        assert [t.placements for t in recurrent] == [(p,) for p in placements], name
     # The gradients of k, v and the decays, and of q and k, are summed over ranks, not gathered from them.
     for name, sums in ("gla, one head of keys", 3), ("kda, one head of keys", 2):
         layer = build(SHARED[name])
@@ -299,6 +327,7 @@ def refuse(mesh: DeviceMesh) -> None:
     for config, message in (
         (gla | {"num_heads": 3, "num_kv_heads": 3}, "num_heads .*, got 3 in the GatedLinearAttention at '1'"),
         (delta | {"num_v_heads": 3, "num_heads": 1}, "num_v_heads .*, got 3 in the GatedDeltaNet at '1'"),
+        (EVERY["rodimus"], "num_heads .*, got 1 in the RodimusAttention at '1'"),
     ):
         layers = nn.ModuleList([build(gla), build(config)])
         with pytest.raises(

@@ -15,7 +15,6 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
-T = Dim("T", min=2, max=8192)
 EXPORTED = [3, 64, 65, 165, 2048]
 PACKAGED = [100, 165, 384, 2048]
 
@@ -83,11 +82,11 @@ class Uncached:
 def cache_argument(module: nn.Module) -> str:
     """What the forward of a model or a layer calls a cache, in the transformers that is there."""
     takes = inspect.signature(module.forward).parameters
-    return next(name for name in ("cache", "past_key_values", "cache_params") if name in takes)
+    return next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in takes)
 
 
 def cache_of(out: Any) -> Any:
-    return next(out[name] for name in ("cache", "past_key_values", "cache_params") if name in out)
+    return next(out[name] for name in ("cache", "past_key_values", "cache_params", "state") if name in out)
 
 
 def captured(name: str, model: nn.Module) -> nn.Module:
@@ -100,6 +99,8 @@ def captured(name: str, model: nn.Module) -> nn.Module:
     if hasattr(model, "set_experts_implementation"):
         # The default experts read values while they are traced.
         model.set_experts_implementation("batched_mm")
+    if name == "rwkv":
+        model(prompt(model, 1))  # its first call changes its weights
     if name in ("glm5_next", "qwen4_exp"):
         # Their sparse attention asks for 17 tokens, or reads how many blocks are complete.
         del next(m.layers for m in model.modules() if hasattr(m, "layers"))[1]
@@ -140,7 +141,9 @@ def assert_one_compilation(
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def exported(model: nn.Module) -> ExportedProgram:
+def exported(model: nn.Module, least: int = 2) -> ExportedProgram:
+    """For `least` tokens or more."""
+    T = Dim("T", min=least, max=8192)
     with torch.no_grad():
         return torch.export.export(Logits(model), (prompt(model, 37),), dynamic_shapes=({1: T},))
 

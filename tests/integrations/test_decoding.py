@@ -28,6 +28,7 @@ OPS = {
     "mamba2": ["short_conv_forward"] * 2,
     "minimax": ["scalar_decay_recurrent"],
     "qwen3_next": ["short_conv_forward", "delta_rule_recurrent"],
+    "rwkv": ["running_max_forward", "scan_recurrent"] * 2,
 }
 
 
@@ -51,6 +52,8 @@ class Step(nn.Module):
 
 def places_of(cache: Any) -> list[tuple[Any, Any]]:
     """Where a cache of transformers keeps its tensors: of convolutions, recurrences and softmax attention."""
+    if isinstance(cache, list):  # of RWKV
+        return [(cache, i) for i in range(len(cache))]
     holders: list[tuple[Any, Any]] = []
     for layer in cache.layers:
         for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
@@ -111,7 +114,7 @@ def assert_decodes(
         assert torch.equal(torch.cat(found, 1).argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("name", [*DOORS, "mamba"])
+@pytest.mark.parametrize("name", [*DOORS, "mamba", "rwkv"])
 @torch.no_grad()
 def test_decoding_is_exported(name: str, device: torch.device) -> None:
     assert_decodes(name, tiny(name).to(device))

@@ -143,7 +143,7 @@ def test_generation(name: str, model: nn.Module) -> None:
             assert torch.equal(tokens[row, -24:], expected.argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["inkling", "lfm2", "lfm2_moe", "minimax"])
+@pytest.mark.parametrize("name", ["inkling", "lfm2", "lfm2_moe", "minimax", "rwkv", "xlstm"])
 def test_gradients_of_steps(name: str, model: nn.Module) -> None:
     """Through the cache. In the other models, those of transformers write to what their backward needs."""
     ids = prompt(model, 9, batch=2)
@@ -157,16 +157,27 @@ def test_gradients_of_steps(name: str, model: nn.Module) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["xlstm"])
+def test_states_are_not_rounded(name: str, model: nn.Module) -> None:
+    """In half precision, a rounded maximum would scale what is kept at its scale."""
+    with enable():
+        out = copy.deepcopy(model).bfloat16()(prompt(model, 9), use_cache=True)
+    states = out.cache_params.rnn_state.values()
+    assert {part.dtype for state in states for part in state} == {torch.float32}
+
+
 def in_pieces(
     model: nn.Module, ids: torch.Tensor, pieces: list[int], mask: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The logits of pieces of these lengths, one after another through a cache."""
-    cache, logits, end = None, [], 0
+    # RecurrentGemma does not return the cache that it makes.
+    own = model.config.model_type == "recurrent_gemma"
+    cache, logits, end = transformers.DynamicCache(config=model.config) if own else None, [], 0
     for piece in ids.split(pieces, 1):
         end += piece.shape[1]
         given = {} if mask is None else {"attention_mask": mask[:, :end]}
         out = model(piece, use_cache=True, **{cache_argument(model): cache}, **given)
-        cache = cache_of(out)
+        cache = cache if own else cache_of(out)
         logits.append(out.logits)
     return torch.cat(logits, 1)
 
@@ -428,6 +439,23 @@ def test_compiled_before(name: str, model: nn.Module) -> None:
         assert not on_ops()
 
 
+@torch.no_grad()
+def test_rwkv(device: torch.device) -> None:
+    """Its mask may come by position, and it is not exported before its first call, which changes its weights."""
+    model = tiny("rwkv").to(device)
+    ids, mask = padded(model, 9)
+    with enable():
+        with pytest.raises(ValueError, match="model must have been called once before it is exported"):
+            exported(model)
+        by_name = model(ids, attention_mask=mask, use_cache=False).logits
+        assert torch.equal(model(ids, mask, use_cache=False).logits, by_name)
+        assert not torch.equal(model(ids, use_cache=False).logits, by_name)
+        assert copy.deepcopy(model).half()(ids, mask).logits.isfinite().all()  # pads have the least of keys
+        unscaled = tiny("rwkv").to(device)
+        unscaled.config.rescale_every = 0
+        assert_exact(exported(unscaled).module(), unscaled, [3])
+
+
 def hook(layer: nn.Module) -> None:
     """Wrap a layer's forward as accelerate's hooks do."""
     forward = layer.forward
@@ -533,7 +561,10 @@ KDA = SHORT | {"chunk_kda", "fused_recurrent_kda"}
 SSD = SHORT | {"mamba_chunk_scan_combined", "selective_state_update"}
 RUNS_ON = {
     "minimax": {"chunk_simple_gla"},
-    **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3"], SHORT),
+    "recurrent_gemma": {"chunk_rg_lru"},
+    "rwkv": {"chunk_rwkv4"},
+    "xlstm": {"chunk_mlstm"},
+    **dict.fromkeys(["inkling", "inkling2", "lfm2", "lfm2_moe", "lfm3", "zaya"], SHORT),
     **dict.fromkeys(SELECTIVE, SHORT | {"selective_scan_fn", "selective_state_update"}),
     **dict.fromkeys(["olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"], GATED_DELTA),
     **dict.fromkeys(["bailing_hybrid", "glm5_next", "kimi_linear"], KDA),
@@ -699,6 +730,11 @@ def test_groups_are_not_repeated(
     assert len(heads) == 24 and set(heads) == {(2, 2, 4)}
 
 
+# Layers that take two arguments by position after their input.
+POSITIONAL = ("minimax", "recurrent_gemma", "rwkv")
+# Layers that return a state beside their output.
+PAIRS = (*POSITIONAL, "xlstm")
+
 # Packed sequences: none shorter than the convolution, one of them, as long as a chunk, longer than one.
 LENGTHS = [5, 1, 64, 2, 70]
 
@@ -719,16 +755,19 @@ def test_packed(name: str, model: nn.Module, device: torch.device) -> None:
     layer = recurrent(model)[0]
     width = layer.conv1d.in_channels if name.startswith("inkling") else 32
     x = torch.randn(1, sum(LENGTHS), width, device=device, requires_grad=True)
-    w = torch.randn_like(x)
 
     def run(x: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
-        return layer(x, None, None, **given)[0] if name == "minimax" else layer(x, **given)
+        if name == "zaya":  # queries, keys and values
+            return torch.cat([y.flatten(2) for y in layer(x, None, **given)], -1)
+        y = layer(x, *((None, None) if name in POSITIONAL else ()), **given)
+        return y[0] if name in PAIRS else y
 
     def gradients(y: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad((y * w).sum(), [x, *layer.parameters()]))
 
     with enable():
         y = run(x, cu_seq_lens_q=bounds(device))
+        w = torch.randn_like(y)
         expected = torch.cat([run(part) for part in x.split(LENGTHS, 1)], 1)
         torch.testing.assert_close(y, expected, **CLOSE)
         for actual, of_loop in zip(gradients(y), gradients(expected), strict=True):
@@ -781,19 +820,89 @@ def test_packed_without_an_op(name: str, model: nn.Module) -> None:
         model(**batch(model), use_cache=False)
 
 
-def test_checkpoints() -> None:
+@pytest.mark.parametrize("name", ["mamba", "recurrent_gemma", "xlstm"])
+@torch.no_grad()
+def test_hidden_states(name: str, model: nn.Module) -> None:
+    """They are recorded, each once, also where a model passes bounds on."""
+    options = dict(input_ids=prompt(model, 9), use_cache=False, output_hidden_states=True)
+    one = torch.tensor([0, 9], dtype=torch.int32, device=model.device)
+    with enable():
+        for _ in range(2):
+            actual = model(**options, cu_seq_lens_q=one).hidden_states
+    for ours, expected in zip(actual, model(**options).hidden_states, strict=True):
+        torch.testing.assert_close(ours, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["xlstm"])
+@torch.no_grad()
+def test_pads_in_between(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without softmax attention or a convolution they may be anywhere: nothing is forgotten at them."""
+    monkeypatch.setitem(TINY[name][1], "eps", 0.1)  # of a size that tells
+    model = tiny(name).to(device)
+    ids = prompt(model, 9)
+    mask = torch.ones_like(ids)
+    mask[:, 3:7] = 0
+    with enable():
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+    tokens = mask[0].bool()
+    torch.testing.assert_close(logits[:, tokens].double(), Uncached(model)(ids[:, tokens]), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma"])
+def test_pads_after_a_token(name: str, model: nn.Module) -> None:
+    """They leave the state of the recurrence as it is, also right after the first token, which begins anew."""
+    ids = prompt(model, 4)
+    mask = torch.tensor([[1, 0, 0, 0]], device=model.device)
+
+    def states(ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        cache = transformers.DynamicCache(config=model.config)
+        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        return [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
+
+    with enable(), torch.no_grad():
+        actual, expected = states(ids, mask), states(ids[:, :1], mask[:, :1])
+    assert expected
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["xlstm"])
+def test_no_pieces(name: str, model: nn.Module) -> None:
+    """Transformers takes a long sequence in pieces, without gradients. Here it is as a short one, pads included."""
+    ids, mask = padded(model, 9)
+
+    def gradient() -> torch.Tensor:
+        loss = model(ids, attention_mask=mask).logits[:, 4:].square().mean()
+        return torch.autograd.grad(loss, model.get_input_embeddings().weight)[0]
+
+    with enable():
+        expected = gradient()
+        model.config.max_inference_chunksize = 4
+        torch.testing.assert_close(gradient(), expected)
+        assert hasattr(model(ids).cache_params, "reorder_cache")
+
+
+def test_xlstm_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where transformers takes the blocks of the package xlstm, they are told nothing that they do not know."""
+    monkeypatch.setattr(modeling("xlstm"), "external_xlstm", True)
+    assert _modeling.remembering(nn.Module.forward) is nn.Module.forward
+
+
+@pytest.mark.parametrize("name", ["mamba", "xlstm"])
+def test_checkpoints(name: str, model: nn.Module) -> None:
     """A layer that passes bounds on is still computed again in the backward, where gradients are checkpointed."""
-    model = tiny("mamba").train()
+    model.train()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its newer name
-    counts = []
+    ids, weight, counts, gradients = prompt(model, 9), model.get_input_embeddings().weight, [], []
     for enabled in False, True:
         with enable() if enabled else contextlib.nullcontext():
             calls = []
             hook = recurrent(model)[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-            Logits(model)(prompt(model, 9)).square().mean().backward()
+            gradients += torch.autograd.grad(model(ids).logits.square().mean(), weight)
             hook.remove()
             counts.append(len(calls))
     assert counts == [2, 2]
+    torch.testing.assert_close(*gradients, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["mamba", "zamba", "inkling", "jamba"])
@@ -823,14 +932,17 @@ def test_packed_with_a_cache(name: str, model: nn.Module) -> None:
     """A cache has no row for each sequence, and puts tokens in front of those that bounds tell apart."""
     packed, cache = batch(model), transformers.DynamicCache(config=model.config)
     layer = recurrent(model)[0]
-    argument = cache_argument(layer)
     x = torch.randn(1, sum(LENGTHS), 32, device=model.device)
-    positional = (None, None) if name == "minimax" else ()
+    argument = cache_argument(model if name == "recurrent_gemma" else layer)
+    given: dict = {argument: cache}
+    if name == "xlstm":  # its layers get the states
+        given = {"state": tuple(torch.zeros(1, 4, *sizes) for sizes in ((16, 16), (16,), (1,)))}
+    positional = (None, None) if name in POSITIONAL and argument != "state" else ()
     with enable():
         with pytest.raises(ValueError, match="cu_seq_lens_q must come without a cache"):
             model(**packed, use_cache=True)
         with pytest.raises(ValueError, match="cu_seq_lens_q must come without a cache"):
-            layer(x, *positional, **{argument: cache}, cu_seq_lens_q=bounds(model.device))
+            layer(x, *positional, **given, cu_seq_lens_q=bounds(model.device))
     assert not any(cache.has_previous_state(i) for i in range(len(cache.layers)) if cache.is_linear[i])
 
 
@@ -880,7 +992,7 @@ def test_compile_training(name: str, model: nn.Module) -> None:
 def test_export(name: str, model: nn.Module) -> None:
     """Once, for lengths it has not seen, with an op for each layer, which stays after the model is as it was."""
     with enable():
-        program = exported(captured(name, model))
+        program = exported(captured(name, model), least=3 if name == "zaya" else 2)
         recurrences = [op for op in ops_of(program.graph_module) if "short_conv" not in op]
         assert bool(recurrences) == (RUNS_ON[name] != SHORT)
         assert_exact(program.module(), model, EXPORTED)

@@ -116,11 +116,29 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=64, indexer_compress_ratio=4,
         ),
     ),
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM",
+        dict(ATTENTION, num_hidden_layers=2, block_types=["recurrent", "attention"], attention_window_size=32),
+    ),
+    "rwkv": ("RwkvForCausalLM", dict(num_hidden_layers=2, rescale_every=1)),
+    # The cache rounds the sizes of all heads together to multiples of 64, and the layers do not. With a smaller
+    # `norm_eps` the norm of each head would hide what it is divided by.
+    "xlstm": (
+        "xLSTMForCausalLM",
+        dict(num_hidden_layers=2, num_heads=4, qk_dim_factor=2.0, v_dim_factor=2.0, norm_eps=0.1),
+    ),
     "zamba": (
         "ZambaForCausalLM",
         dict(
             num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=3, mamba_d_state=8, mamba_dt_rank=4,
             layers_block_type=["mamba", "hybrid", "hybrid"], n_mamba_heads=2,
+        ),
+    ),
+    "zaya": (
+        "ZayaForCausalLM",
+        dict(
+            ATTENTION, num_hidden_layers=2, head_dim=8, layer_types=["hybrid_sliding", "hybrid"], sliding_window=32,
+            moe_intermediate_size=16, num_experts=4, router_hidden_size=16, cca_time0=3, cca_time1=3,
         ),
     ),
     "zamba2": (
@@ -162,8 +180,12 @@ def tiny(name: str) -> nn.Module:
         config = config_class(**options)
     model = model_class(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             # Biases of zeros and weights of ones would hide what is left out.
             if bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if path.endswith("igate_preact.bias"):
+                parameter.add_(8)  # xLSTM begins with exp(-10), with which its denominator would be exp(-m)
+        if name == "rwkv":
+            model.get_input_embeddings().weight.mul_(1e4)  # they would be next to zeros
     return model

@@ -45,7 +45,8 @@ CASES = [case for case in ALL_CASES if case.family != "selective_scan"]
 # What is launched for these is launched for other entries: groups of queries are more tokens, a mean is two calls, and
 # gates are computed or added before.
 COMPOSED = (
-    "fused_recurrent_gsa-grouped", "chunk_abc", "chunk_linear_attn-normalize", "chunk_retention",
+    "fused_recurrent_gsa-grouped", "chunk_abc", "chunk_linear_attn-normalize", "chunk_mlstm",
+    "fused_recurrent_mlstm", "chunk_retention",
     "fused_recurrent_lightning_attn", "fused_recurrent_simple_gla-g-g_gamma",
     "steps-chunk_gated_delta_product", "steps-fused_recurrent_gated_delta_product",
 )  # fmt: skip

@@ -10,8 +10,11 @@ import torch
 
 from flacompose.layers import (
     ABCAttention,
+    BasedLinearAttention,
+    Comba,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     GatedDeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
@@ -20,9 +23,12 @@ from flacompose.layers import (
     KimiDeltaAttention,
     LightNetAttention,
     LinearAttention,
+    Mamba,
     Mamba2,
     MultiScaleRetention,
+    ReBasedLinearAttention,
     RMSNorm,
+    RodimusAttention,
     RWKV6Attention,
     RWKV7Attention,
     ShortConvolution,
@@ -310,6 +316,23 @@ CHECKPOINTS = [
         | {"g_norm.weight": (128,), "o_proj.weight": (64, 128)},
     ),
     (
+        Mamba,
+        {"intermediate_size": 48, "use_bias": True},
+        {
+            "A_log": (48, 16),
+            "D": (48,),
+            "conv1d.weight": (48, 1, 4),
+            "conv1d.bias": (48,),
+            "in_proj.weight": (96, 64),
+            "in_proj.bias": (96,),
+            "x_proj.weight": (36, 48),
+            "dt_proj.weight": (48, 4),
+            "dt_proj.bias": (48,),
+            "out_proj.weight": (64, 48),
+            "out_proj.bias": (64,),
+        },
+    ),
+    (
         Mamba2,
         MAMBA2,
         {
@@ -398,6 +421,56 @@ CHECKPOINTS = [
         )
         for conv in (True, False)
     ),
+    (
+        GatedDeltaNet2,
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 32},
+        {"A_log": (2,), "dt_bias": (64,)}
+        | DELTA
+        | {"v_proj.weight": (128, 64)}
+        | convs("qkv", 64, 64, 128)
+        | {"f_proj.0.weight": (32, 64), "f_proj.1.weight": (64, 32)}
+        | {"b_proj.weight": (64, 64), "w_proj.weight": (128, 64)}
+        | {"g_proj.0.weight": (32, 64), "g_proj.1.weight": (128, 32), "g_proj.1.bias": (128,)}
+        | delta_output(32, 128),
+    ),
+    (
+        Comba,
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 32, "conv_bias": True},
+        {"decay": (2,), "D": (2,)}
+        | DECAYS
+        | DELTA
+        | {"v_proj.weight": (256, 64), "a_proj.weight": (4, 64), "b_proj.weight": (4, 64)}
+        | convs("qkv", 64, 64, 256, bias=True)
+        | {"g_proj.weight": (256, 64)}
+        | delta_output(64, 256),
+    ),
+    (
+        Comba,
+        {"head_dim": 16, "use_inner_decay": False, "use_output_correction": False, "use_output_gate": False,
+         "use_short_conv": False},
+        DECAYS
+        | DELTA
+        | {"v_proj.weight": (128, 64), "a_proj.weight": (4, 64), "b_proj.weight": (4, 64)}
+        | delta_output(32, 128),
+    ),
+    *(
+        (
+            RodimusAttention,
+            {"expand_ratio": 24, "use_short_conv": conv},
+            {"residual_weight": (128,), "gate_proj.weight": (128, 64), "up_proj.weight": (128, 64)}
+            | {"activation_norm.weight": (128,), "down_proj.weight": (64, 128)}
+            | ({"short_conv.weight": (128, 1, 4), "short_conv.bias": (128,)} if conv else {})
+            | {"k_proj.weight": (24, 128), "q_proj.weight": (24, 128)}
+            | {"g_gate_proj.weight": (24, 128), "g_gate_proj.bias": (24,)}
+            | {"tau_gate_proj.weight": (24, 128), "tau_gate_proj.bias": (24,)}
+            | {"i_gate_proj.0.weight": (16, 128), "i_gate_proj.1.weight": (128, 16), "i_gate_proj.1.bias": (128,)},
+        )
+        for conv in (True, False)
+    ),
+    (BasedLinearAttention, {"num_key_value_heads": 4}, DELTA | OUTPUT),
+    (ReBasedLinearAttention, {"num_key_value_heads": 4},
+     {"feature_map.gamma": (16,), "feature_map.beta": (16,)} | DELTA | OUTPUT),
+    (ReBasedLinearAttention, {"num_key_value_heads": 4, "use_gamma": False, "use_beta": False}, DELTA | OUTPUT),
 ]  # fmt: skip
 
 
@@ -447,12 +520,24 @@ SIGNATURES = {
         "(mode='chunk', hidden_size=1024, num_heads=8, head_dim=None, *, layer_idx, num_layers, "
         "hidden_act='silu', norm_eps=1e-06, decay='minimax', device=None, dtype=None)"
     ),
+    "mamba": (
+        "(hidden_size=2048, state_size=16, conv_kernel=4, use_conv_bias=True, intermediate_size=2048, "
+        "dt_rank='auto', dt_min=0.001, dt_max=0.1, dt_init='random', dt_scale=1.0, dt_init_floor=0.0001, "
+        "use_bias=False, hidden_act='silu', layer_idx=None, *, device=None, dtype=None)"
+    ),
     "mamba2": (
         "(num_heads=None, head_dim=64, hidden_size=2048, state_size=128, expand=2, n_groups=1, "
         "conv_kernel=4, conv_init=None, use_conv_bias=True, hidden_act='silu', A_init_range=(1, 16), "
         "D_has_hdim=False, rmsnorm=True, norm_before_gate=False, dt_min=0.001, dt_max=0.1, "
         "dt_init_floor=0.0001, dt_limit=(0.0, inf), use_bias=False, norm_eps=1e-05, chunk_size=256, "
         "layer_idx=None, *, device=None, dtype=None)"
+    ),
+    **dict.fromkeys(
+        ("mamba3", "mamba3 mimo"),
+        "(hidden_size=2048, state_size=128, expand=2, head_dim=64, n_groups=1, rope_fraction=0.5, dt_min=0.001, "
+        "dt_max=0.1, dt_init_floor=0.0001, A_floor=0.0001, is_outproj_norm=False, is_mimo=False, mimo_rank=4, "
+        "chunk_size=64, use_bias=False, norm_eps=1e-05, layer_idx=None, *, A_activation='softplus', device=None, "
+        "dtype=None)",
     ),
     "rwkv6": (
         "(mode='chunk', hidden_size=1024, expand_k=0.5, expand_v=1.0, num_heads=4, gate_fn='swish', "
@@ -462,8 +547,16 @@ SIGNATURES = {
     "rwkv7": (
         "(mode='chunk', hidden_size=1024, head_dim=64, num_heads=None, decay_low_rank_dim=None, "
         "gate_low_rank_dim=None, a_low_rank_dim=None, v_low_rank_dim=None, elementwise_affine=True, "
-        "norm_eps=1e-05, layer_idx=None, fuse_norm=False, value_dim=None, num_hidden_layers=None, *, "
-        "device=None, dtype=None)"
+        "norm_eps=1e-05, layer_idx=None, fuse_norm=False, value_dim=None, num_hidden_layers=None, "
+        "allow_neg_eigval=False, *, device=None, dtype=None)"
+    ),
+    "mlstm": (
+        "(mode='chunk', hidden_size=1024, num_heads=4, qk_dim_factor=0.5, v_dim_factor=1.0, gate_soft_cap=15.0, "
+        "use_bias=False, norm_eps=1e-06, eps=1e-06, layer_idx=None, *, device=None, dtype=None)"
+    ),
+    "griffin": (
+        "(mode='chunk', hidden_size=2560, num_heads=10, lru_width=None, conv_size=4, hidden_act='gelu', "
+        "layer_idx=None, *, device=None, dtype=None)"
     ),
     "hgrn": (
         "(mode='chunk', hidden_size=1024, expand_ratio=1, use_short_conv=False, conv_size=4, "
@@ -513,6 +606,31 @@ SIGNATURES = {
         "(hidden_size=2048, expand_v=1, head_dim=128, num_heads=16, num_v_heads=None, mode='chunk', "
         "use_short_conv=True, allow_neg_eigval=False, safe_gate=False, lower_bound=None, conv_size=4, "
         "conv_bias=False, layer_idx=None, norm_eps=1e-05, *, device=None, dtype=None)"
+    ),
+    "gdn2": (
+        "(hidden_size=2048, expand_v=1.0, head_dim=128, num_heads=16, num_v_heads=None, mode='chunk', "
+        "use_short_conv=True, allow_neg_eigval=False, conv_size=4, conv_bias=False, layer_idx=None, "
+        "norm_eps=1e-05, *, device=None, dtype=None)"
+    ),
+    "comba": (
+        "(hidden_size=2048, expand_v=2, head_dim=256, num_heads=6, num_v_heads=None, mode='chunk', "
+        "use_short_conv=True, use_output_gate=True, use_output_correction=True, use_inner_decay=True, "
+        "correction_factor=1.0, conv_size=4, conv_bias=False, layer_idx=None, norm_eps=1e-05, *, "
+        "device=None, dtype=None)"
+    ),
+    "rodimus": (
+        "(block_type='rodimus', mode='chunk', hidden_size=1024, input_gate_low_rank='auto', expand_ratio=64, "
+        "use_short_conv=True, conv_size=4, conv_bias=True, norm_eps=1e-05, k_norm_eps=None, "
+        "residual_in_fp32=True, layer_idx=None, *, device=None, dtype=None)"
+    ),
+    "based": (
+        "(hidden_size, feature_dim=16, num_key_value_heads=12, num_heads=12, feature_name='taylor_exp', "
+        "eps=1e-12, causal=True, mode='chunk', *, device=None, dtype=None)"
+    ),
+    "rebased": (
+        "(hidden_size, l_max=2048, feature_dim=16, num_key_value_heads=16, num_heads=16, use_gamma=True, "
+        "use_beta=True, normalize=True, causal=True, eps=1e-05, mode='chunk', layer_idx=None, *, device=None, "
+        "dtype=None)"
     ),
 }
 

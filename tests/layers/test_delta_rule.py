@@ -8,13 +8,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flacompose.layers import GatedDeltaNet, GatedDeltaProduct, GatedRMSNorm, KimiDeltaAttention
+from flacompose.layers import (
+    Comba,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    GatedRMSNorm,
+    KimiDeltaAttention,
+)
 
 from .truth import EVERY, assert_close, assert_true, build, row, tokens_of
 
 
 @pytest.mark.parametrize(
-    ("layer", "low"), [(GatedDeltaNet, 0), (GatedDeltaProduct, 0), (KimiDeltaAttention, 1)]
+    ("layer", "low"),
+    [(GatedDeltaNet, 0), (GatedDeltaProduct, 0), (Comba, 0), (KimiDeltaAttention, 1), (GatedDeltaNet2, 1)],
 )
 def test_first_decays(layer, low):
     """Rates are uniform up to 16, logarithms of steps uniform; no rate is 0, and none is -inf in half precision."""
@@ -36,7 +44,7 @@ def test_first_bounded_decays():
     assert not layer.A_log.any() and layer.dt_bias.all()
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "kda", "gated_deltaproduct", "mamba2"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda", "gated_deltaproduct", "gdn2", "comba", "mamba2"])
 def test_rates_that_overflow(name):
     """Their exponential is inf, also of heads whose softplus is 0."""
     config = EVERY[name]
@@ -92,6 +100,12 @@ def test_one_step_a_token():
     for a, b in zip(product(x), net(x), strict=True):
         for s, t in zip(*((a, b) if isinstance(a, tuple) else ([a], [b])), strict=True):
             torch.testing.assert_close(s, t, rtol=0, atol=1e-12)
+
+
+def test_first_values_of_comba():
+    """The correction is what its argument says, and the inner decay lets a sigmoid of 1 through."""
+    layer = Comba(hidden_size=2, num_heads=3, head_dim=1, correction_factor=0.02)
+    assert layer.decay.tolist() == [1, 1, 1] and layer.D.tolist() == pytest.approx([0.02] * 3)
 
 
 def test_gate_of_the_norm():

@@ -37,7 +37,7 @@ CHOICES = "one of relu, sigmoid, logsigmoid, silu, swish, sqrelu, gelu, got"
 MAPS = "one of hedgehog, t2r, elementwise_product, dpfp, elu, relu, identity, got"
 GATED = "gla simple_gla retention"
 HEADS = f"{GATED} linear_attn rwkv6 gsa abc delta_net"
-VALUE_HEADS = "gated_deltanet gated_deltaproduct kda"
+VALUE_HEADS = "gated_deltanet gated_deltaproduct kda gdn2 comba"
 EXPANDED = "hgrn2 lightnet"
 # Which layers, "" for all that have these arguments; the arguments; the message, with numbers of the configuration; and
 # the error, where it is no ValueError.
@@ -51,7 +51,8 @@ REFUSED = [
     ("", {"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),
     ("", {"norm_eps": math.inf}, "norm_eps must be finite, got inf"),
     *(("", {"use_short_conv": use, "conv_size": 0}, "conv_size must be at least 1, got 0") for use in (True, False)),
-    (f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn rwkv7", {"num_heads": 0}, "num_heads must be at least 1, got 0"),
+    (f"{HEADS} {EXPANDED} {VALUE_HEADS} lightning_attn rwkv7 mlstm griffin", {"num_heads": 0},
+     "num_heads must be at least 1, got 0"),
     ("", {"num_kv_heads": 0}, "num_kv_heads must divide num_heads = {num_heads}, got 0"),
     ("", {"num_kv_heads": 3}, "num_kv_heads must divide num_heads = {num_heads}, got 3"),
     *(
@@ -71,7 +72,7 @@ REFUSED = [
         for name in (["relu"], "softmax", None)
         for names, argument, choices in (
             (f"{GATED} rwkv6", "gate_fn", CHOICES),
-            ("lightning_attn mamba2", "hidden_act", CHOICES),
+            ("lightning_attn mamba mamba2 griffin", "hidden_act", CHOICES),
             ("linear_attn", "feature_map", MAPS),
         )
     ),
@@ -94,6 +95,11 @@ REFUSED = [
     ("linear_attn", {"hidden_size": 1152, "feature_map": "hedgehog"},
      "feature_map 'hedgehog' must map 288 keys of a head to at most 512, got 576"),
     ("linear_attn", {"output_norm": "layernorm"}, "output_norm must be 'rmsnorm' or 'identity', got 'layernorm'"),
+    ("mlstm", {"gate_soft_cap": 0}, "gate_soft_cap must be positive, got 0"),
+    ("mlstm", {"gate_soft_cap": math.inf}, "gate_soft_cap must be finite, got inf"),
+    ("mlstm", {"eps": -1.0}, "eps must be at least 0, got -1.0"),
+    ("mlstm", {"qk_dim_factor": 0.3}, "hidden_size * qk_dim_factor must be a positive multiple of num_heads = 4, got"),
+    ("mlstm", {"v_dim_factor": 100}, "hidden_size * v_dim_factor / num_heads must be from 1 to 512, got 600"),
     ("lightning_attn", {"num_heads": 5},
      "hidden_size must be a multiple of num_heads = 5 without a head_dim, got 24"),
     ("lightning_attn", {"head_dim": 513}, "head_dim must be from 1 to 512, got 513"),
@@ -101,6 +107,8 @@ REFUSED = [
      "hidden_size / num_heads must be from 1 to 512, got 1024"),
     ("lightning_attn", {"layer_idx": 3}, "layer_idx must be from 0 to num_layers - 1 = 2, got 3"),
     ("lightning_attn", {"decay": "retnet"}, "decay must be 'tnl' or 'minimax', got 'retnet'"),
+    ("griffin", {"lru_width": 37}, "lru_width must be a multiple of num_heads = 4, got 37"),
+    ("griffin", {"conv_size": 0}, "conv_size must be at least 1, got 0"),
     ("hgrn", {"expand_ratio": 0.3}, "hidden_size * expand_ratio must be a positive int, got 7.1"),
     ("hgrn", {"expand_ratio": -1}, "hidden_size * expand_ratio must be a positive int, got -24"),
     ("hgrn", {"expand_ratio": math.nan}, "hidden_size * expand_ratio must be a positive int, got nan"),
@@ -133,6 +141,18 @@ REFUSED = [
             ),
         )
     ),
+    ("mamba", {"dt_rank": 0}, "dt_rank must be at least 1, got 0"),
+    ("mamba", {"dt_init": "zeros"}, "dt_init must be one of random, constant, got 'zeros'"),
+    ("mamba", {"state_size": 513}, "state_size must be from 1 to 512, got 513"),
+    ("mamba", {"intermediate_size": 0}, "intermediate_size must be at least 1, got 0"),
+    ("mamba", {"dt_scale": math.inf}, "dt_scale must be finite, got inf"),
+    ("mamba", {"dt_min": 0.2}, "(dt_min, dt_max) must be two ascending bounds above 0, got (0.2, 0.1)"),
+    ("mamba3", {"state_size": 7}, "state_size must be even, got 7"),
+    ("mamba3", {"state_size": 2, "rope_fraction": 0.5}, "state_size must be at least 4 where rope_fraction is 0.5"),
+    ("mamba3", {"rope_fraction": 0.25}, "rope_fraction must be 0.5 or 1, got 0.25"),
+    ("mamba3", {"n_groups": 4}, "n_groups must divide the 6 heads, got 4"),
+    ("mamba3", {"A_floor": 0}, "A_floor must be above 0, got 0"),
+    ("mamba3", {"A_activation": "relu"}, "A_activation must be one of softplus, heavy_tail, got 'relu'"),
     ("mamba2", {"head_dim": 0}, "head_dim must be at least 1, got 0"),
     ("mamba2", {"state_size": 513}, "state_size must be from 1 to 512, got 513"),
     ("mamba2", {"state_size": 0}, "state_size must be from 1 to 512, got 0"),
@@ -214,6 +234,25 @@ REFUSED = [
     ("gated_deltaproduct", {"num_householder": 0}, "num_householder must be at least 1, got 0"),
     ("kda", {"lower_bound": 0}, "lower_bound must be below 0, as log-decays are, got 0"),
     ("kda", {"lower_bound": -math.inf}, "lower_bound must be finite, got -inf"),
+    *(
+        ("based rebased", *refused)
+        for refused in (
+            ({"mode": "parallel"}, "mode 'parallel' is no op of its own: use 'chunk'"),
+            ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+            ({"num_key_value_heads": 2}, "num_key_value_heads must be num_heads = 4, got 2"),
+            ({"hidden_size": 3}, "hidden_size must be at least num_heads = 4, got 3"),
+            ({"feature_dim": 0}, "feature_dim must be at least 1, got 0"),
+            ({"causal": False}, "causal must be True: a recurrence sees no later token, got False"),
+            ({"eps": 0.0}, "eps must be positive, got 0.0"),
+        )
+    ),
+    ("based", {"feature_name": "hedgehog"}, "feature_name must be one of taylor_exp, got 'hedgehog'"),
+    ("rodimus", {"block_type": "mamba"}, "block_type must be one of rodimus, rodimus_plus, got 'mamba'"),
+    ("rodimus", {"input_gate_low_rank": 0}, "input_gate_low_rank must be at least 1, got 0"),
+    ("rodimus", {"input_gate_low_rank": None}, "input_gate_low_rank must be an int, got NoneType", TypeError),
+    ("rodimus", {"expand_ratio": 513}, "expand_ratio must be from 1 to 512, got 513"),
+    ("rodimus", {"k_norm_eps": 0}, "k_norm_eps must be positive, got 0"),
+    ("comba", {"correction_factor": math.nan}, "correction_factor must be finite, got nan"),
     ("kda", {"safe_gate": True}, "safe_gate must not be True without a lower_bound"),
     ("abc", {"mode": "chunk"}, "ABCAttention.__init__() got an unexpected keyword argument 'mode'", TypeError),
 ]  # fmt: skip
@@ -297,6 +336,7 @@ TYPES = {"bool": ("a bool", ("False", 1)), "int": ("an int", ("2", 2.0)), "float
 # Arguments of the peer without a use here, which are not looked at.
 USED = ("lightning_attn", "rwkv7", "hgrn", "hgrn2")
 UNUSED = {name: ["layer_idx"] for name in EVERY if name not in USED}
+UNUSED["rebased"] += ["l_max"]
 UNUSED["abc"] += ["gate_low_rank_dim", "gate_logit_normalizer"]
 
 

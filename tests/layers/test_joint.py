@@ -44,9 +44,14 @@ PRODUCTS = {
     "linear_attn": (4, 3),
     "retention": (5, 4),
     "lightning_attn": (3, 2),
+    "mamba": (4, 1),
     "mamba2": (2, 1),
+    "mamba3": (8, 1),
+    "mamba3 mimo": (8, 1),
     "rwkv6": (9, 1),
     "rwkv7": (12, 1),
+    "mlstm": (7, 6),
+    "griffin": (3, 2),
     "hgrn": (4, 3),
     "hgrn2": (4, 3),
     "lightnet": (6, 4),
@@ -56,10 +61,15 @@ PRODUCTS = {
     "gated_deltanet": (7, 6),
     "gated_deltaproduct": (7, 6),
     "kda": (9, 6),
+    "gdn2": (10, 7),
+    "comba": (7, 6),
+    "rodimus": (9, 2),
+    "based": (4, 3),
+    "rebased": (4, 3),
     "attention": (4, 3),
 }
 LAYERS = EVERY | {"attention": ATTENTION}
-NONE_TO_JOIN = {"mamba2", "rwkv6", "rwkv7"}
+NONE_TO_JOIN = {"mamba", "mamba2", "mamba3", "mamba3 mimo", "rwkv6", "rwkv7"}
 # Projections that are absent, and biases of all.
 OTHERS = [
     *BOUNDED.values(),

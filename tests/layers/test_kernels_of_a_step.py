@@ -19,14 +19,19 @@ from flacompose import layers
 pytest.importorskip("triton")
 
 DOCS = Path(__file__).parents[2] / "docs/how-to/compile.md"
-ROW = re.compile(r"^\| \[`(\w+)`\]\(\S+\) \| (kernel|operator) \| (\d+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| \[`(\w+)`\]\(\S+\) \| (kernel|operator|three kernels) \| (\d+) \|$", re.MULTILINE)
 TABLE = {name: (recurrence, int(products)) for name, recurrence, products in ROW.findall(DOCS.read_text())}
 LAYERS = {
     name: layer
     for name, layer in vars(layers).items()
     if name in layers.__all__ and hasattr(layer, "init_state")
 }
-REQUIRED = {"LightningAttention": {"layer_idx": 1, "num_layers": 3}}
+REQUIRED = {
+    "LightningAttention": {"layer_idx": 1, "num_layers": 3},
+    "RodimusAttention": {"hidden_size": 256},
+    "BasedLinearAttention": {"hidden_size": 1024},
+    "ReBasedLinearAttention": {"hidden_size": 1024},
+}
 KERNEL, PRODUCTS = "triton_kernel_wrapper_functional", ("mm", "addmm", "bmm", "baddbmm")
 CUDA = torch.device("cuda", 0)
 
@@ -103,8 +108,8 @@ def test_kernels_of_a_step(name: str, options: dict[str, Any], monkeypatch: pyte
     nodes = nodes_on_cuda(LAYERS[name](**options).eval(), monkeypatch)
     recurrence, products = TABLE[name]
     ours = {x: n for x, n in nodes.items() if x == KERNEL or x.startswith("flacompose")}
-    assert list(ours.values()) == [1]
-    assert (KERNEL in ours) == (recurrence == "kernel")
+    assert list(ours.values()) == [3 if recurrence == "three kernels" else 1]
+    assert (KERNEL in ours) == (recurrence != "operator")
     assert sum(nodes[f"aten.{product}.default"] for product in PRODUCTS) == products
     assert not [x for x in nodes if "conv" in x and "convert" not in x]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from .truth import EVERY, assert_close, assert_states_close, build, made, random_state, tensors
+from .truth import DISTINCT, EVERY, assert_close, assert_states_close, build, made, random_state, tensors
 
 STEPS = 15  # of a quantised weight on each side of 0; integers up to it are exact in float8 too
 
@@ -39,15 +40,24 @@ class Quantised(nn.Module):
 
 
 class Offloaded(nn.Module):
-    """A linear layer whose parameters are on the meta device but while it computes."""
+    """A module whose parameters are on the meta device but while it computes."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.kept = {name: p.detach() for name, p in linear.named_parameters()}
-        self.linear = linear.to("meta")
+        self.kept = {name: p.detach() for name, p in module.named_parameters()}
+        self.module = module.to("meta")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.functional_call(self.linear, self.kept, x)
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return torch.func.functional_call(self.module, self.kept, args, options)
+
+
+def offload(module: nn.Module) -> None:
+    """Replace all modules in it that have parameters of their own."""
+    for name, child in list(module.named_children()):
+        if any(True for _ in child.parameters(recurse=False)):
+            setattr(module, name, Offloaded(child))
+        else:
+            offload(child)
 
 
 class Adapted(nn.Module):
@@ -98,6 +108,16 @@ def test_replaced_projections(config, kind):
     start = layer.init_state(2, device="cpu" if kind == "offloaded" else None)
     assert [t.dtype for t in tensors(start)] == [t.dtype for t in tensors(state)]
     assert_close(layer(x, start)[0], layer(x)[0], 1e-6)
+
+
+@each_layer
+def test_no_parameter_of_a_module_is_read(config):
+    """Norms, convolutions and gates are called too, so that whatever wraps them knows of it."""
+    layer = build(config)
+    x, state = torch.randn(2, 5, 24), random_state(layer, 2)
+    expected, _ = layer(x, state)
+    offload(layer)
+    assert_close(layer(x, state)[0], expected, 1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
@@ -164,7 +184,7 @@ def test_init_state_where_dtypes_are_mixed(config):
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
-@each_layer
+@pytest.mark.parametrize("config", DISTINCT.values(), ids=DISTINCT)
 def test_jit_trace(config):
     """A trace is exact at lengths and batch sizes that were not traced."""
     layer = build(config)

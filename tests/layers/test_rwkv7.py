@@ -101,6 +101,26 @@ def test_gates_of_any_strength(logits: float, fuse_norm: bool, device: torch.dev
         assert all(t.isfinite().all() for t in (*results, *gradients))
 
 
+@pytest.mark.parametrize(("allowed", "least"), [(False, -0.46), (True, -1.0)])
+@torch.no_grad()
+def test_eigenvalues(allowed: bool, least: float) -> None:
+    """Of what a token does to the state: they never leave their bounds, and come near to them."""
+    layer, K = perturbed(layer_idx=0, allow_neg_eigval=allowed).double(), 6
+    for i, (rate, decay) in enumerate([(8.0, -8.0), (8.0, 8.0), (-8.0, -8.0), (0.0, 0.0)]):
+        layer.a_lora.lora[2].bias.fill_(rate)
+        layer.w_lora.lora[2].bias.fill_(decay)
+        # Row j begins with the unit vector j as the keys of each head, and the last row with zeros.
+        state = layer.init_state(K + 1)
+        state.recurrent[:K] = torch.eye(K).double()[:, None, :, None]
+        _, new, _ = layer(torch.randn(1, 1, 24).double().expand(K + 1, -1, -1), state)
+        transition = (new.recurrent[:K] - new.recurrent[K:])[..., 0].permute(1, 2, 0)
+        eigenvalues = torch.linalg.eigvals(transition)
+        assert eigenvalues.imag.abs().max() < 1e-9
+        assert least < eigenvalues.real.min() and eigenvalues.real.max() < 1
+        if i == (0 if allowed else 1):  # a rate of nearly 1, without decay and with the strongest
+            assert eigenvalues.real.min() < least + 0.02
+
+
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_first_values(index: int) -> None:
     """First values are those of the peer, channel by channel, and let a first token change the state."""

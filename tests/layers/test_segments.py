@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import flacompose.layers
-from flacompose.layers import RecurrentState
+from flacompose.layers import Mamba3, RecurrentState
 from flacompose.layers.recurrent import RecurrentLayer
 
 from .truth import (
     BOUNDED,
+    DISTINCT,
     EVERY,
     assert_close,
     assert_states_close,
@@ -32,7 +33,7 @@ from .truth import (
 # Tokens, and what tells the layer where they lie.
 Segment = tuple[Tensor, dict[str, Any]]
 
-CASES = EVERY | BOUNDED  # lower bounds are shared by all segments
+CASES = DISTINCT | BOUNDED  # lower bounds are shared by all segments
 each_layer = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 PIECES = [35, 3, 1, 66, 2, 1]  # unequal, of one token, of more than a chunk
 LONG_PIECES = [70, 2, 3, 64, 130]  # for which one graph does
@@ -130,8 +131,12 @@ def check_exact(
     y = joined(outputs)
     assert_close(y, expected[0], relative)
     assert_states_close(new, last, relative)
-    for a, b in zip(torch.autograd.grad(loss_of(y, new), leaves), gradients, strict=True):
-        assert_close(a, b, relative)
+    # A shift of all angles of Mamba-3 turns queries and keys alike, so that large terms of its gradient cancel, all but
+    # those of the last angles. It is the second, and in float32 accurate to about 1e-5.
+    cancelled = 1 if isinstance(layer, Mamba3) and x.dtype == torch.float32 else None
+    found = torch.autograd.grad(loss_of(y, new), leaves)
+    for i, (a, b) in enumerate(zip(found, gradients, strict=True)):
+        assert_close(a, b, 5 * relative if i == cancelled else relative)
 
 
 def check_truncated(layer: nn.Module, call: Callable, x: Tensor, segments: list[Segment]) -> None:
@@ -206,7 +211,7 @@ class Compiled:
             return self.layer(*args, **given)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_exact_compiled(name, device, few_levels):
     """A compiled layer has one graph for segments of every length and, as everywhere in PyTorch, one for a token."""
     layer = build(BOUNDED["bounded hgrn"] if name == "hgrn" else EVERY[name], device=device)

@@ -21,6 +21,8 @@ from flacompose.models.softmax_attention import SoftmaxAttention
 
 from .test_laws import LAYOUTS
 from .truth import (
+    ALIKE,
+    DISTINCT,
     EVERY,
     assert_close,
     assert_states_close,
@@ -41,9 +43,9 @@ OTHERS = {
     "rwkv6 feed-forward": {"layer": RWKV6FeedForward, "hidden_size": 24, "intermediate_size": 40},
     "rwkv7 feed-forward": {"layer": RWKV7FeedForward, "hidden_size": 24, "intermediate_size": 40},
 }
-ALL = LAYOUTS | OTHERS
+ALL = {name: config for name, config in LAYOUTS.items() if name not in ALIKE} | OTHERS
 each_case = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
-each_layer = pytest.mark.parametrize("config", (EVERY | OTHERS).values(), ids=EVERY | OTHERS)
+each_layer = pytest.mark.parametrize("config", (DISTINCT | OTHERS).values(), ids=DISTINCT | OTHERS)
 
 
 def state_of(layer: StatefulLayer, N: int) -> RecurrentState:

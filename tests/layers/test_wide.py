@@ -43,6 +43,8 @@ CALLS = {
     "gsa": 4,  # two sums over keys, two parts of the values
     "abc": 6,
     "delta_net": 2,
+    "rodimus": 16,
+    "based": 12,  # four sums over keys, three parts of the values and of the 1 beside them
 }
 CASES = EVERY | {"linear_attn without a normaliser": LINEAR}
 each_wide_layer = pytest.mark.parametrize("name", CALLS)

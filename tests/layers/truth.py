@@ -10,26 +10,36 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from contract.recurrences import delta_product
+from contract.recurrences import delta_product, mamba3_mimo
+from contract.recurrences import mlstm as mlstm_recurrence
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flacompose.layers import (
+    MLSTM,
     ABCAttention,
+    BasedLinearAttention,
+    Comba,
     DeltaNet,
     GatedDeltaNet,
+    GatedDeltaNet2,
     GatedDeltaProduct,
     GatedLinearAttention,
     GatedSlotAttention,
+    GriffinRecurrentBlock,
     HGRN2Attention,
     HGRNAttention,
     KimiDeltaAttention,
     LightNetAttention,
     LightningAttention,
     LinearAttention,
+    Mamba,
     Mamba2,
+    Mamba3,
     MultiScaleRetention,
+    ReBasedLinearAttention,
     RecurrentState,
+    RodimusAttention,
     RWKV6Attention,
     RWKV7Attention,
     SimpleGatedLinearAttention,
@@ -38,6 +48,7 @@ from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
+from flacompose.ops.families.selective_scan.reference import selective_scan
 from flacompose.ops.families.short_conv.reference import short_conv
 from flacompose.ops.families.slot_attention.reference import slot_attention
 from flacompose.ops.families.vector_decay.reference import vector_decay
@@ -60,13 +71,26 @@ HEADS = {"hidden_size": 24, "num_heads": 4}
 RANKS = {"decay_low_rank_dim": 5, "gate_low_rank_dim": 7, "a_low_rank_dim": 4, "v_low_rank_dim": 3}
 VALUE_HEADS = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6}
 SHORT = {"hidden_size": 24, "use_short_conv": True, "conv_bias": True, "conv_size": 3}
+MAMBA3 = {
+    "layer": Mamba3,
+    "hidden_size": 24,
+    "head_dim": 8,
+    "state_size": 6,
+    "n_groups": 3,
+    "rope_fraction": 1,
+}
 EVERY = LAYERS | {
     "lightning_attn": {"layer": LightningAttention, "layer_idx": 1, "num_layers": 3} | HEADS,
+    "mamba": {"layer": Mamba, "hidden_size": 24, "intermediate_size": 36, "state_size": 5, "dt_rank": 3},
     "mamba2": {"layer": Mamba2, "hidden_size": 24, "head_dim": 8, "state_size": 5, "n_groups": 3},
+    "mamba3": MAMBA3,
+    "mamba3 mimo": MAMBA3 | {"rope_fraction": 0.5, "is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True},
     "rwkv6": {"layer": RWKV6Attention, "proj_low_rank_dim": 4, "gate_low_rank_dim": 5} | HEADS,
     "rwkv7": {"layer": RWKV7Attention, "head_dim": None, "layer_idx": 1, "num_hidden_layers": 3}
     | HEADS
     | RANKS,
+    "mlstm": {"layer": MLSTM, "gate_soft_cap": 5.0, "use_bias": True} | HEADS,
+    "griffin": {"layer": GriffinRecurrentBlock, "lru_width": 36, "conv_size": 3} | HEADS,
     "hgrn": {"layer": HGRNAttention} | SHORT,
     "hgrn2": {"layer": HGRN2Attention, "expand_ratio": 8} | SHORT,
     "lightnet": {"layer": LightNetAttention, "expand_ratio": 8} | SHORT,
@@ -76,6 +100,21 @@ EVERY = LAYERS | {
     "gated_deltanet": {"layer": GatedDeltaNet} | VALUE_HEADS | SHORT,
     "gated_deltaproduct": {"layer": GatedDeltaProduct} | VALUE_HEADS | SHORT,
     "kda": {"layer": KimiDeltaAttention, "expand_v": 0.5} | VALUE_HEADS | SHORT,
+    "gdn2": {"layer": GatedDeltaNet2, "expand_v": 0.5} | VALUE_HEADS | SHORT,
+    "comba": {"layer": Comba} | VALUE_HEADS | SHORT,
+    "rodimus": {"layer": RodimusAttention, "expand_ratio": 6, "input_gate_low_rank": 5} | SHORT,
+    "based": {"layer": BasedLinearAttention, "feature_dim": 3, "num_key_value_heads": 4} | HEADS,
+    "rebased": {"layer": ReBasedLinearAttention, "feature_dim": 4, "num_key_value_heads": 4} | HEADS,
+}
+# These differ from KDA, Gated DeltaNet and Based in formulas of one token.
+ALIKE = ("gdn2", "comba", "rebased")
+# What takes seconds for each layer, compiling, exporting and training in segments, is tested of these alone: cheaper
+# tests see all that the others have of their own. Griffin's block has the operators and the states of HGRN, Rodimus
+# those of GLA, Based those of linear attention, and Mamba-3 with several keys a token those of Mamba-3 with one.
+DISTINCT = {
+    name: config
+    for name, config in EVERY.items()
+    if name not in (*ALIKE, "griffin", "rodimus", "based", "mamba3 mimo")
 }
 
 
@@ -153,9 +192,13 @@ def sequence(config: Config, parameters: Parameters, x: Tensor, state: Recurrent
         LinearAttention: linear_attention,
         MultiScaleRetention: multi_scale_retention,
         LightningAttention: lightning_attention,
+        Mamba: mamba,
         Mamba2: mamba2,
+        Mamba3: mamba3,
         RWKV6Attention: rwkv6,
         RWKV7Attention: rwkv7,
+        MLSTM: mlstm,
+        GriffinRecurrentBlock: griffin,
         HGRNAttention: hgrn,
         BoundedHGRN: hgrn,
         HGRN2Attention: hgrn2_or_lightnet,
@@ -167,6 +210,11 @@ def sequence(config: Config, parameters: Parameters, x: Tensor, state: Recurrent
         GatedDeltaNet: delta_net,
         GatedDeltaProduct: delta_net,
         KimiDeltaAttention: delta_net,
+        GatedDeltaNet2: gdn2_or_comba,
+        Comba: gdn2_or_comba,
+        RodimusAttention: rodimus,
+        BasedLinearAttention: based_or_rebased,
+        ReBasedLinearAttention: based_or_rebased,
     }[config["layer"]]
     y, new = truth(config, p, x.detach().cpu().double()[None], state)
     return y[0], new
@@ -230,6 +278,18 @@ def lightning_attention(config: Config, p: Parameters, x: Tensor, state: Recurre
     return linear(p, "out_proj", o * ACTIVATIONS["sigmoid"](linear(p, "output_gate", x))), RecurrentState(S)
 
 
+def mamba(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    S = p["A_log"].shape[1]
+    x, z = linear(p, "in_proj", x).chunk(2, -1)
+    x, window = convolved(p, "conv1d", x, state.conv[0])
+    x = ACTIVATIONS[config.get("hidden_act", "silu")](x)
+    dt, B, C = linear(p, "x_proj", x).split([p["dt_proj.weight"].shape[1], S, S], -1)
+    dt = (1 + linear(p, "dt_proj", dt).exp()).log()
+    y, h = selective_scan(x, dt, -p["A_log"].exp(), B.unsqueeze(2), C.unsqueeze(2), state.recurrent)
+    y = (y + p["D"] * x) * ACTIVATIONS["silu"](z)
+    return linear(p, "out_proj", y), RecurrentState(h, (window,))
+
+
 def mamba2(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, P, S, G = len(p["A_log"]), config["head_dim"], config["state_size"], config.get("n_groups", 1)
     act, silu = ACTIVATIONS[config.get("hidden_act", "silu")], ACTIVATIONS["silu"]
@@ -269,6 +329,33 @@ def rwkv6(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     return linear(p, "o_proj", o), RecurrentState(S, shift=x[:, -1])
 
 
+def mamba3(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    (H, R, S), P, G = p["B_bias"].shape, config["head_dim"], config.get("n_groups", 1)
+    sizes = [H * P, H * P, R * G * S, R * G * S, H, H, H]
+    y = linear(p, "in_proj", x)
+    z, v, k, q, dt, A, trap, angles = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
+    z, v = (y.unflatten(-1, (H, P)) for y in (z, v))
+    q, k = (
+        rms_norm(config, p[f"{name}_norm.weight"], y.unflatten(-1, (R, G, S)))
+        for name, y in (("C", q), ("B", k))
+    )
+    dt = (1 + (dt + p["dt_bias"]).exp()).log()
+    heavy = config.get("A_activation") == "heavy_tail"
+    A = torch.where(A > 0, 1 + A, 1 / (1 - A)) if heavy else (1 + A.exp()).log()
+    A = -A.clamp(min=config.get("A_floor", 1e-4))
+    ones = torch.ones(H, 1, P, dtype=x.dtype)
+    up, gates, down = (p.get(f"mimo_{name}", ones) for name in "xzo")
+    normed = config.get("is_outproj_norm", False)
+    if normed:
+        down = down * p["norm.weight"].view(H, 1, P)
+    o, new = mamba3_mimo(
+        q, k, v, A * dt, dt, trap, p["C_bias"], p["B_bias"], angles.unsqueeze(2).expand(-1, -1, H, -1), p["D"], z,
+        up, gates, down, (state.recurrent[0], state.recurrent[1].mT, *state.recurrent[2:]),
+        config.get("is_mimo", False), config.get("norm_eps", 1e-5) if normed else None,
+    )  # fmt: skip
+    return linear(p, "out_proj", o.flatten(2)), RecurrentState((new[0], new[1].mT, *new[2:]))
+
+
 def rwkv7(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     H, sigmoid = (
         config.get("num_heads") or config["hidden_size"] // config["head_dim"],
@@ -287,12 +374,44 @@ def rwkv7(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     r, w, kk, k, v, a = (y.unflatten(-1, (H, -1)) for y in (r, w, kk, k, v, a))
     square = kk.square().sum(-1, keepdim=True)
     kk = kk / ((square + 1e-6).sqrt() if config.get("fuse_norm") else square.sqrt().clamp(min=1e-12))
-    o, S = low_rank(r, k, v, -kk, kk * a, w, state.recurrent)
+    erased = kk * a * (1 + w.exp() if config.get("allow_neg_eigval") else 1)
+    o, S = low_rank(r, k, v, -kk, erased, w, state.recurrent)
     eps = config.get("norm_eps", 1e-5) * k.shape[-1]
     o = rms_norm({"norm_eps": eps}, 1, o - o.mean(-1, keepdim=True)).flatten(2)
     o = o * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
     o = o + ((r * k * p["r_k"]).sum(-1, keepdim=True) * v).flatten(2)
     return linear(p, "o_proj", o * g), RecurrentState(S, shift=x[:, -1])
+
+
+def mlstm(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    cap, H = config.get("gate_soft_cap", 15.0), config["num_heads"]
+    q, k, v = (linear(p, name, x).unflatten(-1, (H, -1)) for name in "qkv")
+    i, f = (linear(p, f"{name}gate_preact", x) for name in "if")
+    if cap is not None:
+        i, f = (cap * torch.tanh(y / cap) for y in (i, f))
+    o, recurrent = mlstm_recurrence(q, k, v, i, f, state.recurrent, q.shape[-1] ** -0.5)
+    o = rms_norm({"norm_eps": 1e-6} | config, 1, o - o.mean(-1, keepdim=True)).flatten(2)
+    o = o * p["multihead_norm.weight"] + p.get("multihead_norm.bias", 0)
+    o = o * ACTIVATIONS["sigmoid"](linear(p, "ogate_preact", x))
+    return linear(p, "out_proj", o), RecurrentState(recurrent)
+
+
+def griffin(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    act, sigmoid = ACTIVATIONS[config.get("hidden_act", "gelu")], ACTIVATIONS["sigmoid"]
+    gate, T = act(linear(p, "linear_y", x)), x.shape[1]
+    x, window = convolved(p, "conv_1d", linear(p, "linear_x", x), state.conv[0])
+    blocks = x.unflatten(-1, (config["num_heads"], 1, -1))
+    r, i = (
+        sigmoid(
+            ((blocks @ p[f"rg_lru.{name}_gate_weight"])[..., 0, :] + p[f"rg_lru.{name}_gate_bias"]).flatten(2)
+        )
+        for name in ("recurrent", "input")
+    )
+    a = (-8 * (1 + p["rg_lru.recurrent_param"].exp()).log() * r).exp()
+    first = (state.position + torch.arange(T))[:, None] == 0
+    a, strength = torch.where(first, 0, a), torch.where(first, 1, (1 - a * a).sqrt())
+    h, end = scan(strength * i * x, a.log(), state.recurrent)
+    return linear(p, "linear_out", h * gate), RecurrentState(end, (window,), position=state.position + T)
 
 
 def hgrn(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
@@ -370,15 +489,14 @@ def delta_net(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -
     product = config["layer"] is GatedDeltaProduct
     n = config.get("num_householder", 2) if product else 1
     act, sigmoid = config.get("qk_activation", "silu"), ACTIVATIONS["sigmoid"]
-    parts = state.recurrent.shape[1] // HV  # of the values of a head
-    S = torch.cat(state.recurrent.unflatten(1, (HV, parts)).unbind(2), -1)  # [1, HV, K, V]
+    S, parts = whole_heads(state.recurrent, HV)
 
     def prepared(y: Tensor, steps: int) -> Tensor:
         y = feature_map({"feature_map": act}, p, "", y) if act in ("elu", "identity") else ACTIVATIONS[act](y)
         y = y.unflatten(-1, (steps, H, -1))
         if config.get("qk_norm") == "sum":
             return y / y.abs().sum(-1, keepdim=True).clamp(min=1e-6)
-        return y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        return unit(y)
 
     (q, k, v), conv = projected(p, "qkv", x, state)
     q, k, v = prepared(q, 1)[:, :, 0], prepared(k, n), ACTIVATIONS["silu"](v).unflatten(-1, (n, HV, -1))
@@ -392,13 +510,104 @@ def delta_net(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -
         o, S = delta_rule(q, k[:, :, 0], v[:, :, 0], beta[:, :, 0], gk=g, **given)
     else:
         o, S = delta_product(q, k, v, beta, g[..., 0], **given)
+    gate = config.get("output_gate_activation", "silu")
+    return delta_output(config, p, x, o, gate), RecurrentState(in_parts(S, parts), conv)
+
+
+def gdn2_or_comba(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    """The delta rules in which another vector than the key reads what is replaced."""
+    H, HV = config["num_heads"], config.get("num_v_heads") or config["num_heads"]
+    sigmoid, silu = ACTIVATIONS["sigmoid"], ACTIVATIONS["silu"]
+    S, parts = whole_heads(state.recurrent, HV)
+    (q, k, v), conv = projected(p, "qkv", x, state)
+    q, k, v = (silu(y).unflatten(-1, (n, -1)) for y, n in ((q, H), (k, H), (v, HV)))
+    given = from_state(state._replace(recurrent=S), k)
+    if config["layer"] is GatedDeltaNet2:
+        b, w = (sigmoid(linear(p, f"{name}_proj", x)) for name in "bw")
+        b, w = (
+            b.unflatten(-1, (H, -1)) * (2 if config.get("allow_neg_eigval") else 1),
+            w.unflatten(-1, (HV, -1)),
+        )
+        g = delta_decay(config, p, x, H).repeat_interleave(HV // H, 2)
+        o, S = delta_rule(unit(q), unit(k), w * v, torch.ones_like(v[..., 0]), gk=g, a=b * unit(k), **given)
+    else:
+        r = k * sigmoid(p["decay"])[:, None] if "decay" in p else k
+        q = q - p["D"][:, None] * r if "D" in p else q
+        q, k, r = (unit(y).repeat_interleave(HV // H, 2) for y in (q, k, r))
+        written = sigmoid(linear(p, "b_proj", x))[..., None] * k
+        g = delta_decay(config, p, x, HV).expand(k.shape)
+        o, S = low_rank(q, written, v, r, -written, g, **given)
+    return delta_output(config, p, x, o, "sigmoid"), RecurrentState(in_parts(S, parts), conv)
+
+
+def rodimus(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    sigmoid, silu = ACTIVATIONS["sigmoid"], ACTIVATIONS["silu"]
+    u, conv = linear(p, "up_proj", x), ()
+    s = u
+    if state.conv:
+        s, window = convolved(p, "short_conv", u, state.conv[0])
+        s, conv = silu(s), (window,)
+    f = (1 + linear(p, "g_gate_proj", s).exp()).log()
+    tau = sigmoid(linear(p, "tau_gate_proj", s))
+    q, k = linear(p, "q_proj", s), linear(p, "k_proj", s)
+    k = k / k.norm(dim=-1, keepdim=True).clamp(min=config.get("k_norm_eps") or 1e-12) * f**tau
+    v = u * sigmoid(linear(p, "i_gate_proj.1", linear(p, "i_gate_proj.0", u)))
+    q, k, v, g = (y.unsqueeze(2) for y in (q, k, v, -f * tau))
+    o, S = vector_decay(q, k, v, g, **from_state(state, k))
+    o = (o[:, :, 0] + s * p["residual_weight"]) * silu(linear(p, "gate_proj", x))
+    o = rms_norm(config, p["activation_norm.weight"], o)
+    return linear(p, "down_proj", o), RecurrentState(S, conv)
+
+
+def based_or_rebased(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
+    """Weights of features, of all pairs one after the other; of no state also as the papers have them, of products."""
+    H = config["num_heads"]
+    q, k, v = (linear(p, f"{name}_proj", x).unflatten(-1, (H, -1)) for name in "qkv")
+    based, n = config["layer"] is BasedLinearAttention, q.shape[-1]
+    if not based:
+        if config.get("normalize", True):
+            q, k = (rms_norm({}, 1, y - y.mean(-1, keepdim=True)) for y in (q, k))
+        gamma, beta = p.get("feature_map.gamma", 1), p.get("feature_map.beta", 0)
+        q, k = q * gamma + beta, k * gamma + beta
+
+    def features(y: Tensor) -> Tensor:
+        constant = [torch.ones_like(y[..., 0]), *(y[..., i] / n**0.25 for i in range(n))] if based else []
+        squares = [y[..., i] ** 2 / (2 * n if based else n) ** 0.5 for i in range(n)]
+        pairs = [y[..., i] * y[..., j] / n**0.5 for i in range(n) for j in range(i + 1, n)]
+        return torch.stack([*constant, *squares, *(z if based else 2**0.5 * z for z in pairs)], -1)
+
+    eps = config.get("eps", 1e-12 if based else 1e-5)
+    v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    o, S = scalar_decay(features(q), features(k), v, initial_state=state.recurrent)
+    if not state.recurrent.any():
+        s = torch.einsum("bthk,bshk->bhts", q, k) / n**0.5
+        weights = (1 + s + s**2 / 2 if based else s**2).tril()
+        assert_close(o, torch.einsum("bhts,bshv->bthv", weights, v), 1e-12)
+    o = o[..., :-1] / (o[..., -1:] + eps)
+    return linear(p, "o_proj", o.flatten(2)), RecurrentState(S)
+
+
+def unit(y: Tensor) -> Tensor:
+    return y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def whole_heads(S: Tensor, HV: int) -> tuple[Tensor, int]:
+    """The state as ``[1, HV, K, V]``, and how many parts the values of a head have."""
+    parts = S.shape[1] // HV
+    return torch.cat(S.unflatten(1, (HV, parts)).unbind(2), -1), parts
+
+
+def in_parts(S: Tensor, parts: int) -> Tensor:
+    return torch.stack(S.chunk(parts, -1), 2).flatten(1, 2)
+
+
+def delta_output(config: Config, p: Parameters, x: Tensor, o: Tensor, gate: str) -> Tensor:
     o = rms_norm(config, p["o_norm.weight"], o).flatten(2)
     if "g_proj.weight" in p:
-        o = o * ACTIVATIONS[config.get("output_gate_activation", "silu")](linear(p, "g_proj", x))
+        o = o * ACTIVATIONS[gate](linear(p, "g_proj", x))
     if "g_proj.0.weight" in p:
-        o = o * sigmoid(linear(p, "g_proj.1", linear(p, "g_proj.0", x)))
-    S = torch.stack(S.chunk(parts, -1), 2).flatten(1, 2)
-    return linear(p, "o_proj", o), RecurrentState(S, conv)
+        o = o * ACTIVATIONS["sigmoid"](linear(p, "g_proj.1", linear(p, "g_proj.0", x)))
+    return linear(p, "o_proj", o)
 
 
 def delta_decay(config: Config, p: Parameters, x: Tensor, HV: int) -> Tensor:
@@ -544,6 +753,11 @@ def tokens_of(layer: nn.Module, B: int, T: int) -> Tensor:
 
 
 def random_state(layer: nn.Module, N: int) -> RecurrentState:
+    if isinstance(layer, (BasedLinearAttention, ReBasedLinearAttention)):
+        # One that tokens have made: of others the weights of values may add up to almost nothing.
+        with torch.no_grad():
+            return layer(tokens_of(layer, N, 9))[1]
+
     def random(zeros: Tensor) -> Tensor:
         on_cpu = zeros.cpu()
         x = torch.randn_like(on_cpu) if zeros.is_floating_point() else torch.randint_like(on_cpu, 40)

@@ -22,7 +22,7 @@ def state_dict(name: str) -> dict[str, Tensor]:
     """Of the peer's model."""
     weights = {key: weight(key, tuple(shape)) for key, shape in GOLDENS[name]["shapes"].items()}
     if GOLDENS[name]["config"]["tie_word_embeddings"]:
-        weights["lm_head.weight"] = weights["model.embeddings.weight"]
+        weights["lm_head.weight"] = next(x for key, x in weights.items() if key.endswith("embeddings.weight"))
     return weights
 
 

@@ -69,11 +69,12 @@ def test_defaults_are_those_of_the_peer(name: str) -> None:
 @pytest.mark.parametrize("model_type", _FAMILIES)
 def test_sizes_have_the_defaults_of_the_peer(model_type: str) -> None:
     config = config_from_fla({"model_type": model_type})
-    layers = 21 if model_type == "gated_deltanet" else 24
+    layers = {"gated_deltanet": 21, "comba": 21, "mamba": 48, "mamba2": 48, "mamba3": 48}.get(model_type, 24)
     assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (32000, 2048, layers)
     # As GatedMLP(hidden_size=2048, hidden_ratio=...).intermediate_size of the peer, and its RWKV6FeedForward's and
     # RWKV7FeedForward's.
-    assert config.intermediate_size == {"retnet": 2816, "rwkv6": 7168, "rwkv7": 8192}.get(model_type, 5632)
+    expected = {"retnet": 2816, "rwkv6": 7168, "rwkv7": 8192, "mamba": None, "mamba2": None, "mamba3": None}
+    assert config.intermediate_size == expected.get(model_type, 5632)
 
 
 def test_gsa_takes_both_spellings_of_its_arguments() -> None:
@@ -104,6 +105,10 @@ def test_gsa_takes_both_spellings_of_its_arguments() -> None:
         ("delta_net", [(16, 128, 128)]),
         ("gated_deltanet", [(6, 256, 512)]),
         ("kda", [(16, 128, 128)]),
+        ("mamba", [(4096, 16)]),
+        ("mamba2", [(64, 128, 64)]),
+        ("mamba3", [(64, 32), (64, 128, 64), (1, 64, 128), (64, 64)]),
+        ("comba", [(6, 256, 512)]),
     ],
 )
 def test_default_sizes_of_the_peer_are_supported(model_type: str, states: list[tuple[int, ...]]) -> None:
@@ -129,6 +134,70 @@ def test_rwkv7_computes_its_heads_from_their_size() -> None:
         assert {block.attn.state_shapes.recurrent for block in model.layers} == {((2, 16, 16),)}
 
 
+MAMBA_SSM = {
+    "d_model": 32,
+    "n_layer": 2,
+    "vocab_size": 5,
+    "pad_vocab_size_multiple": 11,
+    "tie_embeddings": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ssm_cfg"),
+    [
+        ("mamba", {"d_state": 8, "expand": 0.75}),
+        ("mamba2", {"layer": "Mamba2", "d_state": 8, "headdim": 16}),
+        (
+            "mamba3 of mamba-ssm",
+            {
+                "layer": "Mamba3",
+                "d_state": 8,
+                "headdim": 16,
+                "ngroups": 1,
+                "is_mimo": True,
+                "mimo_rank": 3,
+                "fuse_pregate_headwise_norm": False,
+            },
+        ),
+    ],
+)
+@torch.no_grad()
+def test_checkpoints_of_mamba_ssm(name: str, ssm_cfg: dict[str, Any], tmp_path: Path) -> None:
+    """They have a config of their own, a number of tokens that is rounded up, and one name of their own."""
+    config = MAMBA_SSM | {
+        "ssm_cfg": ssm_cfg,
+        "rms_norm": True,
+        "residual_in_fp32": True,
+        "fused_add_norm": True,
+    }
+    weights = {key.replace("embeddings", "embedding"): x for key, x in state_dict(name).items()}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    logits, _ = load_fla(tmp_path)(tokens(1, LENGTH, VOCAB))
+    close(logits[0, list(KEPT)], GOLDENS[name]["logits"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model_type": "mamba", "hidden_size": "x"}, r"config: hidden_size must be an int, got str"),
+        ({"model_type": "mamba", "expand": "x"}, r"config: expand must be a number, got str"),
+        ({"model_type": "mamba", "hidden_act": "gelu"}, r"config: hidden_act must be one of silu, swish, got 'gelu'"),
+        ({"d_model": 32, "rms_norm": False}, r"config: rms_norm must be True in a model of mamba-ssm, got False"),
+        ({"d_model": 32, "attn_layer_idx": [1]}, r"config: attn_layer_idx must be \[\] in a model .*, got \[1\]"),
+        ({"d_model": 32, "ssm_cfg": {"layer": "Mamba4"}}, r"config: ssm_cfg: layer must be one of Mamba1, .*Mamba3"),
+        ({"d_model": 32, "ssm_cfg": {"layer": "Mamba3", "bias": True}}, r"config: bias is not known of a mamba3"),
+        ({"d_model": 32, "ssm_cfg": {"layer": "Mamba2", "d_ssm": 8}}, r"config: ssm_cfg: d_ssm must be None, got 8"),
+        ({"d_model": 32, "ssm_cfg": {"d_states": 8}}, r"config: d_states is not known of a mamba"),
+        ({"d_model": 32, "ssm_cfg": 3}, r"config: ssm_cfg must be a mapping, got int"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_of_mamba_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_fla(given)
+
+
 def test_mixtures_of_older_versions_of_rwkv7() -> None:
     """They have one parameter for all six of a layer."""
     config, weights = GOLDENS["rwkv7"]["config"], state_dict("rwkv7")
@@ -149,7 +218,7 @@ def test_mixtures_of_older_versions_of_rwkv7() -> None:
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"model_type": "mamba2"}, r"model_type must be one of gla, .*, kda, got 'mamba2'"),
+        ({"model_type": "samba"}, r"model_type must be one of gla, .*, comba, got 'samba'"),
         ({"model_type": None}, r"model_type must be one of .* got None"),
         ({"num_attention_heads": 4, "rms_norm_eps": 1}, r"num_attention_heads, rms_norm_eps are not known of a gla"),
         ({"head_dim": 4}, r"head_dim is not known of a gla"),

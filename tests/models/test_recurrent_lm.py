@@ -52,6 +52,23 @@ def small(**changes: Any) -> RecurrentLM:
     return RecurrentLM(RecurrentConfig(**SMALL | changes))
 
 
+def test_layers_get_the_arguments_that_they_take() -> None:
+    """Based has no eps of a norm, and no place among the layers; ReBased has a place, and Comba both."""
+    based = {"num_heads": 2, "num_key_value_heads": 2, "feature_dim": 4}
+    for layer, options, index, eps in (
+        ("BasedLinearAttention", based, None, 1e-12),
+        ("ReBasedLinearAttention", based, 1, 1e-5),
+        ("Comba", {"num_heads": 2, "head_dim": 8}, 1, 0.25),
+    ):
+        model = small(layer=layer, layer_options=options, norm_eps=0.25)
+        attn = model.layers[1].attn
+        assert (
+            attn.layer_idx == index
+            and getattr(attn, "eps", attn.o_norm.eps if layer == "Comba" else 0) == eps
+        )
+        assert model(tokens(2, 5, VOCAB))[0].shape == (2, 5, VOCAB)
+
+
 @pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
 @torch.no_grad()
 def test_pieces_are_the_whole(name: str, device: torch.device) -> None:
@@ -260,6 +277,7 @@ def test_every_layer_makes_a_model() -> None:
         "Mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8},
         "HGRNAttention": {"expand_ratio": 2},
         "LightningAttention": {"num_heads": 2, "head_dim": 16, "num_layers": 2},
+        "GriffinRecurrentBlock": {"num_heads": 2},
     }
     for layer, given in options.items():
         bounds = layer == "HGRNAttention"
@@ -388,10 +406,11 @@ class TestSampling:
     [
         ({"vocab_size": 0}, ValueError, "vocab_size must be"),
         ({"hidden_size": 3.0}, TypeError, "hidden_size must be an int"),
-        ({"layer": "RMSNorm"}, ValueError, "layer must be one of ABCAttention, .* got 'RMSNorm'"),
+        ({"layer": "RMSNorm"}, ValueError, "layer must be one of .*ABCAttention, .* got 'RMSNorm'"),
         ({"layer_options": [2]}, TypeError, "layer_options must be a mapping, got list"),
         ({"layer_options": {"hidden_size": 2}}, ValueError, "layer_options must not hold hidden_size"),
-        ({"feed_forward": "relu"}, ValueError, "feed_forward must be one of swiglu, rwkv6, rwkv7, got 'relu'"),
+        ({"feed_forward": "none"}, ValueError, "intermediate_size must be None where feed_forward is 'none', got"),
+        ({"feed_forward": "relu"}, ValueError, "feed_forward must be one of swiglu, rwkv6, rwkv7, none, got 'relu'"),
         ({"layer": "RWKV7Attention", "layer_options": {"num_hidden_layers": 2}}, ValueError,
          "layer_options must not hold num_hidden_layers, which the model gives its layers"),
         ({"feed_forward_act": "tanh"}, ValueError, "feed_forward_act must be one of relu, .* got 'tanh'"),

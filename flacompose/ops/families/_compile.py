@@ -67,9 +67,9 @@ class compile_ahead:
             mask = [x is not None and x.requires_grad for x in inputs]
             args = tuple(map(_meta, args))
             with _compiling_in_threads() as mode:
-                kernels, (o, *_) = self.start(mode, args)
+                kernels, (o, *others) = self.start(mode, args)
                 if differentiated and self.backward is not None:
-                    args = *args, o, None, mask
+                    args = *args, o, *[None for _ in others], mask
                     kind_of_backward = self.backward.kind(device, args)
                     if kind_of_backward not in self.backward.ready:
                         self.backward.started[kind_of_backward], _ = self.backward.start(mode, args)

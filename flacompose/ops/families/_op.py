@@ -36,9 +36,9 @@ class Forms(Generic[AnyInputs]):
     """The forms of a family, and what else is made of them.
 
     They return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts, also where
-    ranks share the tokens; `recurrent` token by token, for decoding. `steps` is `recurrent` with `count` states, ``[N, count, ...]``, those
-    after the last tokens that are `stride` apart: `stride` is the number of the operator's tokens that stand for one
-    token.
+    ranks share the tokens; `recurrent` computes token by token, for decoding. `steps` is `recurrent` with `count`
+    states, ``[N, count, ...]``, those after the last tokens that are `stride` apart: `stride` is the number of the
+    operator's tokens that stand for one token.
     """
 
     chunk: Callable[..., tuple[Tensor, Tensor]]

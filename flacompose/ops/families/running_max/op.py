@@ -1,0 +1,56 @@
+"""The registered op of the running maximum: `inputs` lists its arguments, `eager` states the recurrence."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._dtype import upcast
+from flacompose.ops._ranks import Ranks, gathered, sharing
+from flacompose.ops._sizes import always_true
+from flacompose.ops._token_shift import token_shift
+from flacompose.ops._varlen import sequence_count, summed, without_tail
+from flacompose.ops.families._op import define_ops
+from flacompose.ops.families.running_max import eager
+from flacompose.ops.families.running_max.inputs import SIGNATURE
+from flacompose.ops.families.running_max.inputs import Inputs as Inputs  # for the public functions
+
+
+def _flops(x: Any, *_: Any, **__: Any) -> int:
+    """An addition and a comparison for each element."""
+    return 2 * prod(x)
+
+
+_forward = define_ops("running_max", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
+
+
+def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``(gates [B, T, D], m [B, T, D], final_state [N, D])``, also where ranks share the tokens."""
+    ranks = sharing()
+    return _forward(*args) if ranks is None else _across(ranks, Inputs(*args))
+
+
+def _across(ranks: Ranks, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """A rank's tokens make of the maximum before them ``max(total + m, end)``."""
+    x, g, initial_state, cu_seqlens = inputs
+    known = Inputs(upcast(x.detach()), g.detach(), None, cu_seqlens)
+    if initial_state is None:
+        initial_state = known.x.new_zeros(sequence_count(x, cu_seqlens), x.shape[2])
+    lowest = torch.full_like(
+        initial_state, -1e38
+    )  # no constant of the module, which Dynamo would take for an input
+    empty = always_true(x.shape[1] == 0)
+    end = lowest if empty else _forward(*known._replace(initial_state=lowest))[2]
+    total = summed(known.g, cu_seqlens).to(end.dtype)
+    start = initial_state.detach().to(end.dtype)
+    for total_, end_ in gathered(ranks, torch.stack([total, end]))[: ranks.rank]:
+        start = torch.maximum(total_ + start, end_)
+    m = known.x if empty else _forward(*known._replace(initial_state=start))[1]
+    # Of the very numbers that the rank before has, which may be rounded otherwise than `start`.
+    before, final_state = token_shift(m, initial_state, cu_seqlens=cu_seqlens)
+    gates = (g.double() + (before.detach().double() - m.double())).to(m.dtype)
+    gates, m = without_tail(cu_seqlens, gates, m)
+    return gates, m, final_state

@@ -1,0 +1,265 @@
+"""Mamba-3, https://arxiv.org/abs/2603.15569, under the names that mamba-ssm gives it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._mamba3 import Scanned, States, scan
+from flacompose.ops._varlen import without_tail
+
+Final = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def mamba3_siso_combined(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    Angles: Tensor,
+    D: Tensor | None = None,
+    Z: Tensor | None = None,
+    Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    chunk_size: int = 64,
+    return_final_states: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor | Final:
+    r"""Mamba-3's scan of a sequence, each token of which writes one key and reads one query.
+
+    $$\theta_t = \theta_{t-1} + \pi \tanh(Angles_t)\, DT_t \qquad
+    k_t = R(\theta_t) (K_t + K\_bias) \qquad q_t = R(\theta_t) (Q_t + Q\_bias)$$
+    $$S_t = e^{ADT_t} \bigl(S_{t-1} + (1 - \lambda_t)\, DT_t\, v_{t-1} k_{t-1}^\top\bigr)
+    + \lambda_t\, DT_t\, v_t k_t^\top \qquad \lambda_t = \operatorname{sigmoid}(Trap_t)$$
+    $$out_t = (S_t q_t + D\, v_t) \odot \operatorname{silu}(Z_t)$$
+
+    From "Mamba-3: Improved Sequence Modeling using State Space Principles" (<https://arxiv.org/abs/2603.15569>). The
+    trapezoidal rule writes a part of each token at the next. ``R`` turns neighbouring numbers, ``2 i`` and ``2 i + 1``,
+    by the ``i``-th angle, and leaves the others. A single token takes the form for decoding. Time steps, gates and
+    angles have the axes of all tokens here, ``[B, T, H]``; mamba-ssm has ``[B, H, T]``.
+
+    Args:
+        Q: Queries, ``[B, T, G, S]``, in the dtype of `V`; ``S`` is even, ``G`` divides ``H``, and head ``h`` has group
+            ``h // (H / G)``.
+        K: Keys, ``[B, T, G, S]``, in the dtype of `V`.
+        V: Values, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
+        ADT: Log decays, ``[B, T, H]``, from 0 to -inf, in any float dtype, as all that follow.
+        DT: Time steps, ``[B, T, H]``, at least 0.
+        Trap: Logits of the share of a token that is written at once, ``[B, T, H]``.
+        Q_bias: Added to the queries of each head, ``[H, S]``.
+        K_bias: Added to the keys of each head, ``[H, S]``.
+        Angles: How fast each pair turns, ``[B, T, H, A]``, or ``[B, T, 1, A]`` for all heads; ``A`` is from 1 to
+            ``S / 2``.
+        D: What joins values and output directly, ``[H]``. Default: nothing.
+        Z: Gate of the output, ``[B, T, H, P]``, through silu. Default: none.
+        Input_States: The four states before the first token, as they are returned, in any float dtype. Default: zeros.
+        chunk_size: Taken because mamba-ssm has it, and not used: it changes no result.
+        return_final_states: Whether to return the states after the last token too.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+
+    Returns:
+        ``out``, ``[B, T, H, P]`` in the dtype of `V`, or under autocast in its dtype; or ``(out, angle, state, k, v)``,
+            where all but `out` are new tensors: the angles from -pi to pi, ``[N, H, A]``, and the states,
+            ``[N, H, P, S]``, in float32 (float64 for float64 inputs); the last keys, biased and turned, ``[N, H, S]``,
+            and the last values, ``[N, H, P]``, in the dtype of `out`.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``P`` or ``S`` is above 512.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    past = _check_all(
+        Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, Input_States, chunk_size, cu_seqlens, rank=None
+    )
+    _check.flags(return_final_states=return_final_states)
+    inputs = Scanned(
+        Q.unsqueeze(2), K.unsqueeze(2), V, ADT, DT, Trap, Q_bias.unsqueeze(1), K_bias.unsqueeze(1), Angles, D, None
+    )  # fmt: skip
+    inputs, Z = _in_sequences(inputs, Z, cu_seqlens)
+    if past.k is not None:
+        past = past._replace(k=past.k.unsqueeze(1))
+    y, new = scan(inputs, past, cu_seqlens)
+    y = y.squeeze(2)
+    if Z is not None:
+        y = y * F.silu(upcast(Z, V))
+    return _results(y, new._replace(k=new.k.squeeze(1)), cu_seqlens, V, return_final_states)
+
+
+def mamba3_mimo_combined(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    ADT: Tensor,
+    DT: Tensor,
+    Trap: Tensor,
+    Q_bias: Tensor,
+    K_bias: Tensor,
+    MIMO_V: Tensor,
+    MIMO_Z: Tensor | None,
+    MIMO_Out: Tensor | None,
+    Angles: Tensor,
+    D: Tensor | None = None,
+    Z: Tensor | None = None,
+    chunk_size: int = 16,
+    rotary_dim_divisor: int = 4,
+    dtype: torch.dtype | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    fuse_pregate_headwise_rms_norm: bool = False,
+    outproj_norm_weight: Tensor | None = None,
+    outproj_norm_eps: float = 1e-5,
+    Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> Tensor | Final:
+    r"""Mamba-3's scan of a sequence, each token of which writes ``R`` keys and reads ``R`` queries of one state.
+
+    It is [mamba3_siso_combined][flacompose.ops.mamba3_siso_combined] with a sum over keys in each write,
+
+    $$v_t k_t^\top \to \sum_r (v_t \odot MIMO\_V_r)\, k_{t,r}^\top \qquad
+    y_{t,r} = S_t q_{t,r} + D\, (v_t \odot MIMO\_V_r)$$
+    $$out_t = \sum_r MIMO\_Out_r \odot y_{t,r} \odot \operatorname{silu}(MIMO\_Z_r \odot Z_t)$$
+
+    and pairs that lie half a key apart: number ``i`` turns together with ``i + S / 2``.
+
+    Args:
+        Q: Queries, ``[B, T, R, G, S]``, in the dtype of `V`.
+        K: Keys, ``[B, T, R, G, S]``, in the dtype of `V`.
+        V: Values, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
+        ADT: As all arguments that are not listed here, those of
+            [mamba3_siso_combined][flacompose.ops.mamba3_siso_combined].
+        Q_bias: Added to the queries of each head, ``[H, R, S]``.
+        K_bias: Added to the keys of each head, ``[H, R, S]``.
+        MIMO_V: What the values of each key are multiplied by, ``[H, R, P]``.
+        MIMO_Z: What the gates of each query are multiplied by, ``[H, R, P]``. It is given if `Z` is, or not used.
+        MIMO_Out: What outputs are multiplied by before they are summed, ``[H, R, P]``, or None for no sum.
+        chunk_size: Taken because mamba-ssm has it, and not used: it changes no result.
+        rotary_dim_divisor: ``S // A``: that `Angles` are so many.
+        dtype: Taken because mamba-ssm has it, and not used: products have the dtype of `V`.
+        return_state: Whether to return the states after the last token too.
+        fuse_pregate_headwise_rms_norm: Whether each $y_{t,r}$ of a head is divided by its root mean square before it is
+            gated.
+        outproj_norm_weight: What such a norm multiplies by, ``H * P`` numbers in any shape. Default: ones.
+        outproj_norm_eps: Added to its mean square.
+        Input_States: The four states before the first token, as they are returned, in any float dtype. Default: zeros.
+
+    Returns:
+        ``out``, ``[B, T, H, P]``, or without `MIMO_Out` ``[B, T, R, H, P]``, in the dtype of `V`, or under autocast in
+            its dtype; or ``(out, angle, state, k, v)``, where `k` is ``[N, R, H, S]``.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, or ``P`` or ``S`` is above 512.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    _check.axes("Q", Q, ("B", "T", "R", "G", "S"))
+    R = Q.shape[2]
+    past = _check_all(
+        Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, Input_States, chunk_size, cu_seqlens, rank=R
+    )
+    H, P = V.shape[2:]
+    _check.like(V, "MIMO_V", MIMO_V, (H, R, P), q_name="V")
+    _check.optional(V, "MIMO_Z", MIMO_Z, (H, R, P), q_name="V")
+    if Z is not None and MIMO_Z is None:
+        raise TypeError("MIMO_Z must be a tensor where Z is given, got NoneType")
+    _check.optional(V, "MIMO_Out", MIMO_Out, (H, R, P), q_name="V")
+    _check.count("rotary_dim_divisor", rotary_dim_divisor)
+    S, A = Q.shape[-1], Angles.shape[-1]
+    if A != S // rotary_dim_divisor:
+        raise ValueError(
+            f"Angles must have S // rotary_dim_divisor = {S // rotary_dim_divisor} angles, got {A}: "
+            "give the rotary_dim_divisor of these"
+        )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
+    _check.flags(return_state=return_state, fuse_pregate_headwise_rms_norm=fuse_pregate_headwise_rms_norm)
+    _check.parameter(V, "outproj_norm_weight", outproj_norm_weight, (H, P), q_name="V")
+    _check.not_negative("outproj_norm_eps", outproj_norm_eps)
+
+    inputs = Scanned(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, MIMO_V)
+    inputs, Z = _in_sequences(inputs, Z, cu_seqlens)
+    y, new = scan(inputs, past, cu_seqlens, halves=True)
+    if fuse_pregate_headwise_rms_norm:
+        weight = None if outproj_norm_weight is None else outproj_norm_weight.reshape(H, P)
+        y = normed(y, weight, outproj_norm_eps)
+    y = mixed(y, Z, MIMO_Z, MIMO_Out)
+    return _results(y, new, cu_seqlens, V, return_state)
+
+
+def normed(y: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """``y [..., H, P]``, each head divided by its root mean square, and multiplied by ``weight [H, P]``."""
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
+
+
+def mixed(y: Tensor, z: Tensor | None, mimo_z: Tensor | None, mimo_out: Tensor | None) -> Tensor:
+    """What ``R`` queries read, ``y [B, T, R, H, P]``, gated by ``z [B, T, H, P]``, and summed if there are weights."""
+    if z is not None and mimo_z is not None:
+        y = y * F.silu(upcast(z, y).unsqueeze(2) * mimo_z.transpose(0, 1))
+    return y if mimo_out is None else (y * mimo_out.transpose(0, 1)).sum(2)
+
+
+def _check_all(
+    Q: Any, K: Any, V: Any, ADT: Any, DT: Any, Trap: Any, Q_bias: Any, K_bias: Any, Angles: Any, D: Any, Z: Any,
+    given: Any, chunk_size: Any, cu_seqlens: Any, rank: int | None,
+) -> States:  # fmt: skip
+    """Check what both functions take, return the states before the first token; with `rank`, there are ``R`` keys."""
+    _check.axes("V", V, ("B", "T", "H", "P"))
+    B, T, H, P = V.shape
+    R = () if rank is None else (rank,)
+    _check.axes("Q", Q, ("B", "T", *["R"] * len(R), "G", "S"))
+    G, S = Q.shape[-2:]
+    for name, x in (("Q", Q), ("K", K)):
+        _check.like(V, name, x, (B, T, *R, G, S), q_name="V")
+        _check.same_dtype(V, name, x, q_name="V")
+    if G == 0 or H % G != 0:
+        raise ValueError(f"Q must have a number of groups that divides the {H} heads of V, got {G}")
+    _check.head_size("V", V)
+    _check.head_size("Q", Q, size_of="state")
+    if S % 2 != 0:
+        raise ValueError(f"Q must have an even state size, whose numbers turn in pairs, got {S}")
+    N = _check.sequences(V, cu_seqlens, q_name="V")
+    for name, x in (("ADT", ADT), ("DT", DT), ("Trap", Trap)):
+        _check.like(V, name, x, (B, T, H), q_name="V")
+    for name, x in (("Q_bias", Q_bias), ("K_bias", K_bias)):
+        _check.like(V, name, x, (H, *R, S), q_name="V")
+    _check.axes("Angles", Angles, ("B", "T", "H", "A"))
+    heads, A = Angles.shape[2:]
+    _check.like(V, "Angles", Angles, (B, T, 1 if heads == 1 else H, A), q_name="V")
+    if not 1 <= A <= S // 2:
+        raise ValueError(f"Angles must have from 1 to S / 2 = {S // 2} angles, got {A}")
+    _check.optional(V, "D", D, (H,), q_name="V")
+    _check.optional(V, "Z", Z, V.shape, q_name="V")
+    _check.count("chunk_size", chunk_size)
+    if given is None:
+        return States()
+    if not isinstance(given, (tuple, list)) or len(given) != 4:
+        raise TypeError(f"Input_States must be a tuple (angle, state, k, v), got {_check.kind(given)}")
+    shapes = ((N, H, A), (N, H, P, S), (N, *R, H, S), (N, H, P))
+    for i, (x, shape) in enumerate(zip(given, shapes, strict=True)):
+        _check.like(V, f"Input_States[{i}]", x, shape, q_name="V")
+    angle, state, k, v = given
+    return States(angle, state.mT, k, v)
+
+
+def _in_sequences(inputs: Scanned, Z: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Scanned, Any]:
+    """`inputs` and `Z` with zeros for tokens that are in no sequence: such a token may hold anything."""
+    if cu_seqlens is None:
+        return inputs, Z
+    names = ("Q", "K", "V", "ADT", "DT", "Trap", "Angles")
+    tokens = without_tail(cu_seqlens, *(getattr(inputs, name) for name in names))
+    inputs = inputs._replace(**dict(zip(names, tokens, strict=True)))
+    return inputs, None if Z is None else without_tail(cu_seqlens, Z)[0]
+
+
+def _results(y: Tensor, new: States, cu_seqlens: Tensor | None, V: Tensor, states: bool) -> Tensor | Final:
+    """The output, 0 for tokens in no sequence, and with `states` the new states, that of the recurrence transposed."""
+    dtype = None if V.dtype == torch.float64 else autocast_dtype(V.device)
+    (y,) = without_tail(cu_seqlens, y.to(V.dtype if dtype is None else dtype))
+    return (y, new.angle, new.state.mT.contiguous(), new.k, new.v) if states else y

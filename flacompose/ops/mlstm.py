@@ -1,0 +1,178 @@
+"""mLSTM, the recurrence of xLSTM with a matrix as its memory, https://arxiv.org/abs/2405.04517."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from flacompose.ops import _check
+from flacompose.ops._call import check
+from flacompose.ops._dtype import autocast_dtype, state_dtype, upcast
+from flacompose.ops._gates import log_sigmoid
+from flacompose.ops._states import last, recurrent_form
+from flacompose.ops._varlen import sequence_count, without_tail
+from flacompose.ops.families.running_max import op as running_max
+from flacompose.ops.families.scalar_decay import op
+from flacompose.ops.families.scan import op as scan
+
+MLSTMState = tuple[Tensor, Tensor, Tensor]
+Form = Callable[..., tuple[Tensor, Tensor]]
+
+
+def chunk_mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    scale: float | None = None,
+    initial_state: MLSTMState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, MLSTMState | None]:
+    r"""mLSTM, computed in chunks: the form for training and for prompts.
+
+    $$m_t = \max(\log \sigma(f_t) + m_{t-1},\ i_t) \qquad
+    F_t = e^{\log \sigma(f_t) + m_{t-1} - m_t} \qquad I_t = e^{i_t - m_t}$$
+    $$C_t = F_t\, C_{t-1} + I_t\, k_t v_t^\top \qquad n_t = F_t\, n_{t-1} + I_t\, k_t \qquad
+    o_t = \frac{\text{scale} \cdot C_t^\top q_t}
+    {\max(|\text{scale} \cdot n_t^\top q_t|,\ e^{-m_t}) + \text{eps}}$$
+
+    From "xLSTM: Extended Long Short-Term Memory" (<https://arxiv.org/abs/2405.04517>), with the `eps` of xLSTM-7B
+    (<https://arxiv.org/abs/2503.13427>). The exponential input gate may be of any size: `m` keeps all exponentials at
+    most 1, and scales `C` and `n` by ``exp(-m)`` without a change of the output.
+
+    `m` is a constant in derivatives. So the gradients of all that follows from `o` are exact but for `eps`, also
+    through ``(C, n, m)`` that a later call begins with. A loss on `C` or `n` has the gradient of the numbers at a given
+    scale. An initial `m` gets no gradient, except from the copy of it that a sequence without tokens returns.
+
+    Args:
+        q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
+        k: Keys, ``[B, T, H, K]``, in the dtype of `q`.
+        v: Values, ``[B, T, HV, V]``, in the dtype of `q`; ``HV`` is ``H`` or a multiple of it, and head ``h`` of them
+            goes with head ``h // (HV / H)`` of queries and keys.
+        i: Input gate before its exponential, ``[B, T, HV]``, any number or -inf; any float dtype.
+        f: Forget gate before its sigmoid, ``[B, T, HV]``, any number or -inf, which forgets all; any float dtype.
+        scale: Factor of the queries. Default: ``K ** -0.5``.
+        initial_state: State before the first token, the tuple ``(C, n, m)``, ``[N, HV, K, V]``, ``[N, HV, K]`` and
+            ``[N, HV]``, in any float dtype. Default: zeros.
+        output_final_state: Whether to return the state after the last token.
+        cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
+            then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
+            of ``T`` tokens.
+        eps: Added to the denominator. Default: 1e-6.
+
+    Returns:
+        ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
+            `final_state` is ``(C, n, m)``, new tensors in float32 (float64 for float64 inputs), or None unless
+            `output_final_state`. `m` is at least -1e4, since below it all exponentials are 0.
+
+    Raises:
+        ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, `scale` or `eps` is not finite, or
+            `eps` is below 0.
+        TypeError: If an argument has the wrong type or dtype.
+    """
+    return _run(
+        op.chunk, scan.chunk, q, k, v, i, f, scale, initial_state, output_final_state, cu_seqlens, eps
+    )
+
+
+def fused_recurrent_mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    scale: float | None = None,
+    initial_state: MLSTMState | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, MLSTMState | None]:
+    """[chunk_mlstm][flacompose.ops.chunk_mlstm], token by token: the form for decoding.
+
+    The same function of the same arguments, derivatives included, for one token at a time or a few.
+
+    Args:
+        output_states: How many states to return in place of the final one, as
+            [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: a tuple of ``[N, n, HV, K, V]``,
+            ``[N, n, HV, K]`` and ``[N, n, HV]``.
+            Default: the final state alone.
+    """
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
+    of_keys, _ = recurrent_form(scan, q, output_final_state, cu_seqlens, output_states)
+    return _run(form, of_keys, q, k, v, i, f, scale, initial_state, wanted, cu_seqlens, eps, output_states)
+
+
+def _run(
+    form: Form,
+    of_keys: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    scale: float | None,
+    initial_state: MLSTMState | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    eps: float,
+    output_states: int | None = None,
+) -> tuple[Tensor, MLSTMState | None]:
+    scale = _check.scale(scale, q)
+    _check.not_negative("eps", eps)
+    C = n = m = None
+    if initial_state is not None:
+        if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 3:
+            raise TypeError(f"initial_state must be a tuple (C, n, m), got {_check.kind(initial_state)}")
+        C, n, m = initial_state
+        for j, x in enumerate(initial_state):
+            _check.tensor(f"initial_state[{j}]", x)
+    inputs = op.Inputs(q, k, v, f, None, i, C, cu_seqlens, scale)
+    names = {"g": "f", "beta": "i", "initial_state": "initial_state[0]"}
+    check(op, inputs, names, required=("g", "beta"))
+    if n is not None and m is not None:
+        N, HV, K = sequence_count(q, cu_seqlens), v.shape[2], q.shape[3]
+        _check.like(q, "initial_state[1]", n, (N, HV, K))
+        _check.like(q, "initial_state[2]", m, (N, HV))
+
+    dtype = autocast_dtype(q.device)
+    if dtype is not None and q.dtype != torch.float64:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
+        i, f = without_tail(cu_seqlens, i.to(state_dtype(q.dtype)), f.to(state_dtype(q.dtype)))
+        # Of logarithms far below 0 the exponentials are 0, and differences would be no more than rounding. The bound is
+        # no constant of the module, since Dynamo would take it for an input, and compile twice.
+        g, m_t, m = running_max.forward(i.detach().clamp(min=-1e4), log_sigmoid(f), m, cu_seqlens)
+        inputs = op.Inputs(q, k, v, g, None, (i - m_t).exp(), C, cu_seqlens, scale)
+        weight, n = _summed_weights(of_keys, inputs, n)
+        if v.dtype == torch.float16:  # the numerator may be too large for it
+            inputs = inputs._replace(q=upcast(q), k=upcast(k), v=upcast(v))
+        o, C = form(*inputs)
+        o = (o / (torch.maximum(weight.abs(), (-m_t).exp()) + eps).unsqueeze(-1)).to(v.dtype)
+    if not output_final_state:
+        return o, None
+    return o, (C, n, m if output_states is None else last(m_t, output_states))
+
+
+def _summed_weights(of_keys: Form, inputs: op.Inputs, n: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``scale * n_t^T q_t``, ``[B, T, HV]``, and the last ``n``, or several of them.
+
+    It is not rounded, since where it is small it is a difference of large terms. All ``n_t`` are computed by a scan of
+    keys, which takes less time than a second call of the form with values that are 1.
+    """
+    q, k = without_tail(inputs.cu_seqlens, upcast(inputs.q), upcast(inputs.k))
+    g, written = inputs.g, inputs.beta
+    assert g is not None and written is not None
+    HV, K = g.shape[2], k.shape[3]
+    if HV != k.shape[2]:
+        q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k))
+    keys = (k * written.unsqueeze(-1)).flatten(2)
+    gates = g.unsqueeze(-1).expand(*g.shape, K).flatten(2)
+    all_n, n = of_keys(*scan.Inputs(keys, gates, None if n is None else n.flatten(1), inputs.cu_seqlens))
+    return inputs.scale * (all_n.unflatten(2, (HV, K)) * q).sum(-1), n.unflatten(-1, (HV, K))

@@ -1,0 +1,180 @@
+"""Mamba-3's scans, against the recurrence in float64, token by token."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract.accuracy import assert_accurate
+from contract.cases import MAMBA3, OpCase
+from contract.opcase import entry
+from contract.problems import call, draw, evaluate, named
+from contract.recurrences import mamba3_mimo, mamba3_siso
+
+from flacompose.ops import mamba3_mimo_combined
+
+OF_RANKS = {"Q": "B T R H K", "K": "B T R H K", "Q_bias": "HV R K", "K_bias": "HV R K"}
+WEIGHTS = dict.fromkeys(("MIMO_V", "MIMO_Z", "MIMO_Out"), "HV R V")
+
+
+def mimo(initial_state=None, output_final_state: bool = False, normed: bool = False, **inputs):
+    """With the states as the contract has them: the heads of keys before their ranks."""
+    if initial_state is not None:
+        angle, state, k, v = initial_state
+        initial_state = angle, state, k.transpose(1, 2), v
+    norm = {"fuse_pregate_headwise_rms_norm": normed, "outproj_norm_eps": 0.1}
+    divisor = inputs["Q"].shape[-1] // inputs["Angles"].shape[-1]
+    o, angle, state, k, v = mamba3_mimo_combined(
+        **inputs, **norm, rotary_dim_divisor=divisor, return_state=True, Input_States=initial_state
+    )
+    return o, (angle, state, k.transpose(1, 2), v) if output_final_state else None
+
+
+def reference(initial_state=None, **inputs):
+    if initial_state is not None:
+        angle, state, k, v = initial_state
+        initial_state = angle, state, k.transpose(1, 2), v
+    o, (angle, state, k, v) = mamba3_mimo(**inputs, initial_state=initial_state)
+    return o, (angle, state, k.transpose(1, 2), v)
+
+
+def case_of(normed: bool = False) -> OpCase:
+    axes = (
+        {name: " ".join(axes) for name, axes in (MAMBA3.inputs | MAMBA3.gates).items()} | OF_RANKS | WEIGHTS
+    )
+    states = {name: " ".join(axes) for name, axes in MAMBA3.states.items()} | {"Input_States[2]": "N HV R K"}
+    function, given = partial(mimo, normed=normed), partial(reference, eps=0.1 if normed else None)
+    return entry(
+        "mamba3_mimo_combined", function, None, "scalar_decay", " ".join([*MAMBA3.inputs, *WEIGHTS, "ADT"]), axes=axes,
+        groups=2, scaled=False, reference=given, gates=("ADT",), states=states, output="V",
+        draws={"DT": F.softplus}, other_ops=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [None, [30, 0, 1, 39]], ids=["dense", "packed"])
+@pytest.mark.parametrize(("state", "gates"), [(False, "mild"), (True, "mixed")])
+def test_several_keys_a_token(
+    lengths: list[int] | None, state: bool, gates: str, device: torch.device
+) -> None:
+    problem = draw(case_of(normed=state), device, K=8, V=6, lengths=lengths, state=state, gates=gates)
+    assert_accurate(problem, evaluate(problem))
+
+
+@pytest.mark.parametrize(("state", "gates"), [(False, "mild"), (True, "mixed")])
+@pytest.mark.parametrize("T", [1, 70])
+def test_values_and_gradients(T: int, state: bool, gates: str, device: torch.device) -> None:
+    """Gates of any strength, time steps of 0 among the others, and for one token the form for decoding."""
+    problem = draw(MAMBA3, device, T=T, state=state, gates=gates)
+    problem.tensors["DT"][:, ::3, 1:] = 0
+    assert_accurate(problem, evaluate(problem))
+
+
+def test_half_precision(device: torch.device) -> None:
+    for case in (MAMBA3, case_of()):
+        problem = draw(case, device, torch.bfloat16, K=8, V=6)
+        exact = problem.to(torch.float64)
+        o, state = call(problem)
+        assert o.dtype == torch.bfloat16
+        for x, y in zip((o, state), call(exact), strict=True):
+            assert (x - y).norm() < 0.02 * y.norm()
+
+
+def test_biases_of_another_dtype() -> None:
+    tensors = draw(case_of(), torch.device("cpu"), torch.float32, T=5, K=8, V=6, state=False).tensors
+    wide = {name: tensors[name].double() for name in ("Q_bias", "K_bias")}
+    torch.testing.assert_close(mimo(**tensors | wide)[0], mimo(**tensors)[0])
+
+
+@pytest.mark.parametrize("name", ["ADT", "DT", "Trap"])
+def test_states_have_the_dtype_of_sums(name: str) -> None:
+    tensors = draw(case_of(), torch.device("cpu"), torch.float32, T=5, K=8, V=6, state=False).tensors
+    _, state = mimo(**tensors | {name: tensors[name].double()}, output_final_state=True)
+    assert {x.dtype for x in state} == {torch.float32}
+
+
+def test_products_above_float16() -> None:
+    """Of queries and keys; the output is far smaller than these."""
+    tensors = draw(case_of(), torch.device("cpu"), torch.float16, T=5, K=8, V=6, state=False).tensors
+    tensors |= {name: torch.full_like(tensors[name], 400.0) for name in ("Q", "K")}
+    tensors |= {"DT": tensors["DT"] * 1e-6}
+    assert mimo(**tensors)[0].isfinite().all()
+
+
+def test_angles_of_a_long_row() -> None:
+    """After 32,768 tokens, some thousand turns, keys still stand where those of float64 do."""
+    T = 32_768
+    tensors = named(draw(MAMBA3, torch.device("cpu"), B=1, T=T, H=1, K=8, V=1, state=False))
+    tensors["Angles"].abs_()
+    _, (angle, _, k, _) = mamba3_siso(**tensors, output_final_state=True)
+    step = tensors["Angles"].double().tanh() * math.pi * tensors["DT"].double().unsqueeze(-1)
+    exact = step.sum(1)
+    assert exact.min() > 1000 * 2 * math.pi
+    off = torch.polar(torch.ones_like(exact), angle.double() - exact) - 1
+    assert (
+        off.abs().max() < 1e-4
+    )  # each step, in float32, is off by up to 1e-7 of a radian, and not always one way
+    assert k.isfinite().all()
+
+
+def test_groups_of_angles(device: torch.device) -> None:
+    """Angles that all heads share need not be given for each."""
+    tensors = named(draw(MAMBA3, device, T=5, state=False))
+    shared = tensors["Angles"][:, :, :1]
+    both = [
+        mamba3_siso(**tensors | {"Angles": angles})[0]
+        for angles in (shared, shared.expand_as(tensors["Angles"]))
+    ]
+    assert torch.equal(*both)
+
+
+def test_without_the_last_sum(device: torch.device) -> None:
+    tensors = named(draw(case_of(), device, T=5, K=8, V=6, state=False))
+    summed = mimo(**tensors)[0]
+    out = tensors.pop("MIMO_Out")
+    apart = mimo(**tensors, MIMO_Out=None)[0]
+    assert apart.shape == (*summed.shape[:2], 2, *summed.shape[2:])
+    torch.testing.assert_close((apart * out.transpose(0, 1)).sum(2), summed)
+
+
+def test_autocast(device: torch.device) -> None:
+    """Products are in its dtype, and states are not rounded."""
+    tensors = named(draw(MAMBA3, device, state=False))
+    with torch.autocast(device.type, torch.bfloat16):
+        o, state = mamba3_siso(**tensors, output_final_state=True)
+    assert [x.dtype for x in (o, *state)] == [torch.bfloat16, *[torch.float32] * 2, *[torch.bfloat16] * 2]
+    rounded = {name: x.bfloat16() if name in ("Q", "K", "V") else x for name, x in tensors.items()}
+    assert torch.equal(mamba3_siso(**rounded)[0], o)
+
+
+ONE, S = torch.ones(1, 3, 4, 6), "MIMO_Z must be a tensor where Z is given, got NoneType"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict.fromkeys("QK", torch.ones(1, 3, 2, 3, 8)), ValueError, "Q must have a number of groups that divides"),
+        (dict.fromkeys("QK", torch.ones(1, 3, 2, 2, 7)), ValueError, "must have an even state size"),
+        ({"ADT": torch.ones(1, 4, 3)}, ValueError, "ADT must have shape (1, 3, 4), got (1, 4, 3)"),
+        ({"K": torch.ones(1, 3, 2, 2, 8).double()}, TypeError, "K must have the dtype of V, float32, got float64"),
+        ({"Angles": torch.ones(1, 3, 4, 5)}, ValueError, "Angles must have from 1 to S / 2 = 4 angles, got 5"),
+        ({"rotary_dim_divisor": 2}, ValueError, "Angles must have S // rotary_dim_divisor = 4 angles, got 2"),
+        ({"MIMO_V": torch.ones(4, 3, 6)}, ValueError, "MIMO_V must have shape (4, 2, 6), got (4, 3, 6)"),
+        ({"MIMO_Z": None}, TypeError, S),
+        ({"dtype": 3}, TypeError, "dtype must be a torch.dtype, got int"),
+        ({"outproj_norm_eps": math.inf}, ValueError, "outproj_norm_eps must be finite, got inf"),
+        ({"outproj_norm_eps": -1.0}, ValueError, "outproj_norm_eps must be at least 0, got -1.0"),
+        ({"outproj_norm_weight": ONE}, ValueError, "outproj_norm_weight must have the 24 elements of shape (4, 6)"),
+        ({"return_state": 1}, TypeError, "return_state must be a bool, got 1"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({"Input_States": (ONE,) * 3}, TypeError, "Input_States must be a tuple (angle, state, k, v), got tuple of 3"),
+        ({"Input_States": (ONE,) * 4}, ValueError, "Input_States[0] must have shape (1, 4, 2), got (1, 3, 4, 6)"),
+    ],
+)  # fmt: skip
+def test_errors(change: dict, error: type[Exception], message: str) -> None:
+    tensors = named(draw(case_of(), torch.device("cpu"), B=1, T=3, K=8, V=6, state=False))
+    with pytest.raises(error, match=re.escape(message)):
+        mamba3_mimo_combined(**{"rotary_dim_divisor": 4, **tensors, **change})

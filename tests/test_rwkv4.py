@@ -1,0 +1,212 @@
+"""RWKV-4: every value and gradient, of keys of any size, against the recurrence in float64, and its states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contract.accuracy import error
+from ranks import check_sharded, on_two_ranks
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing import assert_close
+
+from flacompose.ops import chunk_rwkv4, fused_recurrent_rwkv4
+
+FORMS = [chunk_rwkv4, fused_recurrent_rwkv4]
+each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+State = tuple[Tensor, Tensor, Tensor]
+
+
+def by_tokens(w: Tensor, u: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+    """With logarithms of the sums of weights in place of the sums, which overflow."""
+    o, (a, b, m) = [], state
+    mean, total = a / b, b.log() + m
+    for t in range(k.shape[1]):
+        now = torch.logaddexp(total, u + k[:, t])
+        o.append((total - now).exp() * mean + (u + k[:, t] - now).exp() * v[:, t])
+        new = torch.logaddexp(w + total, k[:, t])
+        mean = (w + total - new).exp() * mean + (k[:, t] - new).exp() * v[:, t]
+        total = new
+    return torch.stack(o, 1), (mean, total)
+
+
+def drawn(
+    T: int, B: int = 2, D: int = 5, size: float = 1.0, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    w, u, k, v = torch.randn(D).exp() / -8, torch.randn(D), size * torch.randn(B, T, D), torch.randn(B, T, D)
+    state = torch.randn(B, D), torch.rand(B, D) + 0.1, torch.randn(B, D)
+    return [x.to(dtype).requires_grad_() for x in (w, u, k, v, *state)]
+
+
+def means(state: State) -> tuple[Tensor, Tensor]:
+    a, b, m = state
+    return a / b, b.log() + m
+
+
+@each_form
+@pytest.mark.parametrize(
+    ("T", "size", "dtype", "bound"),
+    [(130, 1.0, torch.float64, 1e-11), (7, 100.0, torch.float64, 1e-11), (130, 30.0, torch.float32, 1e-4),
+     (1, 1.0, torch.float32, 1e-5), (130, 8.0, torch.bfloat16, 2e-3)],
+)  # fmt: skip
+def test_values_and_gradients(form, T: int, size: float, dtype: torch.dtype, bound: float) -> None:
+    """From a state. Errors of single precision are those of exponents of keys that are up to 100."""
+    inputs = drawn(T, size=size, dtype=dtype)
+    double = [x.detach().double().requires_grad_() for x in inputs]
+    o, state = form(*inputs[:4], tuple(inputs[4:]), output_final_state=True)
+    assert o.dtype == dtype and {x.dtype for x in state} <= {torch.float32, torch.float64}
+    expected, ends = by_tokens(*double[:4], tuple(double[4:]))
+    mean, total = means(state)
+    actual = [o, mean, total]
+    for x, y in zip(actual, (expected, *ends), strict=True):
+        assert error(x.detach(), y.detach()) <= bound
+
+    def loss(o: Tensor, mean: Tensor, total: Tensor) -> Tensor:
+        return o.double().square().sum() + mean.double().sin().sum() + total.double().sin().sum()
+
+    # The maximum before the first token only scales the state, and gets no gradient.
+    gradients = torch.autograd.grad(loss(*actual), inputs[:6])
+    exact = torch.autograd.grad(loss(expected, *ends), double[:6])
+    for x, y in zip(gradients, exact, strict=True):
+        # Where one token has all of the weight, a gradient is a small difference of numbers of size 1.
+        assert (x.double() - y).norm() <= 10 * bound * (y.norm() + 1)
+
+
+@each_form
+def test_packed_sequences_and_pieces(form) -> None:
+    """Packed ones are computed as if each were alone, an empty one keeps its state, and pieces give the whole."""
+    w, u, k, v, *state = (x.detach() for x in drawn(12, B=3))
+    bounds = [0, 4, 4, 10]
+    row = [x[:1].clone() for x in (k, v)]
+    for x in row:
+        x[:, 10:] = torch.nan
+    w.requires_grad_(), u.requires_grad_()
+    o, ends = form(w, u, *row, tuple(state), True, torch.tensor(bounds))
+    assert all(x.isfinite().all() for x in torch.autograd.grad(o.sum(), [w, u]))
+    w, u, o, ends = w.detach(), u.detach(), o.detach(), tuple(x.detach() for x in ends)
+    assert not o[:, 10:].any() and all(torch.equal(x[1], y[1]) for x, y in zip(ends, state, strict=True))
+    for n in (0, 2):
+        at = slice(bounds[n], bounds[n + 1])
+        alone, end = chunk_rwkv4(w, u, k[:1, at], v[:1, at], tuple(x[n : n + 1] for x in state), True)
+        assert_close(o[:, at], alone)
+        assert_close(tuple(x[n : n + 1] for x in ends), end)
+    whole, end = chunk_rwkv4(w, u, k, v, output_final_state=True)
+    first, middle = form(w, u, k[:, :5], v[:, :5], output_final_state=True)
+    second, last = form(w, u, k[:, 5:], v[:, 5:], middle, True)
+    assert_close((torch.cat([first, second], 1), last), (whole, end))
+    assert_close(whole[:, 0], v[:, 0])
+    # A common factor of all weights cancels, however small it is.
+    assert_close(form(w, u, k - 2000, v)[0], whole)
+
+
+def test_states_of_the_last_tokens() -> None:
+    w, u, k, v, *_ = (x.detach() for x in drawn(6))
+    _, states = fused_recurrent_rwkv4(w, u, k, v, output_states=2)
+    for i in range(2):
+        _, expected = chunk_rwkv4(w, u, k[:, : 5 + i], v[:, : 5 + i], output_final_state=True)
+        assert_close(tuple(x[:, i] for x in states), expected)
+
+
+def test_export() -> None:
+    """At any length."""
+
+    class Model(torch.nn.Module):
+        def forward(self, *inputs: Tensor) -> tuple[Tensor, State | None]:
+            return chunk_rwkv4(*inputs, output_final_state=True)
+
+    w, u, k, v, *_ = (x.detach() for x in drawn(9))
+    T = torch.export.Dim("T", min=2, max=2**16)
+    program = torch.export.export(Model(), (w, u, k, v), dynamic_shapes=(((None, None, {1: T}, {1: T})),))
+    for T in (2, 40):
+        inputs = [x.detach() for x in drawn(T)[:4]]
+        assert_close(program.module()(*inputs), Model()(*inputs))
+
+
+def test_autocast() -> None:
+    w, u, k, v, *_ = (x.detach() for x in drawn(9, dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        o, state = chunk_rwkv4(w, u, k, v, output_final_state=True)
+    expected, end = chunk_rwkv4(w, u, k, v.bfloat16(), output_final_state=True)
+    assert o.dtype == torch.bfloat16 and torch.equal(o, expected)
+    assert_close(state, end)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"w": torch.zeros(4)}, ValueError, r"w must have shape \(5,\), got \(4,\)"),
+        ({"u": torch.zeros(4)}, ValueError, r"u must have shape \(5,\), got \(4,\)"),
+        ({"k": torch.zeros(2, 3, 4)}, ValueError, r"k must have shape \(2, 3, 5\), got \(2, 3, 4\)"),
+        ({"initial_state": (torch.zeros(2, 5),)}, TypeError, r"must be a tuple \(a, b, m\), got tuple of 1"),
+        ({"initial_state": (torch.zeros(2, 4),) * 3}, ValueError, r"initial_state\[0\] must have shape \(2, 5\)"),
+    ],
+)  # fmt: skip
+def test_errors(changes, error, message) -> None:
+    w, u, k, v, *_ = drawn(3)
+    with pytest.raises(error, match=message):
+        chunk_rwkv4(**{"w": w, "u": u, "k": k, "v": v} | changes)
+
+
+@each_form
+def test_weights_that_are_all_small(form) -> None:
+    """Of a token before which nothing was written the output is its value, also where its weight underflows."""
+    k, v = torch.full((1, 1, 2), -200.0), torch.randn(1, 1, 2)
+    w, u, state = -torch.ones(2), torch.zeros(2), tuple(torch.zeros(3, 1, 2).unbind())
+    assert_close(form(w, u, k, v, state)[0], v)
+    u = torch.full((2,), -200.0, requires_grad=True)
+    keys, values, bounds = torch.zeros(1, 6, 2), torch.randn(1, 6, 2), torch.tensor([0, 3])  # and a tail
+    form(w, u, keys, values, cu_seqlens=bounds)[0].sum().backward()
+    assert u.grad is not None and u.grad.isfinite().all()
+
+
+@each_form
+def test_a_maximum_is_a_constant(form) -> None:
+    w, u, k, v, a, b, m = drawn(3)
+    form(w, u, k, v, (a, b, m))[0].sum().backward()
+    assert m.grad is None or not m.grad.any()
+
+
+@each_form
+def test_vmap(form) -> None:
+    """Over sets of all arguments."""
+    inputs = [torch.stack([x, x.flip(-1)]).detach() for x in drawn(7)]
+    mapped, _ = torch.vmap(lambda *x: form(*x[:4], x[4:], output_final_state=True))(*inputs)
+    for i, o in enumerate(mapped):
+        assert torch.equal(o, form(*(x[i] for x in inputs[:4]), tuple(x[i] for x in inputs[4:]))[0])
+
+
+def test_sharded() -> None:
+    """Along the channels and along the batch."""
+    on_two_ranks(sharded)
+
+
+def sharded(mesh: DeviceMesh) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    def run(*x: Tensor) -> list[Tensor]:
+        o, state = chunk_rwkv4(*x[:4], x[4:], output_final_state=True)
+        assert state is not None
+        return [o, *state[:2]]
+
+    inputs, whole = [x.detach() for x in drawn(7, D=4)], [Replicate()] * 2
+    check_sharded(mesh, run, inputs, [Shard(0), Shard(0), Shard(2), Shard(2), *[Shard(1)] * 3])
+    check_sharded(mesh, run, inputs, [*whole, *[Shard(0)] * 5])
+
+
+def test_compiled_once() -> None:
+    """For all lengths, and no number of the code is taken for an input."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(chunk_rwkv4, backend=counter, fullgraph=True, dynamic=True)
+    for T in (6, 9):
+        inputs = drawn(T)[:4]
+        assert_close(compiled(*inputs)[0], chunk_rwkv4(*inputs)[0])
+    assert counter.frame_count == 1
+
+
+@each_form
+def test_states_have_the_dtype_of_sums(form) -> None:
+    w, u, k, v = (x.detach().float() for x in drawn(3)[:4])
+    _, state = form(w, u, k.double(), v, output_final_state=True)
+    assert {x.dtype for x in state} == {torch.float32}
