@@ -99,9 +99,12 @@ def _across(function: Target, ranks: Ranks) -> Target:
                 check_device(ranks, name, y)
             if bounds is not None and isinstance(x, Tensor):
                 N = _check.sequences(x, bounds, first)
-                for name, state in ((name, y) for name in STATES for y in _tensors(given.get(name))):
-                    if state.shape[0] != N:
-                        raise ValueError(f"{name} must have {N} states, one a sequence, got {state.shape[0]}")
+                for name in STATES:
+                    for state in _tensors(given.get(name)):
+                        if state.shape[0] != N:
+                            raise ValueError(
+                                f"{name} must have {N} states, one a sequence, got {state.shape[0]}"
+                            )
                 given["cu_seqlens"] = bounds_of_rank(ranks, bounds, x.shape[1])
             return function(**given)
 

@@ -91,7 +91,7 @@ def _with_own_gradient(x: Any) -> Any:
 
 
 def of_shards(function: Callable[[Tensor], Tensor], x: Any, moved: int) -> Any:
-    """``function(x)``, where `x` is a DTensor of each rank's part, whose cut axes are `moved` by so many in the result."""
+    """``function(x)``, where `x` is a DTensor of each rank's part, whose cut axes move by `moved` in the result."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return function(x)
