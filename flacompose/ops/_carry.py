@@ -6,11 +6,14 @@ is before this rank's, and what is after those of all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flacompose.ops._dtensor import by_channels
 from flacompose.ops._ranks import Ranks, of_all
 from flacompose.ops._varlen import bounds
 
@@ -22,8 +25,21 @@ def last_tokens(
     W: int,
     lengths: Tensor | None = None,  # [B], how many tokens of each row count
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Sequence[Tensor]:
     """The last ``W`` tokens of each sequence, ``[N, W, ...]`` like `x`, from several ranks where one has fewer."""
+    if hasattr(x, "device_mesh"):
+        return by_channels(partial(_last_tokens, ranks, W), x, before, lengths, cu_seqlens)
+    return _last_tokens(ranks, W, x, before, lengths, cu_seqlens)
+
+
+def _last_tokens(
+    ranks: Ranks,
+    W: int,
+    x: Tensor,
+    before: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     B, T = x.shape[:2]
     of_token = x.shape[2:]
     column = torch.arange(W, device=x.device)
