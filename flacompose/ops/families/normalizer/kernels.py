@@ -177,8 +177,8 @@ def division_kernel(
     z = tl.sum(tl.where(t[:, None] >= t[None, :], scores, 0.0), 1)
     z = scale * (z + tl.exp(high + low) * before)
 
-    # 2. By what the output is divided.
-    floor_ = load_numbers(floor, at, t, size, HV)
+    # 2. By what the output is divided; where there is no token, by 1.
+    floor_ = tl.load(floor + at + t * HV, mask=t < size, other=1.0).to(tl.float32)
     weight = tl.maximum(tl.abs(z), floor_, propagate_nan=tl.PropagateNan.ALL) + eps
     d_weight = tl.zeros([C], dtype=tl.float32)
     for v0 in range(0, V, BV):
