@@ -74,25 +74,12 @@ def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = Non
     o = rows.per_token(HV, V, dtype=x.dtype)
     final_state = rows.per_sequence(*([] if count is None else [count]), HV, K)
     (q, q_token), (k, k_token), (x, x_token) = map(by_token, (q, k, x))
+    tensors = q, k, x, *map(operand, others), o, final_state
     launch(
-        recurrent_kernel,
-        (rows.N * HV,),
-        *(q, k, x, *map(operand, others), o, final_state),
-        **rows.arguments,
-        scale=scale,
-        eps=eps,
-        H=q.shape[2],
-        HV=HV,
-        K=K,
-        V=V,
-        q_token=q_token,
-        k_token=k_token,
-        x_token=x_token,
-        count=count,
-        stride=stride,
-        BK=block(K, 512),
-        BV=block(V, 512),
-    )
+        recurrent_kernel, (rows.N * HV,), *tensors, **rows.arguments, scale=scale, eps=eps,
+        H=q.shape[2], HV=HV, K=K, V=V, q_token=q_token, k_token=k_token, x_token=x_token, count=count, stride=stride,
+        BK=block(K, 512), BV=block(V, 512),
+    )  # fmt: skip
     return rows.batched(o), final_state
 
 
