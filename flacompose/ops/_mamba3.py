@@ -114,7 +114,7 @@ def _scan(
             q.flatten(1, 2), k_before.flatten(1, 2), values[1].flatten(1, 2),
             spread(g, R), None,
             written.unsqueeze(2).expand(-1, -1, R, -1).flatten(1, 2), past.state,
-            stretched(cu_seqlens, R),
+            stretched(cu_seqlens, R), scale=1.0,
         )
     )  # fmt: skip
     y = upcast(y.unflatten(1, (-1, R)))
