@@ -32,6 +32,7 @@ class Break(NamedTuple):
 
 VALUES, PACKED = "contract/test_values.py", "contract/test_packed.py"
 KERNELS = "interpreter/test_kernels.py"
+SHARED, COMPOSED = "distributed/test_context_parallel.py", "distributed/test_context_composition.py"
 BREAKS = [
     # The recurrences in PyTorch
     Break("ops/families/vector_decay/eager.py", "S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)\n    o =", "S, final_state = _sweep(chunks, k_, v_, gate_k, None, initial_state)\n    o =", VALUES, "test_lengths and gk-gv"),
@@ -157,6 +158,18 @@ BREAKS = [
     Break("integrations/_modeling.py", "f.masked_fill(pads, torch.inf)", "f", "integrations/test_transformers.py", "pads_in_between"),
     Break("integrations/fla.py", '_NORM_EPS = {"norm_eps": 1e-5}', '_NORM_EPS = {"norm_eps": 1e-1}', "models/test_fla.py"),
     Break("integrations/transformers.py", "return kind.__mro__[1]", "return kind", "integrations/test_transformers.py", "accelerate"),
+    # Tokens of several ranks
+    Break("ops/_ranks.py", "lengths[: ranks.rank].sum()", "lengths[: ranks.rank + 1].sum()", COMPOSED, "data_parallel"),
+    Break("ops/_ranks.py", "grads[0], -1)", "grads[0], 0)", COMPOSED, "heads_and_tokens"),
+    Break("ops/_dtensor.py", "[*y.shape[:2], *x.shape[2:]]", "y.shape", COMPOSED, "heads_and_tokens"),
+    Break("ops/_carry.py", "state.unsqueeze(1), 0).sum(2) + windows[rank]", "state.unsqueeze(1), 0).sum(2) * 0 + windows[rank]", SHARED, "ranks and 2"),
+    Break("ops/_carry.py", "(column >= 0) & (column < ctx.W)", "column >= 0", SHARED, "ranks and 2"),
+    Break("ops/families/_across.py", "d_final, reverse=True", "d_final, reverse=False", SHARED, "ranks and 2"),
+    Break("ops/families/_across.py", "torch.stack([x for _, x in found]).sum(0)", "found[0][1]", SHARED, "ranks and 2"),
+    Break("ops/families/_across.py", "d_initial if ranks.rank == 0 else", "d_initial if True else", SHARED, "ranks and 2"),
+    Break("ops/families/_across.py", "x.view_as(x) if twice", "x if twice", COMPOSED, "compiled"),
+    Break("distributed/context_parallel.py", "if state.shape[0] != N:", "if False:", COMPOSED, "misuse"),
+    Break("layers/recurrent.py", "self._layout(*arguments)  #", "pass  #", COMPOSED, "misuse"),
     Break("distributed/tensor_parallel.py", '_FROM_HEADS = ("o_proj", ', "_FROM_HEADS = (", "distributed", "heads_are_shared"),
 ]  # fmt: skip
 
