@@ -22,6 +22,7 @@ from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.low_rank import cuda as low_rank
+from flacompose.ops.families.normalizer import cuda as normalizer
 from flacompose.ops.families.running_max import cuda as running_max
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scan import cuda as scan
@@ -230,6 +231,9 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             yield from _calls(
                 f"scalar_decay {gates} groups={groups} {at}", scalar_decay, args, v, masks, states
             )
+        args = q, k, v, g, beta, g, new(N, HV, K), cu_seqlens, 1.0, 0.0
+        masks = _masks("q k x g beta floor initial_state", "q", "x", "q k x")
+        yield from _calls(f"normalizer groups={groups} {at}", normalizer, args, v, masks, new(N, HV, K))
         for gates in ("", "g", "gk", "gk a"):
             g_, gk_ = (g if "g" in gates.split() else None), (new(B, T, HV, K) if "gk" in gates else None)
             args = q, k, v, beta, g_, gk_, k if "a" in gates else None, states, cu_seqlens, 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, TypeVar
@@ -77,11 +78,14 @@ def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
 
 def _share(module: nn.Module, ranks: Ranks) -> None:
     layers = [part for part in module.modules() if isinstance(part, StatefulLayer | RecurrentLM)]
-    if layers:
-        for layer in layers:
-            layer.ranks = ranks
-        return
-    raise ValueError(f"target must contain a recurrent layer, got {type(module).__name__}")
+    if not layers and "transformers" in sys.modules:
+        from flacompose.integrations import _context
+
+        return _context.share(module, ranks)
+    if not layers:
+        raise ValueError(f"target must contain a recurrent layer, got {type(module).__name__}")
+    for layer in layers:
+        layer.ranks = ranks
 
 
 def _across(function: Target, ranks: Ranks) -> Target:

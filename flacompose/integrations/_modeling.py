@@ -34,6 +34,7 @@ from flacompose.ops import (
     selective_state_update,
 )
 from flacompose.ops._dtype import state_dtype
+from flacompose.ops._ranks import sharing
 
 # By which of their arguments modules of transformers tell packed sequences apart.
 PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
@@ -217,7 +218,7 @@ def lightning(
 
     cached = None if cache is None else linear_layer(cache, layer.layer_idx, layer.num_hidden_layers)
     state = None if cached is None else cached.recurrent_states[0]
-    attention = fused_recurrent_simple_gla if hidden_states.shape[1] == 1 else chunk_simple_gla
+    attention = fused_recurrent_simple_gla if _is_step(hidden_states) else chunk_simple_gla
     o, state = attention(
         q, k, v, g_gamma=-layer.slope_rate.flatten(), scale=1.0,
         initial_state=state, output_final_state=True, cu_seqlens=_bounds(kwargs),
@@ -279,7 +280,7 @@ def real_gated(
     )
     if tokens is not None:  # a pad leaves the state as it is
         r = r.masked_fill(~is_token.unsqueeze(2), -torch.inf)
-    rg_lru = fused_recurrent_rg_lru if T == 1 else chunk_rg_lru
+    rg_lru = fused_recurrent_rg_lru if _is_step(x) else chunk_rg_lru
     o, state = rg_lru(x, r, i, unit.recurrent_param, reset, state, output_final_state=True, cu_seqlens=bounds)
     if cached is not None:
         assert state is not None
@@ -308,7 +309,7 @@ def weighted(
         k = k.masked_fill(pads, max(-1e9, torch.finfo(k.dtype).min))  # any key of a token outweighs it
     # Copies of the states, which are written to below, so that a backward finds what it needs.
     before: Any = None if state is None else tuple(s[:, :, layer.layer_id].clone() for s in state[2:])
-    wkv = fused_recurrent_rwkv4 if hidden.shape[1] == 1 else chunk_rwkv4
+    wkv = fused_recurrent_rwkv4 if _is_step(hidden) else chunk_rwkv4
     o, after = wkv(-layer.time_decay.exp(), layer.time_first, k, v, before, state is not None, bounds)
     if state is not None and after is not None:
         for kept, new in zip(state[2:], after, strict=True):
@@ -374,7 +375,7 @@ def stabilised(
             pads = (mask[:, -T:] == 0).unsqueeze(2)
             i, f = i.masked_fill(pads, -torch.inf), f.masked_fill(pads, torch.inf)
         initial: Any = None if state is None else (*state[:2], state[2].squeeze(-1))
-        mlstm: Any = fused_recurrent_mlstm if T == 1 else chunk_mlstm
+        mlstm: Any = fused_recurrent_mlstm if _is_step(x) else chunk_mlstm
         o, (C, n, m) = mlstm(
             q, k, v, i, f,
             initial_state=initial, output_final_state=True, cu_seqlens=bounds, eps=layer.config.eps,
@@ -423,7 +424,7 @@ def checked(call: Callable[..., Any], forward: Callable[..., Any]) -> Callable[.
     It refuses what a cache cannot have, before it writes to that: packed sequences, and a record of the past, by which
     `Cache.crop` would take tokens back out of the convolution's state and leave that of the recurrence as it is.
     """
-    cache_in = _finder_of_caches()
+    cache_in = finder_of_caches()
 
     @wraps(forward)
     def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -573,7 +574,7 @@ def limited(forward: Callable[..., Any], layer: Any, cache: Any, /, *args: Any, 
 
 def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of Bamba's decoder, which would number the tokens after a cache from 0 on."""
-    cache_in = _finder_of_caches()
+    cache_in = finder_of_caches()
 
     @wraps(forward)
     def counting_forward(
@@ -732,7 +733,12 @@ def passing_to(
     return of
 
 
-def _finder_of_caches() -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+def _is_step(x: Tensor) -> bool:
+    """Whether there is one token of ``x [B, T, ...]``, as in decoding; across ranks it is one of many."""
+    return x.shape[1] == 1 and sharing() is None
+
+
+def finder_of_caches() -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """What finds the cache, or None, among the arguments of a forward, whatever transformers calls it."""
     from transformers.cache_utils import Cache
 

@@ -501,6 +501,13 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]
                 break
 
 
+def recurrent_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type]]:
+    """The path, the module and the class in transformers of each layer that hands on something from token to token."""
+    for path, module, owner, names in _layers(model):
+        if names or AROUND.get(owner.__name__) is _modeling.shifting:
+            yield path, module, owner
+
+
 def _called(owner: type) -> list[str] | None:
     """Those of `FUNCTIONS` that the forward of a class calls; None if this library does not replace that forward."""
     if owner not in _files_classes(owner):

@@ -14,9 +14,9 @@ from flacompose.ops._dtype import autocast_dtype, state_dtype, upcast
 from flacompose.ops._gates import log_sigmoid
 from flacompose.ops._states import last, recurrent_form
 from flacompose.ops._varlen import sequence_count, without_tail
+from flacompose.ops.families.normalizer import op as normalizer
 from flacompose.ops.families.running_max import op as running_max
 from flacompose.ops.families.scalar_decay import op
-from flacompose.ops.families.scan import op as scan
 
 MLSTMState = tuple[Tensor, Tensor, Tensor]
 Form = Callable[..., tuple[Tensor, Tensor]]
@@ -32,7 +32,7 @@ def chunk_mlstm(
     initial_state: MLSTMState | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = None,
 ) -> tuple[Tensor, MLSTMState | None]:
     r"""mLSTM, computed in chunks: the form for training and for prompts.
 
@@ -76,9 +76,8 @@ def chunk_mlstm(
             `eps` is below 0.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return _run(
-        op.chunk, scan.chunk, q, k, v, i, f, scale, initial_state, output_final_state, cu_seqlens, eps
-    )
+    forms = op.chunk, normalizer.chunk
+    return _run(*forms, q, k, v, i, f, scale, initial_state, output_final_state, cu_seqlens, eps)
 
 
 def fused_recurrent_mlstm(
@@ -92,7 +91,7 @@ def fused_recurrent_mlstm(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-    eps: float = 1e-6,
+    eps: float | None = None,
 ) -> tuple[Tensor, MLSTMState | None]:
     """[chunk_mlstm][flacompose.ops.chunk_mlstm], token by token: the form for decoding.
 
@@ -105,13 +104,13 @@ def fused_recurrent_mlstm(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    of_keys, _ = recurrent_form(scan, q, output_final_state, cu_seqlens, output_states)
-    return _run(form, of_keys, q, k, v, i, f, scale, initial_state, wanted, cu_seqlens, eps, output_states)
+    divide, _ = recurrent_form(normalizer, q, output_final_state, cu_seqlens, output_states)
+    return _run(form, divide, q, k, v, i, f, scale, initial_state, wanted, cu_seqlens, eps, output_states)
 
 
 def _run(
     form: Form,
-    of_keys: Form,
+    divide: Form,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,10 +120,12 @@ def _run(
     initial_state: MLSTMState | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-    eps: float,
+    eps: float | None,
     output_states: int | None = None,
 ) -> tuple[Tensor, MLSTMState | None]:
     scale = _check.scale(scale, q)
+    # A default in the signature Dynamo would take for an input of the graph, and compile twice.
+    eps = 1e-6 if eps is None else eps
     _check.not_negative("eps", eps)
     C = n = m = None
     if initial_state is not None:
@@ -149,30 +150,12 @@ def _run(
         # Of logarithms far below 0 the exponentials are 0, and differences would be no more than rounding. The bound is
         # no constant of the module, since Dynamo would take it for an input, and compile twice.
         g, m_t, m = running_max.forward(i.detach().clamp(min=-1e4), log_sigmoid(f), m, cu_seqlens)
-        inputs = op.Inputs(q, k, v, g, None, (i - m_t).exp(), C, cu_seqlens, scale)
-        weight, n = _summed_weights(of_keys, inputs, n)
-        if v.dtype == torch.float16:  # the numerator may be too large for it
-            inputs = inputs._replace(q=upcast(q), k=upcast(k), v=upcast(v))
-        o, C = form(*inputs)
-        o = (o / (torch.maximum(weight.abs(), (-m_t).exp()) + eps).unsqueeze(-1)).to(v.dtype)
+        written, least, out_dtype = (i - m_t).exp(), (-m_t).exp(), v.dtype
+        if out_dtype == torch.float16:  # the numerator may be too large for it
+            q, k, v = upcast(q), upcast(k), upcast(v)
+        numerator, C = form(q, k, v, g, None, written, C, cu_seqlens, scale)
+        o, n = divide(q, k, numerator, g, written, least, n, cu_seqlens, scale, eps)
+        o = o.to(out_dtype)
     if not output_final_state:
         return o, None
     return o, (C, n, m if output_states is None else last(m_t, output_states))
-
-
-def _summed_weights(of_keys: Form, inputs: op.Inputs, n: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``scale * n_t^T q_t``, ``[B, T, HV]``, and the last ``n``, or several of them.
-
-    It is not rounded, since where it is small it is a difference of large terms. All ``n_t`` are computed by a scan of
-    keys, which takes less time than a second call of the form with values that are 1.
-    """
-    q, k = without_tail(inputs.cu_seqlens, upcast(inputs.q), upcast(inputs.k))
-    g, written = inputs.g, inputs.beta
-    assert g is not None and written is not None
-    HV, K = g.shape[2], k.shape[3]
-    if HV != k.shape[2]:
-        q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k))
-    keys = (k * written.unsqueeze(-1)).flatten(2)
-    gates = g.unsqueeze(-1).expand(*g.shape, K).flatten(2)
-    all_n, n = of_keys(*scan.Inputs(keys, gates, None if n is None else n.flatten(1), inputs.cu_seqlens))
-    return inputs.scale * (all_n.unflatten(2, (HV, K)) * q).sum(-1), n.unflatten(-1, (HV, K))

@@ -87,13 +87,13 @@ def normalized(
 
 
 def mlstm(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor, initial_state: tuple[Tensor, ...] | None = None,
+    q: Tensor, k: Tensor, x: Tensor, beta: Tensor, g: Tensor, initial_state: tuple[Tensor, ...] | None = None,
     scale: float = 1.0, eps: float = 1e-6, constant_weight: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-    """As the paper has it, its stabiliser ``m`` a constant in derivatives; `beta` and `g` are the gates i and f."""
-    B, T, HV, V = v.shape
-    q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (q, k))
-    zeros = (v.new_zeros(B, HV, *shape) for shape in ((q.shape[-1], V), q.shape[3:], ()))
+    """As the paper has it, its stabiliser ``m`` a constant in derivatives; `x`, `beta` and `g` are v, i and f."""
+    B, T, HV, V = x.shape
+    q, k = (y.repeat_interleave(HV // y.shape[2], 2) for y in (q, k))
+    zeros = (x.new_zeros(B, HV, *shape) for shape in ((q.shape[-1], V), q.shape[3:], ()))
     C, n, m = zeros if initial_state is None else initial_state
     o, m = [], m.detach()
     for t in range(T):
@@ -101,7 +101,7 @@ def mlstm(
         m = torch.maximum(decay + m, beta[:, t]).clamp(min=-1e38).detach()  # which stands for -inf
         # The difference of maxima comes first, since nothing is lost in it, however large they are.
         kept, written = (decay + (before - m)).exp()[..., None], (beta[:, t] - m).exp()[..., None] * k[:, t]
-        C, n = kept[..., None] * C + written[..., None] * v[:, t, :, None], kept * n + written
+        C, n = kept[..., None] * C + written[..., None] * x[:, t, :, None], kept * n + written
         weight = torch.maximum((scale * n * q[:, t]).sum(-1).abs(), (-m).exp()) + eps
         weight = weight.detach() if constant_weight else weight
         o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], C) / weight[..., None])
@@ -287,7 +287,7 @@ slots = partial(
 )
 OF_STEPS = {"k": "B T R H K", "v": "B T R HV V", "beta": "B T R HV"}
 exponential = partial(
-    entry, family="scalar_decay", arguments="q k v i=beta f=g", reference=mlstm, groups=2,
+    entry, family="normalizer", arguments="q k v=x i=beta f=g", reference=mlstm, groups=2,
     draws={"f": before_sigmoid}, other_ops=None,
     flops=3,  # 4 for each element but those of m
     states={"initial_state[0]": "N HV K V", "initial_state[1]": "N HV K", "initial_state[2]": "N HV"},
@@ -343,9 +343,9 @@ CASES = [
           # Outputs are means, so what q does to the numerator the denominator undoes, but for differences of values.
           uncancelled=partial(normalized, constant_weight=True)),
     exponential("chunk_mlstm", ops.chunk_mlstm, ops.fused_recurrent_mlstm,
-                before=("running_max_forward", "scan_chunk")),
+                before=("running_max_forward", "scalar_decay_chunk")),
     exponential("fused_recurrent_mlstm", ops.fused_recurrent_mlstm, ops.chunk_mlstm,
-                before=("running_max_forward", "scan_recurrent")),
+                before=("running_max_forward", "scalar_decay_recurrent")),
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
     entry("chunk_rg_lru", ops.chunk_rg_lru, ops.fused_recurrent_rg_lru, "scan", "x r i a_param",

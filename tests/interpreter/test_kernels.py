@@ -45,8 +45,7 @@ CASES = [case for case in ALL_CASES if case.family != "selective_scan"]
 # What is launched for these is launched for other entries: groups of queries are more tokens, a mean is two calls, and
 # gates are computed or added before.
 COMPOSED = (
-    "fused_recurrent_gsa-grouped", "chunk_abc", "chunk_linear_attn-normalize", "chunk_mlstm",
-    "fused_recurrent_mlstm", "chunk_retention",
+    "fused_recurrent_gsa-grouped", "chunk_abc", "chunk_linear_attn-normalize", "chunk_retention",
     "fused_recurrent_lightning_attn", "fused_recurrent_simple_gla-g-g_gamma",
     "steps-chunk_gated_delta_product", "steps-fused_recurrent_gated_delta_product",
 )  # fmt: skip
@@ -113,6 +112,7 @@ FORWARD_ALONE = {
     "fused_recurrent_gla-gk": "chunk_gla",
     "fused_recurrent_rwkv6": "chunk_rwkv6",
     "fused_recurrent_hgrn": "chunk_hgrn",
+    "fused_recurrent_mlstm": "chunk_mlstm",
     "fused_recurrent_simple_gla": "chunk_linear_attn",
 }
 
@@ -280,7 +280,7 @@ def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
 # One of each kernel that works in tiles of heads of more than 256, and in what these add up.
 LARGE = [
     "chunk_gla", "chunk_gsa", "chunk_simple_gla-g", "chunk_linear_attn", "chunk_delta_rule", "chunk_gated_delta_rule",
-    "chunk_kda", "fused_recurrent_gated_delta_rule", "chunk_dplr_delta_rule",
+    "chunk_kda", "fused_recurrent_gated_delta_rule", "chunk_dplr_delta_rule", "chunk_mlstm",
 ]  # fmt: skip
 
 
@@ -514,11 +514,13 @@ DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34,
         ("delta_rule", [*DELTA_TOKENS, None, None, (1, 2, 5, 6)], (0.7,)),
         ("delta_rule", [*DELTA_TOKENS, (1, 34, 2, 5), (1, 34, 1, 5), (1, 2, 5, 6)], (0.7,)),
         ("low_rank", [*[(1, 34, 1, 5)] * 2, (1, 34, 1, 6), *[(1, 34, 1, 5)] * 3, (1, 1, 5, 6)], (0.7, True)),
+        ("normalizer", [*[(1, 34, 1, 5)] * 2, (1, 34, 2, 6), *[(1, 34, 2)] * 3, (1, 2, 5)], (0.7, 0.1)),
         ("scan", [(1, 34, 3), (1, 34, 3), (1, 3)], ()),
         ("short_conv", [(1, 34, 3), (3, 4), (3,), (1, 3, 4)], (True,)),
         ("selective_scan", [(1, 18, 3), (1, 18, 3), (3, 2), (1, 18, 1, 2), (1, 18, 1, 2), (1, 3, 2)], ()),
     ],
-    ids=["scalar", "vector", "delta", "delta with gates of channels", "low rank", "scan", "convolution", "selective"],
+    ids=["scalar", "vector", "delta", "delta with gates of channels", "low rank", "normaliser", "scan", "convolution",
+         "selective"],
 )  # fmt: skip
 def test_one_gradient(
     family: str, shapes: list[tuple[int, ...] | None], constants: tuple[float, ...]

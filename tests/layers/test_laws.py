@@ -444,6 +444,7 @@ FAMILIES = {
     "gated_deltanet": "delta_rule",
     "gated_deltaproduct": "delta_rule",
     "kda": "delta_rule",
+    "mlstm": "normalizer",
     "gdn2": "delta_rule",
     "comba": "low_rank",
     "rodimus": "vector_decay",
@@ -477,7 +478,11 @@ def test_form(name, mode, T, form, device):
     with recorded() as calls:
         layer(tokens_of(layer, 1, T))
     namespace = torch.ops.flacompose
-    before = {namespace.running_max_forward, getattr(namespace, f"scan_{form}")} if name == "mlstm" else set()
+    before = (
+        {namespace.running_max_forward, getattr(namespace, f"scalar_decay_{form}")}
+        if name == "mlstm"
+        else set()
+    )
     assert {op for op, _, _ in calls} == {op_of(name, form)} | {op.default for op in before}
 
 
@@ -584,7 +589,11 @@ def test_export(name, layout, device, tmp_path, request):
     # Linear attention sums keys beside values, and slots are written and read.
     nodes = 2 if name in ("linear_attn", "gsa", "abc") else 1
     namespace = torch.ops.flacompose
-    before = [namespace.running_max_forward.default, namespace.scan_chunk.default] if name == "mlstm" else []
+    before = (
+        [namespace.running_max_forward.default, namespace.scalar_decay_chunk.default]
+        if name == "mlstm"
+        else []
+    )
     ops = [n.target for n in program.graph.nodes if "flacompose" in str(n.target)]
     turns = name.startswith("mamba3") and layout == "packed"  # angles are summed by a scan
     before += [torch.ops.flacompose.scan_chunk.default] * turns
