@@ -162,7 +162,10 @@ def slowest_ms(fn: Callable[[], object], device: str, rounds: int) -> float:
     for _ in range(rounds):
         dist.barrier()
         measure.synchronize()
-        taken.append(largest(measure.host_s(lambda: (fn(), measure.synchronize())), device))
+        start = time.perf_counter()
+        fn()
+        measure.synchronize()
+        taken.append(largest(time.perf_counter() - start, device))
     return median(taken) * 1e3
 
 
@@ -202,7 +205,7 @@ def take_length(
                 dist.all_reduce(total)
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            ms = slowest_ms(lambda trained=trained: trained.step(tokens, targets), device, rounds)
+            ms = slowest_ms(partial(trained.step, tokens, targets), device, rounds)
             give(STEP + suffix, "ms", ms)
             if device == "cuda":
                 give(MEMORY + suffix, "MiB", largest(torch.cuda.max_memory_allocated() / 2**20, device))
@@ -235,7 +238,7 @@ def of_collectives(
     if device == "cuda":
         trained.step(tokens, targets)
         dist.barrier()
-        give(KERNELS, "ms", kernels_ms(lambda: trained.step(tokens, targets), "nccl"))
+        give(KERNELS, "ms", kernels_ms(partial(trained.step, tokens, targets), "nccl"))
 
 
 def tell(side: str, case: str, quantity: str, unit: str, value: float) -> None:
@@ -297,9 +300,7 @@ def build(name: str, size: Size, device: str) -> nn.Module:
     return models.RecurrentLM(config, device=device, dtype=torch.bfloat16)
 
 
-def take(
-    names: Sequence[str], options: Sequence[str], *, timeout_s: float = 400.0
-) -> Iterator[Figure | str]:
+def take(names: Sequence[str], options: Sequence[str], *, timeout_s: float = 400.0) -> Iterator[Figure | str]:
     """Figures and notes as they come, of one model after another."""
     for name in names:
         with contextlib.closing(Process(command("context", [name, *options]))) as process:
