@@ -1,4 +1,4 @@
-"""Two processes side by side, for what is distributed."""
+"""Processes side by side, for what is distributed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,17 @@ def placement(axes: Sequence[str], split: Sequence[str]) -> Any:
     return next((Shard(dim) for dim, axis in enumerate(axes) if axis in split), Replicate())
 
 
-def on_two_ranks(worker: Callable[..., None], *arguments: Any, start_method: str = "forkserver") -> None:
-    """Call ``worker(mesh, *arguments)`` on each of two ranks of the CPU; what it raises there is raised here."""
+def on_ranks(
+    count: int, worker: Callable[..., None], *arguments: Any, start_method: str = "forkserver"
+) -> None:
+    """Call ``worker(mesh, *arguments)`` on each of so many ranks of the CPU; what it raises there is raised here."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as directory:
-        args = (f"{directory}/store", worker, arguments)
-        torch.multiprocessing.start_processes(_rank, args, 2, start_method=start_method)
+        args = (f"{directory}/store", count, worker, arguments)
+        torch.multiprocessing.start_processes(_rank, args, count, start_method=start_method)
+
+
+on_two_ranks = partial(on_ranks, 2)
 
 
 def programs_on_two_ranks(program: Callable[..., None], *arguments: Any) -> None:
@@ -69,9 +75,9 @@ def check_sharded(
     return [y.placements[0] for y in outputs]
 
 
-def _rank(rank: int, store: str, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    worker(init_device_mesh("cpu", (2,)), *arguments)
+def _rank(rank: int, store: str, count: int, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    worker(init_device_mesh("cpu", (count,)), *arguments)
     dist.barrier()
     _exit()
 

@@ -78,26 +78,27 @@ def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
 
 def _share(module: nn.Module, ranks: Ranks) -> None:
     layers = [part for part in module.modules() if isinstance(part, StatefulLayer | RecurrentLM)]
-    if not layers and "transformers" in sys.modules:
-        from flacompose.integrations import _context
-
-        return _context.share(module, ranks)
-    if not layers:
-        raise ValueError(f"target must contain a recurrent layer, got {type(module).__name__}")
     for layer in layers:
         layer.ranks = ranks
+    if layers:
+        return
+    if "transformers" not in sys.modules:
+        raise ValueError(f"target must contain a recurrent layer, got {type(module).__name__}")
+    from flacompose.integrations import _context
+
+    _context.share(module, ranks)
 
 
 def _across(function: Target, ranks: Ranks) -> Target:
     names = list(inspect.signature(function).parameters)
-    first = names[0]
 
     @wraps(function)
     def across(*args: Any, **options: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | options
         if len(given) < len(args) + len(options):
             return function(*args, **options)  # which says what is wrong
-        x, bounds = given.get(first), given.get("cu_seqlens")
+        first = next((name for name in names if getattr(given.get(name), "ndim", 0) > 2), names[0])
+        x, bounds = given.get(first), given.get("cu_seqlens")  # the first of the tokens, [B, T, ...]
         with shared(ranks):
             for name, y in given.items():
                 check_device(ranks, name, y)

@@ -39,8 +39,8 @@ def share(model: nn.Module, ranks: Ranks) -> None:
     for path, _, owner in layers:
         if owner.__name__ in MIXING:
             raise ValueError(
-                f"target must hand on tokens by ops alone, got the {owner.__name__} at {path!r}, which mixes neighbours "
-                "itself"
+                f"target must hand on tokens by ops alone, got the {owner.__name__} at {path!r}, "
+                "which mixes neighbours itself"
             )
     own = {id(layer) for _, layer, _ in layers}
     attention = [
@@ -79,7 +79,10 @@ def _numbered_forward(model: nn.Module, ranks: Ranks, attention: str | None) -> 
 
     @wraps(forward)
     def numbered_forward(*args: Any, **kwargs: Any) -> Any:
-        if attention is not None and F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention:
+        if (
+            attention is not None
+            and F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+        ):
             raise ValueError(
                 f"softmax attention ({attention!r}) must be computed across the ranks too: call the model within "
                 "torch.distributed.tensor.experimental.context_parallel, and with attn_implementation='sdpa'"

@@ -70,14 +70,15 @@ def across_ranks(
             do = signature.zeros(inputs) if do is None else do
             d_final = torch.zeros_like(start) if d_final is None else d_final
 
-            found = _of_every_rank(ranks, d_start(inputs, do), d_final)
+            inputs_from_start = inputs._replace(initial_state=start)
+            found = _of_every_rank(ranks, d_start(inputs_from_start, do), d_final)
             # Every rank has the final state, so its gradient is the sum of what the ranks have for it.
             d_final = torch.stack([x for _, x in found]).sum(0)
             d_ends, d_initial = join(maps, [x for x, _ in found], d_final, reverse=True)
 
             needed = dict(zip(signature.inputs._fields, ctx.needs_input_grad[RANKS:], strict=True))
             mask = [needed[x] for x in signature.differentiable]
-            results = backward(*inputs._replace(initial_state=start), do, d_ends[ranks.rank], mask)
+            results = backward(*inputs_from_start, do, d_ends[ranks.rank], mask)
             gradients = dict(zip(signature.differentiable, results, strict=True))
             if inputs.initial_state is not None:  # the first rank's part of its gradient is all of it
                 part = d_initial if ranks.rank == 0 else torch.zeros_like(d_initial)

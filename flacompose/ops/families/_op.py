@@ -137,9 +137,14 @@ def start_gradient(
     mask = [x == "initial_state" for x in signature.differentiable]
 
     def d_start(inputs: AnyInputs, do: Tensor) -> Tensor:
-        """The gradient of the state before each sequence that comes from its outputs. It does not depend on a state."""
-        _, state = signature.fake(*inputs)
-        gradients = backward(*inputs._replace(initial_state=torch.zeros_like(state)), do, None, mask)
+        """The gradient of the state before each sequence that comes from its outputs.
+
+        It does not depend on the state, zero where it is None, but in a family that divides by what it reads.
+        """
+        if inputs.initial_state is None:
+            _, state = signature.fake(*inputs)
+            inputs = inputs._replace(initial_state=torch.zeros_like(state))
+        gradients = backward(*inputs, do, None, mask)
         return gradients[mask.index(True)]
 
     return d_start

@@ -1,0 +1,258 @@
+"""Tokens shared out among ranks: every function and every layer gives what one process gives, gradients included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract.problems import Problem, Results, draw, evaluate
+from contract.recurrences import CASES
+from layers.truth import EVERY, build, tensors
+from ranks import on_ranks
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flacompose import ops
+from flacompose.distributed import context_parallel
+from flacompose.distributed.context_parallel import FUNCTIONS
+from flacompose.models import RecurrentConfig, RecurrentLM
+from flacompose.ops._ranks import Ranks, bounds_of_rank, shared
+
+# Where the tokens are cut, on so many ranks, as parts of the whole: some ranks have one token, and some have none.
+CUTS = {2: (0, 31, 70), 3: (0, 0, 69, 70), 4: (0, 30, 31, 31, 70)}
+
+
+def stretch_of(mesh: DeviceMesh, T: int) -> slice:
+    """This rank's part of ``T`` tokens."""
+    rank, cuts = mesh.get_local_rank(), [cut * T // 70 for cut in CUTS[mesh.size()]]
+    return slice(cuts[rank], cuts[rank + 1])
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum of the ranks' parts of a gradient."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+
+def assert_same(found: Tensor, expected: Tensor, *at: object) -> None:
+    assert found.shape == expected.shape, at
+    assert (found - expected).norm() <= 1e-10 * (1 + expected.norm()), (*at, (found - expected).norm())
+
+
+def is_of_tokens(problem: Problem, name: str) -> bool:
+    return name != "initial_state" and "T" in problem.case.axes[name]
+
+
+def of_a_rank(problem: Problem, mesh: DeviceMesh) -> Results:
+    """What a rank finds. Of the gradient of the final state it gets its share."""
+    case, T, n = problem.case, problem.first.shape[1], mesh.size()
+    own = stretch_of(mesh, T)
+    parts = case.at(own, problem.tensors, "T")
+    given = {
+        name: (parts if is_of_tokens(problem, name) else problem.tensors)[name] for name in problem.tensors
+    }
+    given = {name: x.contiguous() for name, x in given.items()}
+    piece = replace(problem, tensors=given, do=problem.do[:, own], d_final_state=problem.d_final_state / n)
+    if case.function in FUNCTIONS:
+        return evaluate(replace(piece, case=replace(case, function=context_parallel(case.function, mesh))))
+    # The tests call this one through a function of their own, which is not known.
+    ranks = Ranks(mesh.get_group().group_name, mesh.get_local_rank(), n, "cpu")
+    with shared(ranks):
+        cu = problem.cu_seqlens
+        return evaluate(
+            replace(piece, cu_seqlens=None if cu is None else bounds_of_rank(ranks, cu, own.stop - own.start))
+        )
+
+
+def functions(mesh: DeviceMesh, cases: Sequence[Any]) -> None:
+    """Rows, and packed sequences of which some are empty, some end where ranks do, and gates are at times -inf."""
+    for case in cases:
+        for lengths, tail, gates in ((None, 0, "mild"), ([0, 20, 11, 0, 36], 3, "rare")):
+            sizes = {"K": 4, "V": 6, "M": 5}
+            problem = draw(
+                case, torch.device("cpu"), torch.float64, lengths=lengths, tail=tail, gates=gates, **sizes
+            )
+            whole, found = evaluate(problem), of_a_rank(problem, mesh)
+            own = stretch_of(mesh, problem.first.shape[1])
+            for name, expected in whole.items():
+                x, leaf = found[name], name[1:]
+                if name == "o":
+                    expected = expected[:, own]
+                elif leaf in problem.tensors and is_of_tokens(problem, leaf):
+                    expected = case.at(own, {leaf: expected}, "T")[leaf]
+                elif name != "final_state":
+                    x = summed(x)
+                assert_same(x, expected, case.name, lengths, name)
+
+
+def by_themselves(T: int) -> list[tuple[Callable[..., Any], dict[str, Tensor], str, str]]:
+    """Public functions that are no entry of the contract's table: with inputs, and the names of the states."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    q, k, v, g = normal(1, T, 2, 4), normal(1, T, 2, 4), normal(1, T, 2, 5), -normal(1, T, 2).exp()
+    dt, A = normal(1, T, 2).exp(), -normal(2).exp()
+    gates = {"ADT": A * dt, "DT": dt, "Trap": normal(1, T, 2)}
+    gates |= {"Q_bias": normal(2, 4), "K_bias": normal(2, 4), "Angles": normal(1, T, 2, 2)}
+    rwkv4 = {"w": -normal(6).exp(), "u": normal(6), "k": normal(1, T, 6), "v": normal(1, T, 6)}
+    ssd = {"x": v, "dt": dt, "A": A, "B": k, "C": q, "chunk_size": 64}
+    of_result = "initial_state", "output_final_state"
+    return [
+        (ops.linear_recurrence, {"q": q, "k": k, "v": v, "g": g}, *of_result),
+        (ops.chunk_rwkv4, rwkv4, *of_result),
+        (ops.mamba_chunk_scan_combined, ssd, "initial_states", "return_final_states"),
+        (ops.mamba3_siso_combined, {"Q": q, "K": k, "V": v} | gates, "Input_States", "return_final_states"),
+    ]
+
+
+def positive(name: str, state: Any) -> Any:
+    """Numbers that a state may have: the sums of weights of RWKV-4 are above 0."""
+    parts = [torch.rand_like(x) + 0.1 for x in tensors(state)]
+    return parts[0] if isinstance(state, Tensor) else tuple(parts)
+
+
+def more_functions(mesh: DeviceMesh) -> None:
+    T, n = 70, mesh.size()
+    cu, own = torch.tensor([0, 20, 20, 31, 31, 67]), stretch_of(mesh, 70)
+    torch.manual_seed(0)
+    for function, inputs, of_start, of_end in by_themselves(T):
+        name = function.__name__
+
+        def results(
+            of: Callable[..., Any], part: slice, share: float, initial: Any, name: str = name,
+            inputs: dict[str, Any] = inputs, options: tuple[str, str] = (of_start, of_end),
+        ) -> tuple[list[Tensor], dict[str, Tensor]]:  # fmt: skip
+            """Outputs and states, and gradients of a loss on all of them."""
+            leaves = {key: x.clone().requires_grad_() for key, x in inputs.items() if isinstance(x, Tensor)}
+            given = {key: x[:, part] if x.shape[:2] == (1, T) else x for key, x in leaves.items()}
+            states = [x.clone().requires_grad_() for x in tensors(initial)]
+            start = states[0] if isinstance(initial, Tensor) else tuple(states)
+            o, *end = of(**inputs | given, **{options[0]: start, options[1]: True}, cu_seqlens=cu)
+            ends = [x for y in end for x in tensors(y)]
+            # The stabiliser of RWKV-4 is a constant.
+            loss = o.sin().sum() + share * sum(x.sin().sum() for x in ends[: 2 if "rwkv4" in name else None])
+            loss.backward()
+            leaves |= {f"state {i}": x for i, x in enumerate(states)}
+            return [o, *ends], {
+                key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()
+            }
+
+        options = {of_end: True, "cu_seqlens": cu}
+        _, *end = function(**inputs, **options)
+        initial = positive(name, end[0] if len(end) == 1 else tuple(end))
+        (o, *ends), gradients = results(function, slice(0, T), 1, initial)
+        found, of_rank = results(context_parallel(function, mesh), own, 1 / n, initial)
+        for x, expected in zip(found, [o[:, own], *ends], strict=True):
+            assert_same(x, expected, name)
+        for key, expected in gradients.items():
+            assert_same(summed(of_rank[key]), expected, name, key)
+
+
+def layers(mesh: DeviceMesh, configs: Mapping[str, Any]) -> None:
+    """In rows, packed, and with pads anywhere, from any state."""
+    T, n = 14, mesh.size()
+    own = stretch_of(mesh, T)
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        layer = build(config, dtype=torch.float64)
+        shared_layer = context_parallel(build(config, dtype=torch.float64), mesh)
+        shared_layer.load_state_dict(layer.state_dict())
+        options: dict[str, dict[str, Any]] = {
+            "rows": {},
+            "packed": {"cu_seqlens": torch.tensor([0, 3, 3, 10, 13])},
+            "mask": {"attention_mask": torch.rand(2, T) > 0.3},
+        }
+        for kind, given in options.items():
+            rows, N = (1, 4) if kind == "packed" else (2, 2)
+            x = torch.randn(rows, T, 24, dtype=torch.float64)
+            state = layer.init_state(N).map(
+                lambda t: torch.randn(t.shape, dtype=t.dtype) if t.is_floating_point() else t + 5
+            )
+            part = {key: y[:, own] if key == "attention_mask" else y for key, y in given.items()}
+            weights, results = torch.randn(rows, T, 24, dtype=torch.float64), []
+            for module, piece, share, kept in (
+                (layer, slice(0, T), 1, given),
+                (shared_layer, own, 1 / n, part),
+            ):
+                module.zero_grad()
+                leaf = x.clone().requires_grad_()
+                y, end, *_ = module(leaf[:, piece], state, **kept)
+                ends = tensors(end)
+                of_ends = sum(e.sin().sum() for e in ends if e.is_floating_point())
+                ((y * weights[:, piece]).sum() + share * of_ends).backward()
+                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
+                results.append((y, ends, [leaf.grad, *grads]))
+            (y, ends, expected), (y_own, ends_own, found) = results
+            assert_same(y_own, y[:, own], name, kind)
+            for a, b in zip(ends_own, ends, strict=True):
+                assert_same(a.double(), b.double(), name, kind)
+            for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+                assert_same(summed(a), b, name, kind, i)
+
+
+def hybrid(mesh: DeviceMesh) -> None:
+    """A model with softmax attention in all its forms; its logits after the last token are those of every rank."""
+    attention = [
+        {"layers": [1], "num_heads": 2},
+        {"layers": [2], "num_heads": 4, "num_kv_heads": 2, "window_size": 5},
+    ]
+    config = RecurrentConfig(
+        layer="GatedLinearAttention", vocab_size=32, hidden_size=24, num_hidden_layers=4, intermediate_size=16,
+        layer_options={"num_heads": 2}, attn=attention,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, rank, n = RecurrentLM(config, dtype=torch.float64), mesh.get_local_rank(), mesh.size()
+    of_rank = context_parallel(RecurrentLM(config, dtype=torch.float64), mesh)
+    of_rank.load_state_dict(model.state_dict())
+    ids, own = torch.randint(32, (2, 6 * n)), slice(6 * rank, 6 * rank + 6)
+    state: Any = None
+    for _ in range(2):  # then with keys and values of the past
+        model.zero_grad()
+        of_rank.zero_grad()
+        y, new = model(ids, state)
+        y_own, new_own = of_rank(ids[:, own], state)
+        assert_same(y_own, y[:, own])
+        y.sin().sum().backward()
+        y_own.sin().sum().backward()
+        for (path, a), b in zip(of_rank.named_parameters(), model.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None
+            assert_same(summed(a.grad), b.grad, path)
+        for a, b in zip(tensors(new_own), tensors(new), strict=True):
+            assert_same(a.double(), b.double())
+        state = tuple(layer.map(lambda t: t.detach()) for layer in new)
+    assert_same(of_rank(ids[:, own], last_only=True)[0], model(ids, last_only=True)[0])
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match="attention_mask must not be given across ranks to a model with softmax"
+    ):
+        of_rank(ids[:, own], attention_mask=mask)
+    if n > 2:
+        return
+    with pytest.raises(RuntimeError, match="takes pieces of one length"):
+        of_rank(ids[:, : 5 + rank])
+
+
+CHUNKED = [case for case in CASES if case.form != "recurrent"]
+# One of each family, whose maps of states and kinds of gathers differ.
+SOME = {"chunk_rwkv6", "chunk_simple_gla-g-beta", "chunk_mlstm", "chunk_hgrn", "selective_scan_fn", "chunk_kda",
+        "chunk_rwkv7", "chunk_gsa", "causal_conv1d"}  # fmt: skip
+SOME_LAYERS = {"gla", "mamba3", "rwkv7", "kda", "abc"}
+
+
+def everything(mesh: DeviceMesh, every: bool) -> None:
+    functions(mesh, [case for case in CHUNKED if every or case.name in SOME])
+    more_functions(mesh)
+    layers(mesh, {name: config for name, config in EVERY.items() if every or name in SOME_LAYERS})
+    hybrid(mesh)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks(ranks: int) -> None:
+    """On three ranks everything, and on two and four one of each kind."""
+    on_ranks(ranks, everything, ranks == 3)
