@@ -149,41 +149,53 @@ def sum_over_ranks(gradients: Sequence[Tensor]) -> None:
         torch._foreach_copy_(same, [y.view_as(x) for x, y in zip(same, sums, strict=True)])
 
 
-def largest(value: float, device: str) -> float:
-    """Of all ranks."""
-    x = torch.tensor(value, dtype=torch.float64, device=device)
+def largest(value: float) -> float:
+    """Of all ranks, which wait for each other on the host."""
+    x = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x.item()
 
 
-def slowest_ms(fn: Callable[[], object], device: str, rounds: int) -> float:
+def slowest_ms(fn: Callable[[], object], rounds: int) -> float:
     """Median over the rounds of the wall-clock milliseconds of the slowest rank."""
     taken = []
     for _ in range(rounds):
-        dist.barrier()
         measure.synchronize()
+        largest(0)
         start = time.perf_counter()
         fn()
         measure.synchronize()
-        taken.append(largest(time.perf_counter() - start, device))
+        taken.append(largest(time.perf_counter() - start))
     return median(taken) * 1e3
 
 
-def kernels_ms(fn: Callable[[], object], name: str) -> float:
-    """Milliseconds of the GPU in kernels with `name` in their names, in one call."""
+def kernels_ms(fn: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of the GPU in one call, by the first word of a kernel's name."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        largest(0)
         fn()
         measure.synchronize()
-    events = profiler.key_averages()
-    return sum(event.device_time_total for event in events if name in event.key.lower()) / 1e3
+    found: dict[str, float] = defaultdict(float)
+    for event in profiler.events():
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
+            found[event.name.split("(")[0]] += event.device_time_total / 1e3
+    return found
 
 
 def take_length(
-    sides: Sequence[Trained], T: int, vocabulary: int, device: str, rounds: int, suffix: str
-) -> None:
-    """Give the figures of one length, on each side that has the memory for it."""
+    sides: Sequence[Trained],
+    T: int,
+    vocabulary: int,
+    device: str,
+    rounds: int,
+    suffix: str,
+    collectives: bool,
+) -> bool:
+    """Give the figures of one length, on each side that has the memory for it; returns whether both have it."""
+    fits = True
     generator = torch.Generator().manual_seed(T)
     tokens, targets = torch.randint(vocabulary, (2, 1, T), generator=generator).to(device)
     for trained in sides:
@@ -195,7 +207,8 @@ def take_length(
             loss = trained.step(tokens, targets)
         measure.synchronize()
         first = time.perf_counter() - start
-        if largest(loss is None, device):
+        if largest(loss is None):
+            fits = False
             tell_note(f"{side}, B1 T{T}: out of memory")
         else:
             assert loss is not None
@@ -205,20 +218,21 @@ def take_length(
                 dist.all_reduce(total)
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            ms = slowest_ms(partial(trained.step, tokens, targets), device, rounds)
+            ms = slowest_ms(partial(trained.step, tokens, targets), rounds)
             give(STEP + suffix, "ms", ms)
             if device == "cuda":
-                give(MEMORY + suffix, "MiB", largest(torch.cuda.max_memory_allocated() / 2**20, device))
+                give(MEMORY + suffix, "MiB", largest(torch.cuda.max_memory_allocated() / 2**20))
             give(LOSS, "", total.item())
             give("norm of the gradients", "", norm)
             tell_note(f"{side}, B1 T{T}: first step{suffix} in {first:.1f} s")
-            if trained.shared and not suffix:
+            if trained.shared and collectives:
                 of_collectives(trained, tokens, targets, device, give)
         for p in trained.parameters():
             p.grad = None
         trained.to("cpu")
         if device == "cuda":
             torch.cuda.empty_cache()
+    return fits
 
 
 def of_collectives(
@@ -234,11 +248,15 @@ def of_collectives(
     give(OF_GRADIENTS, "MB", 2 * (ranks - 1) / ranks * gradients / 1e6)
     replay = sent.replay(device)
     replay()
-    give(ALONE, "ms", slowest_ms(replay, device, 5))
+    give(ALONE, "ms", slowest_ms(replay, 5))
     if device == "cuda":
-        trained.step(tokens, targets)
-        dist.barrier()
-        give(KERNELS, "ms", kernels_ms(partial(trained.step, tokens, targets), "nccl"))
+        kernels = kernels_ms(partial(trained.step, tokens, targets))
+        of_nccl = {name: ms for name, ms in kernels.items() if "nccl" in name.lower()}
+        give(KERNELS, "ms", sum(of_nccl.values()))
+        texts = [f"{name} {ms:.2f} ms" for name, ms in of_nccl.items()]
+        tell_note(
+            f"B1 T{tokens.shape[1]}, a step: kernels {sum(kernels.values()):.0f} ms, {', '.join(texts)}"
+        )
 
 
 def tell(side: str, case: str, quantity: str, unit: str, value: float) -> None:
@@ -260,7 +278,7 @@ def rank_of(rank: int, ranks: int, port: int, arguments: argparse.Namespace) -> 
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=ranks,
@@ -278,9 +296,12 @@ def rank_of(rank: int, ranks: int, port: int, arguments: argparse.Namespace) -> 
     sides = [several, Trained(model, False, backend)]
     for trained in sides:
         trained.to("cpu")
-    for T in arguments.tokens:
-        suffix = ", compiled" if arguments.compiled else ""
-        take_length(sides, T, size.vocabulary, device, arguments.rounds, suffix)
+    suffix = ", compiled" if arguments.compiled else ""
+    for i, T in enumerate(arguments.tokens):
+        # What is sent does not depend on the length.
+        options = device, arguments.rounds, suffix, i == 0 and not arguments.compiled
+        if not take_length(sides, T, size.vocabulary, *options):
+            break
     dist.barrier()
     os._exit(0)  # the threads of gloo race with the shutdown of the interpreter
 
@@ -327,7 +348,14 @@ def rows(figures: Sequence[Figure], ranks: int) -> list[Row]:
 
 def add_options(add: Callable[..., Any]) -> None:
     """The options that a run passes on, to a parser."""
-    add("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="T", help="lengths of the row")
+    add(
+        "--tokens",
+        nargs="+",
+        type=int,
+        default=list(TOKENS),
+        metavar="T",
+        help="lengths of the row, up to the first that one side lacks the memory for",
+    )
     add("--ranks", type=int, default=2, help="GPUs, or processes on a CPU (default: %(default)s)")
     add("--rounds", type=int, default=3, help="steps of which the median is taken (default: %(default)s)")
     add("--compiled", action="store_true", help="compile the blocks, each in one graph")
