@@ -60,6 +60,7 @@ ANYWHERE = {"host", "model", "public", "generation", "context"}
 """Parts whose figures are taken in other processes than this one, without the peer and on a CPU too."""
 APART = ANYWHERE | {"heads", *mamba.PARTS}
 """Parts that have results files of their own."""
+TUNING = "the other side's tuning times each of its candidates for {:g} ms, not 100"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -242,8 +243,13 @@ def of_mamba(run: Run, name: str, arguments: argparse.Namespace) -> None:
 def of_ours(run: Run, names: list[str], device: str, arguments: argparse.Namespace) -> None:
     """Models around this library's layers."""
     options = {name: getattr(arguments, name) for name in ("before", "jobs", "backend")}
-    size, timeout_s = model.size_of(arguments), arguments.model_timeout
-    taken = model.take(names, size, arguments.quantities, device, timeout_s=timeout_s, **options)
+    options["warm_peer"] = (arguments.warm_timeout, arguments.workers) if arguments.warm_peer else None
+    size, timeout_s, tune_ms = model.size_of(arguments), arguments.model_timeout, arguments.tune_ms
+    if tune_ms is not None and any(name in models.PEERS for name in names):
+        run.note(TUNING.format(tune_ms))
+    taken = model.take(
+        names, size, arguments.quantities, device, timeout_s=timeout_s, tune_ms=tune_ms, **options
+    )
     follow(run, taken, model.rows)
 
 
@@ -303,9 +309,7 @@ def beside_the_peer(
 def shorten_tuning(run: Run, arguments: argparse.Namespace, package: str = "fla") -> None:
     if arguments.tune_ms is not None:
         tuned.shorten(arguments.tune_ms, package)
-        run.note(
-            f"the other side's tuning times each of its candidates for {arguments.tune_ms:g} ms, not 100"
-        )
+        run.note(TUNING.format(arguments.tune_ms))
 
 
 def larger_heads(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:

@@ -836,6 +836,32 @@ def test_model_run(jobs: str, monkeypatch, tmp_path: Path):
     ]
 
 
+def test_a_model_of_the_peer_compiles_its_candidates_first(monkeypatch, capsys, tmp_path: Path):
+    asked = []
+
+    def side_by_side(command, *limits, option, env):
+        asked.append((command[command.index("benchmarks.model") + 1], limits, option))
+        assert all(name in env for name in processes.CACHES)
+        return "compiled"
+
+    monkeypatch.setattr(model, "Process", FakeModel)
+    monkeypatch.setattr(warm, "side_by_side", side_by_side)
+    arguments = ["--parts", "model", "--device", "cpu", "--models", "gla", "--peer-model", "--warm-peer"]
+    arguments += ["--warm-timeout", "5", "--workers", "2", "--tune-ms", "8", "--out", str(tmp_path)]
+    run.main(arguments)
+    assert asked == [("fla-gla", (5.0, 2), "--share")]
+    notes = Results.load(tmp_path / "model-gla-fla-gla-cpu.json").notes
+    assert "fla-gla: compiled" in notes and run.TUNING.format(8) in notes
+    # A share has other sizes, and gives no figures.
+    built = []
+    monkeypatch.setattr(model, "build", lambda *size: built.append(size) or models.build(*size))
+    arguments = ["softmax", "--device", "cpu", "--layers", "3", "--width", "64", "--model-shapes", "1x8"]
+    monkeypatch.setattr(sys, "argv", ["model", *arguments, "--share", "0", "2"])
+    capsys.readouterr()
+    model.main()
+    assert built == [("softmax", 2, 64, 512)] and not answers(capsys)
+
+
 def test_figures_of_models_that_stand_alone():
     figures = [
         Figure(name, "flacompose", "B1 T2", "step", "ms", 1.0) for name in ("mamba2", "fla-gla", "fla-rwkv7")
