@@ -191,7 +191,8 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
         names = arguments.context_models
     others = {"heads": "fla", **of_packages, "public": public.SIDES[1], "generation": "eager mode"}
     others["context"] = context.ONE
-    path = arguments.out / f"{'-'.join([part, *names, device])}.json"
+    compiled = ["compiled"] if part == "context" and arguments.compiled else []
+    path = arguments.out / f"{'-'.join([part, *compiled, *names, device])}.json"
     run = Run(report.Results(others.get(part, "softmax attention"), environment(device, argv)), path)
     if before is not None:
         run.results.environment["before"] = commit(before) or before.name
