@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from . import context
 from .cases import LARGER_HEADS, OPS
 from .processes import ROOT
 from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
@@ -175,6 +176,29 @@ def all_figures(figures: Figures) -> str:
         rows = [[op, number(row.ours), number(row.other), gpu(run), commit(run)] for op, (row, run) in taken]
         return markdown([what, "first call, s", theirs, "GPU", "commit"], rows, words)
 
+    def long_rows() -> str:
+        header = [
+            "model",
+            "tokens",
+            "one GPU, ms",
+            "shared, ms",
+            "of linear",
+            "memory ratio",
+            "GPUs",
+            "commit",
+        ]
+        rows = []
+        for (op, other, case, quantity), (row, run) in figures.items():
+            if (other, quantity) == (context.ONE, context.STEP):
+                ranks, memory = int(run.environment["ranks"]), in_the_same_run((row, run), context.MEMORY)
+                share = number(1 / (ranks * row.ratio)) if row.ratio else ""
+                ratio = number(memory.ratio if memory else None)
+                times = [number(row.other) or "does not fit", number(row.ours), share, ratio]
+                tokens = f"{int(case.rpartition('T')[2]):,}"
+                rows.append([op, tokens, *times, f"{ranks} {gpu(run)}", commit(run)])
+        table = markdown(header, rows, [*words, "GPUs"])
+        return f"\n### One row on several GPUs\n\n{table}" if rows else ""
+
     return "\n".join(
         [
             f"![Time and memory of a training step of each op, relative to {NAMES[PEER]}'s](images/summary.svg)\n",
@@ -185,7 +209,7 @@ def all_figures(figures: Figures) -> str:
             "### First calls of ops\n",
             first_calls("op", PEER, "theirs, s"),
             "### First calls of models\n",
-            first_calls("model", SOFTMAX, f"{NAMES[SOFTMAX]}, s"),
+            first_calls("model", SOFTMAX, f"{NAMES[SOFTMAX]}, s") + long_rows(),
         ]
     )
 
