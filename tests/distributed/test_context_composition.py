@@ -162,7 +162,7 @@ def heads_and_tokens(mesh: DeviceMesh, names: list[str]) -> None:
 
 # One of each kind of what goes from rank to rank, and of each way in which heads and channels are shared out.
 HEADS_AND_TOKENS = [
-    "gla", "gsa", "abc", "retention", "mamba", "mamba3 mimo", "rwkv6", "rwkv7", "mlstm", "hgrn, 27 channels",
+    "abc", "retention", "mamba", "mamba3 mimo", "rwkv6", "mlstm", "hgrn, 27 channels",
     "gated_deltanet, one head of keys",
 ]  # fmt: skip
 
@@ -217,7 +217,8 @@ def what_is_sent(mesh: DeviceMesh) -> None:
         found = sent_by(context_parallel(ops.causal_conv1d, mesh), x, weight, cu_seqlens=cu)
         assert found == ([bounds, (gather, window)], [(scatter, 2 * window)]), (T, found)
     for name in "gla", "retention", "mamba2", "mamba3 mimo", "rwkv6", "rwkv7", "mlstm", "abc":
-        layer = context_parallel(build(EVERY[name]), mesh)
+        mode = {"mode": "fused_recurrent"} if name == "gla" else {}  # which computes chunks here
+        layer = context_parallel(build(EVERY[name] | mode), mesh)
         few, many = (sent_by(layer, torch.randn(2, T, 24)) for T in (9, 30))
         assert few == many and few[0] and few[1], (name, few, many)
 
@@ -291,6 +292,11 @@ def misuse(mesh: DeviceMesh) -> None:
         with Sent() as sent:
             assert_raises(call, error, message)
         assert not sent.sizes, message
+    x = q.clone().requires_grad_()
+    (dq,) = torch.autograd.grad(gla(x, q, q, -q.abs())[0].sin().sum(), x, create_graph=True)
+    assert_raises(dq.sum().backward, RuntimeError, "differentiate twice")
+    of_q = torch.func.grad(lambda q: gla(q, q, q, -q.abs())[0].sum())
+    assert_raises(lambda: of_q(q), RuntimeError, "autograd.Function")
     # A call that has failed leaves the calls of one process alone.
     with Sent() as sent:
         ops.fused_recurrent_gla(q, q, q, q)
@@ -392,7 +398,7 @@ def compiled(mesh: DeviceMesh) -> None:
         y, state = decay(*[v.unflatten(-1, (2, 4))] * 3, g, **options)
         return y, state, window
 
-    check(convolved, [torch.randn(1, 24, 8, dtype=torch.float64), g], "inductor", **packed)
+    check(convolved, [torch.randn(1, 24, 8, dtype=torch.float64), g], "inductor", output_final_state=True)
 
 
 @needs_2_13
