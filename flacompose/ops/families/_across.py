@@ -62,10 +62,12 @@ def across_ranks(
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> Any:
-            count, n = sum(ctx.is_tensor), ctx.tensors_of_a_map
-            tensors, start, of_maps = (
-                ctx.saved_tensors[:count], ctx.saved_tensors[count], ctx.saved_tensors[count + 1 :]
-            )  # fmt: skip
+            saved, count, n = (
+                ctx.saved_tensors,
+                sum(ctx.is_tensor),
+                ctx.tensors_of_a_map,
+            )  # read once: checkpoints
+            tensors, start, of_maps = saved[:count], saved[count], saved[count + 1 :]
             place = [sum(ctx.is_tensor[:i]) for i in range(len(ctx.is_tensor))]
             given = zip(ctx.others, ctx.is_tensor, place, strict=True)
             args = [tensors[i] if is_tensor else x for x, is_tensor, i in given]
