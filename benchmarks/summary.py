@@ -246,6 +246,10 @@ def plot_long_rows(figures: Figures, path: Path) -> None:
                 axes.plot(xs, ys, style, color=colour, label=f"{op}, {ranks}")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        lengths = sorted({tokens for taken in long_rows(figures).values() for tokens, _ in taken})
+        axes.set_xticks(lengths, [f"{tokens // 1024}k" for tokens in lengths])
+        for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatter("{x:g}")
         axes.set_xlabel("tokens of the row")
         axes.set_ylabel("training step, s")
         axes.spines[["top", "right"]].set_visible(False)
