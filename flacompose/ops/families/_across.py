@@ -62,15 +62,12 @@ def across_ranks(
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> Any:
-            saved, count, n = (
-                ctx.saved_tensors,
-                sum(ctx.is_tensor),
-                ctx.tensors_of_a_map,
-            )  # read once: checkpoints
-            tensors, start, of_maps = saved[:count], saved[count], saved[count + 1 :]
+            # Read once, as checkpoints ask.
+            saved, count, n = ctx.saved_tensors, sum(ctx.is_tensor), ctx.tensors_of_a_map
+            start, of_maps = saved[count], saved[count + 1 :]
             place = [sum(ctx.is_tensor[:i]) for i in range(len(ctx.is_tensor))]
             given = zip(ctx.others, ctx.is_tensor, place, strict=True)
-            args = [tensors[i] if is_tensor else x for x, is_tensor, i in given]
+            args = [saved[i] if is_tensor else x for x, is_tensor, i in given]
             maps = [ctx.map_of(of_maps[i : i + n]) for i in range(0, len(of_maps), n)]
             inputs, ranks = signature.inputs(*args), Ranks(*ctx.ranks)
             do = signature.zeros(inputs) if do is None else do
