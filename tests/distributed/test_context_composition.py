@@ -204,9 +204,9 @@ def what_is_sent(mesh: DeviceMesh) -> None:
         g, beta, weight = -torch.rand(1, T, H), torch.rand(1, T, H), torch.randn(V, W)
         scan = x, x.abs(), torch.randn(V, K), x[..., :K], x[..., :K]
         for function, inputs, map_and_end, back in (
-            (ops.chunk_linear_attn, (q, k, v), N * H + state, 2 * state),
+            (ops.chunk_linear_attn, (q, k, v), state, 2 * state),
             (ops.chunk_simple_gla, (q, k, v, g), N * H + state, 2 * state),
-            (ops.chunk_gla, (q, k, v, -k.abs()), N * H * (K + V) + state, 2 * state),
+            (ops.chunk_gla, (q, k, v, -k.abs()), N * H * K + state, 2 * state),
             (ops.chunk_gated_delta_rule, (q, k, v, g, beta), N * H * K * K + state, 2 * state),
             (ops.chunk_dplr_delta_rule, (q, k, v, -k, k, -k.abs()), N * H * K * K + state, 2 * state),
             (ops.chunk_hgrn, (x, -x.abs()), 2 * N * V, 2 * N * V),

@@ -68,8 +68,8 @@ def across_ranks(
             place = [sum(ctx.is_tensor[:i]) for i in range(len(ctx.is_tensor))]
             given = zip(ctx.others, ctx.is_tensor, place, strict=True)
             args = [saved[i] if is_tensor else x for x, is_tensor, i in given]
-            maps = [ctx.map_of(of_maps[i : i + n]) for i in range(0, len(of_maps), n)]
             inputs, ranks = signature.inputs(*args), Ranks(*ctx.ranks)
+            maps = [ctx.map_of(of_maps[i * n : i * n + n]) for i in range(ranks.size)]
             do = signature.zeros(inputs) if do is None else do
             d_final = torch.zeros_like(start) if d_final is None else d_final
 
