@@ -71,3 +71,15 @@ def assume_constant_result(function: AnyFunction) -> AnyFunction:
 def forward_mode_is_on() -> bool:
     """Whether a level of forward-mode differentiation has been entered."""
     return forward_ad._current_level >= 0
+
+
+def sdpa_is_plain() -> bool:
+    """Whether `scaled_dot_product_attention` is PyTorch's own, which knows of no other ranks."""
+    return torch.nn.functional.scaled_dot_product_attention is _C._nn.scaled_dot_product_attention
+
+
+def reorders_tokens() -> bool:
+    """Whether PyTorch's `context_parallel` would cut a row into pieces that do not follow one another."""
+    from torch.distributed.tensor.experimental import _attention
+
+    return bool(_attention._cp_options.enable_load_balance)

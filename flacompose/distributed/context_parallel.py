@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flacompose import ops
 from flacompose.layers.recurrent import StatefulLayer
+from flacompose.layers.short_conv import ShortConvolution
 from flacompose.models import RecurrentLM
 from flacompose.ops import _check
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared
@@ -26,6 +27,7 @@ FUNCTIONS = tuple(
     and "cu_seqlens" in inspect.signature(function).parameters
     and "recurrent" not in name.split("_")[:2]
 )
+LAYERS = (StatefulLayer, ShortConvolution, RecurrentLM)
 STATES = ("initial_state", "initial_states", "Input_States")
 
 
@@ -73,23 +75,23 @@ def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
         names = ", ".join(function.__name__ for function in FUNCTIONS)
         got = getattr(target, "__name__", type(target).__name__)
         raise TypeError(f"target must be a module, or one of {names}, got {got}")
-    return _across(target, ranks)
+    return _function_across(target, ranks)
 
 
 def _share(module: nn.Module, ranks: Ranks) -> None:
-    layers = [part for part in module.modules() if isinstance(part, StatefulLayer | RecurrentLM)]
+    layers = [part for part in module.modules() if isinstance(part, LAYERS)]
+    of_transformers = False
+    if "transformers" in sys.modules:
+        from flacompose.integrations import _context
+
+        of_transformers = _context.share(module, ranks)
+    if not layers and not of_transformers:
+        raise ValueError(f"target must contain a recurrent layer, got {type(module).__name__}")
     for layer in layers:
         layer.ranks = ranks
-    if layers:
-        return
-    if "transformers" not in sys.modules:
-        raise ValueError(f"target must contain a recurrent layer, got {type(module).__name__}")
-    from flacompose.integrations import _context
-
-    _context.share(module, ranks)
 
 
-def _across(function: Target, ranks: Ranks) -> Target:
+def _function_across(function: Target, ranks: Ranks) -> Target:
     names = list(inspect.signature(function).parameters)
 
     @wraps(function)

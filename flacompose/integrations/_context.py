@@ -10,12 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose._torch import reorders_tokens, sdpa_is_plain
 from flacompose.integrations import _modeling
 from flacompose.integrations.transformers import recurrent_layers, runs_on
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, gathered, shared
@@ -24,18 +25,16 @@ from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, gathered,
 MIXING = ("ZayaCCAProjection", "Glm5NextTextAttention", "Inkling2DynamicShortConvolution")
 
 
-def share(model: nn.Module, ranks: Ranks) -> None:
-    """Compute the recurrent layers of `model` across `ranks`, in place."""
+def share(model: nn.Module, ranks: Ranks) -> bool:
+    """Compute the recurrent layers of transformers in `model` across `ranks`, in place; return whether it has any."""
     rows = runs_on(model)
-    if not rows:
-        raise ValueError(f"target must contain a recurrent layer, got {type(model).__name__}")
     for row in rows:
         if row.why:
             raise ValueError(
                 f"target must run on the ops of this library: call enable() or accelerate() first, got {row.function} "
                 f"of the {row.kind} at {row.layer!r} on {row.runs_on} ({row.why})"
             )
-    layers = list(recurrent_layers(model))
+    layers = list(recurrent_layers(model)) if rows else []
     for path, _, owner in layers:
         if owner.__name__ in MIXING:
             raise ValueError(
@@ -44,55 +43,81 @@ def share(model: nn.Module, ranks: Ranks) -> None:
             )
     own = {id(layer) for _, layer, _ in layers}
     attention = [
-        path
-        for path, part in model.named_modules()
-        if getattr(part, "is_causal", False) and id(part) not in own
+        part for part in model.modules() if getattr(part, "is_causal", False) and id(part) not in own
     ]
+    for part in attention if layers else ():
+        kind = getattr(getattr(part, "config", None), "_attn_implementation", "sdpa")
+        if kind != "sdpa":
+            raise ValueError(f"target must have attn_implementation='sdpa', got {kind!r}")
     for _, layer, _ in layers:
-        vars(layer)["forward"] = _shared_forward(layer, ranks)
-    vars(model)["forward"] = _numbered_forward(model, ranks, attention[0] if attention else None)
+        _wrap(layer, ranks, _shared_forward)
+    if layers:
+        _wrap(model, ranks, _hybrid_forward if attention else _numbered_forward)
+    return bool(layers)
 
 
-def _shared_forward(layer: nn.Module, ranks: Ranks) -> Callable[..., Any]:
+def _wrap(module: Any, ranks: Ranks, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Give the module the forward that is `made` of that of its class, as a method, so that copies call their own."""
+    module.ranks = ranks
+    vars(module)["forward"] = MethodType(made(type(module).forward), module)
+
+
+def _shared_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a recurrent layer of this rank's tokens."""
-    forward, cache_in = layer.forward, _modeling.finder_of_caches()
+    cache_in = _modeling.finder_of_caches()
 
     @wraps(forward)
-    def shared_forward(*args: Any, **kwargs: Any) -> Any:
+    def shared_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if cache_in(args, kwargs) is not None or kwargs.get("state") is not None:
             raise ValueError("a cache must not be given across ranks (use_cache=False), got one")
         x = args[0] if args else kwargs.get("hidden_states")
-        check_device(ranks, "hidden_states", x)
-        with shared(ranks):
+        check_device(self.ranks, "hidden_states", x)
+        with shared(self.ranks):
             for key in ("cu_seq_lens_q", "cu_seqlens"):
                 if kwargs.get(key) is not None and isinstance(x, Tensor):
-                    kwargs[key] = bounds_of_rank(ranks, kwargs[key], x.shape[1])
-            return forward(*args, **kwargs)
+                    kwargs[key] = bounds_of_rank(self.ranks, kwargs[key], x.shape[1])
+            return forward(self, *args, **kwargs)
 
     return shared_forward
 
 
-def _numbered_forward(model: nn.Module, ranks: Ranks, attention: str | None) -> Callable[..., Any]:
-    """The forward of the model, whose positions begin with those of this rank's tokens."""
-    forward = model.forward
-    takes_positions = "position_ids" in inspect.signature(forward).parameters
+def _numbered_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model, whose positions begin with those of this rank's tokens."""
+    signature = inspect.signature(forward)
 
     @wraps(forward)
-    def numbered_forward(*args: Any, **kwargs: Any) -> Any:
-        if (
-            attention is not None
-            and F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
-        ):
-            raise ValueError(
-                f"softmax attention ({attention!r}) must be computed across the ranks too: call the model within "
-                "torch.distributed.tensor.experimental.context_parallel, and with attn_implementation='sdpa'"
-            )
-        x = args[0] if args else kwargs.get("input_ids")
-        x = kwargs.get("inputs_embeds") if x is None else x
-        if takes_positions and len(args) < 3 and kwargs.get("position_ids") is None and isinstance(x, Tensor):
+    def numbered_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        names = list(signature.parameters)[1:]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        x = given.get("input_ids")
+        x = given.get("inputs_embeds") if x is None else x
+        if "position_ids" in names and given.get("position_ids") is None and isinstance(x, Tensor):
             T = x.shape[1]
-            lengths = gathered(ranks, torch.full((1,), T, dtype=torch.int64, device=x.device))
-            kwargs["position_ids"] = (lengths[: ranks.rank].sum() + torch.arange(T, device=x.device))[None]
-        return forward(*args, **kwargs)
+            lengths = gathered(self.ranks, torch.full((1,), T, dtype=torch.int64, device=x.device))
+            before = lengths[: self.ranks.rank].sum()
+            given["position_ids"] = (before + torch.arange(T, device=x.device))[None]
+            return forward(self, **given)
+        return forward(self, *args, **kwargs)
 
     return numbered_forward
+
+
+def _hybrid_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """That of a model with softmax attention, which PyTorch has to compute across the ranks in their order."""
+    numbered = _numbered_forward(forward)
+
+    @wraps(forward)
+    def hybrid_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if sdpa_is_plain():
+            raise ValueError(
+                "softmax attention must be computed across the ranks too, got PyTorch's of one process: call the model "
+                "within torch.distributed.tensor.experimental.context_parallel"
+            )
+        if reorders_tokens():
+            raise ValueError(
+                "torch.distributed.tensor.experimental.context_parallel must keep the order of tokens, got its load "
+                "balancer: set torch.distributed.tensor.experimental._attention._cp_options.enable_load_balance = False"
+            )
+        return numbered(self, *args, **kwargs)
+
+    return hybrid_forward

@@ -787,6 +787,8 @@ def _given_bounds(kwargs: dict[str, Any]) -> Tensor | None:
 def _convolved_by_index(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor) -> Tensor:
     """The convolution where only ``seq_idx [B, T]``, the number of each token's sequence, tells sequences apart."""
     T, W = x.shape[1], weight.shape[1]
+    if sharing() is not None:
+        raise ValueError("seq_idx must come with cu_seq_lens_q across ranks, got seq_idx alone")
     if seq_idx.shape[1] != T:
         raise ValueError(f"seq_idx must have a number for each of {T} tokens, got {seq_idx.shape[1]}")
     dtype = torch.promote_types(x.dtype, torch.float32)

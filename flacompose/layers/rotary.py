@@ -46,7 +46,7 @@ def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, 
             own = bounds(cu_seqlens, T).diff()
         else:
             own = torch.full_like(start, T) if tokens.lengths is None else tokens.lengths
-        start, after = sums(ranks, own, start)
+        start, after = sums(ranks, distributed_like(x, own), distributed_like(x, start))
     start, t = distributed_like(x, start), distributed_like(x, torch.arange(T, device=x.device))
     if cu_seqlens is None:
         # Expanded before the sum: Inductor drops a sum with zeros, and asks whether [N, 1] is the shape of the result,

@@ -13,7 +13,7 @@ from flacompose.layers.layout import distributed_like, take
 from flacompose.ops import _states
 from flacompose.ops._carry import last_tokens
 from flacompose.ops._dtype import upcast
-from flacompose.ops._ranks import sharing
+from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared, sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import bounds, sequence_of
 
@@ -48,6 +48,9 @@ class ShortConvolution(nn.Module):
     """
 
     bias: nn.Parameter | None
+
+    # Those that share out the tokens, as `context_parallel` sets it.
+    ranks: Ranks | None = None
 
     def __init__(
         self,
@@ -111,6 +114,13 @@ class ShortConvolution(nn.Module):
             TypeError: If an argument is no tensor, `x` or `state` not floating, `lengths` not of integers or
                 `cu_seqlens` neither int32 nor int64.
         """
+        if self.ranks is not None and sharing() is None:
+            with shared(self.ranks):
+                check_device(self.ranks, "x", x)
+                if cu_seqlens is not None:
+                    _check.packed("x", x, cu_seqlens)
+                    cu_seqlens = bounds_of_rank(self.ranks, cu_seqlens, x.shape[1])
+                return self.forward(x, state, lengths=lengths, cu_seqlens=cu_seqlens, num_states=num_states)
         D, W = self.hidden_size, self.kernel_size
         _check.floating("x", x)
         if x.ndim != 3 or x.shape[2] != D:

@@ -17,7 +17,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops._ranks import Ranks, gathered, of_all
+from flacompose.ops._ranks import Ranks, gathered, of_all, sharing
 
 
 class SoftmaxAttention(StatefulLayer):
@@ -99,8 +99,9 @@ class SoftmaxAttention(StatefulLayer):
         k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v))
         position, next_position = positions(x, past.position, tokens)  # [B, T], [B]
         q, k = rotary(q, k, position, self.rope_theta)
-        if self.ranks is not None:
-            k, v = _of_all_ranks(self.ranks, k, v, tokens)
+        ranks = sharing()
+        if ranks is not None:
+            k, v = _of_all_ranks(ranks, k, v, tokens)
         first = past.position is None
         if first:
             # In memory of its own: the state must not hold the whole of a joint product, nor be a view. Later caches
@@ -118,12 +119,13 @@ class SoftmaxAttention(StatefulLayer):
         """
         groups = self.num_heads // self.num_kv_heads
         q, k, v = (y.transpose(1, 2) for y in (q, repeat_heads(k, groups), repeat_heads(v, groups)))
-        if first and self.window_size is None and self.ranks is None:
+        whole, ranks = first and self.window_size is None, sharing()
+        if whole and ranks is None:
             # Pads come after the tokens of their row, so that no token sees one.
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        elif first and self.window_size is None and self.ranks is not None and not is_compiling():
+        elif whole and ranks is not None and not is_compiling():
             # Up to this rank's own tokens. Dynamo cannot trace the object that stands for this mask.
-            L = q.shape[2] * (self.ranks.rank + 1)
+            L = q.shape[2] * (ranks.rank + 1)
             mask: Any = causal_lower_right(q.shape[2], L)
             o = F.scaled_dot_product_attention(q, k[:, :, :L], v[:, :, :L], attn_mask=mask)
         else:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtensor import by_channels
+from flacompose.ops._dtype import upcast
 from flacompose.ops._ranks import Ranks, of_all
 from flacompose.ops._varlen import bounds, sequence_of
 
@@ -53,10 +54,11 @@ def _last_tokens(
         row = torch.zeros_like(end)[:, None]
     place = torch.where(count[:, None] + column >= W, end[:, None] - W + column, -1)  # [N, W], -1 for none
     window = _Window.apply(x, row, place, sequence, t - end[sequence] + W)
-    # A sequence that has W tokens here needs none from before them.
-    count = count.clamp(max=W)
-    rows = of_all(ranks, torch.cat([window.flatten(1), count[:, None].to(x.dtype)], 1))
-    windows, counts = rows[..., :-1].unflatten(2, (W, *of_token)), rows[..., -1].detach().long()
+    # A sequence that has W tokens here needs none from before them. Counts go along in the dtype of the tokens, and
+    # bfloat16 has all integers up to 256.
+    count, sent = count.clamp(max=W), window if W <= 256 else upcast(window)
+    rows = of_all(ranks, torch.cat([sent.flatten(1), count[:, None].to(sent.dtype)], 1))
+    windows, counts = rows[..., :-1].unflatten(2, (W, *of_token)).to(x.dtype), rows[..., -1].detach().long()
     state = torch.zeros_like(window) if before is None else before.to(x.dtype)
     states = [state]
     for rank in range(ranks.size):

@@ -49,10 +49,9 @@ def running_logsumexp(
     t = torch.arange(T, device=x.device)
     ranks, after = sharing(), None
     if ranks is not None:
-        own = torch.full_like(z, LOWEST) + x.sum(
-            (0, 1)
-        )  # without tokens, a sum of 0 that has the graph of others
-        if not always_true(T == 0):
+        if always_true(T == 0):  # the sum of nothing, which is in the graph as on the other ranks
+            own = torch.full_like(z, LOWEST) + x.sum((0, 1))
+        else:
             with shared(None):
                 own = running_logsumexp(x, None, cu_seqlens).z.clamp(min=LOWEST).flatten(1)
         z, after = logsumexps(ranks, own, z)

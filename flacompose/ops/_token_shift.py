@@ -27,7 +27,7 @@ def token_shift(
     if ranks is None:
         before = None if last is None else last.to(x.dtype)
         return shifted(x, before, cu_seqlens), last_of(x, last, lengths, cu_seqlens, num_states)
-    before, after = _across(ranks, x, last, lengths, cu_seqlens)
+    before, after = _neighbours(ranks, x, last, lengths, cu_seqlens)
     if always_true(x.shape[1] == 0):  # it takes part in the backward of the others
         return before[:, None][: x.shape[0], :0], after
     return shifted(x, before, cu_seqlens), after
@@ -43,7 +43,7 @@ def last_of(
     """The second result of `token_shift`: where a sequence has no tokens, it is the token before it."""
     ranks = sharing()
     if ranks is not None:
-        return _across(ranks, x, before, lengths, cu_seqlens)[1]
+        return _neighbours(ranks, x, before, lengths, cu_seqlens)[1]
     if num_states is not None:
         return _states.last(x, num_states)
     before = None if before is None else before.to(x.dtype)
@@ -54,7 +54,7 @@ def last_of(
     return history.gather(1, index).squeeze(1)
 
 
-def _across(
+def _neighbours(
     ranks: Ranks, x: Tensor, last: Tensor | None, lengths: Tensor | None, cu_seqlens: Tensor | None
 ) -> list[Tensor]:
     """The token before this rank's in each sequence, and the last of all ranks."""

@@ -66,7 +66,7 @@ def causal_conv1d(
         y, final_state = op.forward(*inputs)
     else:
         before = None if initial_state is None else initial_state.mT
-        start, after = last_tokens(ranks, upcast(x), before, weight.shape[1], cu_seqlens=cu_seqlens)
+        start, after = last_tokens(ranks, _as_computed(x), before, weight.shape[1], cu_seqlens=cu_seqlens)
         y, _ = op.forward(*inputs._replace(initial_state=start.mT))
         final_state = after.mT.clone(memory_format=torch.contiguous_format)
     if output_states is not None:
@@ -74,9 +74,14 @@ def causal_conv1d(
     return y, final_state if output_final_state else None
 
 
+def _as_computed(x: Tensor) -> Tensor:
+    """`x` as autocast casts it for the op, in the dtype of states."""
+    dtype = autocast_dtype(x.device)
+    return upcast(x if dtype is None or x.dtype == torch.float64 else x.to(dtype))
+
+
 def _last_states(x: Tensor, W: int, initial_state: Tensor | None, n: int) -> Tensor:
     """``[N, n, D, W]``: what the op has for `x` and its state, which are all that a state consists of."""
-    dtype = autocast_dtype(x.device)
-    x = upcast(x if dtype is None or x.dtype == torch.float64 else x.to(dtype))
+    x = _as_computed(x)
     before = x.new_zeros(x.shape[0], W, x.shape[2]) if initial_state is None else initial_state.to(x.dtype).mT
     return _states.windows(torch.cat([before, x], 1), W, n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from ranks import on_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._attention import _cp_options
 
 from flacompose.distributed import context_parallel
 from flacompose.integrations.transformers import enable
@@ -52,16 +55,27 @@ def models(mesh: DeviceMesh) -> None:
         assert context_parallel(model, mesh) is model
         hybrid = name in ("lfm2", "minimax", "qwen3_5", "recurrent_gemma")
         if hybrid:
-            with pytest.raises(
-                ValueError, match=r"softmax attention \('.*'\) must be computed across the ranks"
-            ):
+            with pytest.raises(ValueError, match="softmax attention must be computed across the ranks"):
                 model(ids[:, own], use_cache=False)
         F.scaled_dot_product_attention = ring_of(mesh)
+        if hybrid:
+            _cp_options.enable_load_balance = True
+            with pytest.raises(
+                ValueError, match="context_parallel must keep the order of tokens, got its load"
+            ):
+                model(ids[:, own], use_cache=False)
+        _cp_options.enable_load_balance = False
         try:
             found = model(ids[:, own], use_cache=False).logits
             (found * weights[:, own]).sum().backward()
         finally:
             F.scaled_dot_product_attention = plain
+        copied = copy.deepcopy(model)  # which calls its own weights
+        for p in copied.parameters():
+            p.detach().zero_()
+        F.scaled_dot_product_attention = ring_of(mesh)
+        assert not bool(copied(ids[:, own], use_cache=False).logits.any()), name
+        F.scaled_dot_product_attention = plain
         # Parts of these models are computed in float32, whatever the dtype of their weights.
         bounds = {"rtol": 1e-4, "atol": 1e-5}
         torch.testing.assert_close(found, logits[:, own], **bounds, msg=lambda text, at=name: f"{at}: {text}")
@@ -81,6 +95,10 @@ def refusals(mesh: DeviceMesh) -> None:
     with enable():
         with pytest.raises(ValueError, match="the ZayaCCAProjection at '.*', which mixes neighbours itself"):
             context_parallel(tiny("zaya"), mesh)
+        eager = tiny("qwen3_5")
+        eager.config._attn_implementation = "eager"
+        with pytest.raises(ValueError, match="target must have attn_implementation='sdpa', got 'eager'"):
+            context_parallel(eager, mesh)
         model = context_parallel(tiny("mamba2"), mesh)
         with pytest.raises(ValueError, match="a cache must not be given across ranks"):
             model(torch.ones(1, 4, dtype=torch.long), use_cache=True)

@@ -47,11 +47,13 @@ def across_ranks(
             own, end = stretch(inputs._replace(initial_state=None))
             found = _of_every_rank(ranks, *own.tensors, end)
             maps = [own.of(tensors) for *tensors, _ in found]
-            starts, final_state = join(maps, [end for *_, end in found], inputs.initial_state)
+            initial = None if inputs.initial_state is None else inputs.initial_state.to(end.dtype)
+            starts, final_state = join(maps, [end for *_, end in found], initial)
             o, _ = form(*inputs._replace(initial_state=starts[ranks.rank]))
 
             tensors = [x for x in args if isinstance(x, Tensor)]
-            of_maps = [x for each in maps for x in each.tensors]
+            # Copies: a part of what was gathered would keep all of it in memory.
+            of_maps = [x.clone() for each in maps for x in each.tensors]
             ctx.save_for_backward(*tensors, starts[ranks.rank], *of_maps)
             ctx.others = [None if isinstance(x, Tensor) else x for x in args]
             ctx.is_tensor = [isinstance(x, Tensor) for x in args]
@@ -80,7 +82,7 @@ def across_ranks(
             d_ends, d_initial = join(maps, [x for x, _ in found], d_final, reverse=True)
 
             needed = dict(zip(signature.inputs._fields, ctx.needs_input_grad[RANKS:], strict=True))
-            mask = [needed[x] for x in signature.differentiable]
+            mask = [needed[x] and x != "initial_state" for x in signature.differentiable]
             results = backward(*inputs_from_start, do, d_ends[ranks.rank], mask)
             gradients = dict(zip(signature.differentiable, results, strict=True))
             if inputs.initial_state is not None:  # the first rank's part of its gradient is all of it

@@ -140,7 +140,8 @@ def start_gradient(
     def d_start(inputs: AnyInputs, do: Tensor) -> Tensor:
         """The gradient of the state before each sequence that comes from its outputs.
 
-        It does not depend on the state, zero where it is None, but in a family that divides by what it reads.
+        An absent state is taken as zero. Only in the normaliser, which divides by what it reads, does the result
+        depend on the state.
         """
         if inputs.initial_state is None:
             _, state = signature.fake(*inputs)

@@ -25,7 +25,7 @@ OF_KEYS = ("q", "k", "g", "beta", "initial_state")  # what `z` depends on
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K])``."""
     (x,) = without_tail(inputs.cu_seqlens, upcast(inputs.x))
-    z, n = eager.forward(_of_ones(inputs))
+    z, n = eager.forward(of_ones(inputs))
     weight = torch.maximum(z.abs(), _floor(inputs)) + inputs.eps
     return (x / weight).to(inputs.x.dtype), n.squeeze(-1)
 
@@ -34,8 +34,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     inputs, d_state = call.inputs, call.arriving.final_state
     x, do = without_tail(inputs.cu_seqlens, upcast(inputs.x), upcast(call.do))
-    of_ones, floor = _of_ones(inputs), _floor(inputs)
-    z, _ = eager.forward(of_ones)
+    ones, floor = of_ones(inputs), _floor(inputs)
+    z, _ = eager.forward(ones)
     weight = torch.maximum(z.abs(), floor) + inputs.eps
     d_weight = -(do * (x / weight)).sum(-1, True) / weight
     is_floor = z.abs() <= floor
@@ -46,7 +46,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     wanted = [name in OF_KEYS and name in call.wanted for name in names]
     if any(wanted):
         dn = None if d_state is None else d_state.unsqueeze(-1)
-        found = eager.backward(scalar_decay.SIGNATURE.backward_call(*of_ones, dz, dn, wanted))
+        found = eager.backward(scalar_decay.SIGNATURE.backward_call(*ones, dz, dn, wanted))
         if "initial_state" in found:
             found["initial_state"] = found["initial_state"].squeeze(-1)
         made |= call.made(**found)
@@ -61,7 +61,7 @@ def _floor(inputs: Inputs) -> Tensor:
     return floor.where(inside(cu_seqlens, floor.shape[1])[:, None, None], 1)
 
 
-def _of_ones(inputs: Inputs) -> scalar_decay.Inputs:
+def of_ones(inputs: Inputs) -> scalar_decay.Inputs:
     """The arguments of scalar decay whose output is `z` ``[B, T, HV, 1]``, and whose state is `n` ``[N, HV, K, 1]``."""
     q, k, x, g, beta, _, n, cu_seqlens, scale, _ = inputs
     ones = x.new_ones(*x.shape[:3], 1, dtype=state_dtype(x.dtype))

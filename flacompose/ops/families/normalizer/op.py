@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from flacompose.ops._dtype import upcast
 from flacompose.ops.families._across import across_ranks
 from flacompose.ops.families._op import define_ops, start_gradient
 from flacompose.ops.families._stretches import Decay
@@ -28,14 +27,8 @@ d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
 def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
-    """What the tokens of each sequence do to a state: that of scalar decay with values of 1, in float32."""
-    q, k, ones = upcast(inputs.q), upcast(inputs.k), inputs.g.new_ones(*inputs.g.shape, 1)
-    written = upcast(inputs.beta)
-    decay, end = scalar_decay.stretch(
-        scalar_decay.Inputs(
-            q, k, ones.to(k.dtype), inputs.g, None, written, None, inputs.cu_seqlens, scale=1.0
-        )
-    )
+    """What the tokens of each sequence do to a state: that of scalar decay with values of 1."""
+    decay, end = scalar_decay.stretch(eager.of_ones(inputs))
     return Decay(tuple(x.squeeze(3) for x in decay.tensors)), end.squeeze(3)
 
 

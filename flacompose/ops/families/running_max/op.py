@@ -39,12 +39,13 @@ def _across(ranks: Ranks, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     known = Inputs(upcast(x.detach()), g.detach(), None, cu_seqlens)
     if initial_state is None:
         initial_state = known.x.new_zeros(sequence_count(x, cu_seqlens), x.shape[2])
+    initial_state = initial_state.to(known.x.dtype)
     # It stands for -inf. Dynamo would take a constant of the module for an input, and compile twice.
     lowest = torch.full_like(initial_state, -1e38)
     empty = always_true(x.shape[1] == 0)
     end = lowest if empty else _forward(*known._replace(initial_state=lowest))[2]
     total = summed(known.g, cu_seqlens).to(end.dtype)
-    start = initial_state.detach().to(end.dtype)
+    start = initial_state.detach()
     for total_, end_ in gathered(ranks, torch.stack([total, end]))[: ranks.rank]:
         start = torch.maximum(total_ + start, end_)
     m = known.x if empty else _forward(*known._replace(initial_state=start))[1]
