@@ -5,8 +5,8 @@ forward, the cross-entropy and the backward, and on several GPUs the sum of the 
 both sides the backward computes every block anew from its input, and the loss in pieces of `PIECE` tokens, so that
 neither the logits nor the activations of more than one block are in memory at a time.
 
-The ranks of a model are processes that stay for all of its figures. Each of them computes the whole row for itself, all
-at the same time, and then its part of the row: the two sides see the same host and the same clocks.
+The ranks of a model are processes that stay for all of its figures. Each of them computes its part of the row, and
+then the whole row for itself, all at the same time: the two sides see the same host and the same clocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STEP, MEMORY, LOSS = "training step", "peak memory of a rank", "loss"
 SENT, OF_GRADIENTS = "sent by a rank for the recurrences", "sent by a rank for the sum of the gradients"
 ALONE, KERNELS = "these collectives alone", "NCCL's kernels in a step, with waiting"
 FROM_TOKENS = 131_072
-"""Lengths from this one on have upper limits: a step is at least 0.85 times as much faster as there are GPUs."""
+"""Lengths from this one on have upper limits. On `n` GPUs a step takes at most 1 / (0.85 n) of the time on one."""
 LIMITS = {STEP: 1 / 0.85, MEMORY: 1.1}
 """Upper limits of the ratios to one GPU, times the number of GPUs."""
 TOKENS = (65_536, 131_072, 262_144)

@@ -163,7 +163,7 @@ def heads_and_tokens(mesh: DeviceMesh, names: list[str]) -> None:
 
 # One of each kind of what goes from rank to rank, and of each way in which heads and channels are shared out.
 HEADS_AND_TOKENS = [
-    "abc", "mamba3 mimo", "rwkv6", "hgrn, 27 channels", "gated_deltanet, one head of keys",
+    "abc", "retention", "mamba3 mimo", "rwkv6", "hgrn, 27 channels", "gated_deltanet, one head of keys",
 ]  # fmt: skip
 
 

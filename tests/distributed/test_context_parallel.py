@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flacompose import ops
 from flacompose.distributed import context_parallel
 from flacompose.distributed.context_parallel import FUNCTIONS
+from flacompose.layers import ShortConvolution
 from flacompose.models import RecurrentConfig, RecurrentLM
 from flacompose.ops._ranks import Ranks, bounds_of_rank, shared
 
@@ -40,6 +42,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def assert_same(found: Tensor, expected: Tensor, *at: object) -> None:
+    """Equal but for rounding in float64: sums over the ranks are in another order."""
     assert found.shape == expected.shape, at
     assert (found - expected).norm() <= 1e-10 * (1 + expected.norm()), (*at, (found - expected).norm())
 
@@ -111,7 +114,7 @@ def by_themselves(T: int) -> list[tuple[Callable[..., Any], dict[str, Tensor], s
     ]
 
 
-def positive(name: str, state: Any) -> Any:
+def positive(state: Any) -> Any:
     """Numbers that a state may have: the sums of weights of RWKV-4 are above 0."""
     parts = [torch.rand_like(x) + 0.1 for x in tensors(state)]
     return parts[0] if isinstance(state, Tensor) else tuple(parts)
@@ -145,7 +148,7 @@ def more_functions(mesh: DeviceMesh) -> None:
 
         options = {of_end: True, "cu_seqlens": cu}
         _, *end = function(**inputs, **options)
-        initial = positive(name, end[0] if len(end) == 1 else tuple(end))
+        initial = positive(end[0] if len(end) == 1 else tuple(end))
         (o, *ends), gradients = results(function, slice(0, T), 1, initial)
         found, of_rank = results(context_parallel(function, mesh), own, 1 / n, initial)
         for x, expected in zip(found, [o[:, own], *ends], strict=True):
@@ -236,6 +239,86 @@ def hybrid(mesh: DeviceMesh) -> None:
         return
     with pytest.raises(RuntimeError, match="takes pieces of one length"):
         of_rank(ids[:, : 5 + rank])
+
+
+def halves(mesh: DeviceMesh, *inputs: Tensor) -> list[Tensor]:
+    """This rank's half of the tokens of each."""
+    return [x.chunk(2, 1)[mesh.get_local_rank()].clone() for x in inputs]
+
+
+def rounded_states(mesh: DeviceMesh) -> None:
+    """States may have any float dtype; they are then numbers of float32, as on one rank."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 10, 2, 4)
+    g, beta = -torch.rand(1, 10, 2), torch.rand(1, 10, 2)
+    C = torch.randn(1, 2, 4, 4).bfloat16()
+    of_mlstm = C.half(), torch.randn(1, 2, 4).half(), torch.randn(1, 2).half()
+    calls: list[tuple[Any, list[Tensor], Any]] = [
+        (ops.chunk_gla, [q, k, v, -k.abs()], C), (ops.chunk_gated_delta_rule, [q, k, v, g, beta], C),
+        (ops.chunk_mlstm, [q, k, v, beta, g], of_mlstm),
+    ]  # fmt: skip
+    for function, inputs, state in calls:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        o, final = function(*leaves, initial_state=state, output_final_state=True)
+        o.sin().sum().backward()
+        own = [x.requires_grad_() for x in halves(mesh, *inputs)]
+        mine, same = context_parallel(function, mesh)(*own, initial_state=state, output_final_state=True)
+        mine.sin().sum().backward()
+        # Of float32, whose sums are in another order.
+        bounds = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(mine, *halves(mesh, o), **bounds)
+        for x, y in zip(tensors(same), tensors(final), strict=True):
+            torch.testing.assert_close(x, y, **bounds)
+        for x, y in zip(own, leaves, strict=True):
+            torch.testing.assert_close(x.grad, *halves(mesh, y.grad), **bounds)
+
+
+def convolution(mesh: DeviceMesh) -> None:
+    """By itself, wider than bfloat16 counts, packed, and as autocast casts its input."""
+    torch.manual_seed(0)
+    conv, cu = ShortConvolution(3, 301).double(), torch.tensor([0, 7, 390, 400])
+    own = context_parallel(copy.deepcopy(conv), mesh)
+    x = torch.randn(1, 400, 3, dtype=torch.float64)
+    y, state = conv(x, cu_seqlens=cu)
+    mine, same = own(*halves(mesh, x), cu_seqlens=cu)
+    assert_same(mine, *halves(mesh, y))
+    assert_same(same, state)
+    rounded = x.bfloat16()
+    assert torch.equal(own.bfloat16()(*halves(mesh, rounded))[1], conv.bfloat16()(rounded)[1])
+
+    weight = torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = ops.causal_conv1d(x.float(), weight, output_final_state=True)
+        mine, same = context_parallel(ops.causal_conv1d, mesh)(
+            *halves(mesh, x.float()), weight, output_final_state=True
+        )
+    assert torch.equal(same, state)
+    torch.testing.assert_close(mine, *halves(mesh, y))
+
+
+def kept_in_memory(mesh: DeviceMesh) -> None:
+    """A backward keeps the maps of all ranks, and neither the states that came with them nor what they came in."""
+    kept: list[Tensor] = []
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 5, 2, 8).unbind())
+    g = -torch.rand(1, 5, 2)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        context_parallel(ops.chunk_simple_gla, mesh)(q, k, v, g)
+    given = sum(x.numel() for x in (q, k, v, g))
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // 4 for x in kept}
+    start, maps = 2 * 8 * 8, 2 * 2
+    assert sum(sizes.values()) <= given + start + maps + 2 * 5 * 2 * 8, (
+        sizes
+    )  # queries, keys and values are one
+
+
+def edges(mesh: DeviceMesh) -> None:
+    rounded_states(mesh)
+    convolution(mesh)
+    kept_in_memory(mesh)
+
+
+def test_edges() -> None:
+    on_ranks(2, edges)
 
 
 CHUNKED = [case for case in CASES if case.form != "recurrent"]

@@ -300,7 +300,7 @@ def test_rows_of_a_cache(name: str, model: nn.Module) -> None:
 def test_a_cache_is_found_once(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer looks through its arguments once, with what was imported when its forward was made."""
     made, found = [], []
-    make = _modeling._finder_of_caches
+    make = _modeling.finder_of_caches
 
     def counted() -> Callable:
         find = make()
@@ -312,7 +312,7 @@ def test_a_cache_is_found_once(name: str, model: nn.Module, monkeypatch: pytest.
 
         return counting
 
-    monkeypatch.setattr(_modeling, "_finder_of_caches", counted)
+    monkeypatch.setattr(_modeling, "finder_of_caches", counted)
     ids = prompt(model, 3)
     with enable():
         before = len(made)
