@@ -16,7 +16,7 @@ from flacompose.ops.families.rotation import eager
 from flacompose.ops.families.rotation.inputs import Inputs
 from flacompose.ops.families.rotation.kernels import backward_kernel, forward_kernel
 
-TILE = 1024  # of the pairs of a chunk, or of twice as many values
+TILE, WARPS = 1024, 4  # pairs of a chunk, or half its values; warps
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -95,7 +95,7 @@ class _Launches(Sequences):
             "S": self.S,
             "P": self.P,
         }
-        self.arguments |= {"HALVES": halves, "C": self.C, "BI": BI, "BP": BP, "num_warps": 4}
+        self.arguments |= {"HALVES": halves, "C": self.C, "BI": BI, "BP": BP, "num_warps": WARPS}
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
