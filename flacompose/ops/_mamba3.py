@@ -95,7 +95,7 @@ def _scan(
     # States have this dtype, whatever that of the gates is.
     g, trap, dt = (x.to(state_dtype(V.dtype)) for x in (bounded(upcast(ADT, V)), Trap, DT))
     c = trap.sigmoid() * dt
-    angle = _angles(Angles, dt, past.angle, cu_seqlens)  # [B, T, H, A]
+    angle, last_angle = _angles(Angles, dt, past.angle, cu_seqlens)  # [B, T, H, A] and [N, H, A]
     if sharing() is None and lengths is None and num_states is None:
         q, k_before, v_before, dots, last_k, last_v = rotation.forward(
             *rotation.Inputs(Q, K, V, Q_bias, K_bias, angle, past.k, past.v, cu_seqlens, halves)
@@ -107,6 +107,7 @@ def _scan(
             for x, before in ((k, past.k), (V, past.v))
         )
         dots = products(Q, K, Q_bias, K_bias)
+        last_angle = last_of(pi * angle, past.angle, lengths, cu_seqlens, num_states)
     # Not of the last token that counts: a place behind it has written that, and there is nothing of its own to write.
     c_before, last_c = token_shift(c, None, None, cu_seqlens, num_states)
     written = g.exp() * (c_before + (-trap).sigmoid() * dt)  # [B, T, H], the weight of the token before
@@ -136,22 +137,25 @@ def _scan(
     written_k, written_v = upcast(last_k), _of_keys(upcast(last_v) * last_c.unsqueeze(-1), up)
     for r in range(R):
         Z = torch.addcmul(Z, written_k[..., r, :, :, None], written_v[..., r, :, None, :])
-    before = None if past.angle is None else past.angle.to(angle.dtype) / pi
-    last_angle = last_of(angle, before, lengths, cu_seqlens, num_states)
-    return y, States(pi * last_angle, Z, last_k, last_v)
+    return y, States(last_angle, Z, last_k, last_v)
 
 
-def _angles(Angles: Tensor, dt: Tensor, start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The sums of ``tanh(Angles) * dt`` of each sequence, modulo 2, from -1 to 1, ``[B, T, H, A]``: in half turns."""
-    Angles = Angles.to(dt.dtype) if dt.dtype == torch.float64 else Angles
-    start, ranks = None if start is None else upcast(start, dt) / pi, sharing()
+def _angles(
+    Angles: Tensor, dt: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sums of ``tanh(Angles) * dt`` of each sequence, modulo 2, from -1 to 1, ``[B, T, H, A]``: in half turns.
+
+    And the last of each, ``[N, H, A]``, in radians, as `start` is. Where ranks share the tokens it is a rank's own.
+    """
+    Angles, ranks = Angles.to(dt.dtype) if dt.dtype == torch.float64 else Angles, sharing()
     if ranks is not None:
-        own = summed((upcast(Angles).tanh() * dt.unsqueeze(-1)).double(), cu_seqlens)
+        own = summed((upcast(Angles).tanh() * dt.unsqueeze(-1)).double(), cu_seqlens) * pi
         start, _ = sums(ranks, own, torch.zeros_like(own) if start is None else start.double())
-        start = (start + 1).remainder(2) - 1
+        start = (start + pi).remainder(2 * pi) - pi
         if always_true(dt.shape[1] == 0):
-            return of_tokens(start, 0, cu_seqlens).to(dt.dtype)
-    return turns.forward(Angles, dt, start, cu_seqlens)[0].to(dt.dtype)
+            return of_tokens(start, 0, cu_seqlens).to(dt.dtype), start
+    angle, last = turns.forward(Angles, dt, start, cu_seqlens)
+    return angle.to(dt.dtype), last.to(dt.dtype)
 
 
 def _of_keys(v: Tensor, up: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flacompose.ops._dtensor import flatten, unflatten, with_dense_gradient
 from flacompose.ops._dtype import upcast
+from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import bounds, last_token, shifted, without_tail
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.rotation.inputs import Inputs
@@ -27,7 +28,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     q_turned, k_turned = (
         turned(biased(x, bias), angle, halves).to(x.dtype) for x, bias in ((q, q_bias), (k, k_bias))
     )
-    k_before, v_before = shifted(k_turned, initial_k, cu_seqlens), shifted(v, initial_v, cu_seqlens)
+    k_before, v_before = _before(k_turned, initial_k, cu_seqlens), _before(v, initial_v, cu_seqlens)
     of_tokens = without_tail(cu_seqlens, q_turned, k_before, v_before, products(q, k, q_bias, k_bias))
     last = last_token(k_turned, initial_k, cu_seqlens), last_token(v, initial_v, cu_seqlens)
     return *(x.contiguous() for x in of_tokens), *last
@@ -77,10 +78,9 @@ def turned(x: Tensor, angle: Tensor, halves: bool) -> Tensor:
     axis, A = -2 if halves else -1, angle.shape[-1]
     angle = pi * angle.unsqueeze(2)
     cos, sin = angle.cos(), angle.sin()
-    a, b = _pairs(x, halves)
-    a_, b_ = a[..., :A], b[..., :A]
-    parts = (a_ * cos - b_ * sin, a), (a_ * sin + b_ * cos, b)
-    return torch.stack([torch.cat([y, z[..., A:]], -1) for y, z in parts], axis).flatten(-2)
+    (a, still_a), (b, still_b) = (y.split([A, y.shape[-1] - A], -1) for y in _pairs(x, halves))
+    parts = (a * cos - b * sin, still_a), (a * sin + b * cos, still_b)
+    return torch.stack([torch.cat(y, -1) for y in parts], axis).flatten(-2)
 
 
 def products(q: Tensor, k: Tensor, q_bias: Tensor, k_bias: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def products(q: Tensor, k: Tensor, q_bias: Tensor, k_bias: Tensor) -> Tensor:
     biases = (unflatten(bias.to(q.dtype), 0, (H, len(bias) // H)) for bias in (q_bias, k_bias))
     of_groups = []
     for i, (q_, k_) in enumerate(zip(*biases)):  # [HV / H, R, S]
-        of_q, of_k = q[:, :, :, i], k[:, :, :, i]
+        of_q, of_k = q.select(3, i), k.select(3, i)
         shared = (of_q.unsqueeze(3) * of_k.unsqueeze(2)).sum(-1).unsqueeze(2)  # [B, T, 1, R, R]
         by_k = with_dense_gradient((of_q @ k_.flatten(0, 1).mT).unflatten(-1, (-1, R))).transpose(2, 3)
         by_q = with_dense_gradient((of_k @ q_.flatten(0, 1).mT).unflatten(-1, (-1, R))).movedim(2, 4)
@@ -103,6 +103,13 @@ def products(q: Tensor, k: Tensor, q_bias: Tensor, k_bias: Tensor) -> Tensor:
 def _pairs(x: Tensor, halves: bool) -> tuple[Tensor, ...]:
     """The first and the second number of each pair, ``[..., S / 2]``."""
     return x.unflatten(-1, (2, -1) if halves else (-1, 2)).unbind(-2 if halves else -1)
+
+
+def _before(x: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The token before each of ``x [B, T, ...]``. Of one token it is what is given, in new memory."""
+    if cu_seqlens is None and initial is not None and always_true(x.shape[1] == 1):
+        return initial.unsqueeze(1).to(x.dtype, copy=True)
+    return shifted(x, initial, cu_seqlens)
 
 
 def _cross(x: Tensor, dx: Tensor, A: int, halves: bool) -> Tensor:

@@ -1,11 +1,13 @@
 """The turns in PyTorch: what every device without a Triton kernel runs.
 
-    o_t = o_{t-1} + tanh(x_t) dt_t, modulo 2, from -1 to 1
+    o_t = o_{t-1} + tanh(x_t) dt_t, modulo 2, from -1 to 1        states, in radians: pi o
 
 They are summed in float64, since a turn is a small part of the sum of a long sequence.
 """
 
 from __future__ import annotations
+
+from math import pi
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +27,12 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     x, dt, initial_state, cu_seqlens = inputs
     dtype = state_dtype(x.dtype)
     speed, dt = _speed(inputs)
-    total = _sums(speed * dt, initial_state, cu_seqlens)
+    start = None if initial_state is None else upcast(initial_state) / pi
+    total = _sums(speed * dt, start, cu_seqlens)
     (o,) = without_tail(cu_seqlens, ((total + 1).remainder(2) - 1).to(dtype))
-    return o, last_token(o, initial_state, cu_seqlens)
+    if cu_seqlens is None:
+        return o, pi * last_token(o, None, None)
+    return o, last_token(pi * o, initial_state, cu_seqlens)
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
@@ -38,16 +43,15 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     d_state = call.arriving.final_state
     # The gradient of a step is the sum of those of all later angles.
     cu = None if cu_seqlens is None else x.shape[1] - cu_seqlens.flip(0)
-    start = None if d_state is None else d_state.flip(0) if cu is not None else d_state
+    flipped = (lambda y: y) if cu is None else (lambda y: y.flip(0))
+    start = None if d_state is None else pi * flipped(d_state)
     steps = _sums(do.flip(1), start, cu)
-    if initial_state is not None:
-        d_initial = last_token(steps, start, cu)
-        d_initial = d_initial if cu is None else d_initial.flip(0)
+    d_initial = flipped(last_token(steps, start, cu)) / pi
     (steps,) = without_tail(cu_seqlens, steps.flip(1).to(dt.dtype))
     return call.made(
         x=lambda: (steps * dt * (1 - speed.square())).unflatten(2, (x.shape[2], -1)).sum(3),
         dt=lambda: (steps * speed).sum(-1),
-        initial_state=lambda: d_initial,
+        initial_state=d_initial,
     )
 
 
@@ -81,9 +85,10 @@ def running(x: Tensor) -> Tensor:
 
     One sum over a long row takes milliseconds on a GPU. A graph that leaves ``T`` open has one sum nevertheless.
     """
-    T, first = x.shape[1], torch.zeros_like(x[:, :1])
+    T = x.shape[1]
     if always_true(T == 1):
         return x.double()
+    first = torch.zeros_like(x[:, :1])
     if not is_known(T) or T <= 32:
         # The gradient of a sum of T numbers asks whether T is 1, which only the data may know. Of T + 1 it is known.
         return torch.cat([first, x], 1).cumsum(1, dtype=torch.float64)[:, 1:]

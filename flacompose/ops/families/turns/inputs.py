@@ -14,15 +14,15 @@ class Inputs(NamedTuple):
 
     x: Annotated[Tensor, "B T H A"]
     dt: Annotated[Tensor, "B T HV"]
-    initial_state: Annotated[Tensor | None, "N HV A"] = None  # in half turns, zeros if absent
+    initial_state: Annotated[Tensor | None, "N HV A"] = None  # in radians, zeros if absent
     cu_seqlens: Tensor | None = None  # [N + 1]
 
 
 class Outputs(NamedTuple):
-    """The results, in half turns."""
+    """The results."""
 
-    o: Annotated[Tensor, "B T HV A"]  # from -1 to 1
-    final_state: Annotated[Tensor, "N HV A"]
+    o: Annotated[Tensor, "B T HV A"]  # in half turns, from -1 to 1
+    final_state: Annotated[Tensor, "N HV A"]  # in radians
 
 
 SIGNATURE = Signature(Inputs, Outputs)

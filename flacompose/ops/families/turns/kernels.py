@@ -1,4 +1,4 @@
-"""Triton kernels of the turns: sweeps over a sequence, tile by tile, in float64."""
+"""Triton kernels of the turns: sweeps over a sequence, tile by tile, in float64; states are in radians."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import find_sequence, split_program
+
+PI = tl.constexpr(3.141592653589793)
 
 
 @triton.jit
@@ -61,7 +63,7 @@ def forward_kernel(
 ):
     _, h, n, lo, hi, a = _program(T, N, HV, A, cu_seqlens, C, BA)
     in_a = a < A
-    state = _initial(initial, (n * HV + h) * A + a, in_a, BA)
+    state = _initial(initial, (n * HV + h) * A + a, in_a, BA) / PI
     t = tl.arange(0, C)
     for start in range(lo, hi, C):
         token, in_tile = start + t, start + t < hi
@@ -72,7 +74,7 @@ def forward_kernel(
         tl.store(o + (token * HV + h)[:, None] * A + a[None, :], total.to(tl.float32), mask=mask)
         # Tokens behind the last add nothing.
         state = tl.sum(tl.where((t == C - 1)[:, None], total, 0.0), 0)
-    tl.store(final + (n * HV + h) * A + a, state.to(tl.float32), mask=in_a)
+    tl.store(final + (n * HV + h) * A + a, (state * PI).to(tl.float32), mask=in_a)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV"])
@@ -97,7 +99,7 @@ def backward_kernel(
     """From the last token to the first: the gradient of a step is the sum of those of all later angles."""
     tile, h, n, lo, hi, a = _program(T, N, HV, A, cu_seqlens, C, BA)
     in_a = a < A
-    state = _initial(d_final, (n * HV + h) * A + a, in_a, BA)
+    state = _initial(d_final, (n * HV + h) * A + a, in_a, BA) * PI
     t = tl.arange(0, C)
     chunks = tl.cdiv(hi - lo, C)
     for i in range(chunks):
@@ -116,4 +118,4 @@ def backward_kernel(
             of_tile = tl.sum(tl.where(mask, steps * speed, 0.0), 1)
             tl.store(d_dt + (tile * tokens + token) * HV + h, of_tile, mask=in_tile)
     if d_initial is not None:
-        tl.store(d_initial + (n * HV + h) * A + a, state.to(d_initial.dtype.element_ty), mask=in_a)
+        tl.store(d_initial + (n * HV + h) * A + a, (state / PI).to(d_initial.dtype.element_ty), mask=in_a)

@@ -11,11 +11,11 @@ def turns(
     dt: Tensor,  # [B, T, HV]
     initial_state: Tensor | None = None,  # [B, HV, A]
 ) -> tuple[Tensor, Tensor]:
-    """``o_t = o_{t-1} + tanh(x_t) dt_t``, modulo 2, from -1 to 1."""
+    """``o_t = o_{t-1} + tanh(x_t) dt_t``, modulo 2, from -1 to 1; states are in radians."""
     x = x.repeat_interleave(dt.shape[2] // x.shape[2], 2)
-    angle = torch.zeros_like(x[:, 0]) if initial_state is None else initial_state
+    angle = torch.zeros_like(x[:, 0]) if initial_state is None else initial_state / torch.pi
     o = []
     for t in range(x.shape[1]):
         angle = (angle + x[:, t].tanh() * dt[:, t, :, None] + 1).remainder(2) - 1
         o.append(angle)
-    return torch.stack(o, 1), angle
+    return torch.stack(o, 1), torch.pi * angle
