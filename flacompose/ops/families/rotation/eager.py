@@ -131,7 +131,7 @@ def _shifted_back(d: Tensor, d_last: Tensor, cu_seqlens: Tensor | None) -> tuple
     """The gradients of tokens and of what is before them, of those of the tokens before, ``[B, T, ...]``, and of the
     last ones, ``[N, ...]``."""
     if cu_seqlens is None:
-        return torch.cat([d[:, 1:], d_last.unsqueeze(1)], 1), d[:, 0]
+        return torch.cat([d[:, 1:], d_last.unsqueeze(1)], 1), d[:, 0].clone()
     T, cu = d.shape[1], bounds(cu_seqlens, d.shape[1])
     filled = cu.diff() > 0
     # There is a place more, for sequences without tokens.
