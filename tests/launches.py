@@ -304,9 +304,9 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
         args = x, g, new(rows, D), cu_seqlens
         yield from _calls(f"scan D={D} {at}", scan, args, x, _masks("x g initial_state", "x"), new(rows, D))
         for H in (1, D // 8):
-            args = new(1, T, H, 8, dtype=dtype), new(1, T, D // 8), new(rows, D // 8, 8), cu_seqlens
-            of_angles = new(1, T, D // 8, 8), _masks("x dt initial_state", "x"), args[2]
-            yield from _calls(f"turns H={H} of {D // 8} {at}", turns, args, *of_angles)
+            turning = new(1, T, H, 8, dtype=dtype), new(1, T, D // 8), new(rows, D // 8, 8), cu_seqlens
+            do, masks = new(1, T, D // 8, 8), _masks("x dt initial_state", "x")
+            yield from _calls(f"turns H={H} of {D // 8} {at}", turns, turning, do, masks, turning[2])
         yield Call(f"running_max D={D} {at}", flat(running_max, "forward"), "running_max_forward", args)
         for W in (2, 4, 8):
             state = new(rows, D, W)

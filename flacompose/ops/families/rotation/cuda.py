@@ -59,16 +59,10 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     )  # fmt: skip
     dq, dk, dv, dangle = (None if x is None else run.batched(x) for x in (dq, dk, dv, dangle))
     d_q_bias, d_k_bias = (None if x is None else x[: run.chunks].sum(0) for x in sums)
-    return call.made(
-        q=dq,
-        k=dk,
-        v=dv,
-        q_bias=d_q_bias,
-        k_bias=d_k_bias,
-        angle=None if dangle is None else dangle.squeeze(2) if R == 1 else dangle.sum(2),
-        initial_k=of_k,
-        initial_v=of_v,
-    )
+    if dangle is not None:
+        dangle = dangle.squeeze(2) if R == 1 else dangle.sum(2)
+    found = {"q": dq, "k": dk, "v": dv, "q_bias": d_q_bias, "k_bias": d_k_bias, "angle": dangle}
+    return call.made(**found, initial_k=of_k, initial_v=of_v)
 
 
 class _Launches(Sequences):
@@ -80,22 +74,10 @@ class _Launches(Sequences):
         BI, BP = block(self.S // 2, 256), block(self.P, 512)
         super().__init__(q, cu_seqlens, min(64, 2 * TILE // max(2 * BI, BP)))
         (q, q_token), (k, k_token) = (by_token(x.flatten(2, 3)) for x in (q, k))
-        self.given: dict[str, Any] = {
-            "q": q,
-            "k": k,
-            "q_bias": q_bias.contiguous(),
-            "k_bias": k_bias.contiguous(),
-        }
-        self.given |= {"angle": angle.contiguous(), "q_token": q_token, "k_token": k_token}
-        self.arguments |= {
-            "H": self.H,
-            "HV": self.HV,
-            "A": angle.shape[3],
-            "R": self.R,
-            "S": self.S,
-            "P": self.P,
-        }
-        self.arguments |= {"HALVES": halves, "C": self.C, "BI": BI, "BP": BP, "num_warps": WARPS}
+        self.given: dict[str, Any] = {"q": q, "k": k, "angle": angle.contiguous(), "q_token": q_token}
+        self.given |= {"q_bias": q_bias.contiguous(), "k_bias": k_bias.contiguous(), "k_token": k_token}
+        self.arguments |= {"H": self.H, "HV": self.HV, "A": angle.shape[3], "R": self.R, "S": self.S}
+        self.arguments |= {"P": self.P, "HALVES": halves, "C": self.C, "BI": BI, "BP": BP, "num_warps": WARPS}
 
 
 def _dense(x: Tensor | None) -> Tensor | None:
