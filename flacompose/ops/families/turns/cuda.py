@@ -49,7 +49,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     dx = rows.per_token(HV, A, dtype=x.dtype if H == HV else torch.float32) if call.wants("x") else None
     # Tokens in no sequence have zeros, as in `per_token`.
     new = dt.new_empty if cu_seqlens is None else dt.new_zeros
-    d_dt = new(tiles, *dt.shape, dtype=torch.float32) if call.wants("dt") else None
+    d_dt = new(tiles, rows.B * rows.T, HV, dtype=torch.float32) if call.wants("dt") else None
     state = call.wanted_input("initial_state")
     d_initial = None if state is None else rows.per_sequence(HV, A, dtype=state.dtype)
     launch(
@@ -60,4 +60,4 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     if dx is not None:
         dx = rows.batched(dx)
         dx = dx if H == HV else dx.unflatten(2, (H, -1)).sum(3)
-    return call.made(x=dx, dt=None if d_dt is None else d_dt.sum(0), initial_state=d_initial)
+    return call.made(x=dx, dt=None if d_dt is None else d_dt.sum(0).view(dt.shape), initial_state=d_initial)
