@@ -99,7 +99,7 @@ BREAKS = [
     Break("ops/families/rotation/kernels.py", "exists & (t + 1 < end), exists & (t + 1 == end)\n    of_group", "exists, exists & (t + 1 == end)\n    of_group", "interpreter/test_rotation.py"),
     Break("ops/families/rotation/kernels.py", "of_k = tl.load(at_products + s * R + r", "of_k = tl.load(at_products + r * R + s", "interpreter/test_rotation.py"),
     Break("ops/families/rotation/kernels.py", "tl.where(odd, s, c), tl.where(odd, c, s)", "c, s", "interpreter/test_rotation.py"),
-    Break("ops/_mamba3.py", "token_shift(x, before, lengths, cu_seqlens, num_states) for", "token_shift(x, before, None, cu_seqlens, num_states) for", "layers/test_laws.py", "padding and mamba3"),
+    Break("ops/_mamba3.py", "token_shift(x, before, lengths, cu_seqlens, num_states)", "token_shift(x, before, None, cu_seqlens, num_states)", "layers/test_laws.py", "padding and mamba3"),
     Break("ops/ssd.py", "initial_states = initial_states.mT", "initial_states = initial_states + 0", "test_ssd.py"),
     Break("ops/_check.py", "isinstance(x, bool) or not isinstance(x, (Real, torch.SymInt, torch.SymFloat))", "False", "contract/test_errors.py", "scale"),
     Break("ops/_wide.py", "state is not None and state.ndim == 4", "False", "layers/test_wide.py"),
