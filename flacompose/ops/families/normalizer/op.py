@@ -32,7 +32,9 @@ def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
     q, k, ones = upcast(inputs.q), upcast(inputs.k), inputs.g.new_ones(*inputs.g.shape, 1)
     written = upcast(inputs.beta)
     decay, end = scalar_decay.stretch(
-        scalar_decay.Inputs(q, k, ones.to(k.dtype), inputs.g, None, written, None, inputs.cu_seqlens, scale=1.0)
+        scalar_decay.Inputs(
+            q, k, ones.to(k.dtype), inputs.g, None, written, None, inputs.cu_seqlens, scale=1.0
+        )
     )
     return Decay(tuple(x.squeeze(3) for x in decay.tensors)), end.squeeze(3)
 
