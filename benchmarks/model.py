@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from . import measure
+from . import measure, tuned, warm
 from .models import NAMES, PEERS, SOFTMAX, PeerModel, build, first_states
 from .processes import Process, answer, command, empty_caches
+from .public import attempt
 from .report import Row
 
 QUANTITIES = ("compile", "step", "eager", "token")
@@ -245,8 +248,14 @@ def take(
     jobs: int = 1,
     backend: str = "inductor",
     timeout_s: float = 400.0,
+    warm_peer: tuple[float, int] | None = None,
+    tune_ms: float | None = None,
 ) -> Iterator[Figure | str]:
-    """Figures and notes as they come, of every model in its own process, and of `before`'s flacompose beside it."""
+    """Figures and notes as they come, of every model in its own process, and of `before`'s flacompose beside it.
+
+    `warm_peer` is for how many seconds, and in how many processes, the candidates of a peer's model are compiled
+    beforehand, and `tune_ms` for how long it times each of them.
+    """
     tasks: queue.SimpleQueue[tuple[str, str, Path | None]] = queue.SimpleQueue()
     for name in names:
         tasks.put((name, "flacompose", None))
@@ -257,11 +266,14 @@ def take(
 
     def run(name: str, side: str, package: Path | None) -> None:
         options = ["--device", device, "--backend", backend, "--quantities", *wanted, *size.arguments()]
+        options += [] if tune_ms is None else ["--tune-ms", str(tune_ms)]
         label = name if side == "flacompose" else f"{name} {side}"
-        with (
-            empty_caches() as env,
-            contextlib.closing(Process(command("model", [name, *options], package), env)) as p,
-        ):
+        asked = command("model", [name, *options], package)
+        with contextlib.ExitStack() as stack:
+            env = stack.enter_context(empty_caches())
+            if name in PEERS and warm_peer is not None:
+                found.put(f"{name}: {warm.side_by_side(asked, *warm_peer, option='--share', env=env)}")
+            p = stack.enter_context(contextlib.closing(Process(asked, env)))
             running.append(p)
             end = time.monotonic() + timeout_s
             try:
@@ -294,6 +306,15 @@ def take(
             process.popen.kill()
         for worker in workers:
             worker.join(10)
+
+
+def candidates_only(model: nn.Module, size: Size, device: str, index: int, workers: int) -> None:
+    """Compile a share of the peer's candidates for a training step at each shape, and launch none."""
+    for tuner in tuned.autotuners():
+        warm.compile_only(tuner, index, workers)
+    loss = loss_of(model)
+    for B, T in size.shapes:
+        loss(*torch.randint(size.vocabulary, (2, B, T), device=device)).backward()
 
 
 def rows(figures: Sequence[Figure]) -> list[Row]:
@@ -329,18 +350,41 @@ def main() -> None:
     parser.add_argument("--quantities", nargs="+", choices=QUANTITIES, default=["compile", "step"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument(
+        "--tune-ms", type=float, metavar="MS", help="time the peer's candidates for this long"
+    )
+    parser.add_argument(
+        "--share",
+        nargs=2,
+        type=int,
+        metavar=("I", "N"),
+        help="compile the I-th of N shares of its candidates",
+    )
     add_size(parser.add_argument)
     arguments = parser.parse_args()
     size, device, dtype = size_of(arguments), arguments.device, torch.bfloat16
     torch.manual_seed(0)
+    if arguments.share:  # layers are all alike but for the first
+        size = dataclasses.replace(size, layers=min(2, size.layers), vocabulary=min(512, size.vocabulary))
     model = build(arguments.name, size.layers, size.width, size.vocabulary).to(device=device, dtype=dtype)
+    if arguments.share:
+        candidates_only(model, size, device, *arguments.share)
+        return
+    if arguments.tune_ms is not None:
+        tuned.shorten(arguments.tune_ms)
     # The start of the device, of its matrix products and of autograd's thread is no part of compiling.
     x = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
     torch.autograd.grad((x @ x).sum(), x)
+    parts: list[tuple[str, Callable[[], None]]] = []
     if {"compile", "step"} & set(arguments.quantities):
-        train(model, size, arguments.quantities, device, arguments.backend)
+        compiled = partial(train, model, size, arguments.quantities, device, arguments.backend)
+        parts.append(("the compiled step", compiled))
     if "eager" in arguments.quantities:
-        train_eagerly(model, size, device)
+        # It compiles kernels too, and comes first where the compiler, which may fail, is not timed.
+        at = len(parts) if "compile" in arguments.quantities else 0
+        parts.insert(at, ("the eager step", partial(train_eagerly, model, size, device)))
+    for what, part in parts:
+        attempt(what, part)
     if "token" in arguments.quantities and not isinstance(model, PeerModel):
         torch.compiler.reset()
         decode(model.eval(), device, arguments.backend, dtype)

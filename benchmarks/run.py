@@ -9,6 +9,7 @@ python -m benchmarks.run --parts public                  models of transformers:
 python -m benchmarks.run --parts heads --ops gla         heads of more than 256 keys or values beside the peer
 python -m benchmarks.run --parts mamba2 mamba3 mlstm     scans beside mamba-ssm's and mlstm_kernels', on a GPU
 python -m benchmarks.run --parts generation              a model that reads prompts, writes and checks tokens
+python -m benchmarks.run --parts context                 a long row on several GPUs and on one
 
 Against flash-linear-attention, inputs are what its own benchmark takes: q, k, v standard normal, gates
 ``logsigmoid(normal)``, all bfloat16. Forward is that of a training step, gradients enabled.
@@ -31,19 +32,35 @@ from typing import Any
 
 import torch
 
-from . import cases, cpu, cuda, generation, host, mamba, model, models, peer, public, report, tuned, warm
+from . import (
+    cases,
+    context,
+    cpu,
+    cuda,
+    generation,
+    host,
+    mamba,
+    model,
+    models,
+    peer,
+    public,
+    report,
+    tuned,
+    warm,
+)
 from .cases import OPS, Op, Shape
 from .environment import commit, environment
 
 DEVICE = {"fla": "cuda", "reference": "cpu", "transformers": "cpu"}
 
 DEFAULT_PARTS = ("training", "decode", "accuracy", "cold", "host")
-PARTS = (*DEFAULT_PARTS, "more", "heads", *mamba.PARTS, "model", "public", "generation")
+PARTS = (*DEFAULT_PARTS, "more", "heads", *mamba.PARTS, "model", "public", "generation", "context")
 
-ANYWHERE = {"host", "model", "public", "generation"}
+ANYWHERE = {"host", "model", "public", "generation", "context"}
 """Parts whose figures are taken in other processes than this one, without the peer and on a CPU too."""
 APART = ANYWHERE | {"heads", *mamba.PARTS}
 """Parts that have results files of their own."""
+TUNING = "the other side's tuning times each of its candidates for {:g} ms, not 100"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -107,6 +124,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="options of Inductor, as cpp_wrapper=True",
     )
+    add = p.add_argument_group("a long row").add_argument
+    add("--context-models", nargs="+", choices=context.MODELS, default=list(context.MODELS), metavar="MODEL")
+    context.add_options(add)
     add = p.add_argument_group("the peer").add_argument
     add("--peer-configs", default="shipped", help="shipped (default), none, or a file saved by a run")
     add("--warm-peer", action="store_true", help="compile its candidates in parallel before it tunes")
@@ -167,8 +187,12 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
         names = arguments.public_models
     of_packages = {name: packaged.side for name, packaged in mamba.PARTS.items()}
     names = {"generation": [generation.MODEL], **{k: [v] for k, v in of_packages.items()}}.get(part, names)
+    if part == "context":
+        names = arguments.context_models
     others = {"heads": "fla", **of_packages, "public": public.SIDES[1], "generation": "eager mode"}
-    path = arguments.out / f"{'-'.join([part, *names, device])}.json"
+    others["context"] = context.ONE
+    compiled = ["compiled"] if part == "context" and arguments.compiled else []
+    path = arguments.out / f"{'-'.join([part, *compiled, *names, device])}.json"
     run = Run(report.Results(others.get(part, "softmax attention"), environment(device, argv)), path)
     if before is not None:
         run.results.environment["before"] = commit(before) or before.name
@@ -193,6 +217,11 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
                 arguments.model_timeout,
             )
             follow(run, generation.take(*options), functools.partial(generation.rows, small=arguments.small))
+        elif part == "context":
+            run.results.environment["ranks"] = str(arguments.ranks)
+            options_of_ranks = context.passed_on(arguments, device)
+            taken = context.take(names, options_of_ranks, timeout_s=arguments.model_timeout)
+            follow(run, taken, functools.partial(context.rows, ranks=arguments.ranks))
         else:
             of_ours(run, names, device, arguments)
     finally:
@@ -215,8 +244,13 @@ def of_mamba(run: Run, name: str, arguments: argparse.Namespace) -> None:
 def of_ours(run: Run, names: list[str], device: str, arguments: argparse.Namespace) -> None:
     """Models around this library's layers."""
     options = {name: getattr(arguments, name) for name in ("before", "jobs", "backend")}
-    size, timeout_s = model.size_of(arguments), arguments.model_timeout
-    taken = model.take(names, size, arguments.quantities, device, timeout_s=timeout_s, **options)
+    options["warm_peer"] = (arguments.warm_timeout, arguments.workers) if arguments.warm_peer else None
+    size, timeout_s, tune_ms = model.size_of(arguments), arguments.model_timeout, arguments.tune_ms
+    if tune_ms is not None and any(name in models.PEERS for name in names):
+        run.note(TUNING.format(tune_ms))
+    taken = model.take(
+        names, size, arguments.quantities, device, timeout_s=timeout_s, tune_ms=tune_ms, **options
+    )
     follow(run, taken, model.rows)
 
 
@@ -276,9 +310,7 @@ def beside_the_peer(
 def shorten_tuning(run: Run, arguments: argparse.Namespace, package: str = "fla") -> None:
     if arguments.tune_ms is not None:
         tuned.shorten(arguments.tune_ms, package)
-        run.note(
-            f"the other side's tuning times each of its candidates for {arguments.tune_ms:g} ms, not 100"
-        )
+        run.note(TUNING.format(arguments.tune_ms))
 
 
 def larger_heads(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:

@@ -8,8 +8,10 @@ recurrences; docs/performance.md has the plot and the tables. Each stands betwee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
 from pathlib import Path
 
+from . import context
 from .cases import LARGER_HEADS, OPS
 from .processes import ROOT
 from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
@@ -175,6 +177,31 @@ def all_figures(figures: Figures) -> str:
         rows = [[op, number(row.ours), number(row.other), gpu(run), commit(run)] for op, (row, run) in taken]
         return markdown([what, "first call, s", theirs, "GPU", "commit"], rows, words)
 
+    def rows_on_several() -> str:
+        header = [
+            "model",
+            "tokens",
+            "one GPU, ms",
+            "shared, ms",
+            "of linear",
+            "memory ratio",
+            "GPUs",
+            "commit",
+        ]
+        rows = []
+        for op, taken in long_rows(figures).items():
+            for tokens, (row, run) in taken:
+                ranks, memory = int(run.environment["ranks"]), in_the_same_run((row, run), context.MEMORY)
+                share = number(1 / (ranks * row.ratio)) if row.ratio else ""
+                ratio = number(memory.ratio if memory else None)
+                times = [number(row.other) or "does not fit", number(row.ours), share, ratio]
+                rows.append([op, f"{tokens:,}", *times, f"{ranks} {gpu(run)}", commit(run)])
+        picture = (
+            "![Step time of one row by its number of tokens, on one GPU and shared out](images/context.svg)"
+        )
+        table = markdown(header, rows, [*words, "GPUs"])
+        return f"\n### One row on several GPUs\n\n{picture}\n\n{table}" if rows else ""
+
     return "\n".join(
         [
             f"![Time and memory of a training step of each op, relative to {NAMES[PEER]}'s](images/summary.svg)\n",
@@ -185,9 +212,49 @@ def all_figures(figures: Figures) -> str:
             "### First calls of ops\n",
             first_calls("op", PEER, "theirs, s"),
             "### First calls of models\n",
-            first_calls("model", SOFTMAX, f"{NAMES[SOFTMAX]}, s"),
+            first_calls("model", SOFTMAX, f"{NAMES[SOFTMAX]}, s") + rows_on_several(),
         ]
     )
+
+
+def long_rows(figures: Figures) -> dict[str, list[tuple[int, Taken]]]:
+    """Of each model, the steps of one row that is shared out among GPUs, by the number of tokens."""
+    found: dict[str, list[tuple[int, Taken]]] = {}
+    for (op, other, case, quantity), taken in figures.items():
+        if (other, quantity) == (context.ONE, context.STEP):
+            found.setdefault(op, []).append((int(case.rpartition("T")[2]), taken))
+    return {op: sorted(taken, key=lambda each: each[0]) for op, taken in found.items()}
+
+
+def plot_long_rows(figures: Figures, path: Path) -> None:
+    """Step time of one row by its number of tokens: a line for each model, broken on one GPU."""
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": "context", "svg.fonttype": "none", "font.size": 10}):
+        figure = Figure(figsize=(8, 4), layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.add_subplot()
+        colours = ("#2a7f62", "#d1793a", "#3b6fb5")
+        for colour, (op, taken) in zip(cycle(colours), long_rows(figures).items()):
+            for style, of_one in (("o-", False), ("s--", True)):
+                points = [(tokens, row.other if of_one else row.ours, run) for tokens, (row, run) in taken]
+                known = [(tokens, ms / 1000, run) for tokens, ms, run in points if ms is not None]
+                ranks = "one GPU" if of_one else f"{known[0][2].environment['ranks']} GPUs"
+                xs, ys = [tokens for tokens, *_ in known], [seconds for _, seconds, _ in known]
+                axes.plot(xs, ys, style, color=colour, label=f"{op}, {ranks}")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        lengths = sorted({tokens for taken in long_rows(figures).values() for tokens, _ in taken})
+        axes.set_xticks(lengths, [f"{tokens // 1024}k" for tokens in lengths])
+        for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatter("{x:g}")
+        axes.set_xlabel("tokens of the row")
+        axes.set_ylabel("training step, s")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None})
 
 
 def plot(figures: Figures, path: Path) -> None:
@@ -250,6 +317,8 @@ def write(runs: Sequence[Results], root: Path = ROOT) -> None:
     """Write every page, and draw the plot."""
     texts = pages(runs, root)
     plot(collect(runs), root / IMAGE)
+    if long_rows(collect(runs)):
+        plot_long_rows(collect(runs), (root / IMAGE).with_name("context.svg"))
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
 

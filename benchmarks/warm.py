@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,20 @@ def compile_candidates(
     return side_by_side([sys.executable, "-m", "benchmarks.warm", *asked], timeout_s, workers)
 
 
-def side_by_side(command: Sequence[str], timeout_s: float, workers: int, option: str | None = None) -> str:
+def side_by_side(
+    command: Sequence[str],
+    timeout_s: float,
+    workers: int,
+    option: str | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> str:
     """Run a command in worker processes, and end those that take longer than ``timeout_s``.
 
     Each gets its index and the number of workers as its last arguments, behind `option` if there is one. Returns a line
     that says how it went.
     """
     start = time.monotonic()
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # one core for each worker
+    env = {**env, "OMP_NUM_THREADS": "1"}  # one core for each worker
     late, failed = 0, []
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]

@@ -18,6 +18,7 @@ import torch
 import flacompose.ops
 from benchmarks import (
     cases,
+    context,
     cuda,
     generation,
     host,
@@ -835,6 +836,32 @@ def test_model_run(jobs: str, monkeypatch, tmp_path: Path):
     ]
 
 
+def test_a_model_of_the_peer_compiles_its_candidates_first(monkeypatch, capsys, tmp_path: Path):
+    asked = []
+
+    def side_by_side(command, *limits, option, env):
+        asked.append((command[command.index("benchmarks.model") + 1], limits, option))
+        assert all(name in env for name in processes.CACHES)
+        return "compiled"
+
+    monkeypatch.setattr(model, "Process", FakeModel)
+    monkeypatch.setattr(warm, "side_by_side", side_by_side)
+    arguments = ["--parts", "model", "--device", "cpu", "--models", "gla", "--peer-model", "--warm-peer"]
+    arguments += ["--warm-timeout", "5", "--workers", "2", "--tune-ms", "8", "--out", str(tmp_path)]
+    run.main(arguments)
+    assert asked == [("fla-gla", (5.0, 2), "--share")]
+    notes = Results.load(tmp_path / "model-gla-fla-gla-cpu.json").notes
+    assert "fla-gla: compiled" in notes and run.TUNING.format(8) in notes
+    # A share has other sizes, and gives no figures.
+    built = []
+    monkeypatch.setattr(model, "build", lambda *size: built.append(size) or models.build(*size))
+    arguments = ["softmax", "--device", "cpu", "--layers", "3", "--width", "64", "--model-shapes", "1x8"]
+    monkeypatch.setattr(sys, "argv", ["model", *arguments, "--share", "0", "2"])
+    capsys.readouterr()
+    model.main()
+    assert built == [("softmax", 2, 64, 512)] and not answers(capsys)
+
+
 def test_figures_of_models_that_stand_alone():
     figures = [
         Figure(name, "flacompose", "B1 T2", "step", "ms", 1.0) for name in ("mamba2", "fla-gla", "fla-rwkv7")
@@ -868,6 +895,56 @@ def test_public_run(tmp_path: Path):
     alone = {row.quantity: row for row in saved.rows if row.beside == "fla"}
     assert alone["graph breaks of a training step"].ours == alone["graph breaks of a token"].ours == 0
     assert alone["training step, compiled"].met is False  # without a figure of the peer
+
+
+def test_context_run(tmp_path: Path):
+    """A tiny model, whole and on two ranks, each of which sends what the shapes of maps and states say."""
+    arguments = ["--parts", "context", "--device", "cpu", "--context-models", "gla", "--tokens", "150", "70"]
+    arguments += [
+        "--layers",
+        "2",
+        "--width",
+        "64",
+        "--vocabulary",
+        "50",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    run.main(arguments)
+    saved = Results.load(tmp_path / "context-gla-cpu.json")
+    assert not [note for note in saved.notes if "failed" in note]
+    rows = {(row.case, row.quantity): row for row in saved.rows}
+    assert {case for case, _ in rows} == {"B1 T150", "B1 T70"} and saved.environment["ranks"] == "2"
+    for case in ("B1 T150", "B1 T70"):
+        for quantity, bound in (("loss", 1e-3), ("norm of the gradients", 1e-2), (context.STEP, torch.inf)):
+            assert abs(rows[case, quantity].ratio - 1) < bound
+    heads, K, V = 4, 8, 16
+    sent = 2 * 2 * heads * (K + V + K * V) + 2 * heads * 2 * K * V  # twice forwards, once backwards
+    assert rows["B1 T150", context.SENT].ours == 4 * sent / 1e6 and ("B1 T70", context.SENT) not in rows
+
+
+def test_context_rows():
+    """Long rows have limits, unless one GPU cannot hold them."""
+    taken = [
+        ("several", 2048, 6.0),
+        ("one GPU", 2048, 10.0),
+        ("several", 1 << 17, 60.0),
+        ("one GPU", 1 << 17, 100.0),
+    ]
+    figures = [
+        Figure("gla", side, f"B1 T{T}", context.STEP, "ms", value)
+        for side, T, value in [*taken, ("several", 1 << 20, 9.0)]
+    ]
+    rows = context.rows(figures, ranks=2)
+    assert [(row.ours, row.other, row.max_ratio, row.met) for row in rows] == [
+        (6.0, 10.0, None, None), (60.0, 100.0, 0.588, False), (9.0, None, None, None),
+    ]  # fmt: skip
+    run_of = Results(context.ONE, {"device": "NVIDIA H100", "ranks": "2", "commit": "0123456789"}, rows)
+    table = summary.all_figures(summary.collect([run_of]))
+    assert "| gla model | 131,072 | 100 | 60 | 0.833 | 2 H100 | 0123456 |" in table
+    assert "| gla model | 1,048,576 | does not fit | 9 |  | 2 H100 | 0123456 |" in table
 
 
 def test_public_rows():

@@ -14,8 +14,10 @@ from contract.cases import MAMBA3, OpCase
 from contract.opcase import entry
 from contract.problems import call, draw, evaluate, named
 from contract.recurrences import mamba3_mimo, mamba3_siso
+from torch.testing import assert_close
 
 from flacompose.ops import mamba3_mimo_combined
+from flacompose.ops._mamba3 import _sums
 
 OF_RANKS = {"Q": "B T R H K", "K": "B T R H K", "Q_bias": "HV R K", "K_bias": "HV R K"}
 WEIGHTS = dict.fromkeys(("MIMO_V", "MIMO_Z", "MIMO_Out"), "HV R V")
@@ -118,6 +120,26 @@ def test_angles_of_a_long_row() -> None:
         off.abs().max() < 1e-4
     )  # each step, in float32, is off by up to 1e-7 of a radian, and not always one way
     assert k.isfinite().all()
+
+
+@pytest.mark.parametrize("T", [2, 33, 64, 1100])
+def test_sums_of_angles(T: int) -> None:
+    """In parts of 32 tokens, sums and their gradients are those of one row, and nothing reaches an earlier token."""
+    x, d = torch.randn(2, 2, T, 3, dtype=torch.float64)
+    sums, gradient = torch.func.vjp(_sums, x)
+    assert_close(sums, x.cumsum(1))
+    assert_close(gradient(d)[0], d.flip(1).cumsum(1).flip(1))
+    x[:, T - 1] = torch.inf
+    assert _sums(x)[:, :-1].isfinite().all()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="on GPUs the compiler of PyTorch 2.11 splits long sums"
+)
+def test_a_long_row_is_compiled(device: torch.device) -> None:
+    tensors = named(draw(MAMBA3, device, B=2, T=2048, H=4, K=16, V=16, state=False))
+    compiled = torch.compile(mamba3_siso, fullgraph=True, dynamic=False)
+    assert_close(compiled(**tensors)[0], mamba3_siso(**tensors)[0])
 
 
 def test_groups_of_angles(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from math import pi
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops._carry import sums
@@ -28,7 +29,7 @@ from flacompose.ops._dtype import autocast_dtype, state_dtype, upcast
 from flacompose.ops._gates import bounded
 from flacompose.ops._groups import spread
 from flacompose.ops._ranks import shared, sharing
-from flacompose.ops._sizes import always_true
+from flacompose.ops._sizes import always_true, is_known
 from flacompose.ops._token_shift import last_of, token_shift
 from flacompose.ops._varlen import bounds, of_tokens, stretched, summed
 from flacompose.ops.families.gated_skip.op import gated_skip
@@ -157,9 +158,8 @@ def _angles(Angles: Tensor, dt: Tensor, start: Tensor | None, cu_seqlens: Tensor
     if cu_seqlens is not None:
         total = _packed_sums(step, start, cu_seqlens)
     else:
-        # The gradient of a sum of T numbers asks whether T is 1, which only the data may know. Of T + 1 it is known.
-        first = torch.zeros_like(step[:, :1]) if start is None else start.unsqueeze(1)
-        total = torch.cat([first, step], 1).cumsum(1, dtype=torch.float64)[:, 1:]
+        total = _sums(step)
+        total = total if start is None else total + start.unsqueeze(1)
     return ((total + 1).remainder(2) - 1).to(dt.dtype) * pi
 
 
@@ -172,13 +172,31 @@ def _packed_sums(step: Tensor, start: Tensor | None, cu_seqlens: Tensor) -> Tens
     T, known = step.shape[1], step.detach()
     if always_true(T == 0):  # of a rank without tokens
         return step if start is None else of_tokens(start, T, cu_seqlens)
-    sums = known.where(known.isfinite(), 0).cumsum(1, dtype=torch.float64)
+    sums = _sums(known.where(known.isfinite(), 0))
     before = (sums - known)[0, bounds(cu_seqlens, T)[:-1].clamp(max=T - 1)]
     zeros = (step - known).flatten(2)
     start = None if start is None else start.flatten(1)
     with shared(None):
         carried, _ = scan_op.chunk(*scan_op.Inputs(zeros, torch.zeros_like(zeros), start, cu_seqlens))
     return sums - of_tokens(before, T, cu_seqlens) + carried.view_as(step)
+
+
+def _sums(x: Tensor) -> Tensor:
+    """The sums of ``x [B, T, ...]`` up to each token, in float64: within 32 tokens, and of what is before these.
+
+    One sum over a long row takes milliseconds on a GPU, and the compiler of PyTorch 2.11 fails where it splits one, as
+    in https://github.com/pytorch/pytorch/issues/180221. A graph that leaves ``T`` open has one sum nevertheless.
+    """
+    T, first = x.shape[1], torch.zeros_like(x[:, :1])
+    if always_true(T == 1):
+        return x.double()
+    if not is_known(T) or T <= 32:
+        # The gradient of a sum of T numbers asks whether T is 1, which only the data may know. Of T + 1 it is known.
+        return torch.cat([first, x], 1).cumsum(1, dtype=torch.float64)[:, 1:]
+    padded = F.pad(x, (*[0, 0] * (x.ndim - 2), 0, -T % 32))
+    within = padded.unflatten(1, (-1, 32)).cumsum(2, dtype=torch.float64)
+    before = torch.cat([first.double(), _sums(within[:, :, -1])[:, :-1]], 1)
+    return (within + before.unsqueeze(2)).flatten(1, 2)[:, :T]
 
 
 def _biased(x: Tensor, bias: Tensor, V: Tensor) -> Tensor:

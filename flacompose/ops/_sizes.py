@@ -18,6 +18,15 @@ def always_true(condition: bool | torch.SymBool) -> bool:
     return statically_known_true(condition)
 
 
+def is_known(size: int | torch.SymInt) -> bool:
+    """Whether `size` is one number, and not left open by a graph; asking adds no guard."""
+    if not torch.compiler.is_compiling():  # where a symbol is an int to isinstance
+        return isinstance(size, int)  # not a tensor, as sizes are under torch.jit.trace
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import
+
+    return has_static_value(size)
+
+
 def violated(condition: bool | torch.SymBool) -> bool:
     """Whether `condition` on sizes is false.
 

@@ -50,22 +50,24 @@ def across_ranks(
             starts, final_state = join(maps, [end for *_, end in found], inputs.initial_state)
             o, _ = form(*inputs._replace(initial_state=starts[ranks.rank]))
 
-            is_tensor = [isinstance(x, Tensor) for x in args]
-            tensors = [x for x, kept in zip(args, is_tensor, strict=True) if kept]
-            ctx.save_for_backward(starts[ranks.rank], *tensors, *(x for each in maps for x in each.tensors))
-            ctx.others = [None if kept else x for x, kept in zip(args, is_tensor, strict=True)]
-            ctx.ranks, ctx.is_tensor, ctx.map_of = tuple(ranks), is_tensor, own.of
-            ctx.tensors_of_a_map = len(own.tensors)
+            tensors = [x for x in args if isinstance(x, Tensor)]
+            of_maps = [x for each in maps for x in each.tensors]
+            ctx.save_for_backward(*tensors, starts[ranks.rank], *of_maps)
+            ctx.others = [None if isinstance(x, Tensor) else x for x in args]
+            ctx.is_tensor = [isinstance(x, Tensor) for x in args]
+            ctx.ranks, ctx.map_of, ctx.tensors_of_a_map = tuple(ranks), own.of, len(own.tensors)
             ctx.set_materialize_grads(False)
             return o, final_state
 
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> Any:
-            start, *saved = ctx.saved_tensors
-            args = [saved.pop(0) if kept else x for x, kept in zip(ctx.others, ctx.is_tensor, strict=True)]
-            n = ctx.tensors_of_a_map
-            maps = [ctx.map_of(saved[i : i + n]) for i in range(0, len(saved), n)]
+            saved, count, n = ctx.saved_tensors, sum(ctx.is_tensor), ctx.tensors_of_a_map
+            start, of_maps = saved[count], saved[count + 1 :]
+            place = [sum(ctx.is_tensor[:i]) for i in range(len(ctx.is_tensor))]
+            given = zip(ctx.others, ctx.is_tensor, place, strict=True)
+            args = [saved[i] if is_tensor else x for x, is_tensor, i in given]
+            maps = [ctx.map_of(of_maps[i : i + n]) for i in range(0, len(of_maps), n)]
             inputs, ranks = signature.inputs(*args), Ranks(*ctx.ranks)
             do = signature.zeros(inputs) if do is None else do
             d_final = torch.zeros_like(start) if d_final is None else d_final

@@ -39,9 +39,8 @@ def _across(ranks: Ranks, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     known = Inputs(upcast(x.detach()), g.detach(), None, cu_seqlens)
     if initial_state is None:
         initial_state = known.x.new_zeros(sequence_count(x, cu_seqlens), x.shape[2])
-    lowest = torch.full_like(
-        initial_state, -1e38
-    )  # no constant of the module, which Dynamo would take for an input
+    # It stands for -inf. Dynamo would take a constant of the module for an input, and compile twice.
+    lowest = torch.full_like(initial_state, -1e38)
     empty = always_true(x.shape[1] == 0)
     end = lowest if empty else _forward(*known._replace(initial_state=lowest))[2]
     total = summed(known.g, cu_seqlens).to(end.dtype)
