@@ -21,6 +21,7 @@ from flacompose.ops._chip import ADA, AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.gated_skip import cuda as gated_skip
 from flacompose.ops.families.low_rank import cuda as low_rank
 from flacompose.ops.families.normalizer import cuda as normalizer
 from flacompose.ops.families.running_max import cuda as running_max
@@ -164,7 +165,8 @@ class Call(NamedTuple):
 
     def traced(self) -> Any:
         """What a graph is told of the results."""
-        return getattr(torch.ops.flacompose, self.op)(*self.args)
+        results = getattr(torch.ops.flacompose, self.op)(*self.args)
+        return (results,) if isinstance(results, Tensor) else results
 
 
 def recorded(calls: Iterable[Call]) -> dict[Launch, str]:
@@ -286,6 +288,25 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
     at = _described(dtype, T, bounds)
     cu_seqlens = None if bounds is None else new(bounds, dtype=torch.int64)
     rows = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    H, P = 2, 80
+    x, w = new(1, T, H, P, dtype=dtype), new(1, T, H)
+    for D, own, z in (
+        (new(H), w, x),
+        (new(H), None, x),
+        (new(H, P), None, None),
+        (None, w, x),
+        (None, None, x),
+    ):
+        D = D if D is None else D.view(H, -1)
+        args = x, x, D, own, z, cu_seqlens
+        yield Call(f"gated_skip {at}", flat(gated_skip, "forward"), "gated_skip_forward", args)
+        for mask in _masks("y x D w z", "D", "z", "y x"):
+            mask = [want and u is not None for want, u in zip(mask, args)]
+            if not any(mask):
+                continue
+            yield Call(
+                f"gated_skip {at}", flat(gated_skip, "backward"), "gated_skip_backward", (*args, x, mask)
+            )
     for D in (40, 2048):
         x, g = new(2, 1, T, D, dtype=dtype)
         args = x, g, new(rows, D), cu_seqlens

@@ -32,6 +32,7 @@ from flacompose.ops._ranks import shared, sharing
 from flacompose.ops._sizes import always_true, is_known
 from flacompose.ops._token_shift import last_of, token_shift
 from flacompose.ops._varlen import bounds, of_tokens, stretched, summed
+from flacompose.ops.families.gated_skip.op import gated_skip
 from flacompose.ops.families.scalar_decay import op
 from flacompose.ops.families.scan import op as scan_op
 
@@ -58,19 +59,22 @@ class Scanned(NamedTuple):
     K_bias: Tensor  # [H, R, S]
     Angles: Tensor  # [B, T, H, A] or [B, T, 1, A]
     D: Tensor | None  # [H]
-    up: Tensor | None  # [H, R, P], by which values become those of each key; None for ones
+    up: Tensor | None  # [H, R, P], by which values become those of each key; None for one key, and ones
+    Z: Tensor | None = None  # [B, T, H, P], gates what is read, before their silu; without `up`
 
 
 def scan(
     inputs: Scanned,
     past: States,
-    cu_seqlens: Tensor | None = None,  # [N + 1]; tokens past the last sequence may not be infinite or NaN
+    cu_seqlens: Tensor | None = None,  # [N + 1]; past the last sequence only Z may be infinite or NaN
     halves: bool = False,
     num_states: int | None = None,
     lengths: Tensor
     | None = None,  # [B], how many tokens of each row count; the time steps of the others must be 0
 ) -> tuple[Tensor, States]:
     """What each query reads, ``[B, T, R, H, P]``, in float32 (float64 for float64), and the new states.
+
+    Without `up`, what the one query reads has the dtype of the values, and is 0 for tokens in no sequence.
 
     With `halves`, number ``i`` of a key turns together with ``i + S / 2``, else with its neighbour. With `num_states`
     the states are those after each of the last ``n`` tokens, with an axis for these behind the first.
@@ -90,7 +94,7 @@ def _scan(
     num_states: int | None,
     lengths: Tensor | None,
 ) -> tuple[Tensor, States]:
-    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, up = inputs
+    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, up, gate = inputs
     R = Q.shape[2]
     # States have this dtype, whatever that of the gates is.
     g, trap, dt = (x.to(state_dtype(V.dtype)) for x in (bounded(upcast(ADT, V)), Trap, DT))
@@ -118,14 +122,19 @@ def _scan(
             stretched(cu_seqlens, R), scale=1.0,
         )
     )  # fmt: skip
-    y = upcast(y.unflatten(1, (-1, R)))
-
-    y = _with(y, c, _products(Q, K, Q_bias, K_bias), values[0])
-    if R > 1:  # a query still lacks the writes that come after it
-        products = [(upcast(q) * k_before[:, :, r, None]).sum(-1) for r in range(R)]  # [B, T, R, H] each
-        y = _with(y, written, torch.stack(products, -1).transpose(2, 3).triu(1), values[1])
-    if D is not None:
-        y = y + upcast(D, V).unsqueeze(-1) * values[0]
+    products = _products(Q, K, Q_bias, K_bias)  # [B, T, H, R, R]
+    if up is None:
+        y = gated_skip(
+            y, V, None if D is None else D.unsqueeze(-1), c * products[..., 0, 0], gate, cu_seqlens
+        )
+        y = y.unsqueeze(2)
+    else:
+        y = _with(upcast(y.unflatten(1, (-1, R))), c, products, values[0])
+        if R > 1:  # a query still lacks the writes that come after it
+            of_later = [(upcast(q) * k_before[:, :, r, None]).sum(-1) for r in range(R)]  # [B, T, R, H] each
+            y = _with(y, written, torch.stack(of_later, -1).transpose(2, 3).triu(1), values[1])
+        if D is not None:
+            y = y + upcast(D, V).unsqueeze(-1) * values[0]
 
     # What is still to be written of the last token.
     written_k, written_v = upcast(last_k), _of_keys(upcast(last_v) * last_c.unsqueeze(-1), up)
