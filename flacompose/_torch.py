@@ -49,8 +49,12 @@ with private_names():
     unpack_dual = _VF._unpack_dual
     AutoDispatchBelowAutograd = _C._AutoDispatchBelowAutograd
     ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard
+    assert_async = torch._assert_async
+    collectives = torch.ops._c10d_functional
     # Read when they are needed, and touched here so that a release without them fails now.
     _ = forward_ad._current_level, pytree._register_namedtuple
+    if torch.distributed.is_available():
+        collectives.all_gather_into_tensor, collectives.reduce_scatter_tensor, collectives.wait_tensor  # noqa: B018
 
 AUTOCAST_KEYS = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
 

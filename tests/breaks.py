@@ -32,6 +32,7 @@ class Break(NamedTuple):
 
 VALUES, PACKED = "contract/test_values.py", "contract/test_packed.py"
 KERNELS = "interpreter/test_kernels.py"
+SHARED, COMPOSED = "distributed/test_context_parallel.py", "distributed/test_context_composition.py"
 BREAKS = [
     # The recurrences in PyTorch
     Break("ops/families/vector_decay/eager.py", "S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)\n    o =", "S, final_state = _sweep(chunks, k_, v_, gate_k, None, initial_state)\n    o =", VALUES, "test_lengths and gk-gv"),
@@ -89,7 +90,7 @@ BREAKS = [
     Break("ops/comba.py", "_replace(q=q, k=k, a=p, g=None, gk=gk)", "_replace(q=q, k=k, a=k, g=None, gk=gk)", VALUES, "lengths and comba"),
     Break("ops/linear_recurrence.py", "gv = _with(g, gv)", "gv = gv", "test_linear_recurrence.py", "without_a_function"),
     Break("ops/linear_recurrence.py", "read_before=erase == \"before\"", "read_before=True", "test_linear_recurrence.py", "without_a_function"),
-    Break("ops/linear_recurrence.py", "op.recurrent if always_true(T == 1) else op.chunk", "op.chunk", "test_linear_recurrence.py", "one_token"),
+    Break("ops/linear_recurrence.py", "op.recurrent if always_true(T == 1) and sharing() is None else op.chunk", "op.chunk", "test_linear_recurrence.py", "one_token"),
     Break("ops/linear_recurrence.py", "k if a is None else a, *options", "k, *options", "test_linear_recurrence.py", "rows and comba"),
     Break("ops/lightning_attn.py", "logspace(-8 / HV, -8, HV", "logspace(-8, -8 / HV, HV", "test_lightning_attn.py"),
     Break("ops/retention.py", "power.neg_().log1p_()", "power.neg_()", "test_retention.py"),
@@ -98,7 +99,7 @@ BREAKS = [
     Break("ops/_mamba3.py", "known.where(known.isfinite(), 0)", "known", PACKED, "neighbours and mamba3"),
     Break("ops/_mamba3.py", "cumsum(2, dtype=torch.float64)", "cumsum(2, dtype=x.dtype)", "test_mamba3.py", "long_row"),
     Break("ops/_mamba3.py", "_sums(within[:, :, -1])[:, :-1]", "_sums(within[:, :, -1])[:, 1:]", "test_mamba3.py", "sums_of_angles"),
-    Break("layers/mamba3.py", "take(u, torch.minimum(place, last))", "u", "layers/test_laws.py", "padding and mamba3"),
+    Break("ops/_mamba3.py", "token_shift(x, before, lengths, cu_seqlens, num_states) for", "token_shift(x, before, None, cu_seqlens, num_states) for", "layers/test_laws.py", "padding and mamba3"),
     Break("ops/ssd.py", "initial_states = initial_states.mT", "initial_states = initial_states + 0", "test_ssd.py"),
     Break("ops/_check.py", "isinstance(x, bool) or not isinstance(x, (Real, torch.SymInt, torch.SymFloat))", "False", "contract/test_errors.py", "scale"),
     Break("ops/_wide.py", "state is not None and state.ndim == 4", "False", "layers/test_wide.py"),
@@ -166,6 +167,18 @@ BREAKS = [
     Break("integrations/_modeling.py", "f.masked_fill(pads, torch.inf)", "f", "integrations/test_transformers.py", "pads_in_between"),
     Break("integrations/fla.py", '_NORM_EPS = {"norm_eps": 1e-5}', '_NORM_EPS = {"norm_eps": 1e-1}', "models/test_fla.py"),
     Break("integrations/transformers.py", "return kind.__mro__[1]", "return kind", "integrations/test_transformers.py", "accelerate"),
+    # Tokens of several ranks
+    Break("ops/_ranks.py", "lengths[: ranks.rank].sum()", "lengths[: ranks.rank + 1].sum()", COMPOSED, "data_parallel"),
+    Break("ops/_ranks.py", "grads[0], -1)", "grads[0], 0)", COMPOSED, "heads_and_tokens"),
+    Break("ops/_dtensor.py", "[*y.shape[:2], *x.shape[2:]]", "y.shape", COMPOSED, "heads_and_tokens"),
+    Break("ops/_carry.py", "state.unsqueeze(1), 0).sum(2) + windows[rank]", "state.unsqueeze(1), 0).sum(2) * 0 + windows[rank]", SHARED, "ranks and 2"),
+    Break("ops/_carry.py", "(column >= 0) & (column < ctx.W)", "column >= 0", SHARED, "ranks and 2"),
+    Break("ops/families/_across.py", "d_final, reverse=True", "d_final, reverse=False", SHARED, "ranks and 2"),
+    Break("ops/families/_across.py", "torch.stack([x for _, x in found]).sum(0)", "found[0][1]", SHARED, "ranks and 2"),
+    Break("ops/families/_across.py", "d_initial if ranks.rank == 0 else", "d_initial if True else", SHARED, "ranks and 2"),
+    Break("ops/families/_across.py", "x.view_as(x) if twice", "x if twice", COMPOSED, "compiled"),
+    Break("distributed/context_parallel.py", "if state.shape[0] != N:", "if False:", COMPOSED, "misuse"),
+    Break("layers/recurrent.py", "self._layout(*arguments)  #", "pass  #", COMPOSED, "misuse"),
     Break("distributed/tensor_parallel.py", '_FROM_HEADS = ("o_proj", ', "_FROM_HEADS = (", "distributed", "heads_are_shared"),
 ]  # fmt: skip
 

@@ -50,7 +50,7 @@ def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
     Args:
         target: One of the functions of [flacompose.ops](../ops/gla.md) that take ``cu_seqlens``, but for those that
             compute token by token; or a module with layers of flacompose, a `RecurrentLM` for example, or a model of
-            transformers whose recurrent layers [enable or accelerate](../transformers.md) has put on these functions.
+            transformers whose recurrent layers [enable or accelerate](transformers.md) has put on these functions.
         mesh: A mesh of one dimension, such as ``mesh["cp"]`` of a larger one.
 
     Returns:

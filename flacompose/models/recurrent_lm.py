@@ -273,6 +273,10 @@ class RecurrentLM(nn.Module):
             ValueError: If an argument is none of these.
             TypeError: If one has the wrong type.
         """
+        if self.ranks is not None:
+            raise ValueError(
+                "generate must be called on a model of one process, got one whose tokens are shared out among ranks"
+            )
         _check.count("max_new_tokens", max_new_tokens)
         sampling.check(temperature, top_k, top_p)
         ends = None if eos_token_id is None else self._ends(eos_token_id)

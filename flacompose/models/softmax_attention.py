@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn.attention.bias import causal_lower_right
 
+from flacompose._torch import assert_async
 from flacompose.layers import _check
 from flacompose.layers.heads import repeat_heads
 from flacompose.layers.layout import Layout
@@ -143,7 +144,7 @@ def _of_all_ranks(ranks: Ranks, k: Tensor, v: Tensor, tokens: Layout) -> tuple[T
         )
     T = k.shape[1]
     lengths = gathered(ranks, torch.full((1,), T, dtype=torch.int64, device=k.device))
-    torch._assert_async((lengths == T).all(), "softmax attention across ranks takes pieces of one length")
+    assert_async((lengths == T).all(), "softmax attention across ranks takes pieces of one length")
     rows = of_all(ranks, torch.stack([k, v])).movedim(0, 2)  # [2, B, size, T, H, D]
     k, v = rows.flatten(2, 3).unbind()
     return k, v

@@ -6,13 +6,16 @@ is before this rank's, and what is after those of all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flacompose.ops._dtensor import by_channels
 from flacompose.ops._ranks import Ranks, of_all
-from flacompose.ops._varlen import bounds
+from flacompose.ops._varlen import bounds, sequence_of
 
 
 def last_tokens(
@@ -22,20 +25,34 @@ def last_tokens(
     W: int,
     lengths: Tensor | None = None,  # [B], how many tokens of each row count
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Sequence[Tensor]:
     """The last ``W`` tokens of each sequence, ``[N, W, ...]`` like `x`, from several ranks where one has fewer."""
+    if hasattr(x, "device_mesh"):
+        return by_channels(partial(_last_tokens, ranks, W), x, before, lengths, cu_seqlens)
+    return _last_tokens(ranks, W, x, before, lengths, cu_seqlens)
+
+
+def _last_tokens(
+    ranks: Ranks,
+    W: int,
+    x: Tensor,
+    before: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     B, T = x.shape[:2]
-    of_token = x.shape[2:]
-    column = torch.arange(W, device=x.device)
+    of_token, ones = x.shape[2:], [1] * (x.ndim - 2)
+    column, t = torch.arange(W, device=x.device), torch.arange(T, device=x.device)
     if cu_seqlens is None:
         count = torch.full((B,), T, device=x.device) if lengths is None else lengths.long()
-        row: Any = torch.arange(B, device=x.device)[:, None]
-        source = count[:, None] - W + column  # [N, W]
+        row = torch.arange(B, device=x.device)[:, None]
+        end, sequence = count, row.expand(-1, T)
     else:
         cu = bounds(cu_seqlens, T)
-        row, count = 0, cu.diff()
-        source = torch.where(count[:, None] + column >= W, cu[1:, None] - W + column, -1)
-    window = torch.cat([x.new_zeros(B, 1, *of_token), x], 1)[row, source.clamp(min=-1) + 1]
+        count, end, sequence = cu.diff(), cu[1:], sequence_of(t, cu)[None]
+        row = torch.zeros_like(end)[:, None]
+    place = torch.where(count[:, None] + column >= W, end[:, None] - W + column, -1)  # [N, W], -1 for none
+    window = _Window.apply(x, row, place, sequence, t - end[sequence] + W)
     # A sequence that has W tokens here needs none from before them.
     count = count.clamp(max=W)
     rows = of_all(ranks, torch.cat([window.flatten(1), count[:, None].to(x.dtype)], 1))
@@ -43,13 +60,32 @@ def last_tokens(
     state = torch.zeros_like(window) if before is None else before.to(x.dtype)
     states = [state]
     for rank in range(ranks.size):
-        moved = column + counts[rank][:, None]
-        n = torch.arange(len(moved), device=x.device)[:, None]
-        kept = (moved < W).view(*moved.shape, *[1] * len(of_token))
-        state = torch.where(kept, state[n, moved.clamp(max=W - 1)], 0) + windows[rank]
+        moved = column + counts[rank][:, None]  # [N, W]
+        kept = (moved[:, :, None] == column).view(-1, W, W, *ones)
+        state = torch.where(kept, state.unsqueeze(1), 0).sum(2) + windows[rank]
         states.append(state)
     # Selected from all, so that the first rank too has the gather in its graph, whose backward is one of all ranks.
     return torch.stack(states)[ranks.rank], state
+
+
+class _Window(torch.autograd.Function):
+    """``x[row, place]``, and zeros where `place` is -1.
+
+    Its gradient is read, and not added up by ``index_put_``, which Inductor of PyTorch 2.13 moved behind what reads it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor, place: Tensor, sequence: Tensor, column: Tensor) -> Tensor:
+        ctx.save_for_backward(sequence, column)  # of each token, [B, T]
+        ctx.W = place.shape[1]
+        return torch.cat([x.new_zeros(x.shape[0], 1, *x.shape[2:]), x], 1)[row, place + 1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        sequence, column = ctx.saved_tensors
+        dx = grads[0][sequence, column.clamp(0, ctx.W - 1)]
+        inside = ((column >= 0) & (column < ctx.W)).view(*column.shape, *[1] * (dx.ndim - 2))
+        return torch.where(inside, dx, 0), None, None, None, None
 
 
 def sums(ranks: Ranks, total: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,13 +95,55 @@ def of_shards(function: Callable[[Tensor], Tensor], x: Any, moved: int) -> Any:
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return function(x)
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    dims = _cut(x)
+    y = function(x.redistribute(placements=_placed(dims)).to_local())
+    shape = list(y.shape)
+    for d in dims:
+        if d is not None:
+            shape[d + moved] = x.shape[d]
+    return _distributed(y, mesh, _placed([None if d is None else d + moved for d in dims]), shape)
 
-    dims = [next((d for d in range(x.dim()) if p.is_shard(d)), None) for p in x.placements]
-    x = x.redistribute(placements=[Replicate() if d is None else Shard(d) for d in dims])
-    y = function(x.to_local())
-    moved_placements = [Replicate() if d is None else Shard(d + moved) for d in dims]
-    return DTensor.from_local(y, mesh, moved_placements, run_check=False)
+
+def by_channels(function: Callable[..., Sequence[Tensor]], x: Any, *others: Any) -> list[Tensor]:
+    """``function(x, *others)``, computed by each rank for its own channels, where `x` is a DTensor.
+
+    The channels are the axes from the third on, of `x` and of all tensors with as many axes, results included. Others
+    have none, and are None or whole on every rank.
+    """
+    from torch.distributed.tensor import DTensor
+
+    dims = _cut(x, first=2)
+    given = [
+        y.redistribute(placements=_placed(dims if y.ndim == x.ndim else [None] * len(dims))).to_local()
+        if isinstance(y, DTensor)
+        else y
+        for y in (x, *others)
+    ]
+    return [
+        _distributed(y, x.device_mesh, _placed(dims), [*y.shape[:2], *x.shape[2:]]) for y in function(*given)
+    ]
+
+
+def _cut(x: Any, first: int = 0) -> list[int | None]:
+    """The axis of the DTensor, from the `first` on, that each dimension of the mesh cuts, None if it cuts none."""
+    # Not `p.dim`, which the compiler takes for dynamic.
+    return [next((d for d in range(first, x.dim()) if p.is_shard(d)), None) for p in x.placements]
+
+
+def _placed(dims: Sequence[int | None]) -> list[Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return [Replicate() if d is None else Shard(d) for d in dims]
+
+
+def _distributed(x: Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> Tensor:
+    """The DTensor of this `shape`, which is given since ranks may have parts of unlike sizes."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        x.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
 
 
 def by_shard(
@@ -113,28 +155,16 @@ def by_shard(
     ``s [B, T, H, ...]`` is a DTensor, and so are ``z [N, H, ...]`` and ``cu_seqlens`` unless they are absent. The first
     two results are like `s`, the third like `z` or, with `output_states`, like `s` with so many tokens.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import DTensor
 
     if z is not None and not isinstance(z, DTensor):
         raise TypeError(
             "initial_state[2], the running logsumexp, must be a DTensor, as s is, got a plain tensor"
         )
     mesh, joined = s.device_mesh, (1,) if cu_seqlens is None else (0, 1)
-    # Not `p.dim`, which the compiler takes for dynamic.
-    dims = [
-        next((d for d in range(s.dim()) if d not in joined and p.is_shard(d)), None) for p in s.placements
-    ]
-    of_s = [Replicate() if d is None else Shard(d) for d in dims]
-    of_z = [Replicate() if d is None else Shard(max(d - 1, 0)) for d in dims]
+    dims = [None if d in joined else d for d in _cut(s)]
+    of_s, of_z = _placed(dims), _placed([None if d is None else max(d - 1, 0) for d in dims])
     N = s.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-
-    def distributed(x: Tensor, placements: Sequence[Any], *shape: int) -> Tensor:
-        # Given, since ranks may have parts of unlike sizes.
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            x.contiguous(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
-
     results = function(
         s.redistribute(mesh, of_s).to_local(),
         None if z is None else z.redistribute(mesh, of_z).to_local(),
@@ -143,4 +173,4 @@ def by_shard(
     )
     of_last = (of_z, N, *s.shape[2:]) if output_states is None else (of_s, N, output_states, *s.shape[2:])
     layouts = (of_s, *s.shape), (of_s, *s.shape), of_last
-    return [distributed(x, *layout) for x, layout in zip(results, layouts)]
+    return [_distributed(x, mesh, placements, shape) for x, (placements, *shape) in zip(results, layouts)]

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flacompose._torch import collectives
 from flacompose.ops._dtensor import of_shards
-
-collectives = torch.ops._c10d_functional
 
 
 class Ranks(NamedTuple):

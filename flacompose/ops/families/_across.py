@@ -10,7 +10,7 @@ It is an `autograd.Function` of registered operators and PyTorch's own collectiv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -62,13 +62,14 @@ def across_ranks(
         @staticmethod
         @once_differentiable
         def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> Any:
+            # Read once, as checkpoints ask.
             saved, count, n = ctx.saved_tensors, sum(ctx.is_tensor), ctx.tensors_of_a_map
             start, of_maps = saved[count], saved[count + 1 :]
             place = [sum(ctx.is_tensor[:i]) for i in range(len(ctx.is_tensor))]
             given = zip(ctx.others, ctx.is_tensor, place, strict=True)
             args = [saved[i] if is_tensor else x for x, is_tensor, i in given]
-            maps = [ctx.map_of(of_maps[i : i + n]) for i in range(0, len(of_maps), n)]
             inputs, ranks = signature.inputs(*args), Ranks(*ctx.ranks)
+            maps = [ctx.map_of(of_maps[i * n : i * n + n]) for i in range(ranks.size)]
             do = signature.zeros(inputs) if do is None else do
             d_final = torch.zeros_like(start) if d_final is None else d_final
 
@@ -92,7 +93,7 @@ def across_ranks(
         ranks = sharing()
         if ranks is None:
             return form(*args)
-        inputs = _cast(signature, signature.inputs(*args))
+        inputs = signature.inputs(*_distinct(_cast(signature, signature.inputs(*args))))
         B, T = inputs[0].shape[:2]
         if not always_true(T == 0):
             return Across.apply(*ranks, *inputs)
@@ -112,6 +113,15 @@ def _with_a_token(signature: Signature[Any], inputs: Any) -> Any:
             tokens[name] = torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])])[None]
     bounds = torch.zeros(N + 1, dtype=torch.int32, device=inputs[0].device)
     return inputs._replace(**tokens, cu_seqlens=bounds)
+
+
+def _distinct(inputs: Iterable[Any]) -> list[Any]:
+    """`inputs`, of which none is another tensor's second name, which Dynamo refuses."""
+    found: list[Any] = []
+    for x in inputs:
+        twice = isinstance(x, Tensor) and any(x is y for y in found)
+        found.append(x.view_as(x) if twice else x)
+    return found
 
 
 def _cast(signature: Signature[Any], inputs: Any) -> Any:

@@ -79,10 +79,11 @@ def define_forms(
         if not absent:
             return Matrix(*maps), end
         logs = []
-        for log, places in zip(maps, absent):
-            for i in places:
-                log = log.unsqueeze(i)
-            logs.append(log)
+        for gate, log, places in zip(gates, maps, absent, strict=True):
+            if getattr(inputs, gate) is not None:
+                for i in places:
+                    log = log.unsqueeze(i)
+                logs.append(log)
         return Decay(tuple(logs)), end
 
     d_start = start_gradient(signature, ops["backward"])
