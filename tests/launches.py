@@ -315,6 +315,8 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
         yield Call(f"gated_skip {at}", flat(gated_skip, "forward"), "gated_skip_forward", args)
         for mask in _masks("y x D w z", "D", "z", "y x"):
             mask = [want and u is not None for want, u in zip(mask, args)]
+            if not any(mask):
+                continue
             yield Call(
                 f"gated_skip {at}", flat(gated_skip, "backward"), "gated_skip_backward", (*args, x, mask)
             )

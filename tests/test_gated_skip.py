@@ -54,8 +54,8 @@ def assert_right(
     per_channel: bool,
     packed: bool,
 ) -> None:
-    """`form` gives the values and gradients of the equation, zeros for tokens in no sequence, whatever these hold, and
-    of each gradient alone the same bits."""
+    """`form` gives the values and gradients of the equation, also one gradient alone, and zeros for tokens in no
+    sequence, whatever these hold."""
     tensors = draw(given, P, per_channel, dtype, device, B=1 if packed else 2)
     do = torch.randn(tensors["x"].shape, device=device).to(dtype)
     last = LENGTH if packed else None
@@ -71,7 +71,7 @@ def assert_right(
     for name, gradient in zip(wanted, gradients, strict=True):
         alone = {n: u if n == name or u is None else u.detach() for n, u in tensors.items()}
         (again,) = torch.autograd.grad(form(*alone.values(), cu_seqlens), leaves[name], do)
-        assert torch.equal(again, gradient), name
+        assert (again - gradient).norm() <= rtol * gradient.norm(), name
 
     exact = {name: u.detach().double().requires_grad_() for name, u in leaves.items()}
     cut = {name: u if name == "D" else u[:, :last] for name, u in exact.items()}

@@ -40,10 +40,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 def _numbers(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """``v``, ``x``, ``D + w`` and ``z`` in the dtype of sums, with zeros for tokens in no sequence."""
-    given = [u for u in (inputs.y, inputs.x, inputs.w, inputs.z) if u is not None]
-    y, x, *others = without_tail(inputs.cu_seqlens, *(upcast(u, inputs.x) for u in given))
-    z = None if inputs.z is None else others.pop()
+    y, x, w, z, cu_seqlens = inputs.y, inputs.x, inputs.w, inputs.z, inputs.cu_seqlens
+    y, x = without_tail(cu_seqlens, upcast(y, x), upcast(x))
     weight = None if inputs.D is None else upcast(inputs.D, x)
-    if others:  # w
-        weight = others[0].unsqueeze(-1) if weight is None else weight + others[0].unsqueeze(-1)
+    if w is not None:
+        w = without_tail(cu_seqlens, upcast(w, x))[0].unsqueeze(-1)
+        weight = w if weight is None else weight + w
+    if z is not None:
+        (z,) = without_tail(cu_seqlens, upcast(z, x))
     return (y if weight is None else y + weight * x), x, weight, z

@@ -54,41 +54,42 @@ def gated_skip_kernel(
     """
     h, chunk, _ = split_program(H, tl.cdiv(tokens, BT))
     first = chunk * BT
-    t, p = tl.arange(0, BT)[:, None], tl.arange(0, BP)[None, :]
+    t, p = tl.arange(0, BT), tl.arange(0, BP)[None, :]
     stored = t < tokens - first
     read = stored
     if cu_seqlens is not None:
         read = stored & (first + t >= tl.load(cu_seqlens)) & (first + t < tl.load(cu_seqlens + N))
-    numbers, in_p = (first * H + h) + t * H, p < P
-    at = numbers * P + p
+    numbers, t = (first * H + h) + t * H, t[:, None]
+    in_p = p < P
+    at, to_store, to_read = numbers[:, None] * P + p, stored[:, None] & in_p, read[:, None] & in_p
 
     weight = tl.zeros([1, 1], dtype=tl.float32)
     if D is not None:
         weight += _load(D + h * E, p if E == P else p * 0, in_p)
     if w is not None:
-        weight += _load(w, numbers, read)
+        weight += _load(w, numbers, read)[:, None]
     x_ = tl.zeros([1, 1], dtype=tl.float32)
     if D is not None or w is not None:
-        x_ = _load(x + first * x_token + h * P, t * x_token + p, read & in_p)
+        x_ = _load(x + first * x_token + h * P, t * x_token + p, to_read)
     if do is None or dz is not None:
-        v = _load(y + first * y_token + h * P, t * y_token + p, read & in_p) + weight * x_
+        v = _load(y + first * y_token + h * P, t * y_token + p, to_read) + weight * x_
     if z is not None:
-        z_ = _load(z + first * z_token + h * P, t * z_token + p, read & in_p)
+        z_ = _load(z + first * z_token + h * P, t * z_token + p, to_read)
         s = tl.sigmoid(z_)
     if do is None:
-        _store(o, at, v if z is None else v * (z_ * s), stored & in_p)
+        _store(o, at, v if z is None else v * (z_ * s), to_store)
     else:
-        dv = _load(do + first * do_token + h * P, t * do_token + p, read & in_p)
+        dv = _load(do + first * do_token + h * P, t * do_token + p, to_read)
         if dz is not None:
-            _store(dz, at, dv * v * (s * (1 + z_ * (1 - s))), stored & in_p)
+            _store(dz, at, dv * v * (s * (1 + z_ * (1 - s))), to_store)
         if z is not None:
             dv *= z_ * s
         if dy is not None:
-            _store(dy, at, dv, stored & in_p)
+            _store(dy, at, dv, to_store)
         if dx is not None:
-            _store(dx, at, dv * weight, stored & in_p)
+            _store(dx, at, dv * weight, to_store)
         if dw is not None:
-            _store(dw, numbers, tl.sum(dv * x_, 1)[:, None], stored)
+            _store(dw, numbers, tl.sum(dv * x_, 1), stored)
         if dD is not None:
             sums = tl.sum(dv * x_, 0)[None, :]
             if E == P:
