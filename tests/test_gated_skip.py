@@ -71,7 +71,8 @@ def assert_right(
     for name, gradient in zip(wanted, gradients, strict=True):
         alone = {n: u if n == name or u is None else u.detach() for n, u in tensors.items()}
         (again,) = torch.autograd.grad(form(*alone.values(), cu_seqlens), leaves[name], do)
-        assert (again - gradient).norm() <= rtol * gradient.norm(), name
+        # On a GPU a gradient made alone has a specialization of its own, in which other products and sums are fused.
+        assert (again - gradient).norm() <= (rtol * gradient.norm() if again.is_cuda else 0), name
 
     exact = {name: u.detach().double().requires_grad_() for name, u in leaves.items()}
     cut = {name: u if name == "D" else u[:, :last] for name, u in exact.items()}

@@ -71,19 +71,21 @@ def scan(
     num_states: int | None = None,
     lengths: Tensor
     | None = None,  # [B], how many tokens of each row count; the time steps of the others must be 0
+    final: bool = True,
 ) -> tuple[Tensor, States]:
     """What each query reads, ``[B, T, R, H, P]``, in float32 (float64 for float64), and the new states.
 
     Without `up`, what the one query reads has the dtype of the values, and is 0 for tokens in no sequence.
 
     With `halves`, number ``i`` of a key turns together with ``i + S / 2``, else with its neighbour. With `num_states`
-    the states are those after each of the last ``n`` tokens, with an axis for these behind the first.
+    the states are those after each of the last ``n`` tokens, with an axis for these behind the first. Without `final`
+    there are none.
     """
     device, dtype = inputs.V.device, autocast_dtype(inputs.V.device)
     if dtype is not None and inputs.V.dtype != torch.float64:
         inputs = inputs._replace(Q=inputs.Q.to(dtype), K=inputs.K.to(dtype), V=inputs.V.to(dtype))
     with nullcontext() if dtype is None else torch.autocast(device.type, enabled=False):
-        return _scan(inputs, past, cu_seqlens, halves, num_states, lengths)
+        return _scan(inputs, past, cu_seqlens, halves, num_states, lengths, final)
 
 
 def _scan(
@@ -93,6 +95,7 @@ def _scan(
     halves: bool,
     num_states: int | None,
     lengths: Tensor | None,
+    final: bool,
 ) -> tuple[Tensor, States]:
     Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, up, gate = inputs
     R = Q.shape[2]
@@ -114,7 +117,7 @@ def _scan(
         last_angle = last_of(pi * angle, past.angle, lengths, cu_seqlens, num_states)
     # Not of the last token that counts: a place behind it has written that, and there is nothing of its own to write.
     c_before, last_c = token_shift(c, None, None, cu_seqlens, num_states)
-    written = g.exp() * (c_before + (-trap).sigmoid() * dt)  # [B, T, H], the weight of the token before
+    written = g.exp() * (c_before + (dt - c))  # [B, T, H], the weight of the token before
     # A token is R tokens of scalar decay: the first decays, and each writes one key and reads one query.
     values = [_of_keys(x, up) for x in (V, v_before)]
     form: Any = op.recurrent if always_true(V.shape[1] == 1) and sharing() is None else op.chunk
@@ -130,7 +133,7 @@ def _scan(
     )  # fmt: skip
     if up is None:
         own = None if D is None else D.unsqueeze(-1)
-        y = gated_skip(y, V, own, c * dots[..., 0, 0], gate, cu_seqlens).unsqueeze(2)
+        y = gated_skip(y, V, own, c * dots.squeeze(-1).squeeze(-1), gate, cu_seqlens).unsqueeze(2)
     else:
         y = _with(upcast(y.unflatten(1, (-1, R))), c, dots, values[0])
         if R > 1:  # a query still lacks the writes that come after it
@@ -139,10 +142,12 @@ def _scan(
         if D is not None:
             y = y + upcast(D, V).unsqueeze(-1) * values[0]
 
+    if not final:
+        return y, States()
     # What is still to be written of the last token.
-    written_k, written_v = upcast(last_k), _of_keys(upcast(last_v) * last_c.unsqueeze(-1), up)
+    written_v = _of_keys(last_v * last_c.unsqueeze(-1), up)
     for r in range(R):
-        Z = torch.addcmul(Z, written_k[..., r, :, :, None], written_v[..., r, :, None, :])
+        Z = torch.addcmul(Z, last_k[..., r, :, :, None], written_v[..., r, :, None, :])
     return y, States(last_angle, Z, last_k, last_v)
 
 

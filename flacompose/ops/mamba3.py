@@ -88,8 +88,10 @@ def mamba3_siso_combined(
     inputs = _in_sequences(inputs, cu_seqlens)
     if past.k is not None:
         past = past._replace(k=past.k.unsqueeze(1))
-    y, new = scan(inputs, past, cu_seqlens)
-    return _results(y.squeeze(2), new._replace(k=new.k.squeeze(1)), return_final_states)
+    y, new = scan(inputs, past, cu_seqlens, final=return_final_states)
+    if return_final_states:
+        new = new._replace(k=new.k.squeeze(1))
+    return _results(y.squeeze(2), new, return_final_states)
 
 
 def mamba3_mimo_combined(
@@ -181,7 +183,7 @@ def mamba3_mimo_combined(
     _check.not_negative("outproj_norm_eps", outproj_norm_eps)
 
     inputs = Scanned(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, MIMO_V)
-    y, new = scan(_in_sequences(inputs, cu_seqlens), past, cu_seqlens, halves=True)
+    y, new = scan(_in_sequences(inputs, cu_seqlens), past, cu_seqlens, halves=True, final=return_state)
     if fuse_pregate_headwise_rms_norm:
         weight = None if outproj_norm_weight is None else outproj_norm_weight.reshape(H, P)
         y = normed(y, weight, outproj_norm_eps)

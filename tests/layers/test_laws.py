@@ -482,6 +482,7 @@ def test_form(name, mode, T, form, device):
         {namespace.running_max_forward, getattr(namespace, f"scalar_decay_{form}")}
         if name == "mlstm"
         else {namespace.turns_forward, namespace.rotation_forward}
+        | ({namespace.gated_skip_forward} if name == "mamba3" and device.type == "cuda" else set())
         if name.startswith("mamba3")
         else set()
     )
