@@ -122,7 +122,7 @@ class Part(NamedTuple):
 
     @property
     def compiled(self) -> Op:
-        """What surrounds a scan is in kernels of these packages. flacompose leaves its fusion to the compiler."""
+        """What surrounds a scan is in kernels of these packages. In flacompose, the compiler fuses most of it."""
         return dataclasses.replace(self.ops[-1], name=f"{self.ops[-1].name} under torch.compile")
 
 

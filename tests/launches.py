@@ -21,14 +21,17 @@ from flacompose.ops._chip import ADA, AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.gated_skip import cuda as gated_skip
 from flacompose.ops.families.low_rank import cuda as low_rank
 from flacompose.ops.families.normalizer import cuda as normalizer
+from flacompose.ops.families.rotation import cuda as rotation
 from flacompose.ops.families.running_max import cuda as running_max
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scan import cuda as scan
 from flacompose.ops.families.selective_scan import cuda as selective_scan
 from flacompose.ops.families.short_conv import cuda as short_conv
 from flacompose.ops.families.slot_attention import cuda as slot_attention
+from flacompose.ops.families.turns import cuda as turns
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 
 TYPES = {
@@ -164,7 +167,8 @@ class Call(NamedTuple):
 
     def traced(self) -> Any:
         """What a graph is told of the results."""
-        return getattr(torch.ops.flacompose, self.op)(*self.args)
+        results = getattr(torch.ops.flacompose, self.op)(*self.args)
+        return (results,) if isinstance(results, Tensor) else results
 
 
 def recorded(calls: Iterable[Call]) -> dict[Launch, str]:
@@ -240,6 +244,17 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             masks = _masks("q k v beta g gk a initial_state", "q", "k", "v", "q k v")
             yield from _calls(f"delta_rule {gates} groups={groups} {at}", delta_rule, args, v, masks, states)
 
+    for R, halves in ((1, False), (4, True)):
+        qs, v, bias = new(B, T, R, 1, K, dtype=dtype), new(B, T, H, V, dtype=dtype), new(H, R, K)
+        states = new(N, R, H, K), new(N, H, V)
+        args = qs, qs, v, bias, bias, new(B, T, H, K // 2), *states, cu_seqlens, halves
+        described = f"rotation R={R} {at}"
+        yield Call(described, flat(rotation, "forward"), "rotation_forward", args)
+        d_turned, d_products = new(B, T, R, H, K, dtype=dtype), new(B, T, H, R, R)
+        for arriving in (d_turned, d_turned, v, d_products, *states), (None, d_turned, v, None, None, None):
+            given = *args, *arriving, [True] * 8
+            yield Call(described, flat(rotation, "backward"), "rotation_backward", given)
+
     v = new(B, T, H, V, dtype=dtype)
     for gates, read_before in (("", True), ("gk", True), ("gk", False)):
         args = q, k, v, k, k, gk if gates else None, state, cu_seqlens, 1.0, read_before
@@ -286,10 +301,33 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
     at = _described(dtype, T, bounds)
     cu_seqlens = None if bounds is None else new(bounds, dtype=torch.int64)
     rows = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    H, P = 2, 80
+    x, w = new(1, T, H, P, dtype=dtype), new(1, T, H)
+    for D, own, z in (
+        (new(H), w, x),
+        (new(H), None, x),
+        (new(H, P), None, None),
+        (None, w, x),
+        (None, None, x),
+    ):
+        D = D if D is None else D.view(H, -1)
+        args = x, x, D, own, z, cu_seqlens
+        yield Call(f"gated_skip {at}", flat(gated_skip, "forward"), "gated_skip_forward", args)
+        for mask in _masks("y x D w z", "D", "z", "y x"):
+            mask = [want and u is not None for want, u in zip(mask, args)]
+            if not any(mask):
+                continue
+            yield Call(
+                f"gated_skip {at}", flat(gated_skip, "backward"), "gated_skip_backward", (*args, x, mask)
+            )
     for D in (40, 2048):
         x, g = new(2, 1, T, D, dtype=dtype)
         args = x, g, new(rows, D), cu_seqlens
         yield from _calls(f"scan D={D} {at}", scan, args, x, _masks("x g initial_state", "x"), new(rows, D))
+        for H in (1, D // 8):
+            turning = new(1, T, H, 8, dtype=dtype), new(1, T, D // 8), new(rows, D // 8, 8), cu_seqlens
+            do, masks = new(1, T, D // 8, 8), _masks("x dt initial_state", "x")
+            yield from _calls(f"turns H={H} of {D // 8} {at}", turns, turning, do, masks, turning[2])
         yield Call(f"running_max D={D} {at}", flat(running_max, "forward"), "running_max_forward", args)
         for W in (2, 4, 8):
             state = new(rows, D, W)

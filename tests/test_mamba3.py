@@ -17,7 +17,7 @@ from contract.recurrences import mamba3_mimo, mamba3_siso
 from torch.testing import assert_close
 
 from flacompose.ops import mamba3_mimo_combined
-from flacompose.ops._mamba3 import _sums
+from flacompose.ops.families.turns.eager import running
 
 OF_RANKS = {"Q": "B T R H K", "K": "B T R H K", "Q_bias": "HV R K", "K_bias": "HV R K"}
 WEIGHTS = dict.fromkeys(("MIMO_V", "MIMO_Z", "MIMO_Out"), "HV R V")
@@ -126,11 +126,11 @@ def test_angles_of_a_long_row() -> None:
 def test_sums_of_angles(T: int) -> None:
     """In parts of 32 tokens, sums and their gradients are those of one row, and nothing reaches an earlier token."""
     x, d = torch.randn(2, 2, T, 3, dtype=torch.float64)
-    sums, gradient = torch.func.vjp(_sums, x)
+    sums, gradient = torch.func.vjp(running, x)
     assert_close(sums, x.cumsum(1))
     assert_close(gradient(d)[0], d.flip(1).cumsum(1).flip(1))
     x[:, T - 1] = torch.inf
-    assert _sums(x)[:, :-1].isfinite().all()
+    assert running(x)[:, :-1].isfinite().all()
 
 
 @pytest.mark.skipif(

@@ -151,6 +151,18 @@ def test_half_precision(dtype: torch.dtype, device: torch.device) -> None:
         assert error(x, truth[name]) <= 8 * torch.finfo(dtype).eps, name
 
 
+def test_tokens_in_no_sequence_without_skip_and_gate(device: torch.device) -> None:
+    """They may hold anything, and so may the gradients that arrive at them, where the scan alone sees to that."""
+    tensors = {name: x for name, x in draw(device, T=9, B=1, state=False).items() if name not in ("D", "z")}
+    do = torch.randn_like(tensors["x"])
+    for x in (do, *(tensors[name] for name in ("x", "dt", "B", "C"))):
+        x[:, 7:] = torch.nan
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    y = scan(**tensors, cu_seqlens=torch.tensor([0, 3, 7], device=device))
+    assert not y[:, 7:].any()
+    assert all(x.isfinite().all() for x in (y, *torch.autograd.grad(y, leaves, do)))
+
+
 def test_final_states_are_not_returned_unless_asked_for(device: torch.device) -> None:
     tensors = draw(device)
     y = scan(**tensors)

@@ -16,6 +16,7 @@ from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._dtensor import flatten, split, unflatten
 from flacompose.ops._dtype import upcast
 from flacompose.ops._mamba3 import Scanned, States, scan
+from flacompose.ops.families.gated_skip.op import gated_skip
 from flacompose.ops.mamba3 import mixed
 from flacompose.ops.ssd import time_step
 
@@ -172,7 +173,7 @@ class Mamba3(RecurrentLayer):
         dt = tokens.masked(dt)
         inputs = Scanned(
             self.C_norm(C), self.B_norm(B), x, self._rates(upcast(A, x)) * dt, dt, trap, self.C_bias, self.B_bias,
-            angles.unsqueeze(2), self.D, self.mimo_x,
+            angles.unsqueeze(2), self.D, self.mimo_x, None if self.is_mimo or self.norm is not None else z,
         )  # fmt: skip
         given = past.recurrent or (None,) * 4
         y, new = scan(
@@ -181,7 +182,10 @@ class Mamba3(RecurrentLayer):
         recurrent = new.angle, new.state, upcast(new.k), upcast(new.v)
         if self.norm is not None:
             y = self.norm(y)
-        y = mixed(y, z, self.mimo_z, self.mimo_o) if self.is_mimo else y.squeeze(2) * F.silu(upcast(z, y))
+        if self.is_mimo:
+            y = mixed(y, z, self.mimo_z, self.mimo_o)
+        else:
+            y = y.squeeze(2) if self.norm is None else gated_skip(y.squeeze(2), x, z=z)
         y = self.out_proj(flatten(y, 2, 3).to(x.dtype))
         return y, RecurrentState(recurrent)
 

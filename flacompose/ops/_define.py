@@ -57,7 +57,7 @@ def define_op(
     Args:
         name: the operator's name.
         schema: arguments and returns, every one named, no defaults, the first argument a ``Tensor``, the returns a
-            tuple of ``Tensor``.
+            tuple of ``Tensor``. An operator with one return gives that alone, and its functions a tuple of one.
         eager: the implementation in PyTorch, on every device: functional (no in-place operation), differentiable to
             any order. Second derivatives and forward-mode derivatives are derivatives of it.
         fake: shapes, dtypes, devices and strides of the outputs.
@@ -92,17 +92,18 @@ def define_op(
     heads = {x: axis_position(names, ("H", "HV", "D")) for x, names in axes.items()}
     batch = {x: axis_position(names, ("B", "N")) for x, names in axes.items()}
     op: OpOverload = packet.default
+    returned = _returned_by(op)
 
-    LIBRARY.impl(name, eager, "CompositeExplicitAutograd")
-    torch.library.register_fake(op, fake, lib=LIBRARY)
+    LIBRARY.impl(name, returned(eager), "CompositeExplicitAutograd")
+    torch.library.register_fake(op, returned(fake), lib=LIBRARY)
     if triton is not None:
         if find_spec("triton") is not None and torch.version.hip is None:
-            _implement_cuda(op, eager, triton, one_launch)
+            _implement_cuda(op, returned(eager), lambda: returned(triton()), one_launch)
         else:
             gpu = "a GPU of AMD" if torch.version.hip is not None else "a GPU where Triton is not installed"
-            LIBRARY.impl(name, _with_warning(eager, gpu), "CUDA")
+            LIBRARY.impl(name, _with_warning(returned(eager), gpu), "CUDA")
         for key, device in DEVICES_WITHOUT_KERNELS.items():
-            LIBRARY.impl(name, _with_warning(eager, device), key)
+            LIBRARY.impl(name, _with_warning(returned(eager), device), key)
     unregistered.append((op, shardings_of(op, heads, batch)))
     kernels = derivative_kernels(op, eager, fake, backward, vmap_rule_of(op, heads), autocast)
     for key, kernel in kernels.items():
@@ -110,6 +111,13 @@ def define_op(
     if flops is not None:
         register_flop_formula(packet)(flops)
     return op
+
+
+def _returned_by(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What makes a function, which returns a tuple, return what PyTorch takes as the results of `op`."""
+    if len(op._schema.returns) > 1:
+        return lambda function: function
+    return lambda function: lambda *args: function(*args)[0]
 
 
 def _inductor_compiles(ahead_of_time: bool) -> bool:

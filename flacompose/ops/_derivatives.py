@@ -196,11 +196,12 @@ def vmap_rule_of(op: OpOverload, heads: Mapping[str, int | None]) -> Callable[..
         absent = {name for name, x in zip(arguments, args) if x is None}
         unwanted = unwanted_results(op, args)
         outputs, out_dims = [], []
-        for name, y in zip(returns, op(*folded)):
+        results = op(*folded)
+        for name, y in zip(returns, [results] if len(returns) == 1 else results):
             empty = name in unwanted or primal_of(name, arguments) in absent
             dim = None if empty else heads[primal_of(name, heads)]
             outputs.append(y if dim is None else y.unflatten(dim, (size, y.shape[dim] // size)))
             out_dims.append(dim)
-        return tuple(outputs), tuple(out_dims)
+        return (outputs[0], out_dims[0]) if len(returns) == 1 else (tuple(outputs), tuple(out_dims))
 
     return rule

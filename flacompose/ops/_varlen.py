@@ -84,7 +84,7 @@ def shifted(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tens
 def last_token(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """``[N, ...]``, the last token of each sequence of ``x [B, T, ...]``; of one without tokens ``before``, or 0."""
     if cu_seqlens is None:
-        return x[:, -1].clone(memory_format=torch.contiguous_format)
+        return x.select(1, -1).clone(memory_format=torch.contiguous_format)
     cu = bounds(cu_seqlens, x.shape[1])
     filled = (cu.diff() > 0).view(-1, *[1] * (x.ndim - 2))
     return torch.where(filled, x[0, (cu[1:] - 1).clamp(min=0)], 0 if before is None else before.to(x.dtype))

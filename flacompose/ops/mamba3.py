@@ -82,16 +82,16 @@ def mamba3_siso_combined(
     )
     _check.flags(return_final_states=return_final_states)
     inputs = Scanned(
-        Q.unsqueeze(2), K.unsqueeze(2), V, ADT, DT, Trap, Q_bias.unsqueeze(1), K_bias.unsqueeze(1), Angles, D, None
+        Q.unsqueeze(2), K.unsqueeze(2), V, ADT, DT, Trap, Q_bias.unsqueeze(1), K_bias.unsqueeze(1), Angles, D, None,
+        Z,
     )  # fmt: skip
-    inputs, Z = _in_sequences(inputs, Z, cu_seqlens)
+    inputs = _in_sequences(inputs, cu_seqlens)
     if past.k is not None:
         past = past._replace(k=past.k.unsqueeze(1))
-    y, new = scan(inputs, past, cu_seqlens)
-    y = y.squeeze(2)
-    if Z is not None:
-        y = y * F.silu(upcast(Z, V))
-    return _results(y, new._replace(k=new.k.squeeze(1)), cu_seqlens, V, return_final_states)
+    y, new = scan(inputs, past, cu_seqlens, final=return_final_states)
+    if return_final_states:
+        new = new._replace(k=new.k.squeeze(1))
+    return _results(y.squeeze(2), new, return_final_states)
 
 
 def mamba3_mimo_combined(
@@ -183,13 +183,14 @@ def mamba3_mimo_combined(
     _check.not_negative("outproj_norm_eps", outproj_norm_eps)
 
     inputs = Scanned(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, MIMO_V)
-    inputs, Z = _in_sequences(inputs, Z, cu_seqlens)
-    y, new = scan(inputs, past, cu_seqlens, halves=True)
+    y, new = scan(_in_sequences(inputs, cu_seqlens), past, cu_seqlens, halves=True, final=return_state)
     if fuse_pregate_headwise_rms_norm:
         weight = None if outproj_norm_weight is None else outproj_norm_weight.reshape(H, P)
         y = normed(y, weight, outproj_norm_eps)
-    y = mixed(y, Z, MIMO_Z, MIMO_Out)
-    return _results(y, new, cu_seqlens, V, return_state)
+    y = mixed(y, None if Z is None else without_tail(cu_seqlens, Z)[0], MIMO_Z, MIMO_Out)
+    dtype = None if V.dtype == torch.float64 else autocast_dtype(V.device)
+    (y,) = without_tail(cu_seqlens, y.to(V.dtype if dtype is None else dtype))
+    return _results(y, new, return_state)
 
 
 def normed(y: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -248,18 +249,13 @@ def _check_all(
     return States(angle, state.mT, k, v)
 
 
-def _in_sequences(inputs: Scanned, Z: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Scanned, Any]:
-    """`inputs` and `Z` with zeros for tokens that are in no sequence: such a token may hold anything."""
-    if cu_seqlens is None:
-        return inputs, Z
+def _in_sequences(inputs: Scanned, cu_seqlens: Tensor | None) -> Scanned:
+    """`inputs` with zeros for tokens that are in no sequence: what such a token holds counts for nothing."""
     names = ("Q", "K", "V", "ADT", "DT", "Trap", "Angles")
     tokens = without_tail(cu_seqlens, *(getattr(inputs, name) for name in names))
-    inputs = inputs._replace(**dict(zip(names, tokens, strict=True)))
-    return inputs, None if Z is None else without_tail(cu_seqlens, Z)[0]
+    return inputs._replace(**dict(zip(names, tokens, strict=True)))
 
 
-def _results(y: Tensor, new: States, cu_seqlens: Tensor | None, V: Tensor, states: bool) -> Tensor | Final:
-    """The output, 0 for tokens in no sequence, and with `states` the new states, that of the recurrence transposed."""
-    dtype = None if V.dtype == torch.float64 else autocast_dtype(V.device)
-    (y,) = without_tail(cu_seqlens, y.to(V.dtype if dtype is None else dtype))
+def _results(y: Tensor, new: States, states: bool) -> Tensor | Final:
+    """The output, and with `states` the new states, that of the recurrence transposed."""
     return (y, new.angle, new.state.mT.contiguous(), new.k, new.v) if states else y

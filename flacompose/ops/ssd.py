@@ -11,7 +11,8 @@ from torch import Tensor, finfo
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
 from flacompose.ops._gates import bounded
-from flacompose.ops._varlen import inside
+from flacompose.ops._varlen import without_tail
+from flacompose.ops.families.gated_skip.op import gated_skip
 from flacompose.ops.families.scalar_decay import op
 
 
@@ -94,23 +95,13 @@ def mamba_chunk_scan_combined(
     if initial_states is not None:
         initial_states = initial_states.mT
 
-    tokens = None
-    if cu_seqlens is not None:
-        # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of A, D and dt_bias.
-        tokens = inside(cu_seqlens, T)
-        x, dt = x.where(tokens[:, None, None], 0), dt.where(tokens[:, None], 0)
-        z = None if z is None else z.where(tokens[:, None, None], 0)
+    # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of A and dt_bias.
+    (dt,) = without_tail(cu_seqlens, dt)
     dt_bias = None if dt_bias is None else dt_bias.reshape(H)
     dt = time_step(dt, dt_bias, dt_softplus, x, dt_limit)
     g = bounded(log_decay(dt, upcast(A, x)))
     y, states = op.chunk(*op.Inputs(C, B, x, g, None, dt, initial_states, cu_seqlens))
-    if D is not None:
-        y = y + x * upcast(D if D.dim() == 2 else D.unsqueeze(-1), x)
-    if z is not None:
-        y = y * F.silu(upcast(z, x))
-    y = y.to(x.dtype)
-    if tokens is not None:  # drops the gradients that arrive at tokens in no sequence
-        y = y.where(tokens[:, None, None], 0)
+    y = gated_skip(y, x, D if D is None or D.dim() == 2 else D.unsqueeze(-1), None, z, cu_seqlens)
     return (y, states.mT.contiguous()) if return_final_states else y
 
 
@@ -196,9 +187,7 @@ def time_step(
     dt: Tensor, dt_bias: Tensor | None, softplus: bool, x: Tensor, limit: tuple[float, float] | None = None
 ) -> Tensor:
     """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64 `dt` or `x`)."""
-    dt = upcast(dt, x)
-    if dt_bias is not None:
-        dt = dt + dt_bias
+    dt = upcast(dt, x) if dt_bias is None else dt + upcast(dt_bias, dt, x)
     if softplus:
         dt = F.softplus(dt)
     if limit is None or (softplus and tuple(limit) == (0.0, float("inf"))):  # a softplus is at least 0

@@ -419,5 +419,5 @@ MAMBA3 = entry("mamba3_siso_combined", mamba3_siso, None, "scalar_decay",
                      "Z": "B T HV V"},
                states={"Input_States[0]": "N HV A", "Input_States[1]": "N HV V K", "Input_States[2]": "N HV K",
                        "Input_States[3]": "N HV V"},
-               output="V", draws={"DT": F.softplus}, other_ops=None)
+               output="V", draws={"DT": F.softplus}, before=("turns_forward", "rotation_forward"), other_ops=None)
 # fmt: on

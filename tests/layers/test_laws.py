@@ -481,6 +481,9 @@ def test_form(name, mode, T, form, device):
     before = (
         {namespace.running_max_forward, getattr(namespace, f"scalar_decay_{form}")}
         if name == "mlstm"
+        else {namespace.turns_forward, namespace.rotation_forward}
+        | ({namespace.gated_skip_forward} if name == "mamba3" and device.type == "cuda" else set())
+        if name.startswith("mamba3")
         else set()
     )
     assert {op for op, _, _ in calls} == {op_of(name, form)} | {op.default for op in before}
@@ -592,11 +595,11 @@ def test_export(name, layout, device, tmp_path, request):
     before = (
         [namespace.running_max_forward.default, namespace.scalar_decay_chunk.default]
         if name == "mlstm"
+        else [namespace.turns_forward.default, namespace.rotation_forward.default]
+        if name.startswith("mamba3")
         else []
     )
     ops = [n.target for n in program.graph.nodes if "flacompose" in str(n.target)]
-    turns = name.startswith("mamba3") and layout == "packed"  # angles are summed by a scan
-    before += [torch.ops.flacompose.scan_chunk.default] * turns
     assert ops == before + [op_of(name, "chunk")] * nodes
     modules, lengths = [program.module()], LENGTHS[1:]
     if layout == "rows":

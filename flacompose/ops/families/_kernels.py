@@ -54,8 +54,8 @@ def find_sequence(n, T, cu_seqlens, C: tl.constexpr):
 
 
 @triton.jit
-def find_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
-    """The first token of the chunk in `row`, and the end of its sequence: not after it if the chunk is empty."""
+def sequence_of_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
+    """The sequence whose chunk `row` is, or which begins at that row and has no tokens."""
     if cu_seqlens is not None:
         # The last sequence that begins at this row or before is between `n` and `after`.
         n = tl.zeros([], tl.int64)
@@ -67,6 +67,13 @@ def find_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
             after = tl.where(begins, after, middle)
     else:
         n = row // tl.cdiv(T, C)
+    return n
+
+
+@triton.jit
+def find_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
+    """The first token of the chunk in `row`, and the end of its sequence: not after it if the chunk is empty."""
+    n = sequence_of_chunk(row, T, N, cu_seqlens, C)
     first_token, end, first_row = find_sequence(n, T, cu_seqlens, C)
     start = first_token + (row - first_row) * C
     # A row before the first sequence has none of its tokens.
