@@ -114,7 +114,8 @@ def _scan(
             for x, before in ((k, past.k), (V, past.v))
         )
         dots = products(Q, K, Q_bias, K_bias)
-        last_angle = last_of(pi * angle, past.angle, lengths, cu_seqlens, num_states)
+        if sharing() is None:
+            last_angle = last_of(pi * angle, past.angle, lengths, cu_seqlens, num_states)
     # Not of the last token that counts: a place behind it has written that, and there is nothing of its own to write.
     c_before, last_c = token_shift(c, None, None, cu_seqlens, num_states)
     written = g.exp() * (c_before + (dt - c))  # [B, T, H], the weight of the token before
@@ -156,16 +157,19 @@ def _angles(
 ) -> tuple[Tensor, Tensor]:
     """The sums of ``tanh(Angles) * dt`` of each sequence, modulo 2, from -1 to 1, ``[B, T, H, A]``: in half turns.
 
-    And the last of each, ``[N, H, A]``, in radians, as `start` is. Where ranks share the tokens it is a rank's own.
+    And the last of each, ``[N, H, A]``, in radians, as `start` is.
     """
     Angles, ranks = Angles.to(dt.dtype) if dt.dtype == torch.float64 else Angles, sharing()
-    if ranks is not None:
-        own = summed((upcast(Angles).tanh() * dt.unsqueeze(-1)).double(), cu_seqlens) * pi
-        start, _ = sums(ranks, own, torch.zeros_like(own) if start is None else start.double())
-        start = (start + pi).remainder(2 * pi) - pi
-        if always_true(dt.shape[1] == 0):
-            return of_tokens(start, 0, cu_seqlens).to(dt.dtype), start
-    angle, last = turns.forward(Angles, dt, start, cu_seqlens)
+    if ranks is None:
+        angle, last = turns.forward(Angles, dt, start, cu_seqlens)
+        return angle.to(dt.dtype), last.to(dt.dtype)
+    own = summed((upcast(Angles).tanh() * dt.unsqueeze(-1)).double(), cu_seqlens) * pi
+    totals = sums(ranks, own, torch.zeros_like(own) if start is None else start.double())
+    start, last = ((x + pi).remainder(2 * pi) - pi for x in totals)
+    if always_true(dt.shape[1] == 0):
+        angle = of_tokens(start, 0, cu_seqlens)
+    else:
+        angle, _ = turns.forward(Angles, dt, start, cu_seqlens)
     return angle.to(dt.dtype), last.to(dt.dtype)
 
 

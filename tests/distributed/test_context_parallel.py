@@ -311,7 +311,18 @@ def kept_in_memory(mesh: DeviceMesh) -> None:
     )  # queries, keys and values are one
 
 
+def states_in_one_loss(mesh: DeviceMesh) -> None:
+    """The losses of some ranks alone may have final states: the others take part in the backward nevertheless."""
+    for name in ("gla", "mamba3", "rwkv7", "abc"):
+        torch.manual_seed(0)
+        layer = context_parallel(build(EVERY[name], dtype=torch.float64), mesh)
+        y, state, *_ = layer(torch.randn(2, 6, 24, dtype=torch.float64))
+        ends = [x.sin().sum() for x in tensors(state) if x.is_floating_point()]
+        (y.sum() + (sum(ends) if mesh.get_local_rank() == 0 else 0)).backward()
+
+
 def edges(mesh: DeviceMesh) -> None:
+    states_in_one_loss(mesh)
     rounded_states(mesh)
     convolution(mesh)
     kept_in_memory(mesh)
