@@ -74,6 +74,7 @@ def context_parallel(target: Target, mesh: DeviceMesh) -> Target:
     if target not in FUNCTIONS:
         names = ", ".join(function.__name__ for function in FUNCTIONS)
         got = getattr(target, "__name__", type(target).__name__)
+        got = f"{got}, wrapped by something else" if hasattr(target, "__wrapped__") else got
         raise TypeError(f"target must be a module, or one of {names}, got {got}")
     return _function_across(target, ranks)
 
@@ -108,7 +109,7 @@ def _function_across(function: Target, ranks: Ranks) -> Target:
                 N = _check.sequences(x, bounds, first)
                 for name in STATES:
                     for state in _tensors(given.get(name)):
-                        if state.shape[0] != N:
+                        if state.ndim and state.shape[0] != N:
                             raise ValueError(
                                 f"{name} must have {N} states, one a sequence, got {state.shape[0]}"
                             )

@@ -14,6 +14,7 @@ from torch import Tensor
 from flacompose.layers import _check
 from flacompose.ops import _states
 from flacompose.ops._dtensor import replicated
+from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import violated
 from flacompose.ops._varlen import inside
 
@@ -110,6 +111,10 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
         raise ValueError(
             f"attention_mask must have shape ({B}, {T}), or ({B}, L) with L > {T} for a whole history, "
             f"got {tuple(attention_mask.shape)}"
+        )
+    if sharing() is not None and violated(attention_mask.shape[1] == T):
+        raise ValueError(
+            f"attention_mask must be that of this rank's {T} tokens, ({B}, {T}), got {tuple(attention_mask.shape)}"
         )
     _check.same_device("attention_mask", attention_mask, hidden_states)
     attention_mask = distributed_like(hidden_states, attention_mask)

@@ -21,7 +21,7 @@ from flacompose.models.config import RecurrentConfig
 from flacompose.models.decoder import Decoder, check_decoder
 from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
-from flacompose.ops._ranks import Ranks, bounds_of_rank, shared
+from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared
 from flacompose.ops._states import MAX_STATES
 from flacompose.ops._token_shift import last_of
 from flacompose.ops._varlen import bounds
@@ -198,6 +198,8 @@ class RecurrentLM(nn.Module):
         sizes = input_ids.shape if self.ranks is None else input_ids.shape[:1]
         if input_ids.ndim != 2 or _check.is_empty(sizes):
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
+        if self.ranks is not None:
+            check_device(self.ranks, "input_ids", input_ids)
         _check.flags(last_only=last_only)
         old = self._checked(state)
         x = self.embeddings(input_ids)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from flacompose.ops._dtensor import by_channels
 from flacompose.ops._dtype import upcast
-from flacompose.ops._ranks import Ranks, of_all
+from flacompose.ops._ranks import Ranks, of_all, refuse_second_derivatives
+from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import bounds, sequence_of
 
 
@@ -52,8 +53,15 @@ def _last_tokens(
         cu = bounds(cu_seqlens, T)
         count, end, sequence = cu.diff(), cu[1:], sequence_of(t, cu)[None]
         row = torch.zeros_like(end)[:, None]
-    place = torch.where(count[:, None] + column >= W, end[:, None] - W + column, -1)  # [N, W], -1 for none
-    window = _Window.apply(x, row, place, sequence, t - end[sequence] + W)
+    if always_true(
+        T == 0
+    ):  # no constant, whose gathers a compiler would join, where other ranks have several
+        window = x.sum((0, 1)).expand(len(count), W, *of_token)
+    else:
+        place = torch.where(
+            count[:, None] + column >= W, end[:, None] - W + column, -1
+        )  # [N, W], -1 for none
+        window = _Window.apply(x, row, place, sequence, t - end[sequence] + W)
     # A sequence that has W tokens here needs none from before them. Counts go along in the dtype of the tokens, and
     # bfloat16 has all integers up to 256.
     count, sent = count.clamp(max=W), window if W <= 256 else upcast(window)
@@ -84,6 +92,7 @@ class _Window(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_second_derivatives()
         sequence, column = ctx.saved_tensors
         dx = grads[0][sequence, column.clamp(0, ctx.W - 1)]
         inside = ((column >= 0) & (column < ctx.W)).view(*column.shape, *[1] * (dx.ndim - 2))

@@ -45,6 +45,12 @@ def shared(ranks: Ranks | None) -> Iterator[None]:
         _ranks = before
 
 
+def refuse_second_derivatives() -> None:
+    """To be called in a backward, in which gradients are on where it is to be differentiated again."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("a call across ranks has no second derivative: create_graph must be False")
+
+
 def check_device(ranks: Ranks, name: str, x: Any) -> None:
     """Check, before anything is sent, that the ranks can send what is made of the tensor `x`."""
     if isinstance(x, Tensor) and x.device.type != ranks.device:
@@ -69,6 +75,8 @@ class _OfAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        refuse_second_derivatives()
+
         def own_share(d_rows: Tensor) -> Tensor:
             total = collectives.reduce_scatter_tensor(d_rows.reshape(-1), "sum", ctx.size, ctx.group)
             return collectives.wait_tensor(total).view(d_rows.shape[1:])

@@ -321,7 +321,44 @@ def states_in_one_loss(mesh: DeviceMesh) -> None:
         (y.sum() + (sum(ends) if mesh.get_local_rank() == 0 else 0)).backward()
 
 
+def chained_without_tokens(mesh: DeviceMesh) -> None:
+    """The graph of a rank without tokens has as many collectives as that of the others, none of which are joined."""
+    torch.manual_seed(0)
+    shared_gla = context_parallel(ops.chunk_gla, mesh)
+    shared_conv = context_parallel(ops.causal_conv1d, mesh)
+    weight = torch.randn(4, 3, dtype=torch.float64)
+
+    def chain(gla: Callable[..., Any], conv: Callable[..., Any], x: Tensor) -> Tensor:
+        for _ in range(2):
+            x, _ = gla(x, x + 1, x, -x.abs())
+            x = conv(x.flatten(2), weight)[0].unsqueeze(2)
+        return x
+
+    compiled = torch.compile(
+        lambda x: chain(shared_gla, shared_conv, x), fullgraph=True, backend="aot_eager_decomp_partition"
+    )
+    x = torch.randn(1, 7, 1, 4, dtype=torch.float64)
+    own = x[:, :0] if mesh.get_local_rank() == 0 else x
+    whole, mine = x.clone().requires_grad_(), own.clone().requires_grad_()
+    chain(ops.chunk_gla, ops.causal_conv1d, whole).sin().sum().backward()
+    compiled(mine).sin().sum().backward()
+    assert mine.grad is not None and whole.grad is not None
+    assert_same(mine.grad, whole.grad[:, : own.shape[1]])
+
+
+def second_derivatives(mesh: DeviceMesh) -> None:
+    x = torch.randn(1, 4, 2, 3, requires_grad=True)
+    for y in (
+        context_parallel(ops.chunk_linear_attn, mesh)(x, x, x)[0],
+        context_parallel(ops.causal_conv1d, mesh)(x.flatten(2), torch.randn(6, 3))[0],
+    ):
+        with pytest.raises(RuntimeError, match="has no second derivative: create_graph must be False"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 def edges(mesh: DeviceMesh) -> None:
+    chained_without_tokens(mesh)
+    second_derivatives(mesh)
     states_in_one_loss(mesh)
     rounded_states(mesh)
     convolution(mesh)

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flacompose._torch import OpOverload
 from flacompose.ops._dtype import autocast_dtype
-from flacompose.ops._ranks import Ranks, gathered, sharing
+from flacompose.ops._ranks import Ranks, gathered, refuse_second_derivatives, sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families._signature import Signature
@@ -62,8 +61,8 @@ def across_ranks(
             return o, final_state
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> Any:
+            refuse_second_derivatives()
             # Read once, as checkpoints ask.
             saved, count, n = ctx.saved_tensors, sum(ctx.is_tensor), ctx.tensors_of_a_map
             start, of_maps = saved[count], saved[count + 1 :]
@@ -106,13 +105,16 @@ def across_ranks(
 
 
 def _with_a_token(signature: Signature[Any], inputs: Any) -> Any:
-    """`inputs` without tokens, with one that is in no sequence, so that the rank takes part in all gathers."""
+    """`inputs` without tokens, with one that is in no sequence, so that the rank takes part in all gathers.
+
+    It is a sum of nothing, not a constant: a compiler would join the gathers of constants, and other ranks have more.
+    """
     N = sequence_count(inputs[0], inputs.cu_seqlens)
     tokens = {}
     for name in signature.differentiable:
         x = getattr(inputs, name)
         if x is not None and "T" in signature.axes[name].split():
-            tokens[name] = torch.cat([x.flatten(0, 1), x.new_zeros(1, *x.shape[2:])])[None]
+            tokens[name] = x.sum((0, 1))[None, None]
     bounds = torch.zeros(N + 1, dtype=torch.int32, device=inputs[0].device)
     return inputs._replace(**tokens, cu_seqlens=bounds)
 
