@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.nn.attention.bias import causal_lower_right
 
 from flacompose._torch import assert_async
 from flacompose.layers import _check
@@ -124,7 +123,10 @@ class SoftmaxAttention(StatefulLayer):
             # Pads come after the tokens of their row, so that no token sees one.
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         elif whole and ranks is not None and not is_compiling():
-            # Up to this rank's own tokens. Dynamo cannot trace the object that stands for this mask.
+            # Up to this rank's own tokens. Dynamo cannot trace the object that stands for this mask, whose module
+            # imports all of Dynamo.
+            from torch.nn.attention.bias import causal_lower_right
+
             L = q.shape[2] * (ranks.rank + 1)
             mask: Any = causal_lower_right(q.shape[2], L)
             o = F.scaled_dot_product_attention(q, k[:, :, :L], v[:, :, :L], attn_mask=mask)

@@ -72,9 +72,9 @@ GATHERED = {
     "mamba": 1,
     "mamba2": 1,
     "mamba2, one group": 1,
-    "mamba3": 5,  # the biases too, but of one group
-    "mamba3 mimo": 6,
-    "mamba3 mimo, 3 groups": 6,
+    "mamba3": 1,
+    "mamba3 mimo": 2,
+    "mamba3 mimo, 3 groups": 4,
     "gated_deltaproduct": 3,
     "gla, one head of keys": 3,
     "gsa, one head of keys": 4,
@@ -202,9 +202,12 @@ def heads_are_shared(mesh: DeviceMesh) -> None:
         # The state of gated slot attention has the heads of keys.
         replicated = name in ("gsa, one head of keys", "gsa, 3 heads of keys")
         placements = [Replicate() if replicated else Shard(1)] * len(recurrent)
-        if name.startswith("mamba3"):  # keys have their ranks before the heads, and every rank has all values
-            placements[2:] = [Shard(2), Replicate()]
-        assert [t.placements for t in recurrent] == [(p,) for p in placements], name
+        if name == "mamba3 mimo, 3 groups":  # whose last keys and values every rank has
+            placements[2:] = [Replicate(), Replicate()]
+        elif name.startswith("mamba3"):  # keys have an axis more before the heads
+            placements[2] = Shard(2)
+        found = [t.placements for t in recurrent]
+        assert found == [(p,) for p in placements], (name, found)
     # The gradients of k, v and the decays, and of q and k, are summed over ranks, not gathered from them.
     for name, sums in ("gla, one head of keys", 3), ("kda, one head of keys", 2):
         layer = build(SHARED[name])

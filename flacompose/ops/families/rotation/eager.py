@@ -91,8 +91,8 @@ def products(q: Tensor, k: Tensor, q_bias: Tensor, k_bias: Tensor) -> Tensor:
     q, k, R, H = upcast(q), upcast(k), q.shape[2], q.shape[3]
     biases = [unflatten(bias.to(q.dtype), 0, (H, len(bias) // H)) for bias in (q_bias, k_bias)]
     of_groups = []
-    for i in range(H):  # ranks may share this axis: it can be indexed then, and not be unbound
-        q_, k_ = (bias[i] for bias in biases)  # [HV / H, R, S]
+    for i in range(H):  # ranks may share this axis, of which they can select, and not unbind
+        q_, k_ = (bias.select(0, i) for bias in biases)  # [HV / H, R, S]
         of_q, of_k = q.select(3, i), k.select(3, i)
         shared = (of_q.unsqueeze(3) * of_k.unsqueeze(2)).sum(-1).unsqueeze(2)  # [B, T, 1, R, R]
         by_k = with_dense_gradient((of_q @ k_.flatten(0, 1).mT).unflatten(-1, (-1, R))).transpose(2, 3)
