@@ -921,7 +921,7 @@ def test_context_run(tmp_path: Path):
         for quantity, bound in (("loss", 1e-3), ("norm of the gradients", 1e-2), (context.STEP, torch.inf)):
             assert abs(rows[case, quantity].ratio - 1) < bound
     heads, K, V = 4, 8, 16
-    sent = 2 * 2 * heads * (K + V + K * V) + 2 * heads * 2 * K * V  # twice forwards, once backwards
+    sent = 2 * 2 * heads * (K + K * V) + 2 * heads * 2 * K * V  # twice forwards, once backwards
     assert rows["B1 T150", context.SENT].ours == 4 * sent / 1e6 and ("B1 T70", context.SENT) not in rows
 
 
