@@ -80,6 +80,7 @@ def sdpa_is_plain() -> bool:
 
 def reorders_tokens() -> bool:
     """Whether PyTorch's `context_parallel` would cut a row into pieces that do not follow one another."""
-    from torch.distributed.tensor.experimental import _attention
+    with private_names():
+        from torch.distributed.tensor.experimental._attention import _cp_options  # slow to import
 
-    return bool(_attention._cp_options.enable_load_balance)
+    return bool(_cp_options.enable_load_balance)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flacompose._torch import reorders_tokens, sdpa_is_plain
 from flacompose.integrations import _modeling
 from flacompose.integrations.transformers import recurrent_layers, runs_on
-from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, gathered, shared
+from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, lengths_of_ranks, shared
 
 # Layers that mix tokens with their neighbours by modules of their own beside the ops.
 MIXING = ("ZayaCCAProjection", "Glm5NextTextAttention", "Inkling2DynamicShortConvolution")
@@ -74,7 +74,7 @@ def _shared_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         check_device(self.ranks, "hidden_states", x)
         with shared(self.ranks):
             for key in ("cu_seq_lens_q", "cu_seqlens"):
-                if kwargs.get(key) is not None and isinstance(x, Tensor):
+                if key in kwargs and isinstance(x, Tensor):
                     kwargs[key] = bounds_of_rank(self.ranks, kwargs[key], x.shape[1])
             return forward(self, *args, **kwargs)
 
@@ -92,10 +92,8 @@ def _numbered_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
         x = given.get("input_ids")
         x = given.get("inputs_embeds") if x is None else x
         if "position_ids" in names and given.get("position_ids") is None and isinstance(x, Tensor):
-            T = x.shape[1]
-            lengths = gathered(self.ranks, torch.full((1,), T, dtype=torch.int64, device=x.device))
-            before = lengths[: self.ranks.rank].sum()
-            given["position_ids"] = (before + torch.arange(T, device=x.device))[None]
+            before = lengths_of_ranks(self.ranks, x.shape[1], x.device)[: self.ranks.rank].sum()
+            given["position_ids"] = (before + torch.arange(x.shape[1], device=x.device))[None]
             return forward(self, **given)
         return forward(self, *args, **kwargs)
 
@@ -103,7 +101,7 @@ def _numbered_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _hybrid_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """That of a model with softmax attention, which PyTorch has to compute across the ranks in their order."""
+    """The forward of a model with softmax attention, which PyTorch computes across the ranks, in their order."""
     numbered = _numbered_forward(forward)
 
     @wraps(forward)

@@ -155,33 +155,28 @@ class StatefulLayer(Joinable):
         *others: Any,
     ) -> tuple[Any, ...]:
         """Check the arguments and compute the layer; `others` are arguments of this layer alone, as `lower_bound`."""
-        arguments = hidden_states, state, attention_mask, cu_seqlens, num_states
         if self.ranks is None:
-            return self._computed(*arguments, *others)
+            tokens = self._layout(hidden_states, state, attention_mask, cu_seqlens, num_states)
+            return self._computed(hidden_states, state, tokens, *others)
         with shared(self.ranks):
             check_device(self.ranks, "hidden_states", hidden_states)
-            self._layout(*arguments)  # what is wrong is found before the ranks wait for each other
+            # What is wrong is found here, before the ranks wait for each other.
+            tokens = self._layout(hidden_states, state, attention_mask, cu_seqlens, num_states)
             if cu_seqlens is not None:
-                cu_seqlens = bounds_of_rank(self.ranks, cu_seqlens, hidden_states.shape[1])
-            return self._computed(hidden_states, state, attention_mask, cu_seqlens, num_states, *others)
+                own = bounds_of_rank(self.ranks, cu_seqlens, hidden_states.shape[1])
+                tokens = self._layout(hidden_states, state, None, own, None)
+            return self._computed(hidden_states, state, tokens, *others)
 
     def _computed(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState | None,
-        attention_mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        num_states: int | None,
-        *others: Any,
+        self, hidden_states: Tensor, state: RecurrentState | None, tokens: Layout, *others: Any
     ) -> tuple[Any, ...]:
-        """`_call` on this rank's tokens."""
-        tokens = self._layout(hidden_states, state, attention_mask, cu_seqlens, num_states)
+        """What a call returns, once its arguments are checked."""
         if state is None:
             state = self.state_shapes.absent()
         elif hasattr(hidden_states, "device_mesh"):
             state = state.map(lambda t: distributed_like(hidden_states, t))
         y, new, *rest = self._compute(tokens.enter(hidden_states), state, tokens, *others)
-        new = new if num_states is None else RecurrentStates(*new)
+        new = new if tokens.num_states is None else RecurrentStates(*new)
         return tokens.leave(y), new, *map(tokens.leave, rest)
 
     def _layout(

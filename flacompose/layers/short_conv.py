@@ -119,8 +119,8 @@ class ShortConvolution(nn.Module):
                 check_device(self.ranks, "x", x)
                 if cu_seqlens is not None:
                     _check.packed("x", x, cu_seqlens)
-                    cu_seqlens = bounds_of_rank(self.ranks, cu_seqlens, x.shape[1])
-                return self.forward(x, state, lengths=lengths, cu_seqlens=cu_seqlens, num_states=num_states)
+                bounds_here = bounds_of_rank(self.ranks, cu_seqlens, x.shape[1])
+                return self.forward(x, state, lengths=lengths, cu_seqlens=bounds_here, num_states=num_states)
         D, W = self.hidden_size, self.kernel_size
         _check.floating("x", x)
         if x.ndim != 3 or x.shape[2] != D:

@@ -421,6 +421,6 @@ def _last_of_ranks(
 ) -> Tensor:
     """`_last` of sequences that the ranks share, on each of them."""
     with shared(ranks):
-        cu_seqlens = None if cu_seqlens is None else bounds_of_rank(ranks, cu_seqlens, x.shape[1])
+        cu_seqlens = bounds_of_rank(ranks, cu_seqlens, x.shape[1])
         tokens = layout(x, x.shape[2], attention_mask, cu_seqlens)
         return last_of(tokens.enter(x), None, tokens.lengths, cu_seqlens, None)

@@ -16,7 +16,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops._ranks import Ranks, gathered, of_all, sharing
+from flacompose.ops._ranks import Ranks, lengths_of_ranks, of_all, sharing
 
 
 class SoftmaxAttention(StatefulLayer):
@@ -146,9 +146,8 @@ def _of_all_ranks(ranks: Ranks, k: Tensor, v: Tensor, tokens: Layout) -> tuple[T
             "attention_mask must not be given across ranks to a model with softmax attention, whose keys would have "
             "pads between them"
         )
-    T = k.shape[1]
-    lengths = gathered(ranks, torch.full((1,), T, dtype=torch.int64, device=k.device))
-    assert_async((lengths == T).all(), "softmax attention across ranks takes pieces of one length")
+    lengths = lengths_of_ranks(ranks, k.shape[1], k.device)
+    assert_async((lengths == k.shape[1]).all(), "softmax attention across ranks takes pieces of one length")
     rows = of_all(ranks, torch.stack([k, v])).movedim(0, 2)  # [2, B, size, T, H, D]
     k, v = rows.flatten(2, 3).unbind()
     return k, v

@@ -53,14 +53,13 @@ def _last_tokens(
         cu = bounds(cu_seqlens, T)
         count, end, sequence = cu.diff(), cu[1:], sequence_of(t, cu)[None]
         row = torch.zeros_like(end)[:, None]
-    if always_true(
-        T == 0
-    ):  # no constant, whose gathers a compiler would join, where other ranks have several
+    if always_true(T == 0):
+        # It is a sum of nothing, not a constant: a compiler would join the gathers of constants, and other ranks have
+        # more.
         window = x.sum((0, 1)).expand(len(count), W, *of_token)
     else:
-        place = torch.where(
-            count[:, None] + column >= W, end[:, None] - W + column, -1
-        )  # [N, W], -1 for none
+        place = end[:, None] - W + column  # [N, W]
+        place = torch.where(count[:, None] + column >= W, place, -1)  # -1 for none
         window = _Window.apply(x, row, place, sequence, t - end[sequence] + W)
     # A sequence that has W tokens here needs none from before them. Counts go along in the dtype of the tokens, and
     # bfloat16 has all integers up to 256.
@@ -100,12 +99,12 @@ class _Window(torch.autograd.Function):
 
 
 def sums(ranks: Ranks, total: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Of numbers, ``[N, ...]`` each."""
+    """The sums of numbers, ``[N, ...]``."""
     rows = of_all(ranks, total)
     return before + rows[: ranks.rank].sum(0), before + rows.sum(0)
 
 
 def logsumexps(ranks: Ranks, total: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Of logits, ``[N, ...]`` each, finite."""
+    """The logarithms of sums of the exponentials of logits, ``[N, ...]``, which are finite."""
     rows = torch.cat([before[None], of_all(ranks, total)])
     return rows[: ranks.rank + 1].logsumexp(0), rows.logsumexp(0)

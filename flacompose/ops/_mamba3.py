@@ -69,8 +69,8 @@ def scan(
     cu_seqlens: Tensor | None = None,  # [N + 1]; past the last sequence only Z may be infinite or NaN
     halves: bool = False,
     num_states: int | None = None,
-    lengths: Tensor
-    | None = None,  # [B], how many tokens of each row count; the time steps of the others must be 0
+    # [B], how many tokens of each row count. The time steps of the others must be 0.
+    lengths: Tensor | None = None,
     final: bool = True,
 ) -> tuple[Tensor, States]:
     """What each query reads, ``[B, T, R, H, P]``, in float32 (float64 for float64), and the new states.

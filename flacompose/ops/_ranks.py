@@ -89,7 +89,14 @@ def of_all(ranks: Ranks, x: Tensor) -> Tensor:
     return _OfAll.apply(x, *ranks)
 
 
-def bounds_of_rank(ranks: Ranks, cu_seqlens: Tensor, T: int) -> Tensor:
+def lengths_of_ranks(ranks: Ranks, T: int, device: torch.device) -> Tensor:
+    """``[size]``, how many tokens each rank has, of which this one has ``T``."""
+    return gathered(ranks, torch.full((1,), T, dtype=torch.int64, device=device)).flatten()
+
+
+def bounds_of_rank(ranks: Ranks, cu_seqlens: Tensor | None, T: int) -> Tensor | None:
     """The bounds within this rank's ``T`` tokens of sequences whose bounds in the whole row are `cu_seqlens`."""
-    lengths = gathered(ranks, torch.full((1,), T, dtype=torch.int64, device=cu_seqlens.device))
-    return (cu_seqlens.long() - lengths[: ranks.rank].sum()).clamp(0, T)
+    if cu_seqlens is None:
+        return None
+    before = lengths_of_ranks(ranks, T, cu_seqlens.device)[: ranks.rank].sum()
+    return (cu_seqlens.long() - before).clamp(0, T)

@@ -64,11 +64,12 @@ def across_ranks(
         def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> Any:
             refuse_second_derivatives()
             # Read once, as checkpoints ask.
-            saved, count, n = ctx.saved_tensors, sum(ctx.is_tensor), ctx.tensors_of_a_map
-            start, of_maps = saved[count], saved[count + 1 :]
-            place = [sum(ctx.is_tensor[:i]) for i in range(len(ctx.is_tensor))]
-            given = zip(ctx.others, ctx.is_tensor, place, strict=True)
-            args = [saved[i] if is_tensor else x for x, is_tensor, i in given]
+            saved, n = ctx.saved_tensors, ctx.tensors_of_a_map
+            args, i = [], 0
+            for x, is_tensor in zip(ctx.others, ctx.is_tensor, strict=True):
+                args.append(saved[i] if is_tensor else x)
+                i += is_tensor
+            start, of_maps = saved[i], saved[i + 1 :]
             inputs, ranks = signature.inputs(*args), Ranks(*ctx.ranks)
             maps = [ctx.map_of(of_maps[i * n : i * n + n]) for i in range(ranks.size)]
             do = signature.zeros(inputs) if do is None else do

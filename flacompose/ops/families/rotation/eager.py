@@ -129,8 +129,10 @@ def _arriving(call: BackwardCall[Inputs], name: str) -> Tensor:
 
 
 def _shifted_back(d: Tensor, d_last: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The gradients of tokens and of what is before them, of those of the tokens before, ``[B, T, ...]``, and of the
-    last ones, ``[N, ...]``."""
+    """The backward of `_before` and of `last_token`: the gradients of ``x [B, T, ...]`` and of ``initial [N, ...]``.
+
+    ``d [B, T, ...]`` is the gradient of the token before each, and ``d_last [N, ...]`` that of the last tokens.
+    """
     if cu_seqlens is None:
         return torch.cat([d[:, 1:], d_last.unsqueeze(1)], 1), d[:, 0].clone()
     T, cu = d.shape[1], bounds(cu_seqlens, d.shape[1])

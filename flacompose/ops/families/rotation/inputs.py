@@ -18,9 +18,8 @@ class Inputs(NamedTuple):
     q_bias: Annotated[Tensor, "HV R S"]
     k_bias: Annotated[Tensor, "HV R S"]
     angle: Annotated[Tensor, "B T HV A"]  # in half turns, of the first A of S / 2 pairs
-    initial_k: Annotated[Tensor | None, "N R HV S"] = (
-        None  # what comes before the first token, zeros if absent
-    )
+    # What comes before the first token, zeros if absent
+    initial_k: Annotated[Tensor | None, "N R HV S"] = None
     initial_v: Annotated[Tensor | None, "N HV P"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     halves: bool = False  # whether number i of a key turns together with i + S / 2, not with its neighbour

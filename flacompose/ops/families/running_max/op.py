@@ -34,7 +34,7 @@ def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _across(ranks: Ranks, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """A rank's tokens make of the maximum before them ``max(total + m, end)``."""
+    """The tokens of a rank turn the maximum ``m`` before them into ``max(total + m, end)``."""
     x, g, initial_state, cu_seqlens = inputs
     known = Inputs(upcast(x.detach()), g.detach(), None, cu_seqlens)
     if initial_state is None:
