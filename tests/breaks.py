@@ -177,7 +177,7 @@ BREAKS = [
     Break("integrations/fla.py", '_NORM_EPS = {"norm_eps": 1e-5}', '_NORM_EPS = {"norm_eps": 1e-1}', "models/test_fla.py"),
     Break("integrations/transformers.py", "return kind.__mro__[1]", "return kind", "integrations/test_transformers.py", "accelerate"),
     # Tokens of several ranks
-    Break("ops/_ranks.py", "lengths[: ranks.rank].sum()", "lengths[: ranks.rank + 1].sum()", COMPOSED, "data_parallel"),
+    Break("ops/_ranks.py", "cu_seqlens.device)[: ranks.rank].sum()", "cu_seqlens.device)[: ranks.rank + 1].sum()", COMPOSED, "data_parallel"),
     Break("ops/_ranks.py", "grads[0], -1)", "grads[0], 0)", COMPOSED, "heads_and_tokens"),
     Break("ops/_dtensor.py", "[*y.shape[:2], *x.shape[2:]]", "y.shape", COMPOSED, "heads_and_tokens"),
     Break("ops/_carry.py", "state.unsqueeze(1), 0).sum(2) + windows[rank]", "state.unsqueeze(1), 0).sum(2) * 0 + windows[rank]", SHARED, "ranks and 2"),
@@ -187,7 +187,7 @@ BREAKS = [
     Break("ops/families/_across.py", "d_initial if ranks.rank == 0 else", "d_initial if True else", SHARED, "ranks and 2"),
     Break("ops/families/_across.py", "x.view_as(x) if twice", "x if twice", COMPOSED, "compiled"),
     Break("distributed/context_parallel.py", "if state.ndim and state.shape[0] != N:", "if False:", COMPOSED, "misuse"),
-    Break("layers/recurrent.py", "self._layout(*arguments)  #", "pass  #", COMPOSED, "misuse"),
+    Break("layers/recurrent.py", "# What is wrong is found here, before the ranks wait for each other.\n", "bounds_of_rank(self.ranks, cu_seqlens, hidden_states.shape[1])\n", COMPOSED, "misuse"),
     Break("distributed/tensor_parallel.py", '_FROM_HEADS = ("o_proj", ', "_FROM_HEADS = (", "distributed", "heads_are_shared"),
 ]  # fmt: skip
 
