@@ -186,7 +186,7 @@ BREAKS = [
     Break("ops/families/_across.py", "torch.stack([x for _, x in found]).sum(0)", "found[0][1]", SHARED, "ranks and 2"),
     Break("ops/families/_across.py", "d_initial if ranks.rank == 0 else", "d_initial if True else", SHARED, "ranks and 2"),
     Break("ops/families/_across.py", "x.view_as(x) if twice", "x if twice", COMPOSED, "compiled"),
-    Break("distributed/context_parallel.py", "if state.ndim and state.shape[0] != N:", "if False:", COMPOSED, "misuse"),
+    Break("distributed/context_parallel.py", "if state.shape[:1] != (N,):", "if False:", COMPOSED, "misuse"),
     Break("layers/recurrent.py", "# What is wrong is found here, before the ranks wait for each other.\n", "bounds_of_rank(self.ranks, cu_seqlens, hidden_states.shape[1])\n", COMPOSED, "misuse"),
     Break("distributed/tensor_parallel.py", '_FROM_HEADS = ("o_proj", ', "_FROM_HEADS = (", "distributed", "heads_are_shared"),
 ]  # fmt: skip

@@ -109,9 +109,9 @@ def _function_across(function: Target, ranks: Ranks) -> Target:
                 N = _check.sequences(x, bounds, first)
                 for name in STATES:
                     for state in _tensors(given.get(name)):
-                        if state.ndim and state.shape[0] != N:
+                        if state.shape[:1] != (N,):
                             raise ValueError(
-                                f"{name} must have {N} states, one a sequence, got {state.shape[0]}"
+                                f"{name} must have {N} states, one a sequence, got shape {tuple(state.shape)}"
                             )
                 given["cu_seqlens"] = bounds_of_rank(ranks, bounds, x.shape[1])
             return function(**given)
