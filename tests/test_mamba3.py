@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from contract.accuracy import assert_accurate
+from contract.accuracy import assert_accurate, error
 from contract.cases import MAMBA3, OpCase
 from contract.opcase import entry
 from contract.problems import call, draw, evaluate, named
@@ -139,7 +139,7 @@ def test_sums_of_angles(T: int) -> None:
 def test_a_long_row_is_compiled(device: torch.device) -> None:
     tensors = named(draw(MAMBA3, device, B=2, T=2048, H=4, K=16, V=16, state=False))
     compiled = torch.compile(mamba3_siso, fullgraph=True, dynamic=False)
-    assert_close(compiled(**tensors)[0], mamba3_siso(**tensors)[0])
+    assert error(compiled(**tensors)[0], mamba3_siso(**tensors)[0]) < 1e-5
 
 
 def test_groups_of_angles(device: torch.device) -> None:

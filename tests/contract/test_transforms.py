@@ -238,7 +238,9 @@ def test_opcheck(case: OpCase, layout: str, lengths: list[int] | None, device: t
         problem = problem.with_tensors(**{name: permuted(x) for name, x in problem.tensors.items()})
     with recorded() as calls:
         evaluate(problem)
-    assert len(calls) == len(case.ops + case.backward_ops)
+    # CUDA alone has the skip and the gate of Mamba in an operator.
+    names = [op._opname for op, _, _ in calls if not op._opname.startswith("gated_skip")]
+    assert len(names) == len(case.ops + case.backward_ops)
     for op, args, _ in calls:
         opcheck(op, args)
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from flacompose.ops.families.short_conv import cuda
+from flacompose.ops.families.short_conv.inputs import Inputs
 
-from .test_kernels import CPU, check, launched
+from .test_kernels import CPU, check, launch_of, launched
 
 SILU = NAMED["causal_conv1d-silu"]
 each = every([SILU, NAMED["causal_conv1d"]])
@@ -34,6 +35,17 @@ def test_widths(case: OpCase, W: int, T: int) -> None:
 def test_packed_sequences_that_end_with_a_chunk(case: OpCase, loss: str) -> None:
     forward, backward = cuda.FORWARD[0], cuda.BACKWARD[0] - 3
     check(draw(case, CPU, V=3, lengths=[forward, 0, backward, 1, 2 * backward, 0], tail=forward + 1), loss)
+
+
+def test_no_tokens() -> None:
+    """As on a rank whose piece is empty: the state stays, and so does its gradient."""
+    x, weight, bias = torch.zeros(2, 0, 5, requires_grad=True), torch.randn(5, 4), torch.randn(5)
+    state = torch.randn(2, 5, 4, requires_grad=True)
+    convolve = launch_of(cuda, "forward", Inputs._fields.index("cu_seqlens"))
+    y, final_state = convolve(x, weight, bias, state, None, True)
+    assert y.shape == x.shape and torch.equal(final_state, state)
+    (final_state * final_state.detach()).sum().backward()
+    assert torch.equal(state.grad, state)
 
 
 def test_many_short_sequences() -> None:

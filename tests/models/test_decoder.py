@@ -344,6 +344,7 @@ EVERY_LAYER = {
     **LAYERS,
     "LightningAttention": {"num_heads": 2, "num_layers": 2},
     "GatedSlotAttention": {"num_heads": 2, "num_slots": 16},
+    "GriffinRecurrentBlock": {"num_heads": 2},
 }
 
 

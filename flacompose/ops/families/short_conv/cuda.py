@@ -28,7 +28,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     x, weight, bias, initial_state, cu_seqlens, silu = inputs
     one_token = always_true(x.shape[1] == 1)
     # In a graph, Inductor makes one token's few products a part of its own kernels.
-    if weight.shape[1] > MAX_WIDTH or (one_token and cu_seqlens is None and launches_into_graph()):
+    if _has_no_kernel(x, weight) or (one_token and cu_seqlens is None and launches_into_graph()):
         return eager.forward(inputs)
     walk = _Launches(x, weight, cu_seqlens, silu, *(TOKEN if one_token else FORWARD))
     y = walk.per_token(walk.D, dtype=x.dtype, every=True)
@@ -40,7 +40,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     x, weight, bias, initial_state, cu_seqlens, silu = call.inputs
-    if weight.shape[1] > MAX_WIDTH:
+    if _has_no_kernel(x, weight):
         return eager.backward(call)
     wants, d_final_state = call.wants, call.arriving.final_state
     steps, together, columns = BACKWARD
@@ -111,6 +111,11 @@ class _Launches(Sequences):
             x_row=x.stride(0),
             x_token=x.stride(1),
         )
+
+
+def _has_no_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Too many columns, or no tokens, as on a rank whose piece is empty: rows then have no chunk that writes."""
+    return weight.shape[1] > MAX_WIDTH or always_true(x.shape[1] == 0)
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
