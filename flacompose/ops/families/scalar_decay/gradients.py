@@ -77,7 +77,7 @@ def _pairs(
 ):
     """``w_ij (x_i . y_j)`` of tokens `i` of the chunk and tokens `j` before them, or with `BACKWARDS` after them.
 
-    The later token is not found from the sign of the sum of gates: rounding makes gates of mLSTM a little larger than 0.
+    The sign of the sum of gates does not say which token is later: rounding makes gates of mLSTM a little more than 0.
     """
     pairs = tl.zeros([BC, BC], dtype=tl.float32)
     for v0 in range(0, V, BV):
