@@ -329,7 +329,12 @@ OPS = {
         _op(
             "mlstm",
             _mlstm,
-            {**QKV, "i": Draw("B T H"), "f": Draw("B T H", lambda x: x + 3)},
+            # Layers make the gates in float32, and with others mlstm_kernels' do not compile.
+            {
+                **QKV,
+                "i": Draw("B T H", dtype=torch.float32),
+                "f": Draw("B T H", lambda x: x + 3, torch.float32),
+            },
             states={"C": Draw("B H K V"), "n": Draw("B H K"), "m": Draw("B H")},
             state_gradients=False,
             training=(*TRAINING, Shape(8, 2048, 8, 256, 512)),
