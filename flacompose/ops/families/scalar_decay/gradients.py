@@ -75,8 +75,12 @@ def _pairs(
     BC: tl.constexpr,
     BV: tl.constexpr,
     DOT: tl.constexpr,
+    direction=1.0,
 ):
-    """``w_ij (x_i . y_j)`` of tokens `i` and `j` of the chunk."""
+    """``w_ij (x_i . y_j)`` of tokens `i` of the chunk and tokens `j` before them or, if `direction` is -1, after them.
+
+    The sign of the sum of gates does not say which token is later: rounding makes gates of mLSTM a little more than 0.
+    """
     pairs = tl.zeros([BC, BC], dtype=tl.float32)
     for v0 in range(0, V, BV):
         d2 = v0 + tl.arange(0, BV)
@@ -84,9 +88,9 @@ def _pairs(
         pairs += dot(x_, tl.trans(load_tile(y, j, size, 0, d2, HV, V)), DOT)
     high, low = _sums(sums, rest, at + i)
     high_j, low_j = _sums(sums, rest, at + j)
-    between = tl.abs(high[:, None] - high_j[None, :] + (low[:, None] - low_j[None, :]))
+    between = high[:, None] - high_j[None, :] + (low[:, None] - low_j[None, :])
     # Keys do not write if `scale` is 0: see `sweep_kernel`.
-    return tl.where(scale == 0.0, 0.0, pairs * tl.exp2(-between))
+    return tl.where(scale == 0.0, 0.0, pairs * tl.exp2(between * direction))
 
 
 @triton.jit
@@ -220,6 +224,7 @@ def gradient_kernel(
     # if the other block comes before it, and else of its keys.
     if JOINT:
         later = block == 1
+        direction = tl.where(later, 1.0, -1.0)
         j = (1 - block) * BC + tl.arange(0, BC)
         other_ = load_tile(tl.where(later, k, q), j, size, 0, d, H, K)
         products = dot(tl.where(later, q_, k_), tl.trans(other_), DOT)
@@ -229,7 +234,9 @@ def gradient_kernel(
             hv = first + head
             at_v = (lo * HV + hv) * V
             x, y = tl.where(later, do, v) + at_v, tl.where(later, v, do) + at_v
-            pairs = _pairs(x, y, sums, rest, (row * HV + hv) * C, scale, t, j, size, HV, V, BC, BV, DOT)
+            pairs = _pairs(
+                x, y, sums, rest, (row * HV + hv) * C, scale, t, j, size, HV, V, BC, BV, DOT, direction
+            )
             if beta is not None:
                 beta_ = load_numbers(beta, lo * HV + hv, tl.where(later, j, t), size, HV)
                 pairs *= tl.where(later, beta_, 1.0)[None, :]
@@ -303,7 +310,9 @@ def gradient_kernel(
             if block < BLOCKS - 1:
                 i = BC + tl.arange(0, BC)
                 q_i = load_tile(q, i, size, 0, d, H, K)
-                pairs = _pairs(v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT)
+                pairs = _pairs(
+                    v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT, -1.0
+                )
                 through = split_dot(pairs, q_i, DOT, through)
                 d_leaving = tl.sum(through * k_, 1)
         if beta is not None:
