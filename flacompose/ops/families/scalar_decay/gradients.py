@@ -247,8 +247,9 @@ def gradient_kernel(
             with_other += pairs
 
     # 2. Through the state before the chunk, which the gates from its start decay, and the block before this one.
-    acc = split_dot(joint, k_, DOT)
-    if JOINT:
+    acc = tl.zeros([BC, BK], dtype=tl.float32)
+    if JOINT:  # fewer registers than if it came last, as it does elsewhere
+        acc = split_dot(joint, k_, DOT, acc)
         if block == 1:
             acc = split_dot(with_other, load_tile(k, j, size, 0, d, H, K), DOT, acc)
     for head in range(GROUP):
@@ -260,13 +261,10 @@ def gradient_kernel(
         )
         high, low = _sums(sums, rest, rh * C + t)
         through *= tl.exp2(high + low)[:, None]
-        ending = tl.sum(through * q_, 1)
         if block == 1:  # the second of two
-            tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), ending)
-        if JOINT:
-            ending += _of_head(d_other, head, block == 1)
-        else:
-            if block == 1:
+            across = tl.sum(through * q_, 1)
+            tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), across)
+            if not JOINT:
                 j = tl.arange(0, BC)
                 k_j = load_tile(k, j, size, 0, d, H, K)
                 pairs = _pairs(do_head, v_head, sums, rest, rh * C, scale, t, j, size, HV, V, BC, BV, DOT)
@@ -274,15 +272,20 @@ def gradient_kernel(
                     beta_j = tl.load(beta + (lo + j) * HV + hv, mask=j < size, other=0.0).to(tl.float32)
                     pairs *= beta_j[None, :]
                 through = split_dot(pairs, k_j, DOT, through)
-                ending = tl.sum(through * q_, 1)
+        ending = tl.sum(through * q_, 1)
+        if JOINT:
+            ending += _of_head(d_other, head, block == 1)
         acc += through
         tl.store(_at(d_sums, row, ENDING_FROM_BEFORE * TILES + tile, PARTS, hv, HV, t, C), ending)
     if dq is not None:
+        if not JOINT:
+            acc = split_dot(joint, k_, DOT, acc)
         store_tile(dq + (lo * (HV // GROUP) + group) * K, acc * scale, t, size, 0, d, HV // GROUP, K)
 
     # 3. Through the state after it, to which the gates until its end decay, and the block after this one.
-    acc = split_dot(tl.trans(joint), q_, DOT)
+    acc = tl.zeros([BC, BK], dtype=tl.float32)
     if JOINT:
+        acc = split_dot(tl.trans(joint), q_, DOT, acc)
         if block == 0:
             acc = split_dot(with_other, load_tile(q, j, size, 0, d, H, K), DOT, acc)
     for head in range(GROUP):
@@ -300,21 +303,21 @@ def gradient_kernel(
         through *= tl.exp2(total - high + (total_rest - low))[:, None]
         if beta is not None:
             beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
-        d_leaving = tl.sum(through * k_, 1)
         if block < BLOCKS - 1:  # the first of two
-            across = d_leaving if beta is None else d_leaving * beta_
+            across = tl.sum(through * k_, 1)
+            if beta is not None:
+                across *= beta_
             tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), across)
-        if JOINT:
-            d_leaving += _of_head(d_other, head, block == 0)
-        else:
-            if block < BLOCKS - 1:
+            if not JOINT:
                 i = BC + tl.arange(0, BC)
                 q_i = load_tile(q, i, size, 0, d, H, K)
                 pairs = _pairs(
                     v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT, -1.0
                 )
                 through = split_dot(pairs, q_i, DOT, through)
-                d_leaving = tl.sum(through * k_, 1)
+        d_leaving = tl.sum(through * k_, 1)
+        if JOINT:
+            d_leaving += _of_head(d_other, head, block == 0)
         if beta is not None:
             if d_beta is not None:
                 tl.store(_at(d_beta, row, TILES + tile, 2 * TILES, hv, HV, t, C), d_leaving)
@@ -323,5 +326,7 @@ def gradient_kernel(
         acc += through
         tl.store(_at(d_sums, row, LEAVING_BLOCK * TILES + tile, PARTS, hv, HV, t, C), d_leaving)
     if dk is not None:
+        if not JOINT:
+            acc = split_dot(tl.trans(joint), q_, DOT, acc)
         acc *= tl.where(scale == 0.0, 1.0, scale)
         store_tile(dk + (lo * (HV // GROUP) + group) * K, acc, t, size, 0, d, HV // GROUP, K)
