@@ -32,6 +32,7 @@ from flacompose.ops.families.scan import cuda as scan
 from flacompose.ops.families.selective_scan import cuda as selective_scan
 from flacompose.ops.families.short_conv import cuda as short_conv
 from flacompose.ops.families.slot_attention import cuda as slot_attention
+from flacompose.ops.families.ssd import cuda as ssd
 from flacompose.ops.families.turns import cuda as turns
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 
@@ -236,6 +237,13 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             yield from _calls(
                 f"scalar_decay {gates} groups={groups} {at}", scalar_decay, args, v, masks, states
             )
+        for given in ("", "D z dt_bias", "D") if K <= 256 else ():
+            D, z, bias = (x if name in given else None for name, x in (("D", g), ("z", v), ("dt_bias", g)))
+            D, bias = (None if x is None else new(HV, *E) for x, E in ((D, (1,)), (bias, ())))
+            args = v, g, new(HV), q, k, D, z, bias, states, cu_seqlens, bias is not None, 0.0, 1.0
+            masks = _masks("x dt A B C D z dt_bias initial_state", "x B C", "dt", "z", "D")
+            masks = [[want and x is not None for want, x in zip(mask, args)] for mask in masks]
+            yield from _calls(f"ssd {given} groups={groups} {at}", ssd, args, v, filter(any, masks), states)
         args = q, k, v, g, beta, g, new(N, HV, K), cu_seqlens, 1.0, 0.0
         masks = _masks("q k x g beta floor initial_state", "q", "x", "q k x")
         yield from _calls(f"normalizer groups={groups} {at}", normalizer, args, v, masks, new(N, HV, K))

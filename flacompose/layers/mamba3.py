@@ -17,8 +17,8 @@ from flacompose.ops._dtensor import flatten, split, unflatten
 from flacompose.ops._dtype import upcast
 from flacompose.ops._mamba3 import Scanned, States, scan
 from flacompose.ops.families.gated_skip.op import gated_skip
+from flacompose.ops.families.ssd.eager import time_step
 from flacompose.ops.mamba3 import mixed
-from flacompose.ops.ssd import time_step
 
 
 class Mamba3(RecurrentLayer):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, finfo
 
 # Less by 1 than the logarithm of the least number above 0, so that the exponential is 0.
-_LOWEST = {
+LOWEST = {
     dtype: log(finfo(dtype).smallest_normal * finfo(dtype).eps) - 1
     for dtype in (torch.float32, torch.float64)
 }
@@ -27,4 +27,4 @@ def bounded(g: Tensor) -> Tensor:
     Below it the true gradient is 0. Kernels would give a rounding error, which a huge rate would multiply; the clamp
     gives exactly 0.
     """
-    return g.clamp(min=_LOWEST[g.dtype])
+    return g.clamp(min=LOWEST[g.dtype])

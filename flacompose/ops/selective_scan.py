@@ -9,7 +9,7 @@ from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
 from flacompose.ops._varlen import inside
 from flacompose.ops.families.selective_scan import op
-from flacompose.ops.ssd import time_step
+from flacompose.ops.families.ssd.eager import time_step
 
 
 def selective_scan_fn(

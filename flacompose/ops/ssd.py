@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from math import inf
-
-import torch
 import torch.nn.functional as F
-from torch import Tensor, finfo
+from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
-from flacompose.ops._gates import bounded
-from flacompose.ops._varlen import without_tail
-from flacompose.ops.families.gated_skip.op import gated_skip
-from flacompose.ops.families.scalar_decay import op
+from flacompose.ops.families.ssd.eager import log_decay, time_step
+from flacompose.ops.families.ssd.inputs import Inputs
+from flacompose.ops.families.ssd.op import ssd
 
 
 def mamba_chunk_scan_combined(
@@ -95,13 +91,12 @@ def mamba_chunk_scan_combined(
     if initial_states is not None:
         initial_states = initial_states.mT
 
-    # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of A and dt_bias.
-    (dt,) = without_tail(cu_seqlens, dt)
+    D = D if D is None or D.dim() == 2 else D.unsqueeze(-1)
     dt_bias = None if dt_bias is None else dt_bias.reshape(H)
-    dt = time_step(dt, dt_bias, dt_softplus, x, dt_limit)
-    g = bounded(log_decay(dt, upcast(A, x)))
-    y, states = op.chunk(*op.Inputs(C, B, x, g, None, dt, initial_states, cu_seqlens))
-    y = gated_skip(y, x, D if D is None or D.dim() == 2 else D.unsqueeze(-1), None, z, cu_seqlens)
+    inputs = Inputs(
+        x, dt, A, B, C, D, z, dt_bias, initial_states, cu_seqlens, dt_softplus, *map(float, dt_limit)
+    )
+    y, states = ssd(inputs)
     return (y, states.mT.contiguous()) if return_final_states else y
 
 
@@ -181,27 +176,6 @@ def selective_state_update(
     if z is not None:
         y = y * F.silu(upcast(z, state))
     return y.to(x.dtype), new.to(state.dtype)
-
-
-def time_step(
-    dt: Tensor, dt_bias: Tensor | None, softplus: bool, x: Tensor, limit: tuple[float, float] | None = None
-) -> Tensor:
-    """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64 `dt` or `x`)."""
-    dt = upcast(dt, x) if dt_bias is None else dt + upcast(dt_bias, dt, x)
-    if softplus:
-        dt = F.softplus(dt)
-    if limit is None or (softplus and tuple(limit) == (0.0, float("inf"))):  # a softplus is at least 0
-        return dt
-    return dt.clamp(*limit)
-
-
-def log_decay(dt: Tensor, A: Tensor) -> Tensor:
-    """``dt * A``, with -inf replaced by the lowest finite number, since 0 * -inf is NaN. A softplus may underflow to 0.
-
-    Rates of -inf give `dt` no gradient. At a time step of 0 it would be infinite, and NaN where that step comes from a
-    mask.
-    """
-    return torch.where(A == -inf, dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)
 
 
 def check_dt_limit(dt_limit: tuple[float, float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ BH = 16  # heads of a program that works on gates alone
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    sweep = _Launches(inputs)
+    sweep = Launches(inputs)
     o, final_state = sweep.per_token(sweep.H, sweep.V, dtype=inputs.v.dtype), sweep.state(torch.float32)
     q, k, v = map(operand, inputs[:3])
     initial = sweep.starts(k, v, operand(inputs.initial_state))
@@ -36,7 +37,7 @@ def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
     """``(end [N, HV, K, V], sum_g [N, HV])``."""
     assert inputs.g_gamma is None, "it is added to g before"
-    sweep = _Launches(inputs)
+    sweep = Launches(inputs)
     return sweep.row.map(partial(sweep, None, operand(inputs.k), operand(inputs.v)))
 
 
@@ -45,7 +46,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     wants, inputs = call.wants, call.inputs
     q, k, v, g, _, beta, initial_state, *_ = inputs
     gradient_of_gates = wants("g", "g_gamma", "beta")
-    sweep = _Launches(inputs, gradient_of_gates, fine=wants("g_gamma"))
+    sweep = Launches(inputs, gradient_of_gates, fine=wants("g_gamma"))
     dq, dk = (sweep.output_of_keys(q) if wants(name) else None for name in ("q", "k"))
     dv = sweep.per_token(sweep.H, sweep.V, dtype=v.dtype) if wants("v") else None
     start = call.wanted_input("initial_state")
@@ -96,17 +97,19 @@ def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = Non
 steps = recurrent
 
 
-class _Launches(MatrixSequences):
+class Launches(MatrixSequences):
     """The launches of one call: what its sweeps have in common, and the gates as they take them."""
 
-    def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
+    def __init__(
+        self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False, C: int | None = None
+    ) -> None:
         q, _, v, g, g_gamma, beta, _, cu_seqlens, self.scale = inputs
         self.beta = operand(beta)
         self.gradient_of_gates = gradient_of_gates
         self.gated = g is not None or g_gamma is not None or gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
         self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated)
-        C = chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
+        C = C or chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
         super().__init__(q, v, cu_seqlens, self.scale, C)
         self.fine = fine and bfloat16
         self.parts = head_parts(self.H // q.shape[2])
@@ -116,9 +119,12 @@ class _Launches(MatrixSequences):
         # Either gates that are the same for every token, or running sums of gates, in two parts for float32 products.
         gamma, sums, rest = operand(g_gamma), None, None
         if g is not None or gradient_of_gates:
-            sums, rest = sum_gates(self, operand(g), gamma)
+            sums, rest = self.sum_gates(operand(g), gamma)
             gamma = None
         self.gates = {"gamma": gamma, "sums": sums, "rest": rest}
+
+    def sum_gates(self, g: Tensor | None, gamma: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return sum_gates(self, g, gamma)
 
     def config(self, transpose: bool) -> dict[str, int]:
         axes = self.axes(transpose)
@@ -160,15 +166,17 @@ class _Launches(MatrixSequences):
         x: Tensor,
         transpose: bool = False,
         reverse: bool = False,
-        **tensors: Tensor | None,
+        **tensors: Any,
     ) -> None:
         """Launch `sweep_kernel`; with `transpose`, `b` has the size of values and `x` that of keys.
 
         The other `tensors` are its arguments by name, of which those left out are absent.
         """
-        optional = ("initial", "out", "states", "ends", "sum_g", "final")
+        optional = ["initial", "out", "states", "ends", "sum_g", "final"]
+        optional += ["skip", "z", "z_token", "do", "dy", "dz", "d_skip"]
         arguments = {
             **dict.fromkeys(optional),
+            "E": 1,
             **tensors,
             **self.gates,
             **self.arguments,
@@ -245,12 +253,16 @@ def sum_gates(
 ) -> tuple[Tensor, Tensor | None]:
     """The running sums of gates within each chunk, ``[chunks, H, C]``: for float32 products two, to be added."""
     H, C = sequences.H, sequences.C
-    sums = sequences.per_chunk(H, C)
-    # Sums over 64 tokens are precise enough for products in bfloat16.
-    rest = None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
+    sums, rest = running_sums(sequences)
     grid = (sequences.chunks, tile_count(H, BH))
     launch(gate_kernel, grid, g, gamma, sums, rest, **sequences.positions, H=H, C=C, BH=BH)
     return sums, rest
+
+
+def running_sums(sequences: MatrixSequences) -> tuple[Tensor, Tensor | None]:
+    """Memory for them. Sums over 64 tokens are precise enough for products in bfloat16."""
+    H, C = sequences.H, sequences.C
+    return sequences.per_chunk(H, C), None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
 
 
 def gate_gradient(

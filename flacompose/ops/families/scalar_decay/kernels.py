@@ -91,6 +91,13 @@ def sweep_kernel(
     ends,  # [SEGMENTS, N, H, D1, D2], after each segment but the last, with the strides of states
     sum_g,  # [SEGMENTS, N, H], the sum of each segment's gates
     final,  # [N, H, D1, D2], with the strides of states
+    # What surrounds a scan, of which all is absent elsewhere: see `families/ssd`.
+    skip,  # [H, E]: by what `x` is added to what is read
+    z,  # [tokens, H, D2], from token to token it is z_token elements: gates the sum, before its silu
+    do,  # [tokens, H, D2], the gradient of the gated sum: instead of `out` the following are made of it
+    dy,  # [tokens, H, D2], the gradient of the sum
+    dz,  # [tokens, H, D2]
+    d_skip,  # [SEGMENTS, N, H, D2]
     cu_seqlens,
     T,
     N,
@@ -100,6 +107,7 @@ def sweep_kernel(
     HX,
     SEGMENTS,
     first_tile,  # of `D1`; None for 0, which takes fewer registers
+    z_token,
     D1: tl.constexpr,
     D2: tl.constexpr,
     stride1: tl.constexpr,
@@ -110,6 +118,7 @@ def sweep_kernel(
     BD2: tl.constexpr,
     BP: tl.constexpr,
     TILES: tl.constexpr,  # of `D1` from the first on
+    E: tl.constexpr,
     REVERSE: tl.constexpr,
     FINE: tl.constexpr,
     DOT: tl.constexpr,
@@ -120,14 +129,16 @@ def sweep_kernel(
     beta_t scale * S^T a_t``.
 
     One program sweeps one segment of one sequence, and of its state a tile. It begins at zero if there is no `initial`,
-    and stores what is given of `out`, `states`, `ends` and `final`. It goes in chunks of `C` tokens, of which one or
-    more are one of `CS`. With `FINE`, what is written to the state is multiplied in two parts, which keeps more digits:
-    the gradient of `gamma` is a sum over all tokens, most of which cancels.
+    and stores what is given of `out`, `states`, `ends` and `final`, and with `do` of `dy`, `dz` and `d_skip`. It goes
+    in chunks of `C` tokens, of which one or more are one of `CS`. With `FINE`, what is written to the state is
+    multiplied in two parts, which keeps more digits: the gradient of `gamma` is a sum over all tokens, most of which
+    cancels.
 
     The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of `BP` rows
     each, so that the registers hold one of these at a time in the dtype of products.
     """
     GATED: tl.constexpr = gamma is not None or sums is not None
+    READS: tl.constexpr = out is not None or dz is not None
     PARTS: tl.constexpr = BD1 // BP
     scale = in_float32(scale)
     tile, segment, nh = split_program(TILES * ((D2 + BD2 - 1) // BD2), SEGMENTS)
@@ -160,6 +171,11 @@ def sweep_kernel(
                 S_ /= unit
         S += (S_,)
     gates = tl.zeros([], dtype=tl.float32)
+    if skip is not None:
+        at_skip = h * E + (d2 if E == D2 else d2 * 0)
+        weight = tl.load(skip + at_skip, mask=d2 < D2, other=0.0).to(tl.float32)[:, None]
+    if d_skip is not None:
+        d_weight = tl.zeros([BD2], dtype=tl.float32)
 
     t = tl.arange(0, C)
     if gamma is not None:
@@ -213,11 +229,19 @@ def sweep_kernel(
         if beta is not None:
             beta_ = tl.load(beta + (start + t) * H + h, mask=t < remaining, other=0.0).to(tl.float32)
         at_x = (start * HX + hx) * D2 + t[None, :] * (HX * D2) + d2[:, None]
-        x_ = tl.load(x + at_x, mask=(t < remaining)[None, :] & (d2 < D2)[:, None], other=0.0)  # [D2, tokens]
+        in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
+        x_ = tl.load(x + at_x, mask=in_out, other=0.0)  # [D2, tokens]
+        # These are on their way while the output is computed.
+        if z is not None:
+            z_ = tl.load(
+                z + start * z_token + t[None, :] * z_token + h * D2 + d2[:, None], mask=in_out, other=0.0
+            )
+        if do is not None:
+            do_ = tl.load(do + at_x, mask=in_out, other=0.0)
 
         # 3. The outputs: what is read from the state, and from the tokens of the chunk.
         writers = ()
-        if out is not None:
+        if READS:
             other_chunks = tl.zeros([BD2, C], dtype=tl.float32)
             pairs = tl.zeros([C, C], dtype=tl.float32)  # of tokens that write, and that read
         at_ab = (start * HA + ha) * D1
@@ -229,11 +253,11 @@ def sweep_kernel(
                 if first:
                     at_states = (row * H + h) * D1 * D2 + at
                     tl.store(states + at_states, S[part].to(states.dtype.element_ty), mask=inside)
-            if out is not None:
+            if READS:
                 a_ = tl.trans(_load_vectors(a, at_ab, HA, d1, D1, BD1, t, remaining))
                 other_chunks += dot(S[part], a_, DOT)
                 pairs += dot(b_, a_, DOT)
-        if out is not None:
+        if READS:
             if GATED:
                 other_chunks *= read_decay[None, :]
                 pairs *= between
@@ -245,10 +269,27 @@ def sweep_kernel(
             if beta is not None and REVERSE:
                 out_ *= beta_[None, :]
             at_out = ((start * TILES + tile1) * H + h) * D2 + t[None, :] * (TILES * H * D2) + d2[:, None]
-            in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
             out_ *= unit
             if partial is not None:
                 out_ += tl.load(partial + at_out, mask=in_out, other=0.0)
+            if skip is not None:
+                out_ += weight * x_.to(tl.float32)
+        if z is not None:
+            z_ = z_.to(tl.float32)
+            s = tl.sigmoid(z_)
+            if READS:
+                gated = out_ * (s * (1 + z_ * (1 - s)) if do is not None else z_ * s)
+        if do is not None:
+            dy_ = do_.to(tl.float32)
+            if dz is not None:
+                tl.store(dz + at_x, (dy_ * gated).to(dz.dtype.element_ty), mask=in_out)
+            if z is not None:
+                dy_ *= z_ * s
+                tl.store(dy + at_x, dy_.to(dy.dtype.element_ty), mask=in_out)
+            if d_skip is not None:
+                d_weight += tl.sum(dy_ * x_.to(tl.float32), 1)
+        elif READS:
+            out_ = out_ if z is None else gated
             tl.store(out + at_out, out_.to(out.dtype.element_ty), mask=in_out)
         # 4. The state after the chunk.
         weighted = x_
@@ -276,5 +317,7 @@ def sweep_kernel(
         elif final is not None:
             if segment == SEGMENTS - 1:
                 tl.store(final + nh * D1 * D2 + at, S_.to(final.dtype.element_ty), mask=inside)
+    if d_skip is not None:
+        tl.store(d_skip + (segment * N * H + nh) * D2 + d2, d_weight, mask=d2 < D2)
     if sum_g is not None:
         tl.store(sum_g + segment * N * H + nh, gates / LOG2_E)

@@ -1,0 +1,102 @@
+"""Mamba-2's scan, composed of scalar decay and the gated skip.
+
+Delta_t = clamp(softplus(dt_t + dt_bias))        S_t = exp(Delta_t A) S_{t-1} + Delta_t B_t x_t^T
+o_t = (S_t^T C_t + D x_t) * silu(z_t)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, finfo
+
+from flacompose.ops._dtype import upcast
+from flacompose.ops._gates import bounded
+from flacompose.ops._varlen import without_tail
+from flacompose.ops.families._signature import BackwardCall, Gradients
+from flacompose.ops.families.gated_skip import eager as gated_skip
+from flacompose.ops.families.gated_skip.inputs import SIGNATURE as SKIP
+from flacompose.ops.families.gated_skip.inputs import Inputs as Skip
+from flacompose.ops.families.scalar_decay import eager as scalar_decay
+from flacompose.ops.families.scalar_decay.inputs import SIGNATURE as SCAN
+from flacompose.ops.families.scalar_decay.inputs import Inputs as Scan
+from flacompose.ops.families.ssd.inputs import Inputs
+
+
+def composed(
+    inputs: Inputs, scan: Callable[..., tuple[Tensor, Tensor]], skip: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])`` of functions that compute scalar decay and the gated skip."""
+    x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, softplus, *limit = inputs
+    # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of A and dt_bias.
+    (dt,) = without_tail(cu_seqlens, dt)
+    dt = time_step(dt, dt_bias, softplus, x, (limit[0], limit[1]))
+    g = bounded(log_decay(dt, upcast(A, x)))
+    y, final_state = scan(*Scan(C, B, x, g, None, dt, initial_state, cu_seqlens))
+    return skip(y, x, D, None, z, cu_seqlens), final_state
+
+
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    return composed(
+        inputs, lambda *x: scalar_decay.forward(Scan(*x)), lambda *x: gated_skip.forward(Skip(*x))[0]
+    )
+
+
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants: those of scalar decay and of the gated skip, and of time steps and gates."""
+    x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, softplus, *limit = call.inputs
+    (dt,) = without_tail(cu_seqlens, dt)
+    raw, free = (time_step(dt, dt_bias, passes, x) for passes in (False, softplus))
+    delta, rates = free.clamp(*limit), upcast(A, x)
+    scan = Scan(C, B, x, bounded(log_decay(delta, rates)), None, delta, initial_state, cu_seqlens)
+
+    dy, of_skip = call.do, {}
+    if D is not None or z is not None:
+        wanted = {"x", "y"} | (call.wanted & {"D", "z"})
+        skip = Skip(scalar_decay.forward(scan)[0], x, D, None, z, cu_seqlens)
+        of_skip = gated_skip.backward(BackwardCall(SKIP, skip, SKIP.outputs(dy), frozenset(wanted)))
+        dy = of_skip.pop("y")
+    wanted = {"q", "k", "v", "g", "beta"} | (call.wanted & {"initial_state"})
+    arriving = SCAN.outputs(dy, call.arriving.final_state)
+    found = scalar_decay.backward(BackwardCall(SCAN, scan, arriving, frozenset(wanted)))
+    dx = found["v"] + of_skip.pop("x") if of_skip else found["v"]
+
+    # A rate of -inf gives time steps no gradient, and has none: gates that leave nothing have none.
+    d_delta = found["beta"] + found["g"] * rates.masked_fill(rates == -inf, 0)
+    d_free = d_delta.masked_fill((free < limit[0]) | (free > limit[1]), 0)
+    (ddt,) = without_tail(cu_seqlens, d_free * raw.sigmoid() if softplus else d_free)
+    return call.made(
+        x=dx,
+        dt=ddt,
+        A=lambda: (found["g"] * delta).sum((0, 1)),
+        B=found["k"],
+        C=found["q"],
+        dt_bias=lambda: ddt.sum((0, 1)),
+        initial_state=found.get("initial_state"),
+        **of_skip,
+    )
+
+
+def time_step(
+    dt: Tensor, dt_bias: Tensor | None, softplus: bool, x: Tensor, limit: tuple[float, float] | None = None
+) -> Tensor:
+    """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64 `dt` or `x`)."""
+    dt = upcast(dt, x) if dt_bias is None else dt + upcast(dt_bias, dt, x)
+    if softplus:
+        dt = F.softplus(dt)
+    if limit is None or (softplus and tuple(limit) == (0.0, inf)):  # a softplus is at least 0
+        return dt
+    return dt.clamp(*limit)
+
+
+def log_decay(dt: Tensor, A: Tensor) -> Tensor:
+    """``dt * A``, with -inf replaced by the lowest finite number, since 0 * -inf is NaN. A softplus may underflow to 0.
+
+    Rates of -inf give `dt` no gradient. At a time step of 0 it would be infinite, and NaN where that step comes from a
+    mask.
+    """
+    return torch.where(A == -inf, dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)

@@ -1,0 +1,48 @@
+"""The registered op of Mamba-2's scan: `inputs` lists its arguments, `eager` states the recurrence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from flacompose.ops._dtype import autocast_dtype
+from flacompose.ops._ranks import sharing
+from flacompose.ops.families._op import define_ops, matrix_state_flops
+from flacompose.ops.families.gated_skip.op import gated_skip
+from flacompose.ops.families.scalar_decay import op as scalar_decay
+from flacompose.ops.families.ssd import eager
+from flacompose.ops.families.ssd.inputs import SIGNATURE, Inputs
+
+LARGEST = (
+    256  # of the states: what is read of a larger one is a sum over several programs, to be gated after it
+)
+
+
+def _flops(x: Any, dt: Any, A: Any, B: Any, C: Any, *_: Any, **__: Any) -> int:
+    return matrix_state_flops(C, B, x)
+
+
+operator = define_ops("ssd", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
+
+
+def ssd(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
+
+    On CUDA it is one operator, whose kernels compute all that surrounds the scan. A graph gets the operations of
+    PyTorch around that of scalar decay, which the compiler fuses with those before and after them, and so do ranks
+    that share the tokens, which hand on the state. Autocast does not cast `x` in the skip.
+    """
+    x = inputs.x
+    kernels = x.is_cuda and x.dtype != torch.float64 and inputs.B.shape[3] <= LARGEST
+    if (
+        is_compiling()
+        or not kernels
+        or sharing() is not None
+        or autocast_dtype(x.device) not in (None, x.dtype)
+    ):
+        return eager.composed(inputs, scalar_decay.chunk, gated_skip)
+    o, final_state = operator(*inputs)
+    return o, final_state

@@ -1,0 +1,34 @@
+"""The kernels of Mamba-2's scan by themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_ssd import assert_extremes_right, assert_right
+
+from flacompose.ops import ssd
+from flacompose.ops.families.ssd import cuda
+from flacompose.ops.families.ssd.inputs import SIGNATURE
+
+from .test_kernels import launch_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = launch_of(cuda, "forward", len(SIGNATURE.differentiable))
+    monkeypatch.setattr(ssd, "ssd", lambda inputs: forward(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("given", "packed"),
+    [("plain", False), ("limits", True), ("D", True), ("z", False), ("all", False), ("all", True)],
+)
+def test_values_and_gradients(given: str, packed: bool) -> None:
+    """With two heads that share keys, in two blocks of a chunk."""
+    assert_right(given, packed, torch.device("cpu"), B=1, H=1)
+
+
+def test_extremes() -> None:
+    assert_extremes_right(torch.device("cpu"))
