@@ -308,7 +308,7 @@ each_scalar_decay = every([case for case in CASES if case.family == "scalar_deca
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks as in bfloat16, of two blocks of 64 tokens where heads share no keys."""
     monkeypatch.setattr(
-        scalar_decay, "chunk_size", lambda bfloat16, step, gates, grouped: 4 * step if gates else step
+        scalar_decay, "chunk_size", lambda bfloat16, step, gates, *_: 4 * step if gates else step
     )
 
 

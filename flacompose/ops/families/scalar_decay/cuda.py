@@ -100,16 +100,16 @@ steps = recurrent
 class Launches(MatrixSequences):
     """The launches of one call: what its sweeps have in common, and the gates as they take them."""
 
-    def __init__(
-        self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False, C: int | None = None
-    ) -> None:
+    def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
         q, _, v, g, g_gamma, beta, _, cu_seqlens, self.scale = inputs
         self.beta = operand(beta)
         self.gradient_of_gates = gradient_of_gates
         self.gated = g is not None or g_gamma is not None or gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
         self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated)
-        C = C or chunk_size(bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2])
+        C = chunk_size(
+            bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2], q.shape[3], v.shape[3]
+        )
         super().__init__(q, v, cu_seqlens, self.scale, C)
         self.fine = fine and bfloat16
         self.parts = head_parts(self.H // q.shape[2])
@@ -306,16 +306,16 @@ def step_size(bfloat16: bool, D: int, gated: bool) -> int:
     return 32 if not bfloat16 or gated or D > 128 else 64
 
 
-def chunk_size(bfloat16: bool, step: int, gate_gradient: bool, grouped: bool) -> int:
+def chunk_size(bfloat16: bool, step: int, gate_gradient: bool, grouped: bool, K: int, V: int) -> int:
     """Tokens of a chunk, of which the gradient of gates needs the state before it.
 
     With chunks of 64 tokens instead of 128, `gradient_kernel` is faster, but a step of simple GLA takes a third more
     memory, since there are twice as many states. Where heads of values share keys, the gradients of keys take little
-    memory, and so there is room for it.
+    memory, and where values are few beside keys, as in Mamba-3, states do, and so there is room for it.
     """
     if not gate_gradient:
         return step
-    return 128 if bfloat16 and not grouped else 64
+    return 128 if bfloat16 and not grouped and not V <= 64 < K else 64
 
 
 def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:

@@ -23,7 +23,6 @@ from flacompose.ops.families._kernels import (
     dot_split,
     find_chunk,
     in_float32,
-    load_numbers,
     load_state,
     load_tile,
     size_of_chunk,
@@ -42,7 +41,6 @@ ENDING_FROM_BEFORE = tl.constexpr(1)
 BEGINNING_IN_BLOCK = tl.constexpr(2)
 LEAVING_BLOCK = tl.constexpr(3)
 ACROSS_OTHER_BLOCK = tl.constexpr(4)
-HEADS = tl.constexpr(8)  # of a program, at most, as `head_parts` has it
 
 
 @triton.jit
@@ -75,9 +73,9 @@ def _pairs(
     BC: tl.constexpr,
     BV: tl.constexpr,
     DOT: tl.constexpr,
-    direction=1.0,
+    BACKWARDS: tl.constexpr = False,
 ):
-    """``w_ij (x_i . y_j)`` of tokens `i` of the chunk and tokens `j` before them or, if `direction` is -1, after them.
+    """``w_ij (x_i . y_j)`` of tokens `i` of the chunk and tokens `j` before them, or with `BACKWARDS` after them.
 
     The sign of the sum of gates does not say which token is later: rounding makes gates of mLSTM a little more than 0.
     """
@@ -90,7 +88,7 @@ def _pairs(
     high_j, low_j = _sums(sums, rest, at + j)
     between = high[:, None] - high_j[None, :] + (low[:, None] - low_j[None, :])
     # Keys do not write if `scale` is 0: see `sweep_kernel`.
-    return tl.where(scale == 0.0, 0.0, pairs * tl.exp2(between * direction))
+    return tl.where(scale == 0.0, 0.0, pairs * tl.exp2(-between if BACKWARDS else between))
 
 
 @triton.jit
@@ -132,11 +130,6 @@ def _through_state(
     return out, both
 
 
-@triton.jit
-def _of_head(d_sums, head, present):
-    return tl.sum(tl.where((tl.arange(0, HEADS)[None, :] == head) & present, d_sums, 0.0), 1)
-
-
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
     # One kernel makes the gradients of queries, keys, gates and `beta`, because all take the same products and states.
@@ -174,14 +167,13 @@ def gradient_kernel(
     """The gradients of queries and keys, and each tile's part of the gradients of sums of gates and of `beta`.
 
     A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of values that
-    share queries and keys. A chunk has one block or two. With `FINE` states are float32, and are multiplied in two
-    parts.
+    share queries and keys. A chunk has one block or two, and one if there are several heads. With `FINE` states are
+    float32, and are multiplied in two parts.
     """
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
     PARTS: tl.constexpr = (3 + BLOCKS) * TILES
-    tl.static_assert(BLOCKS <= 2)
-    JOINT: tl.constexpr = BLOCKS == 2 and GROUP > 1
+    tl.static_assert(BLOCKS == 1 or (BLOCKS == 2 and GROUP == 1))
     scale = in_float32(scale)
     part, row, group = split_program(TILES * BLOCKS, tl.num_programs(0) // (HV // GROUP * TILES * BLOCKS))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
@@ -220,38 +212,8 @@ def gradient_kernel(
         tl.store(_at(d_sums, row, ENDING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 1))
         tl.store(_at(d_sums, row, BEGINNING_IN_BLOCK * TILES + tile, PARTS, hv, HV, t, C), tl.sum(d_pairs, 0))
 
-    # Heads of values that share keys share what multiplies those of the other block too. It is of the block's queries
-    # if the other block comes before it, and else of its keys.
-    if JOINT:
-        later = block == 1
-        direction = tl.where(later, 1.0, -1.0)
-        j = (1 - block) * BC + tl.arange(0, BC)
-        other_ = load_tile(tl.where(later, k, q), j, size, 0, d, H, K)
-        products = dot(tl.where(later, q_, k_), tl.trans(other_), DOT)
-        with_other = tl.zeros([BC, BC], dtype=tl.float32)
-        d_other = tl.zeros([BC, HEADS], dtype=tl.float32)  # of each head, for its sums of gates
-        for head in range(GROUP):
-            hv = first + head
-            at_v = (lo * HV + hv) * V
-            x, y = tl.where(later, do, v) + at_v, tl.where(later, v, do) + at_v
-            pairs = _pairs(
-                x, y, sums, rest, (row * HV + hv) * C, scale, t, j, size, HV, V, BC, BV, DOT, direction
-            )
-            if beta is not None:
-                beta_ = load_numbers(beta, lo * HV + hv, tl.where(later, j, t), size, HV)
-                pairs *= tl.where(later, beta_, 1.0)[None, :]
-            of_head = (tl.arange(0, HEADS) == head)[None, :]
-            d_other = tl.where(of_head, tl.sum(pairs * products, 1)[:, None], d_other)
-            if beta is not None:  # that of the block's own keys, without which their sums are stored
-                pairs *= tl.where(later, 1.0, beta_)[:, None]
-            with_other += pairs
-
     # 2. Through the state before the chunk, which the gates from its start decay, and the block before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
-    if JOINT:  # fewer registers than if it came last, as it does elsewhere
-        acc = split_dot(joint, k_, DOT, acc)
-        if block == 1:
-            acc = split_dot(with_other, load_tile(k, j, size, 0, d, H, K), DOT, acc)
     for head in range(GROUP):
         hv = first + head
         rh = row * HV + hv
@@ -264,30 +226,23 @@ def gradient_kernel(
         if block == 1:  # the second of two
             across = tl.sum(through * q_, 1)
             tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), across)
-            if not JOINT:
-                j = tl.arange(0, BC)
-                k_j = load_tile(k, j, size, 0, d, H, K)
-                pairs = _pairs(do_head, v_head, sums, rest, rh * C, scale, t, j, size, HV, V, BC, BV, DOT)
-                if beta is not None:
-                    beta_j = tl.load(beta + (lo + j) * HV + hv, mask=j < size, other=0.0).to(tl.float32)
-                    pairs *= beta_j[None, :]
-                through = split_dot(pairs, k_j, DOT, through)
-        ending = tl.sum(through * q_, 1)
-        if JOINT:
-            ending += _of_head(d_other, head, block == 1)
+            j = tl.arange(0, BC)
+            k_j = load_tile(k, j, size, 0, d, H, K)
+            pairs = _pairs(do_head, v_head, sums, rest, rh * C, scale, t, j, size, HV, V, BC, BV, DOT)
+            if beta is not None:
+                beta_j = tl.load(beta + (lo + j) * HV + hv, mask=j < size, other=0.0).to(tl.float32)
+                pairs *= beta_j[None, :]
+            through = split_dot(pairs, k_j, DOT, through)
         acc += through
-        tl.store(_at(d_sums, row, ENDING_FROM_BEFORE * TILES + tile, PARTS, hv, HV, t, C), ending)
+        tl.store(
+            _at(d_sums, row, ENDING_FROM_BEFORE * TILES + tile, PARTS, hv, HV, t, C), tl.sum(through * q_, 1)
+        )
     if dq is not None:
-        if not JOINT:
-            acc = split_dot(joint, k_, DOT, acc)
+        acc = split_dot(joint, k_, DOT, acc)
         store_tile(dq + (lo * (HV // GROUP) + group) * K, acc * scale, t, size, 0, d, HV // GROUP, K)
 
     # 3. Through the state after it, to which the gates until its end decay, and the block after this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
-    if JOINT:
-        acc = split_dot(tl.trans(joint), q_, DOT, acc)
-        if block == 0:
-            acc = split_dot(with_other, load_tile(q, j, size, 0, d, H, K), DOT, acc)
     for head in range(GROUP):
         hv = first + head
         rh = row * HV + hv
@@ -308,16 +263,11 @@ def gradient_kernel(
             if beta is not None:
                 across *= beta_
             tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), across)
-            if not JOINT:
-                i = BC + tl.arange(0, BC)
-                q_i = load_tile(q, i, size, 0, d, H, K)
-                pairs = _pairs(
-                    v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT, -1.0
-                )
-                through = split_dot(pairs, q_i, DOT, through)
+            i = BC + tl.arange(0, BC)
+            q_i = load_tile(q, i, size, 0, d, H, K)
+            pairs = _pairs(v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT, True)
+            through = split_dot(pairs, q_i, DOT, through)
         d_leaving = tl.sum(through * k_, 1)
-        if JOINT:
-            d_leaving += _of_head(d_other, head, block == 0)
         if beta is not None:
             if d_beta is not None:
                 tl.store(_at(d_beta, row, TILES + tile, 2 * TILES, hv, HV, t, C), d_leaving)
@@ -326,7 +276,6 @@ def gradient_kernel(
         acc += through
         tl.store(_at(d_sums, row, LEAVING_BLOCK * TILES + tile, PARTS, hv, HV, t, C), d_leaving)
     if dk is not None:
-        if not JOINT:
-            acc = split_dot(tl.trans(joint), q_, DOT, acc)
+        acc = split_dot(tl.trans(joint), q_, DOT, acc)
         acc *= tl.where(scale == 0.0, 1.0, scale)
         store_tile(dk + (lo * (HV // GROUP) + group) * K, acc, t, size, 0, d, HV // GROUP, K)

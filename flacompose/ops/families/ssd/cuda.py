@@ -21,10 +21,6 @@ from flacompose.ops.families.scalar_decay.inputs import Inputs as Scan
 from flacompose.ops.families.ssd.inputs import Inputs
 from flacompose.ops.families.ssd.kernels import time_step_gradient_kernel, time_step_kernel
 
-# Tokens of a chunk, of which the backward keeps the state before it and the gradient of the state after it. Chunks of
-# 64 would take twice the memory for these, which was a third of all.
-CHUNK = 128
-
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
@@ -86,7 +82,7 @@ class _Launches(Launches):
         self.skip: dict[str, Any] = {} if D is None else {"skip": D, "E": D.shape[1]}
         self.gate: dict[str, Any] = {} if z is None else dict(zip(("z", "z_token"), by_token(z), strict=True))
         scan = Scan(C, B, x, dt, None, None, initial_state, cu_seqlens)
-        super().__init__(scan, gradients, C=CHUNK if gradients else None)
+        super().__init__(scan, gradients)
 
     def sum_gates(self, g: Tensor | None, gamma: Tensor | None) -> tuple[Tensor, Tensor | None]:
         sums, rest = running_sums(self)
