@@ -580,7 +580,7 @@ def test_mamba_run(name, on_cpu, mamba_files, monkeypatch, tmp_path: Path):
         assert (forward.ratio, step.ratio, memory.ratio) == (1, 1, 1)
         assert (forward.max_ratio, step.max_ratio, memory.max_ratio) == (None, 0.5, None)
         assert len(errors) == 1 + 2 * len(op.states) + len(op.inputs)
-        assert all(row.ours == pytest.approx(row.other) and row.ours < 2e-2 for row in errors)
+        assert all(row.ours == pytest.approx(row.other, rel=1e-3) and row.ours < 2e-2 for row in errors)
     differs, *costs = [row for row in saved.rows if row.op == part.compiled.name]
     assert differs.met and not differs.note and [row.ratio for row in costs] == [1, 1, 1]
     assert compiled == [{"fullgraph": True, "dynamic": False}] and called
