@@ -32,6 +32,10 @@ A long row is cut into segments, which are swept at the same time. One sweep bef
 and another one at the identity matrix, which shows what the segment does to any state. From the two, `join_kernel`
 computes the state that each segment begins at.
 
+Where gates of heads are strong, a segment's end has forgotten the segment's start. So `pair_kernel` also makes the
+`growth` of each chunk, the logarithm of a bound of what it multiplies a state by, and those two sweeps go only as far
+back from the end, or on from the start, as something of a state is left.
+
 A gate of a head scales whole rows, so it is applied to the products with the state. A gate of a channel is in `k_read`
 and `q_read` themselves, which `channel_pair_kernel` stores: it takes the place of `pair_kernel` there.
 """
@@ -63,6 +67,8 @@ from flacompose.ops.families.scalar_decay.gates import decayed_pairs, decayed_ro
 from flacompose.ops.families.vector_decay.gates import siblings
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
+# What multiplies a state by less than 2 to this power leaves nothing of one below 2^43 that float32 can hold.
+FORGOTTEN = tl.constexpr(-192.0)
 
 
 @triton.jit
@@ -122,6 +128,7 @@ def pair_kernel(
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
+    growth,  # [chunks, HV], as `forgets` takes it, with `sums`
     cu_seqlens,
     T,
     N,
@@ -133,7 +140,7 @@ def pair_kernel(
     BK: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills `W`, `P` and, if given, `Y`."""
+    """Fills `W`, `P` and, if given, `Y` and `growth`."""
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
@@ -163,6 +170,13 @@ def pair_kernel(
         between = decayed_pairs(sums, rest, C)
         of_q *= between
         of_k *= between
+    if growth is not None:
+        # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
+        along_key = tl.abs(1.0 - beta_i * tl.sum(tl.where(s == t, of_k, 0.0), 0))
+        total = tl.load(sums + C - 1)
+        if rest is not None:
+            total += tl.load(rest + C - 1)
+        tl.store(growth + rh, total + tl.sum(tl.log2(tl.maximum(along_key, 1.0)), 0))
     # 2. Y and P.
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     if sums is not None:
@@ -249,6 +263,27 @@ def _read_parts(
     return of_x, of_y
 
 
+@triton.jit
+def forgets(growth, HV, begin, stop, REVERSE: tl.constexpr):
+    """The fewest of the chunks `begin` to `stop`, counted from the last, that forget a state, and whether any do.
+
+    The state after them is then, in float32, what they reach from zero. ``growth [chunks, HV]``, of one head, has the
+    base-2 logarithm of a bound of the norm of the matrix by which each chunk multiplies a state. With `REVERSE` chunks
+    are counted from the first. If not even all of them forget, their number is returned.
+    """
+    chunks = stop - begin
+    count = chunks + 1
+    before = tl.zeros([], tl.float32)
+    for first in range(0, chunks, 64):
+        i = first + tl.arange(0, 64)
+        chunk = begin + i if REVERSE else stop - 1 - i
+        of_chunk = tl.load(growth + chunk * HV, mask=i < chunks, other=0.0)
+        is_enough = before + tl.cumsum(of_chunk, 0) <= FORGOTTEN
+        count = tl.minimum(count, tl.min(tl.where(is_enough, i + 1, chunks + 1), 0))
+        before += tl.sum(of_chunk, 0)
+    return tl.minimum(count, chunks), count <= chunks
+
+
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
     # One kernel sweeps for all rules that erase, and likewise below, because they differ in their factors alone: in
@@ -263,6 +298,7 @@ def sweep_kernel(
     b,  # [tokens, HV, K], keys that write what `k` reads, if it is not taken from the values first
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
+    growth,  # [chunks, HV], with `ends`: these are found from the chunks that count, as `forgets` says
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
@@ -299,10 +335,17 @@ def sweep_kernel(
     dv = numbers_of_tile(tile, BV)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
+    one = 1.0
+    if growth is not None:
+        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, False)
+        if IDENTITY:  # nothing of it is left
+            counting = tl.where(forgotten, 0, counting)
+            one = tl.where(forgotten, 0.0, 1.0)
+        begin = stop - counting
     if IDENTITY:
         S = ()
         for part in tl.static_range((K + BK - 1) // BK):
-            S += (tl.where(dv[:, None] == (part * BK + tl.arange(0, BK))[None, :], 1.0, 0.0),)
+            S += (tl.where(dv[:, None] == (part * BK + tl.arange(0, BK))[None, :], one, 0.0),)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
     for chunk in range(begin, stop):
@@ -385,6 +428,7 @@ def reverse_kernel(
     W,  # [tokens, HV, K]
     b,  # [tokens, HV, K], as in `sweep_kernel`
     P,  # [chunks, HV, C, C], transposed
+    growth,  # [chunks, HV], as in `sweep_kernel`
     d_final,  # [SEGMENTS, N, HV, K, V], after each segment
     dv,  # [tokens, HV, V]
     du,  # [tokens, HV, V], with `b`: what it reads of the state's gradient
@@ -415,6 +459,9 @@ def reverse_kernel(
     d2 = numbers_of_tile(tile, BV)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
+    if growth is not None:
+        counting, _ = forgets(growth + row0 * HV + h, HV, begin, stop, True)
+        stop = begin + counting
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
     # Loaded a chunk ahead into registers, as the shared memory of a pipeline is full of what is contracted with states.
