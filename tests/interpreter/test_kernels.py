@@ -397,16 +397,16 @@ def test_segments_with_little_replaced(
 
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> Problem:
-    """Three segments of four chunks, and four heads: two strong chunks of gates are enough to forget a state.
+    """Three segments of four chunks, and four heads: two gates of -80 forget a state, and one does not.
 
-    All chunks of the first head are strong, none of the second, the last two of each segment in the third, and the
-    first two in the fourth.
+    Such gates begin all chunks of the first head, none of the second, the last two of each segment in the third, and
+    the first two in the fourth.
     """
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
-    problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-1e-3)
+    problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["beta"].mul_(0.02)  # else keys replace what gates leave
-    by_chunk = problem.tensors["g"].unflatten(1, (3, 4, 32))
-    by_chunk[..., 0] = by_chunk[:, :, 2:, :, 2] = by_chunk[:, :, :2, :, 3] = -2.2
+    begins = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 0]
+    begins[..., 0] = begins[:, :, 2:, 2] = begins[:, :, :2, 3] = -80.0
     return problem
 
 

@@ -50,6 +50,7 @@ from flacompose.ops.families._kernels import (
     chunks_of_segment,
     dot,
     dot_of_parts,
+    find_chunk,
     find_segment,
     find_sequence,
     fine_dot,
@@ -69,6 +70,7 @@ from flacompose.ops.families.vector_decay.gates import siblings
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
 # What multiplies a state by less than 2 to this power leaves nothing of one below 2^43 that float32 can hold.
 FORGOTTEN = tl.constexpr(-192.0)
+NEIGHBOURS = tl.constexpr(True)
 
 
 @triton.jit
@@ -142,7 +144,13 @@ def pair_kernel(
 ):
     """Fills `W`, `P` and, if given, `Y` and `growth`."""
     scale = in_float32(scale)
-    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
+    # The heads of values that share queries and keys are neighbours, so that these are read from memory once.
+    if NEIGHBOURS:
+        head, row, group = split_program(HV // H, tl.num_programs(0) // HV)
+        h = group * (HV // H) + head
+        lo, hi = find_chunk(row, T, N, cu_seqlens, C)
+    else:
+        row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
     rh = row * HV + h
