@@ -399,14 +399,14 @@ def test_segments_with_little_replaced(
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> Problem:
     """Three segments of four chunks, and four heads: two gates of -80 forget a state, and one does not.
 
-    Such gates begin all chunks of the first head, none of the second, the last two of each segment in the third, and
+    There is one amid all chunks of the first head, none of the second, the last two of each segment in the third, and
     the first two in the fourth.
     """
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["beta"].mul_(0.02)  # else keys replace what gates leave
-    begins = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 0]
-    begins[..., 0] = begins[:, :, 2:, 2] = begins[:, :, :2, 3] = -80.0
+    amid = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 16]
+    amid[..., 0] = amid[:, :, 2:, 2] = amid[:, :, :2, 3] = -80.0
     return problem
 
 
