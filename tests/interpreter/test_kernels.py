@@ -344,6 +344,13 @@ def test_chunks_of_several_blocks(
 with_blocks = pytest.mark.parametrize("name", ["chunk_simple_gla-g", "chunk_simple_gla-g-beta"])
 
 
+@pytest.mark.usefixtures("two_blocks")
+def test_gates_above_zero() -> None:
+    """As rounding makes some of mLSTM's."""
+    problem = draw(replace(NAMED["chunk_simple_gla-g-beta"], groups=1), CPU, B=1, H=1, T=150)
+    check(problem.with_tensors(g=problem.tensors["g"].abs() / 100))
+
+
 @with_blocks
 @pytest.mark.parametrize("scale", [0.0, -0.7])
 @pytest.mark.usefixtures("two_blocks")

@@ -16,7 +16,8 @@ from flacompose.ops.families.rotation import eager
 from flacompose.ops.families.rotation.inputs import Inputs
 from flacompose.ops.families.rotation.kernels import backward_kernel, forward_kernel
 
-TILE, WARPS = 1024, 4  # pairs of a chunk, or half its values; warps
+TILE = 1024  # pairs of a chunk, or half its values
+WARPS, BACKWARD_WARPS = 4, 2
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -35,7 +36,8 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     launch(
         forward_kernel, (run.chunks * run.HV * run.R,), v=v, **run.given,
         initial_k=_dense(inputs.initial_k), initial_v=_dense(inputs.initial_v), q_turned=q_turned, k_before=k_before,
-        v_before=v_before, products=products, last_k=last_k, last_v=last_v, v_token=v_token, **run.arguments,
+        v_before=v_before, products=products, last_k=last_k, last_v=last_v, v_token=v_token, num_warps=WARPS,
+        **run.arguments,
     )  # fmt: skip
     return *map(run.batched, (q_turned, k_before, v_before, products)), last_k, last_v
 
@@ -55,7 +57,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     arriving = {f"d_{name}": _dense(x) for name, x in call.arriving._asdict().items()}
     launch(
         backward_kernel, (run.chunks * run.H * R,), **run.given, **arriving, dq=dq, dk=dk, dv=dv, d_q_bias=sums[0],
-        d_k_bias=sums[1], dangle=dangle, d_initial_k=of_k, d_initial_v=of_v, **run.arguments,
+        d_k_bias=sums[1], dangle=dangle, d_initial_k=of_k, d_initial_v=of_v, num_warps=BACKWARD_WARPS, **run.arguments,
     )  # fmt: skip
     dq, dk, dv, dangle = (None if x is None else run.batched(x) for x in (dq, dk, dv, dangle))
     d_q_bias, d_k_bias = (None if x is None else x[: run.chunks].sum(0) for x in sums)
@@ -77,7 +79,7 @@ class _Launches(Sequences):
         self.given: dict[str, Any] = {"q": q, "k": k, "angle": angle.contiguous(), "q_token": q_token}
         self.given |= {"q_bias": q_bias.contiguous(), "k_bias": k_bias.contiguous(), "k_token": k_token}
         self.arguments |= {"H": self.H, "HV": self.HV, "A": angle.shape[3], "R": self.R, "S": self.S}
-        self.arguments |= {"P": self.P, "HALVES": halves, "C": self.C, "BI": BI, "BP": BP, "num_warps": WARPS}
+        self.arguments |= {"P": self.P, "HALVES": halves, "C": self.C, "BI": BI, "BP": BP}
 
 
 def _dense(x: Tensor | None) -> Tensor | None:

@@ -73,8 +73,12 @@ def _pairs(
     BC: tl.constexpr,
     BV: tl.constexpr,
     DOT: tl.constexpr,
+    BACKWARDS: tl.constexpr = False,
 ):
-    """``w_ij (x_i . y_j)`` of tokens `i` and `j` of the chunk."""
+    """``w_ij (x_i . y_j)`` of tokens `i` of the chunk and tokens `j` before them, or with `BACKWARDS` after them.
+
+    The sign of the sum of gates does not say which token is later: rounding makes gates of mLSTM a little more than 0.
+    """
     pairs = tl.zeros([BC, BC], dtype=tl.float32)
     for v0 in range(0, V, BV):
         d2 = v0 + tl.arange(0, BV)
@@ -82,9 +86,9 @@ def _pairs(
         pairs += dot(x_, tl.trans(load_tile(y, j, size, 0, d2, HV, V)), DOT)
     high, low = _sums(sums, rest, at + i)
     high_j, low_j = _sums(sums, rest, at + j)
-    between = tl.abs(high[:, None] - high_j[None, :] + (low[:, None] - low_j[None, :]))
+    between = high[:, None] - high_j[None, :] + (low[:, None] - low_j[None, :])
     # Keys do not write if `scale` is 0: see `sweep_kernel`.
-    return tl.where(scale == 0.0, 0.0, pairs * tl.exp2(-between))
+    return tl.where(scale == 0.0, 0.0, pairs * tl.exp2(-between if BACKWARDS else between))
 
 
 @triton.jit
@@ -261,7 +265,7 @@ def gradient_kernel(
             tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), across)
             i = BC + tl.arange(0, BC)
             q_i = load_tile(q, i, size, 0, d, H, K)
-            pairs = _pairs(v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT)
+            pairs = _pairs(v_head, do_head, sums, rest, rh * C, scale, t, i, size, HV, V, BC, BV, DOT, True)
             through = split_dot(pairs, q_i, DOT, through)
         d_leaving = tl.sum(through * k_, 1)
         if beta is not None:

@@ -15,7 +15,7 @@ from flacompose.ops.families.turns.inputs import Inputs
 from flacompose.ops.families.turns.kernels import backward_kernel, forward_kernel
 
 # Tokens and angles of a tile, which is as wide as a read of memory; warps.
-CONFIG = {"C": 512, "BA": 8, "num_warps": 4}
+CONFIG = {"C": 256, "BA": 8, "num_warps": 4}
 ONE_TOKEN = {"C": 2, "BA": 64, "num_warps": 1}
 
 
