@@ -165,7 +165,9 @@ class _Launches(Sweeps):
         gates_of_heads = {name: self.gates[name] for name in ("sums", "rest")}
         sizes = {"V": self.V, "C": self.C}
         products: dict[str, Tensor] = {}
-        group = 2 if ADD_UP and HV // self.q.shape[2] % 2 == 0 else 1
+        # Two heads do not fit in tensor memory.
+        pairs = ADD_UP and HV // self.q.shape[2] % 2 == 0 and not self.chip.has_tensor_memory
+        group = 2 if pairs else 1
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V) | {"GROUP": group}
         if stores_pairs(self.bfloat16, self.K):
             group = 1

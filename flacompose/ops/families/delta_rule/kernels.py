@@ -56,6 +56,7 @@ from flacompose.ops.families._kernels import (
     fine_dot,
     in_float32,
     in_parts,
+    is_idle,
     load_numbers,
     load_tile,
     numbers_of_tile,
@@ -164,12 +165,16 @@ def pair_kernel(
     # Rows are tokens that write, columns tokens that read.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
+    of_itself = tl.zeros([C], dtype=tl.float32)
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
         q_ = load_tile(q + of_keys, i, size, 0, d, H, K)
         k_ = load_tile(k + of_keys, i, size, 0, d, H, K)
         of_q += dot(k_, tl.trans(q_), DOT)
         of_k += dot(k_, tl.trans(k_), DOT)
+        if growth is not None:
+            # Not the diagonal of `of_k`: Triton 3.6 does not compile its sum for Blackwell.
+            of_itself += tl.sum(k_.to(tl.float32) * k_.to(tl.float32), 1)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
     if sums is not None:
         sums += rh * C
@@ -180,7 +185,7 @@ def pair_kernel(
         of_k *= between
     if growth is not None:
         # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
-        along_key = tl.abs(1.0 - beta_i * tl.sum(tl.where(s == t, of_k, 0.0), 0))
+        along_key = tl.abs(1.0 - beta_i * of_itself)
         total = tl.load(sums + C - 1)
         if rest is not None:
             total += tl.load(rest + C - 1)
@@ -337,6 +342,9 @@ def sweep_kernel(
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
+    if not IDENTITY:  # the last segment's matrix is wanted backwards in time
+        if is_idle(segment, SEGMENTS, ends, o is not None or r is not None or states is not None):
+            return
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
@@ -461,6 +469,8 @@ def reverse_kernel(
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
+    if is_idle(SEGMENTS - 1 - segment, SEGMENTS, ends, dv is not None or d_states is not None):
+        return
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
@@ -556,7 +566,8 @@ def join_kernel(
         start = starts + row * K * V
         _store_parts(start, S, dv, K, V, BK)
         begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
-        if begin < stop:  # a segment without tokens leaves the state as it is, to the bit
+        # A segment without tokens leaves the state as it is, to the bit. After the last one none begins.
+        if (begin < stop) & (i < SEGMENTS - 1):
             # By blocks of the contracted axis, which other threads have stored.
             tl.debug_barrier()
             S = _load_parts(None if ends is None else ends + row * K * V, dv, K, V, BK)
