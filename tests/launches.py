@@ -23,6 +23,7 @@ from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.gated_skip import cuda as gated_skip
 from flacompose.ops.families.low_rank import cuda as low_rank
+from flacompose.ops.families.mlstm import cuda as mlstm
 from flacompose.ops.families.normalizer import cuda as normalizer
 from flacompose.ops.families.rotation import cuda as rotation
 from flacompose.ops.families.running_max import cuda as running_max
@@ -294,6 +295,14 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             for mask in masks if given[0] is not None else ():
                 given_back = *args, do, *d_states, mask
                 yield Call(described, flat(slot_attention, "backward"), "slot_attention_backward", given_back)
+
+    if bounds is None:
+        one = [new(1, 1, H, size, dtype=dtype) for size in (K, K, V)]
+        gate, states = new(1, 1, H), (new(1, H, K, V), new(1, H, K), new(1, H))
+        for given in (states, (None, None, None)):
+            from_states = "" if given[0] is None else "from states "
+            args = *one, gate, gate, *given, 1.0, 0.0
+            yield Call(f"mlstm {from_states}{at}", flat(mlstm, "token"), "mlstm_token", args)
 
 
 def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iterator[Call]:

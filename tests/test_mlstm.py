@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from contract.accuracy import FIXED, error
+from contract.accuracy import FIXED, assert_accurate, error
 from contract.cases import NAMED
-from contract.problems import call_reference, draw, evaluate
+from contract.problems import Problem, call_reference, draw, evaluate
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -19,14 +19,11 @@ from flacompose.ops import chunk_mlstm, fused_recurrent_mlstm
 CASE = NAMED["chunk_mlstm"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("form", [chunk_mlstm, fused_recurrent_mlstm], ids=lambda form: form.__name__)
-def test_input_gates_of_any_size(form, dtype: torch.dtype, device: torch.device) -> None:
-    """From -1e4 to 1e4 and -inf, between resets, in packed sequences, from states as large.
+def with_any_input_gates(problem: Problem) -> Problem:
+    """The problem with input gates from -1e4 to 1e4 and -inf, between resets, from states as large.
 
     Queries and keys are positive, so that no weights cancel: there even float32 input would leave nothing of them.
     """
-    problem = draw(CASE, device, dtype, lengths=[70, 0, 33], tail=3, gates="rare")
     tensors = dict(problem.tensors)
     generator = torch.Generator().manual_seed(1)
     sizes = torch.tensor([0, 0, 0, 30, -30, 1e4, -1e4, -torch.inf])
@@ -37,13 +34,39 @@ def test_input_gates_of_any_size(form, dtype: torch.dtype, device: torch.device)
     tensors["i"][:, 13] = -torch.inf  # a reset that leaves nothing at all
     tensors |= {name: tensors[name].abs() for name in ("q", "k", "initial_state")}
     tensors["initial_state"][0, :, -1], tensors["initial_state"][1:, :, -1] = 1e4, -1e4
-    problem = problem.with_tensors(**tensors)
+    return problem.with_tensors(**tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("form", [chunk_mlstm, fused_recurrent_mlstm], ids=lambda form: form.__name__)
+def test_input_gates_of_any_size(form, dtype: torch.dtype, device: torch.device) -> None:
+    problem = with_any_input_gates(draw(CASE, device, dtype, lengths=[70, 0, 33], tail=3, gates="rare"))
     case = CASE if form is chunk_mlstm else NAMED["fused_recurrent_mlstm"]
     actual = evaluate(replace(problem, case=case), "o")
     truth = evaluate(problem.to(torch.float64), "o", call_reference)
     for name in ("o", *(f"d{x}" for x in problem.tensors)):
         assert actual[name].isfinite().all(), name
         assert error(actual[name], truth[name]) <= FIXED[dtype][name != "o"], name
+
+
+@pytest.mark.parametrize("m", [None, 0.5, -torch.inf], ids=["no state", "a state", "a forgotten state"])
+def test_one_token(m: float | None, device: torch.device) -> None:
+    problem = draw(NAMED["fused_recurrent_mlstm"], device, torch.float64, T=1, state=m is not None)
+    if m is not None:
+        problem.tensors["initial_state"][:, :, -1] += m
+    assert_accurate(problem, evaluate(problem))
+
+
+def test_input_gates_of_any_size_token_by_token(device: torch.device) -> None:
+    problem = with_any_input_gates(draw(CASE, device, torch.float64, B=2, T=40, gates="rare"))
+    tensors, o = dict(problem.tensors), []
+    state = CASE.split(tensors.pop("initial_state"), tensors)
+    expected, _ = chunk_mlstm(**tensors, initial_state=state)
+    for t in range(40):
+        token = {name: x[:, t : t + 1] for name, x in tensors.items()}
+        y, state = fused_recurrent_mlstm(**token, initial_state=state, output_final_state=True)
+        o.append(y)
+    torch.testing.assert_close(torch.cat(o, 1), expected, atol=1e-9, rtol=1e-9)
 
 
 def test_the_stabiliser_of_a_state_may_be_any(device: torch.device) -> None:

@@ -12,8 +12,10 @@ from flacompose.ops import _check
 from flacompose.ops._call import check
 from flacompose.ops._dtype import autocast_dtype, state_dtype, upcast
 from flacompose.ops._gates import log_sigmoid
+from flacompose.ops._sizes import always_true
 from flacompose.ops._states import last, recurrent_form
 from flacompose.ops._varlen import sequence_count, without_tail
+from flacompose.ops.families.mlstm import op as token
 from flacompose.ops.families.normalizer import op as normalizer
 from flacompose.ops.families.running_max import op as running_max
 from flacompose.ops.families.scalar_decay import op
@@ -147,6 +149,12 @@ def _run(
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     with nullcontext() if dtype is None else torch.autocast(q.device.type, enabled=False):
         i, f = without_tail(cu_seqlens, i.to(state_dtype(q.dtype)), f.to(state_dtype(q.dtype)))
+        # A symbolic length counts as several tokens, so that a graph gets no guard on it.
+        if form is not op.chunk and cu_seqlens is None and always_true(q.shape[1] == 1):
+            o, *state = token.token(*token.Inputs(q, k, v, i, f, C, n, m, scale, eps))
+            if output_states is not None:
+                state = [x.unsqueeze(1) for x in state]
+            return o, tuple(state) if output_final_state else None
         # Of logarithms far below 0 the exponentials are 0, and differences would be no more than rounding. The bound is
         # no constant of the module, since Dynamo would take it for an input, and compile twice.
         g, m_t, m = running_max.forward(i.detach().clamp(min=-1e4), log_sigmoid(f), m, cu_seqlens)

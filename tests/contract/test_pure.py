@@ -12,7 +12,7 @@ import torch
 from families import flat, part
 from torch import Tensor
 
-from flacompose.ops import fused_recurrent_gsa
+from flacompose.ops import fused_recurrent_gsa, fused_recurrent_mlstm
 
 from .accuracy import assert_accurate, assert_close, assert_equal
 from .cases import OpCase, each_op, every
@@ -85,8 +85,9 @@ def test_inputs_are_unchanged_and_outputs_new(
     with recorded() as calls:
         evaluate(problem)
     expected = case.ops + case.backward_ops
-    if T == 1 and not packed and case.function is fused_recurrent_gsa:
-        expected = ["slot_attention_token", "slot_attention_backward"]
+    one_kernel = {fused_recurrent_gsa: "slot_attention", fused_recurrent_mlstm: "mlstm"}
+    if T == 1 and not packed and case.function in one_kernel:
+        expected = [f"{one_kernel[case.function]}_{form}" for form in ("token", "backward")]
     assert [op.name() for op, _, _ in calls] == [f"flacompose::{name}" for name in expected]
     for op, before, _ in calls:
         args = [x.clone() if isinstance(x, Tensor) else x for x in before]

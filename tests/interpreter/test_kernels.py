@@ -31,8 +31,6 @@ from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule import sweeps
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
-from flacompose.ops.families.slot_attention import cuda as slot_kernels
-from flacompose.ops.families.slot_attention import op as slot_attention
 from flacompose.ops.families.vector_decay.gates import lets_through
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -88,10 +86,12 @@ def launch_of(cuda: ModuleType, form: str, differentiable: int) -> Callable[...,
     return partial(Launched.apply, cuda, form, differentiable)
 
 
-def launch_one_token_of_slots(patch: pytest.MonkeyPatch) -> None:
-    """The launches of slot attention in the place of its op, which takes over from vector decay for one token."""
-    differentiable = slot_attention.Inputs._fields.index("scale")
-    patch.setattr(slot_attention, "token", launch_of(slot_kernels, "token", differentiable))
+def launch_one_token(patch: pytest.MonkeyPatch) -> None:
+    """The launches of slot attention and mLSTM in the place of their ops, which are those of one token."""
+    for family in ("slot_attention", "mlstm"):
+        op = part(family, "op")
+        differentiable = op.Inputs._fields.index("scale")
+        patch.setattr(op, "token", launch_of(part(family, "cuda"), "token", differentiable))
 
 
 def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
         for form in {"chunk", "recurrent", "forward"} & {*vars(op)}:
             differentiable = op.Inputs._fields.index("cu_seqlens")
             patch.setattr(op, form, launch_of(part(case.family, "cuda"), form, differentiable))
-        launch_one_token_of_slots(patch)
+        launch_one_token(patch)
         return call(problem, **tensors)
 
 

@@ -11,7 +11,7 @@ from contract.states import WITH_STATES, by_calls, with_states
 from families import flat, part
 from torch import Tensor
 
-from .test_kernels import CPU, launch_one_token_of_slots
+from .test_kernels import CPU, launch_one_token
 
 # What a gate of -inf leaves is computed in two ways, of which one is chosen.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -26,7 +26,7 @@ def launched(problem: Problem, function, n: int) -> tuple[Tensor, Tensor]:
         steps = flat(cuda, "steps")
         patch.setattr(op, "recurrent", flat(cuda, "recurrent"))
         patch.setattr(op, "steps", lambda *args, count, stride: steps(*args, count, stride))
-        launch_one_token_of_slots(patch)
+        launch_one_token(patch)
         return function(problem, n=n)
 
 

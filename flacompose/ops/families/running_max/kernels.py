@@ -12,7 +12,7 @@ LOWEST = tl.constexpr(inputs.LOWEST)
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     """The maximum, which is NaN if one of both is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
@@ -20,7 +20,7 @@ def _larger(a, b):
 @triton.jit
 def _join(g, m, next_g, next_m):
     """Joins two runs of tokens, each given by the sum of its gates and by its maximum."""
-    return g + next_g, _larger(m + next_g, next_m)
+    return g + next_g, larger(m + next_g, next_m)
 
 
 @triton.jit
@@ -53,16 +53,16 @@ def running_max_kernel(
     lo, hi, _ = find_sequence(n, T, cu_seqlens, C)
     last = tl.zeros([1, BD], tl.float32)
     if initial is not None:
-        last = _larger(tl.load(initial + n * D + d, mask=in_d, other=0.0).to(tl.float32), LOWEST)
+        last = larger(tl.load(initial + n * D + d, mask=in_d, other=0.0).to(tl.float32), LOWEST)
     t = tl.arange(0, C)[:, None]
     for start in range(lo, hi, C):
         size = tl.minimum(hi - start, C).to(tl.int32)
         mask = (t < size) & in_d
         at = start * D + t * D + d
-        x_ = _larger(tl.load(x + at, mask=mask, other=0.0).to(tl.float32), LOWEST)
+        x_ = larger(tl.load(x + at, mask=mask, other=0.0).to(tl.float32), LOWEST)
         g_ = tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
         decay, m_ = tl.associative_scan((g_, x_), 0, _join)
-        m_ = _larger(m_, decay + last)
+        m_ = larger(m_, decay + last)
         # Gates are between the numbers that are stored, each of which has been rounded once. What is not used has names
         # of its own: Triton 3.6 would take `_` for the number above, of another type.
         before, _m, _one = tl.associative_scan(

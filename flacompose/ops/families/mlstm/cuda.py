@@ -1,0 +1,33 @@
+"""Launches of the Triton kernel: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._launching import launch
+from flacompose.ops.families._launch import block, operand, tile_count
+from flacompose.ops.families.mlstm import eager
+from flacompose.ops.families.mlstm.inputs import Inputs
+from flacompose.ops.families.mlstm.kernels import token_kernel
+
+backward = eager.backward
+
+
+def token(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(o [B, 1, HV, V], final_C [B, HV, K, V], final_n [B, HV, K], final_m [B, HV])``."""
+    *tensors, scale, eps = inputs
+    (B, _, H, K), (HV, V) = inputs.q.shape, inputs.v.shape[2:]
+    o = torch.empty(B, 1, HV, V, dtype=inputs.v.dtype, device=inputs.q.device)
+    C, n, m = (torch.empty(B, HV, *of, dtype=torch.float32, device=o.device) for of in ((K, V), (K,), ()))
+    config = token_config(K, V)
+    grid = (B * HV * tile_count(V, config["BV"]),)
+    given = (operand(x) for x in tensors)
+    launch(token_kernel, grid, *given, o, C, n, m, scale=scale, eps=eps, GROUP=HV // H, K=K, V=V, **config)
+    return o, C, n, m
+
+
+def token_config(K: int, V: int) -> dict[str, int]:
+    """Block sizes: all keys, and as many values that the registers hold 4096 elements of the state."""
+    BK = block(K, 512)
+    return {"BK": BK, "BV": block(V, max(4096 // BK, 8))}
