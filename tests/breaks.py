@@ -167,6 +167,8 @@ BREAKS = [
     Break("models/config.py", "if name in known}", "}", "models/test_recurrent_lm.py", "arguments"),
     Break("layers/hgrn.py", "self.convolutions[::-1]", "self.convolutions", "layers/test_laws.py", "test_values and HGRN"),
     Break("layers/joint.py", "split(self.joint_proj(x), self.joint_sizes, -1)", "split(self.joint_proj(x), self.joint_sizes[::-1], -1)", "layers/test_joint.py", "same_results"),
+    Break("layers/forget_gate.py", "lower_bound is None or self.is_first", "lower_bound is None or self.layer_idx == 0", "models/test_recurrent_lm.py", "share_a_graph"),
+    Break("layers/rwkv7.py", "shared = None if self.is_first", "shared = None if self.layer_idx == 0", "models/test_recurrent_lm.py", "share_a_graph"),
     Break("layers/forget_gate.py", "f = bound + (1 - bound) * sigmoid", "f = bound + sigmoid", "layers/test_hgrn.py"),
     Break("layers/norm.py", "x.shape[-1:], None, None, self.eps)", "x.shape[-1:], None, None, 1e-2)", "layers"),
     Break("models/sampling.py", "logits < least", "logits <= least", "models/test_recurrent_lm.py"),

@@ -45,7 +45,7 @@ class ForgetGateLayer(RecurrentLayer):
         """Check `lower_bound`, and return it, or None if this layer does not use it."""
         if lower_bound is not None:
             _check.like(x, "lower_bound", lower_bound, (self.gate_channels,))
-        return None if lower_bound is None or self.layer_idx == 0 else distributed_like(x, lower_bound)
+        return None if lower_bound is None or self.is_first else distributed_like(x, lower_bound)
 
 
 def forget_gate(

@@ -218,6 +218,9 @@ class RecurrentLayer(StatefulLayer):
         _check.count("conv_size", conv_size)
         self.mode = mode
         self.layer_idx: Any = layer_idx  # layers that use it say what it may be
+        # What a call reads in place of `layer_idx`: the compiler makes a graph for each value that is read, and blocks
+        # that are compiled one by one shall share one.
+        self.is_first = layer_idx == 0
 
     def _keep_flags(self, **flags: bool) -> None:
         """Keep these options as attributes, once it is checked that they are bools."""

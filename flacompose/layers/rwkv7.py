@@ -183,8 +183,7 @@ class RWKV7Attention(RecurrentLayer):
     def _compute(
         self, x: Tensor, past: RecurrentState, tokens: Layout, v_first: Tensor | None
     ) -> tuple[Tensor, RecurrentState] | tuple[Tensor, RecurrentState, Tensor]:
-        is_first = self.layer_idx == 0
-        shared = None if is_first else tokens.enter(self._checked(x, v_first))
+        shared = None if self.is_first else tokens.enter(self._checked(x, v_first))
         x = as_projected(x)
         before, shift = token_shift(x, past.shift, tokens.lengths, tokens.cu_seqlens, tokens.num_states)
         delta = before - x
@@ -212,7 +211,7 @@ class RWKV7Attention(RecurrentLayer):
         bonus = (upcast(r) * k * self.r_k).sum(-1, keepdim=True) * v
         y = ((self.g_norm(o) + bonus) * gate).to(o.dtype)
         y, new = self.o_proj(y.flatten(2)), RecurrentState(recurrent, shift=shift)
-        return (y, new, v_own) if is_first else (y, new)
+        return (y, new, v_own) if self.is_first else (y, new)
 
     def _checked(self, x: Tensor, v_first: Tensor | None) -> Tensor:
         if v_first is None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
 from flacompose.layers import RecurrentState
@@ -185,6 +186,27 @@ def test_compiled(name: str, backend: str, device: torch.device) -> None:
         close(actual, expected)
         grads = (torch.autograd.grad(out[0].square().mean(), parameters) for out in (actual, expected))
         close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "changes"),
+    [
+        (1, {}),
+        (2, {"layer": "RWKV7Attention", "layer_options": {"head_dim": 16}, "feed_forward": "rwkv7"}),
+        (2, {"layer": "HGRN2Attention", "layer_options": {"expand_ratio": 8}, "use_lower_bound": True}),
+    ],
+    ids=["gla", "rwkv7", "hgrn2"],
+)
+def test_compiled_blocks_share_a_graph(graphs: int, changes: dict[str, Any]) -> None:
+    """All but the first, which differs from the others in RWKV7 and HGRN2, whatever their place in the model is."""
+    model, ids = small(num_hidden_layers=4, **changes), tokens(2, 9, VOCAB)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(model(ids)[0].square().mean(), parameters, allow_unused=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.layers:
+        block.compile(fullgraph=True, backend=counter)
+    close(torch.autograd.grad(model(ids)[0].square().mean(), parameters, allow_unused=True), expected)
+    assert counter.frame_count == graphs
 
 
 @pytest.mark.parametrize("name", ["hgrn2", "gla hybrid"])
