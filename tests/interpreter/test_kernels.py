@@ -382,13 +382,6 @@ def test_many_heads_of_values_share_keys(HV: int, parts: int) -> None:
     check(draw(case, CPU, B=2, H=1, T=70, K=5, V=6, gates="mixed"))
 
 
-@pytest.mark.parametrize("groups", [3, 4])
-def test_heads_that_share_keys_in_the_delta_rule(groups: int) -> None:
-    """Gradients of queries and keys are added up two heads at a time in a program, where their number is even."""
-    case = replace(NAMED["chunk_gated_delta_rule"], groups=groups)
-    check(draw(case, CPU, B=1, H=2, T=40, K=5, V=6, gates="mixed"))
-
-
 each_delta_rule = every(
     [
         case

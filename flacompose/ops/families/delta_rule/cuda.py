@@ -28,8 +28,6 @@ from flacompose.ops.families.delta_rule.sweeps import Sweeps
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 
-ADD_UP = True  # the gradients of queries and keys of heads that share them, in the kernel that makes them
-
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
@@ -165,18 +163,14 @@ class _Launches(Sweeps):
         gates_of_heads = {name: self.gates[name] for name in ("sums", "rest")}
         sizes = {"V": self.V, "C": self.C}
         products: dict[str, Tensor] = {}
-        # Two heads do not fit in tensor memory.
-        pairs = ADD_UP and HV // self.q.shape[2] % 2 == 0 and not self.chip.has_tensor_memory
-        group = 2 if pairs else 1
-        kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V) | {"GROUP": group}
+        kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
         if stores_pairs(self.bfloat16, self.K):
-            group = 1
             kernel, config = gradient_from_pairs_kernel, gradient_from_pairs_config(self.bfloat16)
             products = self.pair_gradients(
                 r=r, do=do, dv=None if dS is None else dv, **gates_of_heads, **sizes
             )
         tiles = tile_count(self.K, config["BK"])
-        outputs = self.of_tiles(tiles, group)
+        outputs = self.of_tiles(tiles)
         # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
         gated = self.gates["sums"] is not None
         d_sums = self.per_chunk(3 * tiles, HV, self.C) if gated else None
@@ -185,7 +179,7 @@ class _Launches(Sweeps):
             outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
         launch(
             kernel,
-            (tiles * self.chunks * (HV // group),),
+            (tiles * self.chunks * HV,),
             **self.vectors,
             **gates_of_heads,
             r=r,
@@ -265,10 +259,10 @@ class _Launches(Sweeps):
             made["g"] = made["gk"].sum(-1)
         return made
 
-    def of_tiles(self, tiles: int, group: int = 1) -> dict[str, Any]:
-        """Memory for dq, dk, da and dbeta, as `added_up` takes them. Of the former, `group` heads have one gradient."""
+    def of_tiles(self, tiles: int) -> dict[str, Any]:
+        """Memory for dq, dk, da and dbeta, as `added_up` takes them."""
         outputs: dict[str, Any] = {
-            name: None if x is None else self.per_token(self.HV // group, self.K, dtype=self.dtype)
+            name: None if x is None else self.per_token(self.HV, self.K, dtype=self.dtype)
             for name, x in (("dq", self.q), ("dk", self.k), ("da", self.a))
         }
         return outputs | {"dbeta": self.per_token(tiles, self.HV, dtype=torch.float32)}
@@ -282,11 +276,10 @@ class _Launches(Sweeps):
             x = self.batched(x)
             if name == "dbeta":
                 x = x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
-            elif x.shape[2] != H:
-                heads = x.shape[2]
+            elif self.HV != H:
                 x = x.unflatten(2, (H, -1))
                 # PyTorch's sum of two takes twice as long as an addition.
-                x = x[:, :, :, 0] + x[:, :, :, 1] if heads == 2 * H else x.sum(3)
+                x = x[:, :, :, 0] + x[:, :, :, 1] if self.HV == 2 * H else x.sum(3)
             made[name.removeprefix("d")] = x
         return made
 

@@ -71,8 +71,8 @@ def gradient_kernel(
     dv,  # [tokens, HV, V]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
-    dq,  # [tokens, HV / GROUP, K], that of the heads of a program
-    dk,  # [tokens, HV / GROUP, K], likewise
+    dq,  # [tokens, HV, K]
+    dk,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
     d_total,  # [chunks, HV, K]
@@ -87,110 +87,96 @@ def gradient_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    GROUP: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
 
-    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_total`. A program has `GROUP` heads of
-    values that share queries and keys, one after the other, and adds up the gradients of these where it stores them.
-    Registers are scarce, so that queries and keys read one after the other, and inputs and weights are loaded again
-    rather than kept.
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_total`. Registers are scarce, so that
+    queries and keys read one after the other, and inputs and weights are loaded again rather than kept.
     """
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
-    tile, row, group, lo, hi = tile_of_program(tiles, T, N, HV // GROUP, cu_seqlens, C)
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
+    rh = row * HV + h
+    first = lo * HV + h
     i = tl.arange(0, C)
     t, s = i[:, None], i[None, :]
     d = numbers_of_tile(tile, BK)
     size = size_of_chunk(lo, hi, C)
-    of_keys = (lo * H + group * GROUP // (HV // H)) * K
+    of_keys = (lo * H + h // (HV // H)) * K
     q += of_keys
     k += of_keys
-    of_group = (lo * (HV // GROUP) + group) * K
-    for head in range(GROUP):
-        h = group * GROUP + head
-        rh = row * HV + h
-        first = lo * HV + h
-        r_head = r + first * V
-        states_head = states + rh * K * V
-        # What the heads before this one have stored, which other threads may have done.
-        added = tl.where(head > 0, size, 0)
-        tl.debug_barrier()
-        beta_i = load_numbers(beta, first, i, size, HV)
-        beta_t = beta_i[:, None]
+    r += first * V
+    states += rh * K * V
+    beta_i = load_numbers(beta, first, i, size, HV)
+    beta_t = beta_i[:, None]
+    if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
+        from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
+
+    # 1. Queries read with the gradient do.
+    pairs, transposed, dq_read = _reads(do + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
+    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
+    diagonal = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
+    pairs = tl.where(s < t, pairs * (scale * beta_i)[None, :], 0.0)
+    transposed = tl.where(t < s, transposed * scale, 0.0)
+    dq_read *= scale
+    if sums is not None:
+        weights = decayed_pairs(sums, rest, C)
+        pairs *= weights
+        transposed *= weights
+        dq_read *= from_start[:, None]
+    q_ = load_tile(q, i, size, 0, d, H, K)
+    k_ = load_tile(k, i, size, 0, d, H, K)
+    dq_read = split_dot(pairs, k_, DOT, dq_read)
+    store_tile(dq + first * K, dq_read + diagonal * beta_t * k_, i, size, 0, d, HV, K)
+
+    if dk is not None:
+        in_chunk = split_dot(transposed, q_, DOT)
+        ending = tl.sum(dq_read * q_, 1)
+
+        # 2. Keys read with the gradient -dv.
+        pairs, transposed, dk_read = _reads(dv + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
+        pairs = tl.where(s < t, pairs * -beta_i[None, :], 0.0)
+        transposed = tl.where(t < s, -transposed, 0.0)
+        dk_read = -dk_read
         if sums is not None:
-            sums_head = sums + rh * C
-            rest_head = None if rest is None else rest + rh * C
-            from_start, to_end, of_chunk = decayed_rows(sums_head, rest_head, C)
-        # 1. Queries read with the gradient do.
-        pairs, transposed, dq_read = _reads(
-            do + first * V, r_head, states_head, size, d, HV, K, V, C, BV, DOT
-        )
-        # No gate decays the pair of a token with itself, which joins last: it would drown the others in the gradient of
-        # gates.
-        diagonal = tl.sum(tl.where(s == t, pairs, 0.0), 1)[:, None] * scale
-        pairs = tl.where(s < t, pairs * (scale * beta_i)[None, :], 0.0)
-        transposed = tl.where(t < s, transposed * scale, 0.0)
-        dq_read *= scale
-        if sums is not None:
-            weights = decayed_pairs(sums_head, rest_head, C)
+            weights = decayed_pairs(sums, rest, C)
             pairs *= weights
             transposed *= weights
-            dq_read *= from_start[:, None]
+            dk_read *= from_start[:, None]
+        k_ = load_tile(k, i, size, 0, d, H, K)
+        dk_read = split_dot(pairs, k_, DOT, dk_read)
+        in_chunk = split_dot(transposed, k_, DOT, in_chunk)
+        ending += tl.sum(dk_read * k_, 1)
+
+        # 3. What keys write also reaches the chunk's end.
+        written = tl.zeros([C, BK], dtype=tl.float32)
+        d_total_ = tl.zeros([BK, BK], dtype=tl.float32)
+        for v0 in range(0, V, BV):
+            d2 = v0 + tl.arange(0, BV)
+            dS = load_state(d_states + rh * K * V, d, d2, K, V)
+            written += dot(load_tile(r, i, size, 0, d2, HV, V), dS, DOT)
+            if d_total is not None:  # the sums of S dS are the diagonal of a product
+                d_total_ += dot(tl.trans(load_state(states, d, d2, K, V)), dS, DOT)
+        if sums is not None:
+            written *= to_end[:, None]
         q_ = load_tile(q, i, size, 0, d, H, K)
         k_ = load_tile(k, i, size, 0, d, H, K)
-        dq_read = split_dot(pairs, k_, DOT, dq_read)
-        dq_ = load_tile(dq + of_group, i, added, 0, d, HV // GROUP, K) + dq_read + diagonal * beta_t * k_
-        store_tile(dq + of_group, dq_, i, size, 0, d, HV // GROUP, K)
-
-        if dk is not None:
-            in_chunk = split_dot(transposed, q_, DOT)
-            ending = tl.sum(dq_read * q_, 1)
-
-            # 2. Keys read with the gradient -dv.
-            pairs, transposed, dk_read = _reads(
-                dv + first * V, r_head, states_head, size, d, HV, K, V, C, BV, DOT
-            )
-            pairs = tl.where(s < t, pairs * -beta_i[None, :], 0.0)
-            transposed = tl.where(t < s, -transposed, 0.0)
-            dk_read = -dk_read
-            if sums is not None:
-                weights = decayed_pairs(sums_head, rest_head, C)
-                pairs *= weights
-                transposed *= weights
-                dk_read *= from_start[:, None]
-            k_ = load_tile(k, i, size, 0, d, H, K)
-            dk_read = split_dot(pairs, k_, DOT, dk_read)
-            in_chunk = split_dot(transposed, k_, DOT, in_chunk)
-            ending += tl.sum(dk_read * k_, 1)
-
-            # 3. What keys write also reaches the chunk's end.
-            written = tl.zeros([C, BK], dtype=tl.float32)
-            d_total_ = tl.zeros([BK, BK], dtype=tl.float32)
-            for v0 in range(0, V, BV):
-                d2 = v0 + tl.arange(0, BV)
-                dS = load_state(d_states + rh * K * V, d, d2, K, V)
-                written += dot(load_tile(r_head, i, size, 0, d2, HV, V), dS, DOT)
-                if d_total is not None:  # the sums of S dS are the diagonal of a product
-                    d_total_ += dot(tl.trans(load_state(states_head, d, d2, K, V)), dS, DOT)
-            if sums is not None:
-                written *= to_end[:, None]
-            q_ = load_tile(q, i, size, 0, d, H, K)
-            k_ = load_tile(k, i, size, 0, d, H, K)
-            # 4. The gradients of sums of gates, of `beta` and of keys.
-            if d_sums is not None:
-                j = tl.arange(0, BK)
-                d_total_ = tl.sum(tl.where(j[:, None] == j[None, :], d_total_, 0.0), 1)
-                tl.store(d_total + rh * K + d, d_total_ * of_chunk, mask=d < K)
-                at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
-                tl.store(at + ENDING * tiles * HV * C, ending)
-                tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
-                tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
-            written += in_chunk + diagonal * q_
-            d_beta = tl.sum(written * k_, 1)
-            tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
-            dk_ = load_tile(dk + of_group, i, added, 0, d, HV // GROUP, K) + dk_read + written * beta_t
-            store_tile(dk + of_group, dk_, i, size, 0, d, HV // GROUP, K)
+        # 4. The gradients of sums of gates, of `beta` and of keys.
+        if d_sums is not None:
+            j = tl.arange(0, BK)
+            d_total_ = tl.sum(tl.where(j[:, None] == j[None, :], d_total_, 0.0), 1)
+            tl.store(d_total + rh * K + d, d_total_ * of_chunk, mask=d < K)
+            at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
+            tl.store(at + ENDING * tiles * HV * C, ending)
+            tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
+            tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
+        written += in_chunk + diagonal * q_
+        d_beta = tl.sum(written * k_, 1)
+        tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
+        store_tile(dk + first * K, dk_read + written * beta_t, i, size, 0, d, HV, K)

@@ -46,11 +46,9 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
-    chunk_of_program,
     chunks_of_segment,
     dot,
     dot_of_parts,
-    find_chunk,
     find_segment,
     find_sequence,
     fine_dot,
@@ -64,6 +62,7 @@ from flacompose.ops.families._kernels import (
     split_dot,
     split_program,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.scalar_decay.gates import decayed_pairs, decayed_rows
 from flacompose.ops.families.vector_decay.gates import siblings
@@ -71,7 +70,6 @@ from flacompose.ops.families.vector_decay.gates import siblings
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
 # What multiplies a state by less than 2 to this power leaves nothing of one below 2^43 that float32 can hold.
 FORGOTTEN = tl.constexpr(-192.0)
-NEIGHBOURS = tl.constexpr(True)
 
 
 @triton.jit
@@ -146,17 +144,13 @@ def pair_kernel(
     """Fills `W`, `P` and, if given, `Y` and `growth`."""
     scale = in_float32(scale)
     # The heads of values that share queries and keys are neighbours, so that these are read from memory once.
-    if NEIGHBOURS:
-        head, row, group = split_program(HV // H, tl.num_programs(0) // HV)
-        h = group * (HV // H) + head
-        lo, hi = find_chunk(row, T, N, cu_seqlens, C)
-    else:
-        row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
+    of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
+    h = hk * (HV // H) + of_group
     if lo >= hi:
         return
     rh = row * HV + h
     first = lo * HV + h
-    of_keys = (lo * H + h // (HV // H)) * K
+    of_keys = (lo * H + hk) * K
     i = tl.arange(0, C)
     s, t = i[:, None], i[None, :]
     size = size_of_chunk(lo, hi, C)
