@@ -144,6 +144,8 @@ BREAKS = [
     Break("ops/families/scan/kernels.py", "at_end = (segment * N + n) * D + d", "at_end = n * D + d", KERNELS, "test_segments and hgrn"),
     Break("ops/families/scalar_decay/kernels.py", "high_before = tl.load(sums + at - 1,", "high_before = tl.load(sums + at,", KERNELS, "several_blocks and simple_gla-g"),
     Break("ops/families/delta_rule/kernels.py", "Y = tl.where(s == t, 1.0, 0.0) - ", "Y = tl.where(s == t, 1.0, 0.0) + ", KERNELS, "dense and delta_rule"),
+    Break("ops/families/delta_rule/kernels.py", "begin + i if REVERSE else stop - 1 - i", "begin + i", KERNELS, "that_forget"),
+    Break("ops/families/delta_rule/kernels.py", "1.0 - beta_i * of_itself", "1.0 - of_itself", "interpreter/test_stretches.py", "growth"),
     Break("ops/families/delta_rule/kernels.py", "r_ = read_by_k + dot(", "r_ = dot(", KERNELS, "dense and dplr"),
     Break("ops/families/low_rank/kernels.py", "sums = sums - tl.where(of_a", "sums = sums - 0 * tl.where(of_a", KERNELS, "dense and dplr"),
     Break("ops/families/low_rank/gradients.py", "d_gates -= of_a", "d_gates -= 0 * of_a", KERNELS, "dense and dplr"),

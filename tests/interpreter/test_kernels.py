@@ -402,6 +402,35 @@ def test_segments_with_little_replaced(
     check(problem.with_tensors(beta=0.05 * problem.tensors["beta"]))
 
 
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> Problem:
+    """Three segments of four chunks, and four heads: two gates of -80 forget a state, and one does not.
+
+    There is one amid all chunks of the first head, none of the second, the last two of each segment in the third, and
+    the first two in the fourth.
+    """
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-0.02)
+    problem.tensors["beta"].mul_(0.02)  # else keys replace what gates leave
+    amid = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 16]
+    amid[..., 0] = amid[:, :, 2:, 2] = amid[:, :, :2, 3] = -80.0
+    return problem
+
+
+def test_segments_that_forget(forgetful: Problem) -> None:
+    """What they are begun with is passed over where it is forgotten, head by head and in either direction."""
+    check(forgetful)
+
+
+def test_what_is_forgotten_is_not_swept(forgetful: Problem) -> None:
+    """A NaN at the row's start, and one that arrives at its end, stay in their segments where all gates are strong."""
+    v, do = forgetful.tensors["v"].clone(), forgetful.do.clone()
+    v[:, 0, 0] = do[:, -1, 0] = torch.nan
+    results = evaluate(replace(forgetful.with_tensors(v=v), do=do), "both", launched)
+    assert results["o"][:, :32, 0].isnan().any() and results["o"][:, 128:, 0].isfinite().all()
+    assert results["dv"][:, -32:, 0].isnan().any() and results["dv"][:, :256, 0].isfinite().all()
+
+
 @every([NAMED[name] for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda")])
 @pytest.mark.parametrize(
     ("segments", "lengths"), [(1, None), (3, None), (3, [3, 100, 0])], ids=["one", "three", "packed"]

@@ -8,6 +8,8 @@ from families import flat, part
 from test_stretches import CASES, MATRICES, Case, drawn, packed
 
 from flacompose.ops.families import _sequences
+from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.delta_rule.inputs import Inputs
 from flacompose.ops.families.selective_scan import cuda as selective_scan
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -34,3 +36,21 @@ def test_ends(case: Case, bounds: list[int] | None, segments: int, monkeypatch: 
         if case.family not in ("selective_scan", *MATRICES):  # not of time steps, and no matrices
             x, y = x.exp(), y.exp()
         assert (x - y).norm() <= 1e-5 * y.norm()
+
+
+def test_growth_bounds_what_a_chunk_multiplies_a_state_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sequence is a chunk. Of one token the bound is the norm itself. Gates are weak, some keys larger than 1."""
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    bounds = torch.tensor([0, 32, 33, 53, 54, 55])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 55, 2, 3, generator=generator, dtype=torch.float64)
+    beta, g = torch.rand(2, 1, 55, 2, generator=generator, dtype=torch.float64)
+    inputs = Inputs(q, k, v, 2 * beta, -1e-5 * g, cu_seqlens=bounds)
+    growth = delta_rule._Launches(Inputs(*(x.float() for x in inputs[:5]), cu_seqlens=bounds)).growth
+    assert growth is not None
+    _, matrix = torch.ops.flacompose.delta_rule_ends(*inputs)
+    norm = torch.linalg.matrix_norm(matrix, 2).log2()
+    over = growth[bounds[:-1] // 32 + torch.arange(5)] - norm
+    one = bounds.diff() == 1
+    # Logarithms up to 2 in float32.
+    assert over.min() > -1e-6 and over[one].max() < 1e-6 and norm[one].max() > 1

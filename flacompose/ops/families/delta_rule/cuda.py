@@ -115,6 +115,8 @@ class _Launches(Sweeps):
         """Fill the `products` that sweeps take, where gates are of heads, or where there are none."""
         self.HK = self.q.shape[2]
         self.factors |= {"q": self.q, "k": self.k}
+        if self.row.split and self.gates["sums"] is not None:
+            self.growth = self.per_chunk(self.HV)
         gates = {name: self.gates[name] for name in ("sums", "rest")}
         launch(
             pair_kernel,
@@ -122,6 +124,7 @@ class _Launches(Sweeps):
             **self.vectors,
             **gates,
             **products,
+            growth=self.growth,
             **self.arguments,
             K=self.K,
             C=self.C,

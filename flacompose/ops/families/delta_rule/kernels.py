@@ -32,6 +32,10 @@ A long row is cut into segments, which are swept at the same time. One sweep bef
 and another one at the identity matrix, which shows what the segment does to any state. From the two, `join_kernel`
 computes the state that each segment begins at.
 
+Where gates of heads are strong, a segment's end has forgotten the segment's start. So `pair_kernel` also makes the
+`growth` of each chunk, the logarithm of a bound of what it multiplies a state by, and those two sweeps go only as far
+back from the end, or on from the start, as something of a state is left.
+
 A gate of a head scales whole rows, so it is applied to the products with the state. A gate of a channel is in `k_read`
 and `q_read` themselves, which `channel_pair_kernel` stores: it takes the place of `pair_kernel` there.
 """
@@ -42,7 +46,6 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
-    chunk_of_program,
     chunks_of_segment,
     dot,
     dot_of_parts,
@@ -51,6 +54,7 @@ from flacompose.ops.families._kernels import (
     fine_dot,
     in_float32,
     in_parts,
+    is_idle,
     load_numbers,
     load_tile,
     numbers_of_tile,
@@ -58,11 +62,14 @@ from flacompose.ops.families._kernels import (
     split_dot,
     split_program,
     store_tile,
+    tile_of_program,
 )
 from flacompose.ops.families.scalar_decay.gates import decayed_pairs, decayed_rows
 from flacompose.ops.families.vector_decay.gates import siblings
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
+# What multiplies a state by less than 2 to this power leaves nothing of one below 2^43 that float32 can hold.
+FORGOTTEN = tl.constexpr(-192.0)
 
 
 @triton.jit
@@ -122,6 +129,7 @@ def pair_kernel(
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
+    growth,  # [chunks, HV], as `forgets` takes it, with `sums`
     cu_seqlens,
     T,
     N,
@@ -133,14 +141,16 @@ def pair_kernel(
     BK: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Fills `W`, `P` and, if given, `Y`."""
+    """Fills `W`, `P` and, if given, `Y` and `growth`."""
     scale = in_float32(scale)
-    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
+    # The heads of values that share queries and keys are neighbours, so that these are read from memory once.
+    of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
+    h = hk * (HV // H) + of_group
     if lo >= hi:
         return
     rh = row * HV + h
     first = lo * HV + h
-    of_keys = (lo * H + h // (HV // H)) * K
+    of_keys = (lo * H + hk) * K
     i = tl.arange(0, C)
     s, t = i[:, None], i[None, :]
     size = size_of_chunk(lo, hi, C)
@@ -149,12 +159,16 @@ def pair_kernel(
     # Rows are tokens that write, columns tokens that read.
     of_q = tl.zeros([C, C], dtype=tl.float32)
     of_k = tl.zeros([C, C], dtype=tl.float32)
+    of_itself = tl.zeros([C], dtype=tl.float32)
     for d0 in range(0, K, BK):
         d = d0 + tl.arange(0, BK)
         q_ = load_tile(q + of_keys, i, size, 0, d, H, K)
         k_ = load_tile(k + of_keys, i, size, 0, d, H, K)
         of_q += dot(k_, tl.trans(q_), DOT)
         of_k += dot(k_, tl.trans(k_), DOT)
+        if growth is not None:
+            # Not the diagonal of `of_k`: Triton 3.6 does not compile its sum for Blackwell.
+            of_itself += tl.sum(k_.to(tl.float32) * k_.to(tl.float32), 1)
     of_q = tl.where(s <= t, of_q * scale, 0.0)
     if sums is not None:
         sums += rh * C
@@ -163,6 +177,13 @@ def pair_kernel(
         between = decayed_pairs(sums, rest, C)
         of_q *= between
         of_k *= between
+    if growth is not None:
+        # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
+        along_key = tl.abs(1.0 - beta_i * of_itself)
+        total = tl.load(sums + C - 1)
+        if rest is not None:
+            total += tl.load(rest + C - 1)
+        tl.store(growth + rh, total + tl.sum(tl.log2(tl.maximum(along_key, 1.0)), 0))
     # 2. Y and P.
     weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
     if sums is not None:
@@ -249,6 +270,27 @@ def _read_parts(
     return of_x, of_y
 
 
+@triton.jit
+def forgets(growth, HV, begin, stop, REVERSE: tl.constexpr):
+    """The fewest of the chunks `begin` to `stop`, counted from the last, that forget a state, and whether any do.
+
+    The state after them is then, in float32, what they reach from zero. ``growth [chunks, HV]``, of one head, has the
+    base-2 logarithm of a bound of the norm of the matrix by which each chunk multiplies a state. With `REVERSE` chunks
+    are counted from the first. If not even all of them forget, their number is returned.
+    """
+    chunks = stop - begin
+    count = chunks + 1
+    before = tl.zeros([], tl.float32)
+    for first in range(0, chunks, 64):
+        i = first + tl.arange(0, 64)
+        chunk = begin + i if REVERSE else stop - 1 - i
+        of_chunk = tl.load(growth + chunk * HV, mask=i < chunks, other=0.0)
+        is_enough = before + tl.cumsum(of_chunk, 0) <= FORGOTTEN
+        count = tl.minimum(count, tl.min(tl.where(is_enough, i + 1, chunks + 1), 0))
+        before += tl.sum(of_chunk, 0)
+    return tl.minimum(count, chunks), count <= chunks
+
+
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
     # One kernel sweeps for all rules that erase, and likewise below, because they differ in their factors alone: in
@@ -263,6 +305,7 @@ def sweep_kernel(
     b,  # [tokens, HV, K], keys that write what `k` reads, if it is not taken from the values first
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
+    growth,  # [chunks, HV], with `ends`: these are found from the chunks that count, as `forgets` says
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
@@ -293,16 +336,26 @@ def sweep_kernel(
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
+    if not IDENTITY:  # the last segment's matrix is wanted backwards in time
+        if is_idle(segment, SEGMENTS, ends, o is not None or r is not None or states is not None):
+            return
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
     dv = numbers_of_tile(tile, BV)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
+    one = 1.0
+    if growth is not None:
+        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, False)
+        if IDENTITY:  # nothing of it is left
+            counting = tl.where(forgotten, 0, counting)
+            one = tl.where(forgotten, 0.0, 1.0)
+        begin = stop - counting
     if IDENTITY:
         S = ()
         for part in tl.static_range((K + BK - 1) // BK):
-            S += (tl.where(dv[:, None] == (part * BK + tl.arange(0, BK))[None, :], 1.0, 0.0),)
+            S += (tl.where(dv[:, None] == (part * BK + tl.arange(0, BK))[None, :], one, 0.0),)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
     for chunk in range(begin, stop):
@@ -385,6 +438,7 @@ def reverse_kernel(
     W,  # [tokens, HV, K]
     b,  # [tokens, HV, K], as in `sweep_kernel`
     P,  # [chunks, HV, C, C], transposed
+    growth,  # [chunks, HV], as in `sweep_kernel`
     d_final,  # [SEGMENTS, N, HV, K, V], after each segment
     dv,  # [tokens, HV, V]
     du,  # [tokens, HV, V], with `b`: what it reads of the state's gradient
@@ -409,12 +463,17 @@ def reverse_kernel(
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
+    if is_idle(SEGMENTS - 1 - segment, SEGMENTS, ends, dv is not None or d_states is not None):
+        return
     nh = ns % N * HV + h
     at_end = (ns * HV + h) * K * V
     hk = h // (HV // HK)
     d2 = numbers_of_tile(tile, BV)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
+    if growth is not None:
+        counting, _ = forgets(growth + row0 * HV + h, HV, begin, stop, True)
+        stop = begin + counting
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
     # Loaded a chunk ahead into registers, as the shared memory of a pipeline is full of what is contracted with states.
@@ -501,7 +560,8 @@ def join_kernel(
         start = starts + row * K * V
         _store_parts(start, S, dv, K, V, BK)
         begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
-        if begin < stop:  # a segment without tokens leaves the state as it is, to the bit
+        # A segment without tokens leaves the state as it is, to the bit. After the last one none begins.
+        if (begin < stop) & (i < SEGMENTS - 1):
             # By blocks of the contracted axis, which other threads have stored.
             tl.debug_barrier()
             S = _load_parts(None if ends is None else ends + row * K * V, dv, K, V, BK)

@@ -27,6 +27,7 @@ class Sweeps(MatrixSequences):
     They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, which have `HK`
     heads, the keys "W" that write values, "b" that write what "k" reads if it is not taken from the values before, and
     the products "P" and "Y" of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
+    A family that bounds what each chunk multiplies a state by gives the `growth`, which `kernels` explains too.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Sweeps(MatrixSequences):
         self.transitions: Tensor | None = None
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
+        self.growth: Tensor | None = None
 
     def chunk(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``(o [B, T, HV, V], final_state [N, HV, K, V])``, the former of this `dtype`."""
@@ -87,7 +89,8 @@ class Sweeps(MatrixSequences):
                 factors[factor] = None
         grid, config = self.sweep_launch(V)
         sizes = {"v_token": self.v_token, "V": V, "IDENTITY": IDENTITY}
-        launch(sweep_kernel, grid, **given, **factors, **self.gates, **self._of_sweeps(), **sizes, **config)
+        shared = self._of_sweeps(given["ends"])
+        launch(sweep_kernel, grid, **given, **factors, **self.gates, **shared, **sizes, **config)
 
     def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
         """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
@@ -108,14 +111,15 @@ class Sweeps(MatrixSequences):
             **given,
             **factors,
             **self.gates,
-            **self._of_sweeps(),
+            **self._of_sweeps(given["ends"]),
             V=self.V,
             **config,
         )
 
-    def _of_sweeps(self) -> dict[str, Any]:
-        """What both sweeps take besides."""
-        return dict(**self.arguments, HK=self.HK, SEGMENTS=self.row.count, K=self.K, C=self.C)
+    def _of_sweeps(self, ends: Tensor | None) -> dict[str, Any]:
+        """What both sweeps take besides. Those for `ends` pass over what is forgotten."""
+        sizes = {"HK": self.HK, "SEGMENTS": self.row.count, "K": self.K, "C": self.C}
+        return dict(**self.arguments, **sizes, growth=None if ends is None else self.growth)
 
     def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it.
@@ -129,7 +133,8 @@ class Sweeps(MatrixSequences):
         starts = self.per_segment(self.row.count, self.HV, self.K, V)
         config = join_config(self.chip, self.bfloat16, self.K)
         tensors = {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
-        arguments = {name: x for name, x in self._of_sweeps().items() if name not in ("HK", "scale")}
+        others = ("HK", "scale", "growth")
+        arguments = {name: x for name, x in self._of_sweeps(None).items() if name not in others}
         grid = (tile_count(V, config["BV"]) * self.HV * self.N,)
         launch(join_kernel, grid, **tensors, **arguments, V=V, REVERSE=reverse, **config)
         return starts
