@@ -23,6 +23,7 @@ from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.gated_skip import cuda as gated_skip
 from flacompose.ops.families.low_rank import cuda as low_rank
+from flacompose.ops.families.mamba3 import cuda as mamba3
 from flacompose.ops.families.mlstm import cuda as mlstm
 from flacompose.ops.families.normalizer import cuda as normalizer
 from flacompose.ops.families.rotation import cuda as rotation
@@ -311,6 +312,11 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             from_states = "" if given[0] is None else "from states "
             args = *one, gate, gate, *given, 1.0, 0.0
             yield Call(f"mlstm {from_states}{at}", flat(mlstm, "token"), "mlstm_token", args)
+        given = one[2], *[gate] * 3, *[new(H, K)] * 2, new(1, 1, 1, K // 2, dtype=dtype), new(1, H, K // 2)
+        for values_first, skip in product((False, True), ((None, None), (new(H), one[2]))):
+            states = new(1, H, V, K) if values_first else new(1, H, K, V), new(1, H, K), new(1, H, V)
+            args = *one[:2], *given, *states, *skip, values_first
+            yield Call(f"mamba3 {values_first} {at}", flat(mamba3, "token"), "mamba3_token", args)
 
 
 def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iterator[Call]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,12 +12,15 @@ import torch
 import torch.nn.functional as F
 from contract.accuracy import assert_accurate, error
 from contract.cases import MAMBA3, OpCase
+from contract.graphs import recorded
 from contract.opcase import entry
 from contract.problems import call, draw, evaluate, named
 from contract.recurrences import mamba3_mimo, mamba3_siso
 from torch.testing import assert_close
 
 from flacompose.ops import mamba3_mimo_combined
+from flacompose.ops.families.mamba3 import op
+from flacompose.ops.families.mamba3.inputs import SIGNATURE
 from flacompose.ops.families.turns.eager import running
 
 OF_RANKS = {"Q": "B T R H K", "K": "B T R H K", "Q_bias": "HV R K", "K_bias": "HV R K"}
@@ -73,6 +77,51 @@ def test_values_and_gradients(T: int, state: bool, gates: str, device: torch.dev
     problem = draw(MAMBA3, device, T=T, state=state, gates=gates)
     problem.tensors["DT"][:, ::3, 1:] = 0
     assert_accurate(problem, evaluate(problem))
+
+
+def inputs_of_a_token(
+    dtype: torch.dtype, values_first: bool, without: tuple[str, ...] = (), B: int = 2
+) -> op.Inputs:
+    """Of four heads, two groups of keys and shared angles, some of them slices of one projection."""
+    H, G, S, P, A = 4, 2, 6, 5, 2
+    parts = torch.randn(B, 1, 2 * H * P + H + A, dtype=dtype).split([H * P, H * P, H, A], -1)
+    V, Z = (x.unflatten(-1, (H, P)) for x in parts[:2])
+    gates = [-x for x in torch.rand(2, B, 1, H, dtype=dtype)]
+    tokens, biases = torch.randn(2, B, 1, G, S, dtype=dtype), torch.randn(2, H, S, dtype=dtype)
+    of_state = (P, S) if values_first else (S, P)
+    states = [torch.randn(B, H, *size, dtype=dtype) for size in ((A,), of_state, (S,), (P,))]
+    inputs = op.Inputs(
+        *tokens, V, gates[0], -gates[1], parts[2], *biases, parts[3].unsqueeze(2), *states,
+        torch.randn(H, dtype=dtype), Z, values_first,
+    )  # fmt: skip
+    return inputs._replace(**dict.fromkeys(without))
+
+
+def test_one_token_is_an_operator() -> None:
+    """Registered as PyTorch wants it, with all derivatives, and with results as a trace has them."""
+    inputs = inputs_of_a_token(torch.float64, values_first=True, B=1)
+    leaves = [x.requires_grad_() if isinstance(x, torch.Tensor) else x for x in inputs]
+    torch.library.opcheck(op.token, leaves)
+    assert torch.autograd.gradcheck(op.token, leaves, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(op.token, leaves, fast_mode=True)
+    wide = inputs._replace(V=inputs.V.transpose(2, 3).contiguous().transpose(2, 3))
+    for real, fake in zip(op.token(*wide), SIGNATURE.fake(*wide), strict=True):
+        assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+@pytest.mark.parametrize("without", [(), ("D",), ("Z",), ("D", "Z")], ids=str)
+def test_one_token_is_a_row_of_one(without: tuple[str, ...], device: torch.device) -> None:
+    """A packed row of one token takes the way of many: with the same values, states and gradients."""
+    problem = draw(MAMBA3, device, torch.float64, B=1, T=1)
+    problem.tensors["Angles"] = problem.tensors["Angles"][:, :, :1]
+    packed = replace(problem, cu_seqlens=torch.tensor([0, 1], device=device))
+    absent = dict.fromkeys(without)
+    less = replace(MAMBA3, function=lambda **given: mamba3_siso(**given | absent))
+    with recorded() as calls:
+        results = evaluate(replace(problem, case=less))
+    assert {call._opname for call, _, _ in calls} == {"mamba3_token"}
+    for name, x in evaluate(replace(packed, case=less)).items():
+        assert_close(results[name], x, atol=1e-10, rtol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_half_precision(device: torch.device) -> None:

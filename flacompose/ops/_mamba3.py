@@ -31,6 +31,7 @@ from flacompose.ops._sizes import always_true
 from flacompose.ops._token_shift import last_of, token_shift
 from flacompose.ops._varlen import of_tokens, stretched, summed
 from flacompose.ops.families.gated_skip.op import gated_skip
+from flacompose.ops.families.mamba3 import op as token
 from flacompose.ops.families.rotation import op as rotation
 from flacompose.ops.families.rotation.eager import biased, products, turned
 from flacompose.ops.families.scalar_decay import op
@@ -41,7 +42,7 @@ class States(NamedTuple):
     """What goes on from token to token, of ``N`` sequences; any of it may be None, for zeros."""
 
     angle: Any = None  # [N, H, A], the angles by which keys and queries are turned, in radians
-    state: Any = None  # [N, H, S, P]
+    state: Any = None  # [N, H, S, P] or, with `values_first`, [N, H, P, S]
     k: Any = None  # [N, R, H, S], the turned keys of the last token
     v: Any = None  # [N, H, P], its values
 
@@ -72,20 +73,44 @@ def scan(
     # [B], how many tokens of each row count. The time steps of the others must be 0.
     lengths: Tensor | None = None,
     final: bool = True,
+    values_first: bool = False,
 ) -> tuple[Tensor, States]:
     """What each query reads, ``[B, T, R, H, P]``, in float32 (float64 for float64), and the new states.
 
-    Without `up`, what the one query reads has the dtype of the values, and is 0 for tokens in no sequence.
+    Without `up`, what the one query reads has the dtype of the values, and is 0 for tokens in no sequence. One token of
+    this kind is one operator.
 
-    With `halves`, number ``i`` of a key turns together with ``i + S / 2``, else with its neighbour. With `num_states`
-    the states are those after each of the last ``n`` tokens, with an axis for these behind the first. Without `final`
-    there are none.
+    With `halves`, and then there is `up`, number ``i`` of a key turns together with ``i + S / 2``, else with its
+    neighbour. With `num_states` the states are those after each of the last ``n`` tokens, with an axis for these behind
+    the first. Without `final` they may be absent.
     """
     device, dtype = inputs.V.device, autocast_dtype(inputs.V.device)
     if dtype is not None and inputs.V.dtype != torch.float64:
         inputs = inputs._replace(Q=inputs.Q.to(dtype), K=inputs.K.to(dtype), V=inputs.V.to(dtype))
     with nullcontext() if dtype is None else torch.autocast(device.type, enabled=False):
-        return _scan(inputs, past, cu_seqlens, halves, num_states, lengths, final)
+        # A symbolic length counts as several tokens, so that a graph gets no guard on it.
+        one = always_true(inputs.V.shape[1] == 1) and sharing() is None
+        if one and inputs.up is cu_seqlens is lengths is num_states is None:
+            return _token(inputs, past, values_first)
+        if values_first and past.state is not None:
+            past = past._replace(state=past.state.mT)
+        y, new = _scan(inputs, past, cu_seqlens, halves, num_states, lengths, final)
+        return y, new._replace(state=new.state.mT.contiguous()) if values_first and final else new
+
+
+def _token(inputs: Scanned, past: States, values_first: bool) -> tuple[Tensor, States]:
+    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, _, Z = inputs
+    (B, _, H, P), S = V.shape, Q.shape[-1]
+    of_state = (P, S) if values_first else (S, P)
+    shapes = States((H, Angles.shape[-1]), (H, *of_state), (1, H, S), (H, P))
+    angle, state, k, v = (V.new_zeros(B, *of) if x is None else x for x, of in zip(past, shapes, strict=True))
+    y, angle, state, k, v = token.token(
+        *token.Inputs(
+            Q.squeeze(2), K.squeeze(2), V, ADT, DT, Trap, Q_bias.squeeze(1), K_bias.squeeze(1), Angles,
+            angle, state, k.squeeze(1), v, D, Z, values_first,
+        )
+    )  # fmt: skip
+    return y.unsqueeze(2), States(angle, state, k.unsqueeze(1), v)
 
 
 def _scan(

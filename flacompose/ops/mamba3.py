@@ -88,7 +88,7 @@ def mamba3_siso_combined(
     inputs = _in_sequences(inputs, cu_seqlens)
     if past.k is not None:
         past = past._replace(k=past.k.unsqueeze(1))
-    y, new = scan(inputs, past, cu_seqlens, final=return_final_states)
+    y, new = scan(inputs, past, cu_seqlens, final=return_final_states, values_first=True)
     if return_final_states:
         new = new._replace(k=new.k.squeeze(1))
     return _results(y.squeeze(2), new, return_final_states)
@@ -183,7 +183,8 @@ def mamba3_mimo_combined(
     _check.not_negative("outproj_norm_eps", outproj_norm_eps)
 
     inputs = Scanned(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, MIMO_V)
-    y, new = scan(_in_sequences(inputs, cu_seqlens), past, cu_seqlens, halves=True, final=return_state)
+    inputs = _in_sequences(inputs, cu_seqlens)
+    y, new = scan(inputs, past, cu_seqlens, halves=True, final=return_state, values_first=True)
     if fuse_pregate_headwise_rms_norm:
         weight = None if outproj_norm_weight is None else outproj_norm_weight.reshape(H, P)
         y = normed(y, weight, outproj_norm_eps)
@@ -245,8 +246,7 @@ def _check_all(
     shapes = ((N, H, A), (N, H, P, S), (N, *R, H, S), (N, H, P))
     for i, (x, shape) in enumerate(zip(given, shapes, strict=True)):
         _check.like(V, f"Input_States[{i}]", x, shape, q_name="V")
-    angle, state, k, v = given
-    return States(angle, state.mT, k, v)
+    return States(*given)
 
 
 def _in_sequences(inputs: Scanned, cu_seqlens: Tensor | None) -> Scanned:
@@ -257,5 +257,5 @@ def _in_sequences(inputs: Scanned, cu_seqlens: Tensor | None) -> Scanned:
 
 
 def _results(y: Tensor, new: States, states: bool) -> Tensor | Final:
-    """The output, and with `states` the new states, that of the recurrence transposed."""
-    return (y, new.angle, new.state.mT.contiguous(), new.k, new.v) if states else y
+    """The output, and with `states` the new states."""
+    return (y, *new) if states else y

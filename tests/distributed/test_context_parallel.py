@@ -356,7 +356,18 @@ def second_derivatives(mesh: DeviceMesh) -> None:
             torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+def one_token_a_rank(mesh: DeviceMesh) -> None:
+    """The operator of a single token is not for a row of which other ranks have tokens, too."""
+    torch.manual_seed(0)
+    layer = build(EVERY["mamba3"], dtype=torch.float64)
+    x = torch.randn(1, mesh.size(), 24, dtype=torch.float64)
+    own = slice(mesh.get_local_rank(), mesh.get_local_rank() + 1)
+    expected = layer(x)[0][:, own]
+    assert_same(context_parallel(layer, mesh)(x[:, own])[0], expected)
+
+
 def edges(mesh: DeviceMesh) -> None:
+    one_token_a_rank(mesh)
     chained_without_tokens(mesh)
     second_derivatives(mesh)
     states_in_one_loss(mesh)

@@ -116,7 +116,7 @@ def test_kernels_of_a_step(name: str, options: dict[str, Any], monkeypatch: pyte
 
 # Queries, keys and values that come from the joint projection, or its convolution, as they are.
 JOINED = [(name, {}) for name in ("GatedLinearAttention", "HGRN2Attention", "LightNetAttention")]
-JOINED += [(name, {}) for name in ("MultiScaleRetention", "Mamba2")]
+JOINED += [(name, {}) for name in ("MultiScaleRetention", "Mamba2", "Mamba3")]
 JOINED += [("SimpleGatedLinearAttention", {"use_short_conv": False})]
 
 

@@ -460,7 +460,7 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
     if name == "mamba":  # whose op has one form
         return torch.ops.flacompose.selective_scan_forward.default
     if form == "token":
-        family = "mlstm" if name == "mlstm" else "slot_attention"
+        family = name if name in ("mlstm", "mamba3") else "slot_attention"
         return getattr(torch.ops.flacompose, f"{family}_token").default
     return getattr(torch.ops.flacompose, f"{FAMILIES.get(name, 'scalar_decay')}_{form}").default
 
@@ -473,7 +473,7 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
         for mode, T, form in (
             (None, 2, "chunk"),
             ("fused_recurrent", 2, "recurrent"),
-            (None, 1, "token" if name in ("gsa", "abc", "mlstm") else "recurrent"),
+            (None, 1, "token" if name in ("gsa", "abc", "mlstm", "mamba3") else "recurrent"),
         )
         if mode is None or "mode" in inspect.signature(config["layer"]).parameters
     ],
@@ -489,7 +489,7 @@ def test_form(name, mode, T, form, device):
         if name == "mlstm" and form != "token"
         else {namespace.turns_forward, namespace.rotation_forward}
         | ({namespace.gated_skip_forward} if name == "mamba3" and device.type == "cuda" else set())
-        if name.startswith("mamba3")
+        if name.startswith("mamba3") and form != "token"
         else set()
     )
     assert {op for op, _, _ in calls} == {op_of(name, form)} | {op.default for op in before}

@@ -114,11 +114,14 @@ def define_ops(
             like that of `eager`.
         signature: what the forms take and return.
         eager: the family's `forward`, which takes the named tuple of the inputs, and its `backward`, which takes a
-            `BackwardCall` and returns the gradients that it wants, by the names of the inputs.
+            `BackwardCall` and returns the gradients that it wants, by the names of the inputs. Without a `backward`,
+            and then without `gates`, there is no such operator, and derivatives are those of `forward`.
         forms: the form "chunk" compiles its kernels ahead, "recurrent" and "token" are one kernel.
         gates: the names of the inputs that decay a state by their sums over the tokens.
         flops: of a form, as `define_op` takes it; the backward has twice as many.
     """
+    if not hasattr(eager, "backward"):
+        return {form: _define(family, form, signature, eager, flops) for form in forms}
     backward = _define_backward(family, "backward", signature, eager, flops)
     ops = {form: _define(family, form, signature, eager, flops, backward) for form in forms}
     if "recurrent" in forms:

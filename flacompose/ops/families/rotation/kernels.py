@@ -18,7 +18,7 @@ PI = tl.constexpr(3.141592653589793)
 
 
 @triton.jit
-def _turn(x):
+def turn(x):
     """``cos(pi x)`` and ``sin(pi x)``, from the nearest quarter of a turn, and series that are right to float32."""
     quarters = tl.floor(2 * x + 0.5)
     t = (x - 0.5 * quarters) * PI
@@ -34,7 +34,7 @@ def _turn(x):
 @triton.jit
 def _turn_of_tile(angle, at, exists, i, A):
     mask = exists[:, None] & (i < A)[None, :]
-    return _turn(tl.load(angle + at[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32))
+    return turn(tl.load(angle + at[:, None] + i[None, :], mask=mask, other=0.0).to(tl.float32))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ PI = tl.constexpr(3.141592653589793)
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """Right to float32, also where it is small: from a series there, and elsewhere from an exponential."""
     z = x * x
     series = -5.37397155531e-2 + z * (2.06390887954e-2 - z * 5.70498872745e-3)
@@ -24,7 +24,7 @@ def _tanh(x):
 def _speed(x, dt, token, mask, in_tile, h, a, H, HV, A):
     """``tanh(x)`` of a tile, in float32, and ``dt [tokens, 1]``."""
     at = x + (token * H + h // (HV // H))[:, None] * A + a[None, :]
-    speed = _tanh(tl.load(at, mask=mask, other=0.0).to(tl.float32))
+    speed = tanh(tl.load(at, mask=mask, other=0.0).to(tl.float32))
     return speed, tl.load(dt + token * HV + h, mask=in_tile, other=0.0).to(tl.float32)[:, None]
 
 

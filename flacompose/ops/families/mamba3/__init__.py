@@ -1,0 +1,1 @@
+"""One token of Mamba-3."""
