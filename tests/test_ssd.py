@@ -362,7 +362,8 @@ def test_compiled_training_with_one_graph(device: torch.device) -> None:
             problem = drawn(case, device, T=T)
             expected = evaluate(problem)
             for name, x in evaluate(problem, function=lambda _, **tensors: compiled(**tensors)).items():
-                assert error(x, expected[name]) <= 1e-6, name
+                # On CUDA, outside graphs, kernels of its own add up in another order.
+                assert error(x, expected[name]) <= (2e-5 if device.type == "cuda" else 1e-6), name
 
 
 @pytest.mark.parametrize("matrix", [False, True], ids=["D [H]", "D [H, P]"])

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from flacompose.ops import _logsumexp
 
 from .accuracy import assert_close
-from .cases import DISTINCT, INDUCTOR, ONE_EACH, OpCase, every, one_op_a_form, one_op_a_form_of_kernels
+from .cases import DISTINCT, INDUCTOR, ONE_EACH, SSD, OpCase, every, one_op_a_form, one_op_a_form_of_kernels
 from .problems import Problem, Results, call, draw, evaluate
 
 LENGTHS = [64, 2, 65, 165]
@@ -54,6 +54,11 @@ def layered(case: OpCase) -> Callable[..., tuple[Tensor, Tensor]]:
     return function
 
 
+def exactness(case: OpCase, device: torch.device) -> float:
+    """On CUDA, Mamba-2's scan outside graphs has kernels of its own, which add up in another order."""
+    return 2e-5 if case is SSD and device.type == "cuda" else 1e-6
+
+
 @pytest.mark.parametrize(
     ("case", "B", "dynamic"),
     [(case, 1, True) for case in DISTINCT] + [(case, 2, None) for case in ONE_EACH],
@@ -73,7 +78,7 @@ def test_one_graph_for_every_length(case: OpCase, B: int, dynamic: bool | None, 
                         torch._dynamo.mark_dynamic(tensors[name], axes.index("T"))
             return compiled(tensors, cu_seqlens)
 
-        assert_close(run(problem, marked), run(problem, plain(case)), 1e-6)
+        assert_close(run(problem, marked), run(problem, plain(case)), exactness(case, device))
     assert counter.frame_count == 1
 
 
@@ -89,7 +94,7 @@ def test_one_graph_for_every_packing(case: OpCase, N: int, device: torch.device)
     for T in LENGTHS:
         lengths = [T] if N == 1 else [T // 2, 0, T - T // 2 - 1, 0, 1]
         problem = draw(case, device, lengths=lengths, tail=T % 3, seed=T)
-        assert_close(run(problem, compiled), run(problem, plain(case)), 1e-6)
+        assert_close(run(problem, compiled), run(problem, plain(case)), exactness(case, device))
     assert counter.frame_count == 1
 
 
