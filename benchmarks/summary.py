@@ -18,7 +18,7 @@ from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
 
 IMAGE = Path("docs/images/summary.svg")
 
-PEER, MAMBA, SOFTMAX = "fla", "mamba-ssm", "softmax"
+PEER, MAMBA, XLSTM, SOFTMAX = "fla", "mamba-ssm", "mlstm_kernels", "softmax"
 STEP, MEMORY, FIRST = "forward + backward", "peak memory over the inputs", "first step, cold caches"
 MODEL_STEP, MODEL_MEMORY = "step", "peak memory of a step"
 PUBLIC_STEP = "training step, compiled"
@@ -206,7 +206,7 @@ def all_figures(figures: Figures) -> str:
         [
             f"![Time and memory of a training step of each op, relative to {NAMES[PEER]}'s](images/summary.svg)\n",
             "### Training steps of ops\n",
-            steps("op", [(PEER, STEP, MEMORY), (MAMBA, STEP, MEMORY)]),
+            steps("op", [(side, STEP, MEMORY) for side in (PEER, MAMBA, XLSTM)]),
             "### Training steps of models\n",
             steps("model", [(SOFTMAX, MODEL_STEP, MODEL_MEMORY), (PEER, PUBLIC_STEP, MODEL_MEMORY)]),
             "### First calls of ops\n",
