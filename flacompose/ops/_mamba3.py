@@ -80,8 +80,8 @@ def scan(
     Without `up`, what the one query reads has the dtype of the values, and is 0 for tokens in no sequence. One token of
     this kind is one operator.
 
-    With `halves`, and then there is `up`, number ``i`` of a key turns together with ``i + S / 2``, else with its
-    neighbour. With `num_states` the states are those after each of the last ``n`` tokens, with an axis for these behind
+    With `halves`, number ``i`` of a key turns together with ``i + S / 2``, else with its neighbour. With
+    `num_states` the states are those after each of the last ``n`` tokens, with an axis for these behind
     the first. Without `final` they may be absent.
     """
     device, dtype = inputs.V.device, autocast_dtype(inputs.V.device)
@@ -90,7 +90,7 @@ def scan(
     with nullcontext() if dtype is None else torch.autocast(device.type, enabled=False):
         # A symbolic length counts as several tokens, so that a graph gets no guard on it.
         one = always_true(inputs.V.shape[1] == 1) and sharing() is None
-        if one and inputs.up is cu_seqlens is lengths is num_states is None:
+        if one and not halves and inputs.up is cu_seqlens is lengths is num_states is None:
             return _token(inputs, past, values_first)
         if values_first and past.state is not None:
             past = past._replace(state=past.state.mT)

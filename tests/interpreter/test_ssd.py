@@ -7,6 +7,7 @@ import torch
 from test_ssd import assert_extremes_right, assert_right
 
 from flacompose.ops import ssd
+from flacompose.ops.families import _sequences
 from flacompose.ops.families.ssd import cuda
 from flacompose.ops.families.ssd.inputs import SIGNATURE
 
@@ -22,11 +23,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "packed"),
-    [("plain", False), ("limits", True), ("D", True), ("z", False), ("all", False), ("all", True)],
+    ("given", "packed", "segments"),
+    [
+        ("plain", False, 1),
+        ("limits", True, 1),
+        ("D", True, 1),
+        ("z", False, 1),
+        ("all", False, 1),
+        ("all", True, 3),
+    ],
 )
-def test_values_and_gradients(given: str, packed: bool) -> None:
-    """With two heads that share keys, in two blocks of a chunk."""
+def test_values_and_gradients(
+    given: str, packed: bool, segments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two heads that share keys, in one segment of a row and in several."""
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
     assert_right(given, packed, torch.device("cpu"), B=1, H=1)
 
 

@@ -35,4 +35,5 @@ class Outputs(NamedTuple):
 
 
 SIGNATURE = Signature(Inputs, Outputs)
-LOWEST = -1e4  # of input gates in the maximum: where all are below it, all exponentials are 0
+# Of input gates in the maximum, as in `ops/mlstm.py`: where all are below it, all exponentials are 0.
+LOWEST = -1e4

@@ -260,7 +260,7 @@ def sum_gates(
 
 
 def running_sums(sequences: MatrixSequences) -> tuple[Tensor, Tensor | None]:
-    """Memory for them. Sums over 64 tokens are precise enough for products in bfloat16."""
+    """Memory for the running sums of gates. Sums over 64 tokens are precise enough for products in bfloat16."""
     H, C = sequences.H, sequences.C
     return sequences.per_chunk(H, C), None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
 

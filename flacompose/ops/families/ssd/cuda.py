@@ -81,8 +81,11 @@ class _Launches(Launches):
         D = None if D is None else D.contiguous()
         self.skip: dict[str, Any] = {} if D is None else {"skip": D, "E": D.shape[1]}
         self.gate: dict[str, Any] = {} if z is None else dict(zip(("z", "z_token"), by_token(z), strict=True))
-        scan = Scan(C, B, x, dt, None, None, initial_state, cu_seqlens)
-        super().__init__(scan, gradients)
+        # That `dt` takes the place of the gates only says that there are some: `sum_gates` makes them.
+        super().__init__(Scan(C, B, x, dt, None, None, initial_state, cu_seqlens), gradients)
+        assert self.tiles(transpose=False)[0] == 1, (
+            "a program gates what it reads, which must be all that is read"
+        )
 
     def sum_gates(self, g: Tensor | None, gamma: Tensor | None) -> tuple[Tensor, Tensor | None]:
         sums, rest = running_sums(self)

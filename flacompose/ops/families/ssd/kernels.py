@@ -91,7 +91,7 @@ def time_step_gradient_kernel(
 ):
     """The gradients of what makes time steps and gates, of a chunk and `BH` heads.
 
-    A gate at its bound, which leaves nothing, has none. A rate of -inf has none either, and gives none to time steps.
+    A gate below `LEAST_GATE`, whose exponential is 0, has none. A rate of -inf has none either, and gives none to time steps.
     """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
@@ -102,8 +102,8 @@ def time_step_gradient_kernel(
     least, most = in_float32(least), in_float32(most)
     x, free, delta = _time_steps(dt, dt_bias, at, h, mask, in_h, least, most, SOFTPLUS)
     A_ = finite(tl.load(A + h, mask=in_h, other=0.0).to(tl.float32))
-    kept = (A_ == LOWEST_RATE)[None, :] | (delta * A_[None, :] < LEAST_GATE)
-    dg_ = tl.where(kept, 0.0, tl.load(dg + at, mask=mask, other=0.0))
+    leaves_nothing = (A_ == LOWEST_RATE)[None, :] | (delta * A_[None, :] < LEAST_GATE)
+    dg_ = tl.where(leaves_nothing, 0.0, tl.load(dg + at, mask=mask, other=0.0))
     d_free = tl.load(d_delta + at, mask=mask, other=0.0) + dg_ * tl.where(A_ == LOWEST_RATE, 0.0, A_)[None, :]
     d_free = tl.where((free < least) | (free > most), 0.0, d_free)
     if SOFTPLUS:

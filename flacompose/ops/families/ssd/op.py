@@ -16,9 +16,8 @@ from flacompose.ops.families.scalar_decay import op as scalar_decay
 from flacompose.ops.families.ssd import eager
 from flacompose.ops.families.ssd.inputs import SIGNATURE, Inputs
 
-LARGEST = (
-    256  # of the states: what is read of a larger one is a sum over several programs, to be gated after it
-)
+# Of the states: what is read of a larger one is a sum over several programs, which is to be gated after it.
+LARGEST = 256
 
 
 def _flops(x: Any, dt: Any, A: Any, B: Any, C: Any, *_: Any, **__: Any) -> int:
