@@ -91,7 +91,8 @@ def time_step_gradient_kernel(
 ):
     """The gradients of what makes time steps and gates, of a chunk and `BH` heads.
 
-    A gate below `LEAST_GATE`, whose exponential is 0, has none. A rate of -inf has none either, and gives none to time steps.
+    A gate below `LEAST_GATE`, whose exponential is 0, has none. A rate of -inf has none either, and gives none to time
+    steps.
     """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
