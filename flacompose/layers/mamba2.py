@@ -21,7 +21,7 @@ from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops._dtensor import flatten, split
 from flacompose.ops._dtype import upcast
-from flacompose.ops.families.ssd.eager import time_step
+from flacompose.ops._gates import time_step
 from flacompose.ops.gated_delta_rule import log_decay
 from flacompose.ops.ssd import check_dt_limit
 

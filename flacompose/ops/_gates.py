@@ -1,12 +1,14 @@
-"""Gates as logarithms: of a sigmoid, and the bound of those that are made of rates and time steps."""
+"""Gates as logarithms: of a sigmoid, and of rates and time steps, with their bound."""
 
 from __future__ import annotations
 
-from math import log
+from math import inf, log
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, finfo
+
+from flacompose.ops._dtype import upcast
 
 # Less by 1 than the logarithm of the least number above 0, so that the exponential is 0.
 LOWEST = {
@@ -28,3 +30,24 @@ def bounded(g: Tensor) -> Tensor:
     gives exactly 0.
     """
     return g.clamp(min=LOWEST[g.dtype])
+
+
+def time_step(
+    dt: Tensor, dt_bias: Tensor | None, softplus: bool, x: Tensor, limit: tuple[float, float] | None = None
+) -> Tensor:
+    """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64 `dt` or `x`)."""
+    dt = upcast(dt, x) if dt_bias is None else dt + upcast(dt_bias, dt, x)
+    if softplus:
+        dt = F.softplus(dt)
+    if limit is None or (softplus and tuple(limit) == (0.0, inf)):  # a softplus is at least 0
+        return dt
+    return dt.clamp(*limit)
+
+
+def log_decay(dt: Tensor, A: Tensor) -> Tensor:
+    """``dt * A``, with -inf replaced by the lowest finite number, since 0 * -inf is NaN. A softplus may underflow to 0.
+
+    Rates of -inf give `dt` no gradient. At a time step of 0 it would be infinite, and NaN where that step comes from a
+    mask.
+    """
+    return torch.where(A == -inf, dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)

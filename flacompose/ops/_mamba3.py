@@ -80,9 +80,9 @@ def scan(
     Without `up`, what the one query reads has the dtype of the values, and is 0 for tokens in no sequence. One token of
     this kind is one operator.
 
-    With `halves`, number ``i`` of a key turns together with ``i + S / 2``, else with its neighbour. With
-    `num_states` the states are those after each of the last ``n`` tokens, with an axis for these behind
-    the first. Without `final` they may be absent.
+    With `halves`, number ``i`` of a key turns together with ``i + S / 2``, else with its neighbour. With `num_states`
+    the states are those after each of the last ``n`` tokens, with an axis for these behind the first. Without `final`
+    they may be absent.
     """
     device, dtype = inputs.V.device, autocast_dtype(inputs.V.device)
     if dtype is not None and inputs.V.dtype != torch.float64:

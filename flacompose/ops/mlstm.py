@@ -151,11 +151,10 @@ def _run(
         i, f = without_tail(cu_seqlens, i.to(state_dtype(q.dtype)), f.to(state_dtype(q.dtype)))
         # A symbolic length counts as several tokens, so that a graph gets no guard on it.
         if form is not op.chunk and cu_seqlens is None and always_true(q.shape[1] == 1):
-            o, C, n, m = token.token(*token.Inputs(q, k, v, i, f, C, n, m, scale, eps))
-            state = C, n, m.detach()
+            o, *state = token.token(*token.Inputs(q, k, v, i, f, C, n, m, scale, eps))
             if output_states is not None:
-                state = tuple(x.unsqueeze(1) for x in state)
-            return o, state if output_final_state else None
+                state = [x.unsqueeze(1) for x in state]
+            return o, tuple(state) if output_final_state else None
         # Of logarithms far below 0 the exponentials are 0, and differences would be no more than rounding. The bound is
         # no constant of the module, since Dynamo would take it for an input, and compile twice.
         g, m_t, m = running_max.forward(i.detach().clamp(min=-1e4), log_sigmoid(f), m, cu_seqlens)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
+from flacompose.ops._gates import time_step
 from flacompose.ops._varlen import inside
 from flacompose.ops.families.selective_scan import op
-from flacompose.ops.families.ssd.eager import time_step
 
 
 def selective_scan_fn(

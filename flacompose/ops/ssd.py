@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
-from flacompose.ops.families.ssd.eager import log_decay, time_step
+from flacompose.ops._gates import log_decay, time_step
 from flacompose.ops.families.ssd.inputs import Inputs
 from flacompose.ops.families.ssd.op import ssd
 

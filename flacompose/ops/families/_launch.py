@@ -27,6 +27,12 @@ def tile_count(D: int, B: int) -> int:
     return (D + B - 1) // B
 
 
+def token_blocks(K: int, V: int) -> tuple[int, int]:
+    """Keys and values of a block where a kernel computes one token: all keys, and 4096 elements of the state."""
+    BK = block(K, 512)
+    return BK, block(V, max(4096 // BK, 8))
+
+
 def launch_by_gates(kernel: Any, programs: int, *parts: Mapping[str, Any], gated: bool = True) -> None:
     """Launch a kernel for what has mild gates, and then for the rest. All is mild where nothing is `gated`.
 

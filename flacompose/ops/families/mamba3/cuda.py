@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._launching import launch
-from flacompose.ops.families._launch import block, by_token, tile_count
+from flacompose.ops.families._launch import by_token, tile_count, token_blocks
 from flacompose.ops.families.mamba3.inputs import SIGNATURE, Inputs
 from flacompose.ops.families.mamba3.kernels import token_kernel
 
@@ -33,15 +33,9 @@ def token(inputs: Inputs) -> tuple[Tensor, ...]:
             given[name], given[f"{name}_token"] = by_token(x if x.ndim == 4 else x.unsqueeze(2))
         else:
             given[name] = given[name].contiguous()
-    config = token_config(S, P)
+    BS, BP = token_blocks(S, P)
     launch(
-        token_kernel, (B * HV * tile_count(P, config["BP"]),), **{"Z_token": None} | given, **results, HV=HV, H_Q=H_Q,
-        H_ANGLES=H_ANGLES, S=S, P=P, A=A, VALUES_FIRST=values_first, **config,
+        token_kernel, (B * HV * tile_count(P, BP),), **{"Z_token": None} | given, **results, HV=HV, H_Q=H_Q,
+        H_ANGLES=H_ANGLES, S=S, P=P, A=A, VALUES_FIRST=values_first, BS=BS, BP=BP,
     )  # fmt: skip
     return tuple(results[name] for name in SIGNATURE.outputs._fields)
-
-
-def token_config(S: int, P: int) -> dict[str, int]:
-    """Block sizes: all keys, and as many values that the registers hold 4096 elements of the state."""
-    BS = block(S, 512)
-    return {"BS": BS, "BP": block(P, max(4096 // BS, 8))}

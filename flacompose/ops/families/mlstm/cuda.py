@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._launching import launch
-from flacompose.ops.families._launch import block, operand, tile_count
+from flacompose.ops.families._launch import operand, tile_count, token_blocks
 from flacompose.ops.families.mlstm import eager
 from flacompose.ops.families.mlstm.inputs import Inputs
 from flacompose.ops.families.mlstm.kernels import token_kernel
@@ -20,14 +20,10 @@ def token(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (B, _, H, K), (HV, V) = inputs.q.shape, inputs.v.shape[2:]
     o = torch.empty(B, 1, HV, V, dtype=inputs.v.dtype, device=inputs.q.device)
     C, n, m = (torch.empty(B, HV, *of, dtype=torch.float32, device=o.device) for of in ((K, V), (K,), ()))
-    config = token_config(K, V)
-    grid = (B * HV * tile_count(V, config["BV"]),)
+    BK, BV = token_blocks(K, V)
+    grid = (B * HV * tile_count(V, BV),)
     given = (operand(x) for x in tensors)
-    launch(token_kernel, grid, *given, o, C, n, m, scale=scale, eps=eps, GROUP=HV // H, K=K, V=V, **config)
+    launch(
+        token_kernel, grid, *given, o, C, n, m, scale=scale, eps=eps, GROUP=HV // H, K=K, V=V, BK=BK, BV=BV
+    )
     return o, C, n, m
-
-
-def token_config(K: int, V: int) -> dict[str, int]:
-    """Block sizes: all keys, and as many values that the registers hold 4096 elements of the state."""
-    BK = block(K, 512)
-    return {"BK": BK, "BV": block(V, max(4096 // BK, 8))}

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, finfo
+from torch import Tensor
 
 from flacompose.ops._dtype import upcast
-from flacompose.ops._gates import bounded
+from flacompose.ops._gates import bounded, log_decay, time_step
 from flacompose.ops._varlen import without_tail
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.gated_skip import eager as gated_skip
@@ -79,24 +77,3 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         initial_state=found.get("initial_state"),
         **of_skip,
     )
-
-
-def time_step(
-    dt: Tensor, dt_bias: Tensor | None, softplus: bool, x: Tensor, limit: tuple[float, float] | None = None
-) -> Tensor:
-    """`dt` with its bias, through softplus if asked, within `limit`: in float32 (float64 for float64 `dt` or `x`)."""
-    dt = upcast(dt, x) if dt_bias is None else dt + upcast(dt_bias, dt, x)
-    if softplus:
-        dt = F.softplus(dt)
-    if limit is None or (softplus and tuple(limit) == (0.0, inf)):  # a softplus is at least 0
-        return dt
-    return dt.clamp(*limit)
-
-
-def log_decay(dt: Tensor, A: Tensor) -> Tensor:
-    """``dt * A``, with -inf replaced by the lowest finite number, since 0 * -inf is NaN. A softplus may underflow to 0.
-
-    Rates of -inf give `dt` no gradient. At a time step of 0 it would be infinite, and NaN where that step comes from a
-    mask.
-    """
-    return torch.where(A == -inf, dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)
