@@ -40,6 +40,7 @@ LARGEST = [
     # More values than a head has, as a batch of many heads has more tiles of them.
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 6400, {"BV": 128}), (90,)),
     ((*CHANNELS, BFLOAT16, 64, 64, {}), (80, 89)),
+    ((*CHANNELS, BFLOAT16, 128, 128, {}), (90,)),
     ((*CHANNELS, FLOAT32, 16, 16, {}), (120,)),
     ((*PAIRS, 64, 64, {}), (86,)),
     ((*PAIRS, 80, 64, {}), (120,)),
