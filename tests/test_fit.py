@@ -42,6 +42,7 @@ LARGEST = [
     ((*CHANNELS, BFLOAT16, 64, 64, {}), (80, 89)),
     ((*CHANNELS, BFLOAT16, 128, 128, {}), (90,)),
     ((*CHANNELS, FLOAT32, 16, 16, {}), (120,)),
+    (("delta_rule gk", "channel_pair_kernel", BFLOAT16, 128, 128, {}), (90,)),
     ((*PAIRS, 64, 64, {}), (86,)),
     ((*PAIRS, 80, 64, {}), (120,)),
     ((*PAIRS, 320, 64, {}), (100,)),

@@ -1,6 +1,7 @@
-"""The kernel of `channel_kernels` for gradients, for Hopper, in Gluon: of bfloat16, for heads of 64 and 128.
+"""The kernels of `channel_kernels` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys and values.
 
-It computes tiles whose gates are mild. For the others it stores what the kernel in Triton takes, which comes next.
+They compute what has mild gates. For other tiles `channel_kernel` stores the gradients of pairs, which the kernel of
+this name in Triton takes. A product of two float32 factors is one of bfloat16 parts: here TF32 would have to transpose.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flacompose.ops.families import _kernels
 from flacompose.ops.families._hopper import arrived, barrier, copy, parts, rows_of, store, tile_of_program
 from flacompose.ops.families.vector_decay import gates
 from flacompose.ops.families.vector_decay.gates import MILD_BOUND
 
+chunk_of_program = gluon.jit(_kernels.chunk_of_program.fn)
 from_middle = gluon.jit(gates.from_middle.fn)
 tf32_rounded = gluon.jit(gates.tf32_rounded.fn)
 size_of_gate = gluon.jit(gates.size_of_gate.fn)
+siblings = gluon.jit(gates.siblings.fn)
 # In how many bfloat16 parts the products of pairs take the gradients of pairs. Readers and writers are in two.
-PAIR_PARTS = 2
+PAIR_PARTS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -73,11 +77,72 @@ def _selected(choice, x_s, zeros, PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
+    i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
+    d = gl.arange(0, BK, gl.SliceLayout(0, ROWS))[None, :]
+    return gl.load(gk + i * stride + d, mask=(i < size) & (d < BK), other=0.0)
+
+
+@gluon.jit
+def _sums_of_gates(g, g_s, L: gl.constexpr):
+    """The sums of gates from the chunk's middle, what of them must be bounded, and the decays of both halves."""
+    C: gl.constexpr = g.shape[0]
+    PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
+    g = g.to(gl.float32)
+    _keep(g_s, g, PARTS)
+    _kept()
+    t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
+    s = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
+    middle = _selected(from_middle(t, s), g_s, gl.zeros([C, g.shape[1]], gl.float32, L), PARTS)
+    largest = gl.maximum(
+        gl.max(gl.max(gl.abs(middle), 1), 0), gl.max(gl.max(size_of_gate(g, gl.bfloat16), 1), 0)
+    )
+    is_early = gl.arange(0, C, gl.SliceLayout(1, g.type.layout))[:, None] < C // 2
+    early = gl.sum(gl.where(is_early, g, 0.0), 0)
+    late = gl.sum(gl.where(is_early, 0.0, g), 0)
+    return middle, largest, gl.exp(early), gl.exp(late), is_early
+
+
+@gluon.jit
 def _read(do_s, r_s, S_s, zeros):
     """``do r^T`` and ``do S^T``."""
     pairs = warpgroup_mma(do_s, r_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     read = warpgroup_mma(do_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, [pairs, read])
+
+
+@gluon.jit
+def _fine(a, b_s, first: gl.constexpr = 0, ACROSS: gl.constexpr = False):
+    """``a @ b``, or with `ACROSS` ``a @ b^T``, for `a` in float32 and the two parts of `b` from `first` on."""
+    L: gl.constexpr = a.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    high, low = parts(a)
+    high, low = gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
+    b, rest = b_s.index(first), b_s.index(first + 1)
+    if ACROSS:
+        b, rest = b.permute((1, 0)), rest.permute((1, 0))
+    out = warpgroup_mma(low, b, gl.zeros(a.shape, gl.float32, L), use_acc=False, is_async=True)
+    out = warpgroup_mma(high, rest, out, is_async=True)
+    out = warpgroup_mma(high, b, out, is_async=True)
+    return warpgroup_mma_wait(0, [out])
+
+
+@gluon.jit
+def _inverse(upper, upper_s, Y_s):
+    """``(I + upper)^-1``, as in `kernels`, of `upper` that is zero on the diagonal and below."""
+    C: gl.constexpr = upper.shape[0]
+    L: gl.constexpr = upper.type.layout
+    i = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
+    j = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
+    _keep(upper_s, upper)
+    Y = gl.where(i == j, 1.0, 0.0) - gl.where(siblings(i, j, 0), upper, 0.0)
+    for level in range(1, 6):
+        _keep(Y_s, Y)
+        _kept()
+        # Of a row of `Y`, what is not zero lies in the block of the row. So all of `upper` may be multiplied.
+        between = gl.where(siblings(i, j, level) & (i < j), _fine(Y, upper_s), 0.0)
+        Y -= _fine(between, Y_s)
+    return Y
 
 
 @gluon.jit
@@ -90,7 +155,7 @@ def _sum_over_tokens(x, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, written, PARTS: gl.constexpr):
+def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, written):
     """The gradient of readers `x` that meet the gradient `do`, and that of writers with it, from the chunk's middle.
 
     Also the diagonal of the pairs, the gradient times `x`, and the sum over tokens of its part from the state.
@@ -105,13 +170,13 @@ def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, writt
     pairs, read = _read(do_s, r_s, S_s, gl.zeros(x.shape, gl.float32, L))
     pairs *= weight
     on_diagonal = gl.sum(gl.where(s == t, pairs, 0.0), 1)[:, None]
-    _keep(pairs_s, gl.where(s < t, pairs, 0.0), PARTS)
+    _keep(pairs_s, gl.where(s < t, pairs, 0.0), PAIR_PARTS)
     _kept()
     read *= weight * gl.convert_layout(from_start, gl.SliceLayout(0, L))[None, :]
     ROWS: gl.constexpr = from_start.type.layout.parent
     by_state = _sum_over_tokens(_sum_of_parts(x_s, L) * read, ROWS)
-    read = _products(pairs_s, writer_s, read, PARTS, False)
-    written = _products(pairs_s, x_s, written, PARTS, True)
+    read = _products(pairs_s, writer_s, read, PAIR_PARTS, False)
+    written = _products(pairs_s, x_s, written, PAIR_PARTS, True)
     read, written = warpgroup_mma_wait(0, [read, written])
     return read, written, on_diagonal, read * _sum_of_parts(x_s, L), by_state
 
@@ -146,7 +211,6 @@ def channel_kernel(
     K: gl.constexpr,
     V: gl.constexpr,
     BK: gl.constexpr,
-    PARTS: gl.constexpr,
 ):
     """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of mild gates."""
     C: gl.constexpr = gates.C
@@ -168,9 +232,7 @@ def channel_kernel(
     OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
     OF_GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.float32)
-    i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
-    d = gl.arange(0, BK, gl.SliceLayout(0, ROWS))[None, :]
-    g = gl.load(gk + of_gates + i * HV * K + d, mask=(i < size) & (d < BK), other=0.0).to(gl.float32)
+    g = _load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
     # Buffers of two parts are lent to what is needed before them.
     qk_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
@@ -199,12 +261,8 @@ def channel_kernel(
     zeros = gl.zeros([C, BK], gl.float32, L)
 
     # 1. The sums of gates from the chunk's middle, and whether they are mild.
-    GATE_PARTS: gl.constexpr = 2 if gk.dtype.element_ty == gl.float32 else 1
-    _keep(writer_s, g, GATE_PARTS)
-    _kept()
-    middle = _selected(from_middle(t[:, None], s), writer_s, zeros, GATE_PARTS)
-    largest = gl.max(gl.max(gl.abs(middle), 1), 0)
-    is_mild = gl.maximum(largest, gl.max(gl.max(size_of_gate(g, gl.bfloat16), 1), 0)) < MILD_BOUND
+    middle, largest, from_start, to_end, is_early = _sums_of_gates(g, writer_s, L)
+    is_mild = largest < MILD_BOUND
     gl.store(mild + rh * tiles + tile, is_mild.to(gl.int8))
     if not is_mild:
         arrived(0)
@@ -214,9 +272,6 @@ def channel_kernel(
         gl.store(at, tf32_rounded(gl.where(earlier, of_q, 0.0), gl.bfloat16))
         gl.store(at + C * C, tf32_rounded(gl.where(earlier, of_k, 0.0), gl.bfloat16))
         return
-    early = gl.sum(gl.where(i < C // 2, g, 0.0), 0)
-    late = gl.sum(gl.where(i < C // 2, 0.0, g), 0)
-    from_start, to_end = gl.exp(early), gl.exp(late)
     arrived(1)
     if dgk is not None:
         # All gates decay the state before the chunk. All early ones lie before what is read of it as well, and all
@@ -236,7 +291,7 @@ def channel_kernel(
     # 3. What queries read, through the state before the chunk and through its pairs.
     x = q_s.load(L).to(gl.float32) * to_middle
     d_reader, written, on_diagonal, d_gates, by_state = _reader(
-        x, do_s, r_s, S_s, scale, from_start, x_s, of_q_s, writer_s, written, PARTS
+        x, do_s, r_s, S_s, scale, from_start, x_s, of_q_s, writer_s, written
     )
     if a is not None:
         copy(x_s.index(0), a + of_keys, H * K, size)
@@ -257,7 +312,7 @@ def channel_kernel(
     else:
         x = k_s.load(L).to(gl.float32) * to_middle
     d_reader, written, _, d_gates, by_state = _reader(
-        x, dv_s, r_s, S_s, -1.0, from_start, x_s, of_k_s, writer_s, written, PARTS
+        x, dv_s, r_s, S_s, -1.0, from_start, x_s, of_k_s, writer_s, written
     )
     d_reader *= to_middle
 
@@ -267,7 +322,7 @@ def channel_kernel(
         _keep(x_s, d_gates + d_gates_s.load(L) - _sum_of_parts(writer_s, L) * written)
         _kept()
         d_gates = gl.convert_layout(_selected(from_middle(s, t[:, None]), x_s, zeros, 2), ROWS)
-        d_gates += gl.where(i < C // 2, (of_early + by_state)[None, :], of_late[None, :])
+        d_gates += gl.where(is_early, (of_early + by_state)[None, :], of_late[None, :])
         store(dgk + of_gates, d_gates, HV * K, size)
     written = written / to_middle + on_diagonal * q_s.load(L).to(gl.float32)
     d_beta = gl.sum(written * k_s.load(L).to(gl.float32), 1)
@@ -278,3 +333,119 @@ def channel_kernel(
     else:
         store(dk + of_gates, written, HV * K, size)
         store(da + of_gates, d_reader, HV * K, size)
+
+
+@gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def channel_pair_kernel(
+    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings.
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    a,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    gk,  # [tokens, HV, K]
+    W,  # [tokens, HV, K]
+    P,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed, in float32
+    q_read,  # [tokens, HV, K]
+    k_read,  # [tokens, HV, K]
+    total,  # [chunks, HV, K]
+    mild,  # [chunks, HV]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: gl.constexpr,
+    BK: gl.constexpr,
+):
+    """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`, for a chunk of mild gates."""
+    C: gl.constexpr = gates.C
+    scale = scale.to(gl.float32)
+    tiles: gl.constexpr = K // BK
+    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
+    if lo >= hi:
+        return
+    size = gl.minimum(hi - lo, C).to(gl.int32)
+    rh = row * HV + h
+    of_keys = (lo * H + h // (HV // H)) * K
+    of_gates = (lo * HV + h) * K
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, L)
+    ROWS: gl.constexpr = rows_of(BK)
+    OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
+    g = _load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [tiles, C, BK], OF_K)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [tiles, C, BK], OF_K)
+    writers_s = gl.allocate_shared_memory(gl.bfloat16, [2 * tiles, C, BK], OF_K)
+    reader_q_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
+    reader_k_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
+    g_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
+    for tile in gl.static_range(tiles):
+        copy(q_s.index(tile), q + of_keys + tile * BK, H * K, size)
+        copy(k_s.index(tile), k + of_keys + tile * BK, H * K, size)
+    if a is not None:
+        copy(reader_k_s.index(0), a + of_keys, H * K, size)
+    commit_group()
+    t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
+    s = gl.arange(0, C, COLUMNS)[None, :]
+    at_beta = beta + lo * HV + h
+    beta_t = gl.load(at_beta + t * HV, mask=t < size, other=0.0).to(gl.float32)
+    beta_s = gl.load(at_beta + s * HV, mask=s < size, other=0.0).to(gl.float32)
+    of_q = gl.zeros([C, C], gl.float32, L)
+    of_k = gl.zeros([C, C], gl.float32, L)
+    # 1. What reads and what writes, and the products of pairs: rows are tokens that write, columns tokens that read.
+    to_ends: gl.tuple = ()
+    for tile in gl.static_range(tiles):
+        at = of_gates + tile * BK
+        middle, largest, from_start, to_end, _ = _sums_of_gates(g, g_s, L)
+        if tile == 0:
+            arrived(0)
+        if not largest < MILD_BOUND:
+            gl.store(mild + rh, 0)  # the launch for other gates overwrites what is stored until here
+            return
+        if tile + 1 < tiles:
+            g = _load_gates(gk + at + BK, HV * K, size, ROWS, C, BK)
+        gl.store(total + rh * K + tile * BK + gl.arange(0, BK, gl.SliceLayout(0, ROWS)), from_start * to_end)
+        to_ends += (to_end,)
+        from_start = gl.convert_layout(from_start, COLUMNS)[None, :]
+        to_middle = gl.exp(middle)
+        reader = q_s.index(tile).load(L).to(gl.float32) * to_middle
+        _keep(reader_q_s, reader)
+        q_s.index(tile).store((reader * from_start).to(gl.bfloat16))
+        k_ = k_s.index(tile).load(L).to(gl.float32)
+        reader = k_ * to_middle
+        if a is not None:
+            if tile > 0:
+                copy(reader_k_s.index(0), a + of_keys + tile * BK, H * K, size)
+                commit_group()
+                arrived(0)
+            reader = reader_k_s.index(0).load(L).to(gl.float32) * to_middle
+        _keep(reader_k_s, reader)
+        k_s.index(tile).store((reader * from_start).to(gl.bfloat16))
+        writer = k_ / to_middle
+        high, low = parts(writer)
+        writers_s.index(2 * tile).store(high)
+        writers_s.index(2 * tile + 1).store(low)
+        _kept()
+        of_q += _fine(writer, reader_q_s, ACROSS=True)
+        of_k += _fine(writer, reader_k_s, ACROSS=True)
+        store(q_read + at, q_s.index(tile).load(ROWS), HV * K, size)
+        store(k_read + at, k_s.index(tile).load(ROWS), HV * K, size)
+    gl.store(mild + rh, 1)
+    # 2. Y and P.
+    _keep(reader_q_s, gl.where(t <= s, of_q * scale, 0.0))
+    solved = _inverse(gl.where(t < s, of_k * beta_t, 0.0), reader_k_s, g_s)
+    if Y is not None:
+        gl.store(Y + rh * C * C + t * C + s, solved)
+    solved *= beta_s
+    store(P + rh * C * C, _fine(solved, reader_q_s), C, C)
+    # 3. W.
+    for tile in gl.static_range(tiles):
+        written = _fine(solved, writers_s, 2 * tile)
+        store(
+            W + of_gates + tile * BK,
+            written * gl.convert_layout(to_ends[tile], COLUMNS)[None, :],
+            HV * K,
+            size,
+        )

@@ -84,6 +84,18 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
     return gk if g is None else gk.float() + g.unsqueeze(-1)
 
 
+def _launch_channels(
+    kernel: Any, programs: int, arguments: dict[str, Any], config: dict[str, int], mild: Any | None
+) -> None:
+    """Launch a kernel for what has mild gates, which is `mild` of Gluon if that is given, and then for the rest."""
+    if mild is None:
+        launch_by_gates(kernel, programs, arguments, config)
+        return
+    taken = {name: x for name, x in arguments.items() if name != "DOT"}
+    launch(mild, (programs,), **taken, BK=64, num_warps=4)
+    launch(kernel, (programs,), **arguments, **config, MILD=False)
+
+
 class _Launches(Sweeps):
     """The launches of one call, and what they have in common."""
 
@@ -137,18 +149,13 @@ class _Launches(Sweeps):
         read = {name: self.scratch(self.HV, self.K) for name in ("q", "k")}
         self.factors |= read
         self.gates["total"] = self.per_chunk(self.HV, self.K)
-        launch_by_gates(
-            channel_pair_kernel,
-            self.chunks * self.HV,
-            self.vectors,
-            {"a": self.a, "gk": self.gk},
-            products,
-            {"q_read": read["q"], "k_read": read["k"], "total": self.gates["total"]},
-            {"mild": self.per_chunk(self.HV, dtype=torch.int8)},
-            self.arguments,
-            {"K": self.K},
-            channel_pair_config(self.chip, self.bfloat16, self.K),
-        )
+        arguments = self.vectors | {"a": self.a, "gk": self.gk} | products | self.arguments | {"K": self.K}
+        arguments |= {"q_read": read["q"], "k_read": read["k"], "total": self.gates["total"]}
+        arguments["mild"] = self.per_chunk(self.HV, dtype=torch.int8)
+        on_hopper = _hopper.takes(self.chip, self.dtype, self.K)
+        mild = channel_hopper.channel_pair_kernel if on_hopper else None
+        config = channel_pair_config(self.chip, self.bfloat16, self.K)
+        _launch_channels(channel_pair_kernel, self.chunks * self.HV, arguments, config, mild)
 
     def gradients(
         self,
@@ -246,14 +253,8 @@ class _Launches(Sweeps):
         )
         arguments |= {"states": S, "d_states": dS, "dgk": dgk, "K": self.K}
         arguments["mild"] = self.per_chunk(HV, parts, dtype=torch.int8)
-        grid = (parts * self.chunks * HV,)
-        if on_hopper:
-            constants = {"BK": config["BK"], "PARTS": channel_hopper.PAIR_PARTS, "num_warps": 4}
-            mild = {name: x for name, x in arguments.items() if name != "DOT"} | constants
-            launch(channel_hopper.channel_kernel, grid, **mild)
-            launch(channel_kernel, grid, **arguments, **config, MILD=False)
-        else:
-            launch_by_gates(channel_kernel, *grid, arguments, config)
+        mild = channel_hopper.channel_kernel if on_hopper else None
+        _launch_channels(channel_kernel, parts * self.chunks * HV, arguments, config, mild)
         made = self.added_up(outputs)
         if dgk is not None:
             made["gk"] = self.batched(dgk)
