@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cases, cuda, measure, tuned, warm
-from .cases import MAMBA2_TRAINING, Draw, Op, Shape, Targets
+from .cases import MAMBA2_TRAINING, Draw, Op, Shape, Targets, parameter, rates, small_steps, with_states
 from .report import Row
 
 CHUNK = 256
@@ -33,54 +33,35 @@ TOLERANCE = 0.03
 """By how much results and gradients of the two sides may differ: several times the rounding errors of both."""
 
 
-def small_steps(x: Tensor) -> Tensor:
-    """Before softplus, as a trained model has them: the state keeps tokens for some fifty steps."""
-    return x - 4
-
-
-def decays(x: Tensor) -> Tensor:
-    return -x.exp()
-
-
-PARAMETER = torch.float32
-"""The dtype of parameters and of what is computed with them, as layers keep them, whatever that of the inputs."""
 MAMBA2 = {
     "x": Draw("B T HV V"),
     "dt": Draw("B T HV", small_steps),
-    "A": Draw("HV", decays, PARAMETER),
+    "A": parameter("HV", rates),
     "B": Draw("B T H K"),
     "C": Draw("B T H K"),
 }
 MAMBA2_MORE = {
-    "D": Draw("HV", dtype=PARAMETER),
+    "D": parameter("HV"),
     "z": Draw("B T HV V"),
-    "dt_bias": Draw("HV", dtype=PARAMETER),
+    "dt_bias": parameter("HV"),
 }
 MAMBA3 = {
     "Q": Draw("B T H K"),
     "K": Draw("B T H K"),
     "V": Draw("B T HV V"),
-    "ADT": Draw("B T HV", lambda x: -F.softplus(small_steps(x)), PARAMETER),
-    "DT": Draw("B T HV", lambda x: F.softplus(small_steps(x)), PARAMETER),
+    "ADT": parameter("B T HV", lambda x: -F.softplus(small_steps(x))),
+    "DT": parameter("B T HV", lambda x: F.softplus(small_steps(x))),
     "Trap": Draw("B T HV"),
-    "Q_bias": Draw("HV K", dtype=PARAMETER),
-    "K_bias": Draw("HV K", dtype=PARAMETER),
-    "Angles": Draw("B T HV A", dtype=PARAMETER),
+    "Q_bias": parameter("HV K"),
+    "K_bias": parameter("HV K"),
+    "Angles": parameter("B T HV A"),
 }
-MAMBA3_MORE = {"D": Draw("HV", dtype=PARAMETER), "Z": Draw("B T HV V")}
+MAMBA3_MORE = {"D": parameter("HV"), "Z": Draw("B T HV V")}
 
 
-def ssd(
-    scan: Callable[..., Any],
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    **inputs: Any,
-) -> tuple[Tensor, Tensor | None]:
+def ssd(scan: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Mamba-2's `scan` of a side, its keywords for states as the other functions have them."""
-    results = scan(
-        **inputs, dt_softplus=True, initial_states=initial_state, return_final_states=output_final_state
-    )
-    return results if output_final_state else (results, None)
+    return partial(with_states, scan, "return_final_states", dt_softplus=True)
 
 
 def stateless(
@@ -150,8 +131,8 @@ PARTS = {
             _OP,
             dataclasses.replace(_OP, name="mamba2 with D, z and dt_bias", inputs=MAMBA2 | MAMBA2_MORE),
         ),
-        ours=lambda ops: partial(ssd, ops.mamba_chunk_scan_combined),
-        other=lambda module: partial(ssd, module.mamba_chunk_scan_combined),
+        ours=lambda ops: ssd(ops.mamba_chunk_scan_combined),
+        other=lambda module: ssd(module.mamba_chunk_scan_combined),
     ),
     "mamba3": Part(
         "mamba-ssm",

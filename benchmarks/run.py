@@ -330,15 +330,19 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
     if "more" in parts:
         run.note("no figure of the peer at other widths and grouped heads: it would tune for minutes at each")
     with beside_the_peer(run, arguments) as (sides, configs, save):
+        both = sides
         for op in ops:
             shapes = arguments.shapes or op.training
-            if arguments.warm_peer:
+            shared = hasattr(both["fla"], op.chunk)
+            sides = both if shared else {"flacompose": both["flacompose"]}
+            if arguments.warm_peer and shared:
                 every = [*shapes, cases.ACCURACY]
                 limits = arguments.warm_timeout, arguments.workers
                 run.say(warm.compile_candidates(op.name, every, configs, *limits))
             if "training" in parts:
                 for shape in shapes:
-                    run.take(cuda.training(op, sides, shape, run.results.notes))
+                    taken = cuda.training if shared else cuda.beside_floor
+                    run.take(taken(op, sides, shape, run.results.notes))
                     save()
             if "more" in parts:
                 alone: cuda.Sides = {"flacompose": sides["flacompose"]}
@@ -350,7 +354,7 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
                 run.take(cuda.accuracy(op, sides))
             save()
             if "cold" in parts:
-                peer_timeout = arguments.cold_timeout if arguments.cold_peer else None
+                peer_timeout = arguments.cold_timeout if arguments.cold_peer and shared else None
                 timeouts = {"flacompose": arguments.cold_timeout, "fla": peer_timeout}
                 run.take(cuda.cold(op, shapes[0], timeouts))
 
