@@ -8,6 +8,7 @@ python -m benchmarks.run --parts model                   whole models: compilati
 python -m benchmarks.run --parts public                  models of transformers: prompts, training steps, decoding
 python -m benchmarks.run --parts heads --ops gla         heads of more than 256 keys or values beside the peer
 python -m benchmarks.run --parts mamba2 mamba3 mlstm     scans beside mamba-ssm's and mlstm_kernels', on a GPU
+python -m benchmarks.run --parts flashqla                the gated delta rule beside FlashQLA's, on a GPU
 python -m benchmarks.run --parts generation              a model that reads prompts, writes and checks tokens
 python -m benchmarks.run --parts context                 a long row on several GPUs and on one
 
@@ -231,7 +232,7 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
 def of_mamba(run: Run, name: str, arguments: argparse.Namespace) -> None:
     """A scan beside that of a package of its own."""
     part, other = mamba.PARTS[name], mamba.load(name)
-    run.results.environment[part.side] = mamba.version(part.side)
+    run.results.environment[part.side] = mamba.version(part.package)
     run.note(part.note)
     shorten_tuning(run, arguments, part.package)
     if arguments.warm_peer:
