@@ -649,13 +649,17 @@ def rwkv4_of_the_peer(w, u, k, v, state):
 @pytest.mark.parametrize("name", ["comba", "rwkv4", "rg_lru"])
 @pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
 def test_what_the_peer_has_in_another_form(name: str, form: str):
-    combas = {
-        f"{form}_comba": functools.partial(getattr(flacompose.ops, f"{form}_comba"), erase="before")
-        for form in ("chunk", "fused_recurrent")
-    }
-    fla = peer.adapted(vars(flacompose.ops) | combas | {"fused_recurrent_rwkv4": rwkv4_of_the_peer})
+    # What has two forms has only this one, so that the other cannot take its place.
+    functions = dict.fromkeys(
+        f"{form}_{name}" for form in ("chunk", "fused_recurrent") for name in ("comba", "hgrn")
+    )
+    functions[f"{form}_comba"] = functools.partial(getattr(flacompose.ops, f"{form}_comba"), erase="before")
+    functions[f"{form}_hgrn"] = getattr(flacompose.ops, f"{form}_hgrn")
+    fla = peer.adapted(functions | {"fused_recurrent_rwkv4": rwkv4_of_the_peer})
     op = OPS[name]
     inputs = op.draw(Shape(2, 9, 2, 8, 4), torch.float32, "cpu")
+    if name == "rwkv4":
+        inputs["k"] -= 20  # all below a maximum of 0, which is none of theirs
     for states in ({}, {"initial_state": op.packed([*op.draw_states(Shape(2, 9, 2, 8, 4), "cpu").values()])}):
         (o, end), (expected, expected_end) = (
             getattr(op, f"{form.split('_')[-1]}_of")(module)(**inputs, **states, output_final_state=True)
@@ -665,7 +669,7 @@ def test_what_the_peer_has_in_another_form(name: str, form: str):
         torch.testing.assert_close(op.unpacked(end), op.unpacked(expected_end))
     if name == "comba":
         with pytest.raises(ValueError, match="the peer's kernels have erase=\"before\" alone, got 'after'"):
-            fla.chunk_comba(**inputs, erase="after")
+            getattr(fla, f"{form}_comba")(**inputs, erase="after")
 
 
 def test_an_op_that_the_peer_lacks(on_cpu, monkeypatch, tmp_path: Path):
