@@ -29,12 +29,13 @@ Taken = tuple[Row, Results]
 
 
 def collect(runs: Sequence[Results]) -> Figures:
-    """The newest figure of each op, case, quantity and other side. A figure that is incomplete replaces no other."""
+    """The newest figure of each op, case, quantity and other side. One without the other side replaces none with it."""
     figures: Figures = {}
     for run in sorted(runs, key=lambda run: run.environment.get("date", "")):
         for row in run.rows:
             key = (row.op, row.beside or run.other, row.case, row.quantity)
-            if row.ours is not None and (row.other is not None or key not in figures):
+            whole = key in figures and figures[key][0].other is not None
+            if row.ours is not None and (row.other is not None or not whole):
                 figures[key] = (row, run)
     return figures
 
