@@ -16,6 +16,7 @@ from torch import Tensor
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from flacompose.ops._chip import ADA, AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
@@ -110,8 +111,10 @@ class Launch:
 
     @property
     def source(self) -> ASTSource:
-        return ASTSource(
-            getattr(import_module(self.module), self.name),
+        kernel = getattr(import_module(self.module), self.name)
+        source = GluonASTSource if kernel.is_gluon() else ASTSource
+        return source(
+            kernel,
             dict(self.signature),
             {(i,): value for i, value in self.constants},
             {(i,): [["tt.divisibility", 16]] for i in self.aligned},

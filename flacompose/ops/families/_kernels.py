@@ -58,8 +58,8 @@ def sequence_of_chunk(row, T, N, cu_seqlens, C: tl.constexpr):
     """The sequence whose chunk `row` is, or which begins at that row and has no tokens."""
     if cu_seqlens is not None:
         # The last sequence that begins at this row or before is between `n` and `after`.
-        n = tl.zeros([], tl.int64)
-        after = N + tl.zeros([], tl.int64)
+        n = tl.cast(0, tl.int64)
+        after = tl.cast(N, tl.int64)
         while after - n > 1:
             middle = (n + after) // 2
             begins = tl.load(cu_seqlens + middle) // C + middle <= row

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
-from flacompose.ops.families import _launch
+from flacompose.ops.families import _hopper, _launch
 from flacompose.ops.families._launch import block, launch_by_gates, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
+from flacompose.ops.families.delta_rule import hopper
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
     channel_pair_kernel,
@@ -159,43 +160,40 @@ class _Launches(Sweeps):
         gates: bool,
     ) -> dict[str, Tensor]:
         """The gradients of queries and, with `dS`, of keys, `beta` and, if wanted, gates of heads, by their names."""
-        HV = self.HV
+        H, HV = self.q.shape[2], self.HV
         gates_of_heads = {name: self.gates[name] for name in ("sums", "rest")}
         sizes = {"V": self.V, "C": self.C}
         products: dict[str, Tensor] = {}
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
-        if stores_pairs(self.bfloat16, self.K):
+        on_hopper = dS is not None and _hopper.takes(self.chip, self.dtype, self.K, self.V)
+        if on_hopper:
+            config = {"BK": 64, "num_warps": 4}
+        elif stores_pairs(self.bfloat16, self.K):
             kernel, config = gradient_from_pairs_kernel, gradient_from_pairs_config(self.bfloat16)
             products = self.pair_gradients(
                 r=r, do=do, dv=None if dS is None else dv, **gates_of_heads, **sizes
             )
         tiles = tile_count(self.K, config["BK"])
-        outputs = self.of_tiles(tiles)
+        outputs = self.of_tiles(tiles, H if on_hopper else HV)
         # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
         gated = self.gates["sums"] is not None
         d_sums = self.per_chunk(3 * tiles, HV, self.C) if gated else None
         d_total = self.per_chunk(HV, self.K) if gated else None
         if dS is None:  # queries alone
             outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
-        launch(
-            kernel,
-            (tiles * self.chunks * HV,),
-            **self.vectors,
-            **gates_of_heads,
-            r=r,
-            do=do,
-            dv=dv,
-            states=S,
-            d_states=dS,
-            **products,
-            **{name: x for name, x in outputs.items() if name != "da"},
-            d_sums=d_sums,
-            d_total=d_total,
-            **self.arguments,
-            **sizes,
-            K=self.K,
-            **config,
-        )
+        of_values = {"r": r, "do": do, "dv": dv, "states": S, "d_states": dS}
+        made_here = {name: x for name, x in outputs.items() if name != "da"}
+        arguments = self.vectors | of_values | made_here | self.arguments | sizes | config
+        arguments |= {"K": self.K, "d_sums": d_sums, "d_total": d_total}
+        if on_hopper:
+            arguments |= {"sums": gates_of_heads["sums"]}
+            del arguments["DOT"]
+            # One of the heads of values that share keys after the other: each adds to what was stored before.
+            for i in range(HV // H):
+                grid = (tiles * self.chunks * H,)
+                launch(hopper.gradient_kernel, grid, **arguments, of_group=i, ADDS=i > 0)
+        else:
+            launch(kernel, (tiles * self.chunks * HV,), **arguments, **gates_of_heads, **products)
         made = self.added_up(outputs)
         if gates:
             assert d_sums is not None and d_total is not None
@@ -237,7 +235,7 @@ class _Launches(Sweeps):
         launch(pair_gradient_kernel, (self.chunks * HV,), **of_values, **products, **self.arguments, **config)
         config = channel_config(self.chip, self.bfloat16)
         parts = tile_count(self.K, config["BK"])
-        outputs = self.of_tiles(parts)
+        outputs = self.of_tiles(parts, HV)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
         launch_by_gates(
             channel_kernel,
@@ -259,10 +257,10 @@ class _Launches(Sweeps):
             made["g"] = made["gk"].sum(-1)
         return made
 
-    def of_tiles(self, tiles: int) -> dict[str, Any]:
-        """Memory for dq, dk, da and dbeta, as `added_up` takes them."""
+    def of_tiles(self, tiles: int, heads: int) -> dict[str, Any]:
+        """Memory for dq, dk and da, of this many `heads`, and for dbeta, as `added_up` takes them."""
         outputs: dict[str, Any] = {
-            name: None if x is None else self.per_token(self.HV, self.K, dtype=self.dtype)
+            name: None if x is None else self.per_token(heads, self.K, dtype=self.dtype)
             for name, x in (("dq", self.q), ("dk", self.k), ("da", self.a))
         }
         return outputs | {"dbeta": self.per_token(tiles, self.HV, dtype=torch.float32)}
@@ -276,7 +274,7 @@ class _Launches(Sweeps):
             x = self.batched(x)
             if name == "dbeta":
                 x = x.squeeze(2) if x.shape[2] == 1 else x.sum(2)
-            elif self.HV != H:
+            elif x.shape[2] != H:
                 x = x.unflatten(2, (H, -1))
                 # PyTorch's sum of two takes twice as long as an addition.
                 x = x[:, :, :, 0] + x[:, :, :, 1] if self.HV == 2 * H else x.sum(3)
