@@ -162,6 +162,7 @@ class Mamba2(RecurrentLayer):
     def _compute(self, u: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, P, G, S = self.num_heads, self.head_dim, self.n_groups, self.state_size
         z, xBC, dt = split(self.in_proj(u), [H * P, H * P + 2 * G * S, H], -1)
+        # Parts, so that on a GPU each is in memory of its own, where the scan reads it without a copy.
         (parts,), conv = self._convolved((xBC,), past, tokens, sizes=(H * P, G * S, G * S))
         x, B, C = parts if self.act is None else map(self.act, parts)
         x, B, C = x.unflatten(-1, (H, P)), in_heads(B, G), in_heads(C, G)
