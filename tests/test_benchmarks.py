@@ -875,6 +875,8 @@ def test_model_process(monkeypatch, capsys):
         ("B1 T1", "one token, compiled", "ms"),
     ]
     notes = [x["note"] for x in given if "note" in x]
+    size, *notes = notes
+    assert size == "0.1 million parameters"  # 4 * 64^2, 3 * 64 * 256, two times 50 * 64, and three norms
     assert len(notes) == 2 and all("Dynamo" in note and "Dynamo 0.0 s" not in note for note in notes)
 
 
