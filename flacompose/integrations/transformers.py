@@ -16,12 +16,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from flacompose.integrations import _modeling, _tested
-from flacompose.ops import (
-    chunk_gated_delta_rule,
-    chunk_kda,
-    fused_recurrent_gated_delta_rule,
-    fused_recurrent_kda,
-)
+from flacompose.ops import chunk_gated_delta_rule, chunk_kda
 
 OLDEST, NEWEST = (5, 17), (5, 24)
 
@@ -43,9 +38,11 @@ FUNCTIONS: Mapping[str, Function] = {
     "causal_conv1d_fn": Function(_modeling.convolve, "causal_conv1d"),
     "causal_conv1d_update": Function(_modeling.convolve_step, "causal_conv1d"),
     "torch_chunk_gated_delta_rule": _delta_rule(chunk_gated_delta_rule),
-    "torch_recurrent_gated_delta_rule": _delta_rule(fused_recurrent_gated_delta_rule),
+    "torch_recurrent_gated_delta_rule": Function(
+        _modeling.delta_rule_step("g"), "fused_recurrent_gated_delta_rule"
+    ),
     "chunk_kimi_delta_attention": _delta_rule(chunk_kda),
-    "recurrent_kimi_delta_attention": _delta_rule(fused_recurrent_kda),
+    "recurrent_kimi_delta_attention": Function(_modeling.delta_rule_step("gk"), "fused_recurrent_kda"),
     "mamba2_chunk_scan": Function(_modeling.ssd, "mamba_chunk_scan_combined"),
     "mamba2_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
     "mamba2_split_conv1d_scan_combined": Function(_modeling.no_fused_block),
@@ -92,6 +89,7 @@ FORWARDS = _of_classes(
 AROUND = _of_classes(
     {
         "BambaModel": _modeling.counting,
+        "KimiLinearModel OlmoHybridModel Qwen3NextModel Qwen3_5MoeTextModel Qwen3_5TextModel": _modeling.maskless,
         "RecurrentGemmaModel": _modeling.numbering,
         "RwkvBlock": _modeling.masking("attention", "feed_forward"),
         "RwkvFeedForward": _modeling.shifting,

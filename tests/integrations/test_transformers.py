@@ -54,6 +54,7 @@ from flacompose.integrations.transformers import (  # noqa: E402
 
 HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
+MASKLESS = ["kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 SSD_MODELS = ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"]
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 
@@ -914,6 +915,29 @@ def test_packed_model_compiled(name: str, model: nn.Module) -> None:
         expected = model(**packed, use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(**packed, use_cache=False).logits, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "name", slow_but("kimi_linear", "qwen3_next", names=[name for name in HERE if name in MASKLESS])
+)
+@torch.no_grad()
+def test_whole_sequences_are_compiled_without_a_mask(name: str, model: nn.Module) -> None:
+    """As they are computed without the compiler; `test_modeling` has what is compiled with one."""
+    masks: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list) -> Callable:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        nodes = graph.graph.find_nodes(op="call_function", target=attention)
+        masks.extend((n.kwargs["attn_mask"], n.kwargs["is_causal"]) for n in nodes)
+        return graph.forward
+
+    ids = prompt(captured(name, model), 9, batch=2)
+    with enable():
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        torch.testing.assert_close(
+            compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **CLOSE
+        )
+    assert masks == [(None, True)]
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
