@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from flacompose.layers.joint import joined_paths
 from flacompose.layers.token_shift import token_shift
 from flacompose.ops import (
     causal_conv1d,
@@ -432,7 +433,39 @@ def grouped(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kw
 
     It reads ``num_v_heads`` for one purpose: to repeat them for each value head. The op takes groups of value heads.
     """
-    return forward(_With(layer, num_v_heads=layer.num_k_heads), *args, **kwargs)
+    return forward(_With(layer, num_v_heads=layer.num_k_heads, **_projections(layer)), *args, **kwargs)
+
+
+def projected(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a layer whose projections may be joined."""
+    return forward(_With(layer, **_projections(layer)), *args, **kwargs)
+
+
+def joined(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module beside recurrent layers whose projections may be joined."""
+
+    @wraps(forward)
+    def joined_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _projections(self)
+        return forward(_With(self, **given) if given else self, *args, **kwargs)
+
+    return joined_forward
+
+
+def _projections(layer: Any) -> dict[str, Any]:
+    """What stands in for the projections that `join_projections` has joined, for one call of the layer's forward.
+
+    The first that is called computes all of them: a forward calls them with the same input.
+    """
+    parts: list[Tensor] = []
+
+    def part(i: int, x: Tensor) -> Tensor:
+        if not parts:
+            parts.extend(layer.joint_proj(x).split(layer.joint_sizes, -1))
+        return parts[i]
+
+    names = joined_paths(layer) if getattr(layer, "joint_sizes", ()) else []
+    return {name: partial(part, i) for i, name in enumerate(names)}
 
 
 def unchanged(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -49,8 +49,10 @@ from flacompose.integrations.transformers import (  # noqa: E402
     MODELS,
     accelerate,
     enable,
+    join_projections,
     runs_on,
 )
+from flacompose.layers.joint import joined_paths  # noqa: E402
 
 HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
@@ -938,6 +940,41 @@ def test_whole_sequences_are_compiled_without_a_mask(name: str, model: nn.Module
             compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **CLOSE
         )
     assert masks == [(None, True)]
+
+
+@pytest.mark.parametrize("name", slow_but("qwen3_next", names=["kimi_linear", "qwen3_5", "qwen3_next"]))
+def test_joined_projections(name: str, model: nn.Module) -> None:
+    """The model computes what it did, gradients of the joint weights included; not enabled, it says what is missing."""
+    ids = prompt(model, 9, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    names = [name for name, _ in model.named_parameters()]
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(ids, attention_mask=mask).logits[mask > 0].square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    with enable():
+        expected, tokens = gradients(), generated(model, ids, mask)
+        join_projections(model)
+        join_projections(model)  # again, which changes nothing
+        found = gradients()
+        torch.testing.assert_close(generated(model, ids, mask), tokens)
+    for path, layer in model.named_modules():
+        if joint := getattr(layer, "joint_sizes", ()):
+            old = [expected[f"{path}.{child}.weight"] for child in joined_paths(layer)]
+            new = found[f"{path}.joint_proj.weight"]
+            torch.testing.assert_close(new[: sum(map(len, old))], torch.cat(old), **CLOSE)
+            assert sum(joint) % 8 == 0 and not any(
+                f"{path}.{child}.weight" in found for child in layer.joinable
+            )
+    unjoined = set(names) & set(found)
+    torch.testing.assert_close({x: found[x] for x in unjoined}, {x: expected[x] for x in unjoined}, **CLOSE)
+    with pytest.raises(TypeError, match="must be called with the parts"):
+        model(ids)
+    with pytest.raises(ValueError, match="whose projections can be joined, got a? ?Linear"):
+        join_projections(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])
