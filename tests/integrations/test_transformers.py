@@ -720,14 +720,14 @@ def test_groups_are_not_repeated(
 ) -> None:
     """The op gets the two key heads of four value heads, in prompts and steps."""
     heads = []
-    module = import_module("flacompose.ops.gated_delta_rule")
-    with_gates = module.with_gates
+    op = import_module("flacompose.ops.families.delta_rule.op")
 
-    def counted(inputs: Any, *args: Any) -> Any:
-        heads.append((inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[2]))
-        return with_gates(inputs, *args)
+    def counted(form: Callable, *args: Any) -> Any:
+        heads.append(tuple(x.shape[2] for x in args[:3]))
+        return form(*args)
 
-    monkeypatch.setattr(module, "with_gates", counted)
+    for form in "chunk", "update":
+        monkeypatch.setattr(op, form, partial(counted, getattr(op, form)))
     with replace(model):
         generated(model, prompt(model, 9))
     assert len(heads) == 24 and set(heads) == {(2, 2, 4)}
