@@ -19,6 +19,7 @@ from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
+from flacompose.ops.families.selective_scan.reference import selective_scan
 from flacompose.ops.families.slot_attention.reference import slot_attention
 from flacompose.ops.families.vector_decay.reference import vector_decay
 from flacompose.ops.retention import log_decay
@@ -69,6 +70,11 @@ class Shape(NamedTuple):
         return 64
 
     @property
+    def S(self) -> int:
+        """Numbers in the state of a channel of Mamba's selective scan, at every shape."""
+        return 16
+
+    @property
     def A(self) -> int:
         """Angles of a key of Mamba-3, half of which turns in pairs."""
         return self.K // 4
@@ -90,6 +96,8 @@ MORE = (
 GROUPED = Shape(8, 2048, 4, 128, 64, group=4)
 SHARED_KEYS = (Shape(4, 8192, 16, 128, 128, group=2), Shape(1, 32768, 16, 128, 128, group=2))
 """Heads as models with the gated delta rule have them, at which other projects publish their times."""
+FLASH_QLA = (SHARED_KEYS[1], *(Shape(1, 8192, 16, 128, 128, group=n) for n in (2, 4)), SHARED_KEYS[0])
+"""What is measured beside FlashQLA, which takes heads of 128 alone, after one of the shapes of all ops."""
 HEADS_OF_256 = Shape(8, 2048, 8, 256, 256)
 LARGER_HEADS = (
     Shape(8, 2048, 6, 320, 320),
@@ -155,6 +163,8 @@ class Op:
     """Whether the peer has them."""
     recurrent_names: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, object] = field(default_factory=dict)
+    adapt: Callable[..., Callable[..., tuple]] | None = None
+    """What gives both functions the keywords and the results of the others, where they have different ones."""
     peer_keys: int | None = None
     """The most keys of a head that the peer takes, where it refuses more."""
     training: Sequence[Shape] = TRAINING
@@ -179,13 +189,17 @@ class Op:
             return f"B{shape.B} T{shape.T} D={shape.D}"
         return f"{shape.label} M={shape.M}" if "M" in self.axes else shape.label
 
+    def _of(self, module: Functions, name: str) -> Callable[..., tuple]:
+        fn = getattr(module, name)
+        return functools.partial(self.adapt(fn) if self.adapt else fn, **self.options)
+
     def chunk_of(self, module: Functions) -> Callable[..., tuple]:
         """One side's chunk function, the op's options bound."""
-        return functools.partial(getattr(module, self.chunk), **self.options)
+        return self._of(module, self.chunk)
 
     def recurrent_of(self, module: Functions) -> Callable[..., tuple]:
         """Its recurrent function, likewise."""
-        return functools.partial(getattr(module, self.recurrent), **self.options)
+        return self._of(module, self.recurrent)
 
     def draw(self, shape: Shape, dtype: torch.dtype, device: str, *, grad: bool = False) -> dict[str, Tensor]:
         """Fresh inputs by the chunk function's argument names; q, k, v and gates all in ``dtype``."""
@@ -241,6 +255,56 @@ def _rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> 
     return low_rank(r, k, v, a, b, w)
 
 
+def _comba(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, g: Tensor, beta: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What is replaced is read before the decay, as in the peer's kernels."""
+    groups = v.shape[2] // q.shape[2]
+    q, k, p = (x.repeat_interleave(groups, 2) for x in (q, k, p))
+    k = beta.unsqueeze(-1) * k
+    return low_rank(q, k, v, p, -k, g.unsqueeze(-1).expand(q.shape), scale=scale)
+
+
+def _gdn2(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    return delta_rule(q, k, w * v, torch.ones_like(v[..., 0]), gk=g, a=b * k, scale=scale)
+
+
+def _rwkv4(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """With weights as they are, for keys of ordinary size."""
+    a, b, o = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]), []
+    for k_t, v_t in zip(k.unbind(1), v.unbind(1), strict=True):
+        now, written = (u + k_t).exp(), k_t.exp()
+        o.append((a + now * v_t) / (b + now))
+        a, b = w.exp() * a + written * v_t, w.exp() * b + written
+    return torch.stack(o, 1), (a, b)
+
+
+def _rg_lru(x: Tensor, r: Tensor, i: Tensor, a_param: Tensor) -> tuple[Tensor, Tensor]:
+    g = -8 * F.softplus(a_param) * r.sigmoid()
+    return scan((1 - (2 * g).exp()).sqrt() * i.sigmoid() * x, g)
+
+
+def _mamba(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, delta_bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    y, h = selective_scan(u, F.softplus(delta + delta_bias), A, B.unsqueeze(2), C.unsqueeze(2))
+    return (y + D * u) * F.silu(z), h
+
+
+def with_states(
+    scan: Callable[..., Any],
+    returned: str,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    **inputs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """A `scan` of Mamba, whose keyword `returned` asks for the states, called as the other functions are."""
+    results = scan(**inputs, **{"initial_states": initial_state, returned: output_final_state})
+    return results if output_final_state else (results, None)
+
+
 def _mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
     """With weights as they are, for input gates of ordinary size."""
     scale, ones = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1])
@@ -265,6 +329,21 @@ def gate(axes: str) -> Draw:
     return Draw(axes, F.logsigmoid)
 
 
+def small_steps(x: Tensor) -> Tensor:
+    """Before softplus, as a trained model of Mamba has them: a rate of 1 keeps tokens for some fifty steps."""
+    return x - 4
+
+
+def rates(x: Tensor) -> Tensor:
+    """What time steps multiply, as natural logarithms of decays."""
+    return -x.exp()
+
+
+def parameter(axes: str, transform: Callable[[Tensor], Tensor] = plain) -> Draw:
+    """A parameter or what is computed with it, in float32, as layers keep it, whatever the dtype of the inputs."""
+    return Draw(axes, transform, torch.float32)
+
+
 ROWS, GROUPED_ROWS = Draw("B T H K"), Draw("B T HV V")
 QKV, QKV_GROUPED = ({"q": ROWS, "k": ROWS, "v": v} for v in (Draw("B T H V"), GROUPED_ROWS))
 # Keys that replace values have norm 1, and replace up to twice what they find.
@@ -282,6 +361,26 @@ RWKV7 = {
     "v": Draw("B T H V"),
     "a": Draw("B T H K", functools.partial(F.normalize, dim=-1)),
     "b": Draw("B T H K", lambda x: F.normalize(x, dim=-1) / 2),
+}
+# What is replaced is read by a vector about as long as a key times a number from 0 to 1.
+COMBA = DELTA | {"p": RWKV7["b"], "g": gate("B T HV"), "beta": Draw("B T HV", torch.sigmoid)}
+GDN2 = {
+    **{name: DELTA[name] for name in ("q", "k")},
+    "v": Draw("B T H V"),
+    "g": gate("B T H K"),
+    "b": Draw("B T H K", torch.sigmoid),
+    "w": Draw("B T H V", torch.sigmoid),
+}
+CHANNELS = Draw("B T D")
+SELECTIVE_SCAN = {
+    "u": CHANNELS,
+    "delta": Draw("B T D", small_steps),
+    "A": parameter("D S", rates),
+    "B": Draw("B T S"),
+    "C": Draw("B T S"),
+    "D": parameter("D"),
+    "z": CHANNELS,
+    "delta_bias": parameter("D"),
 }
 SLOTS = {"s": Draw("B T H M"), "g": gate("B T H M")}
 OPS = {
@@ -340,5 +439,37 @@ OPS = {
             training=(*TRAINING, Shape(8, 2048, 8, 256, 512)),
         ),
         _op("rwkv7", _rwkv7, RWKV7, training=(*TRAINING, Shape(8, 2048, 32, 64, 64))),
+        # The peer's kernels read what is replaced before its decay.
+        _op("comba", _reference(_comba), COMBA, options={"erase": "before"}, peer_keys=256),
+        _op("gdn2", _reference(_gdn2), GDN2, peer_keys=256),
+        _op(
+            "rwkv4",
+            _rwkv4,
+            {"w": parameter("D", rates), "u": parameter("D"), "k": CHANNELS, "v": CHANNELS},
+            states={"a": Draw("B D"), "b": Draw("B D", lambda x: x.abs() + 1), "m": Draw("B D")},
+            state_gradients=False,
+            targets=Targets(forward=0.6),
+        ),
+        _op(
+            "rg_lru",
+            _rg_lru,
+            {"x": CHANNELS, "r": CHANNELS, "i": CHANNELS, "a_param": parameter("D", small_steps)},
+            output="x",
+            states={"state": Draw("B D")},
+            state_gradients=False,
+            targets=Targets(forward=0.6),
+        ),
+        # The library has one function for prompts and for single tokens.
+        Op(
+            "selective_scan",
+            chunk="selective_scan_fn",
+            recurrent="selective_scan_fn",
+            inputs=SELECTIVE_SCAN,
+            reference=_mamba,
+            output="u",
+            states={"state": Draw("B D S")},
+            options={"delta_softplus": True},
+            adapt=lambda scan: functools.partial(with_states, scan, "return_last_state"),
+        ),
     )
 }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from . import measure, peer
+from . import floor, measure, peer
 from .cases import ACCURACY, DECODE_GPU, DECODE_HOST, Functions, Op, Shape
 from .cold import first_step_s
 from .report import Row
@@ -38,14 +38,14 @@ def both(
 ) -> tuple[float | None, float | None, str]:
     """Apply ``take`` to each side's function. A side that fails gives ``None`` and a message, and the run goes on."""
     values: list[float | None] = []
-    notes = []
+    notes: list[str] = []
     for side, module in sides.items():
         try:
             values.append(take(function(module)))
         except Exception as error:
             values.append(None)
             notes.append(failure(side, error))
-    ours, other = values
+    ours, other, *_ = *values, None
     return ours, other, "; ".join(notes)
 
 
@@ -82,6 +82,12 @@ def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[R
     yield row(STEP, "ms", times(steps), op.targets.step)
     memory = {side: measure.peak_mib(fn) for side, fn in steps.items()}
     yield row("peak memory over the inputs", "MiB", memory, op.targets.memory)
+
+
+def beside_floor(op: Op, alone: Sides, shape: Shape, notes: list[str]) -> Iterator[Row]:
+    """Training of an op that the peer does not have, beside the traffic of its inputs and results, without targets."""
+    for row in training(op, {**alone, floor.NAME: floor.of(op)}, shape, notes):
+        yield dataclasses.replace(row, beside=floor.NAME, max_ratio=None)
 
 
 def larger_heads(
@@ -201,9 +207,10 @@ def accuracy(op: Op, sides: Sides, shape: Shape | None = None) -> Iterator[Row]:
             notes.append(failure(side, error))
     initial = [f"dinitial_{name}" for name in states if op.state_gradients]
     for name in ("o", *(f"final_{name}" for name in states), *(f"d{name}" for name in inputs), *initial):
-        ours, other = (errors[side].get(name) for side in sides)
+        ours, other, *_ = *(errors[side].get(name) for side in sides), None
         quantity, note = f"relative error of {name}", "; ".join(notes)
-        yield Row(op.name, op.label(shape), quantity, "", ours, other, max_ratio=1.0, note=note)
+        limit = 1.0 if len(sides) > 1 else None
+        yield Row(op.name, op.label(shape), quantity, "", ours, other, max_ratio=limit, note=note)
 
 
 def cold(op: Op, shape: Shape, timeouts: Mapping[str, float | None]) -> Iterator[Row]:

@@ -1,7 +1,8 @@
 """Scans beside those of packages of their own, on a GPU: Mamba-2's and Mamba-3's of mamba-ssm, mLSTM of mlstm_kernels.
 
 Only the Triton kernels of these packages are needed, which are plain Python. Importing the package mamba-ssm would ask
-for its compiled extensions, which the scans do not use: the modules are imported without it.
+for its compiled extensions, which the scans do not use: the modules are imported without it. The gated delta rule of
+FlashQLA is compared in the same way; its package is imported whole, and its kernels are in TileLang.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cases, cuda, measure, tuned, warm
-from .cases import MAMBA2_TRAINING, Draw, Op, Shape, Targets
+from .cases import MAMBA2_TRAINING, Draw, Op, Shape, Targets, parameter, rates, small_steps, with_states
 from .report import Row
 
 CHUNK = 256
@@ -33,54 +34,35 @@ TOLERANCE = 0.03
 """By how much results and gradients of the two sides may differ: several times the rounding errors of both."""
 
 
-def small_steps(x: Tensor) -> Tensor:
-    """Before softplus, as a trained model has them: the state keeps tokens for some fifty steps."""
-    return x - 4
-
-
-def decays(x: Tensor) -> Tensor:
-    return -x.exp()
-
-
-PARAMETER = torch.float32
-"""The dtype of parameters and of what is computed with them, as layers keep them, whatever that of the inputs."""
 MAMBA2 = {
     "x": Draw("B T HV V"),
     "dt": Draw("B T HV", small_steps),
-    "A": Draw("HV", decays, PARAMETER),
+    "A": parameter("HV", rates),
     "B": Draw("B T H K"),
     "C": Draw("B T H K"),
 }
 MAMBA2_MORE = {
-    "D": Draw("HV", dtype=PARAMETER),
+    "D": parameter("HV"),
     "z": Draw("B T HV V"),
-    "dt_bias": Draw("HV", dtype=PARAMETER),
+    "dt_bias": parameter("HV"),
 }
 MAMBA3 = {
     "Q": Draw("B T H K"),
     "K": Draw("B T H K"),
     "V": Draw("B T HV V"),
-    "ADT": Draw("B T HV", lambda x: -F.softplus(small_steps(x)), PARAMETER),
-    "DT": Draw("B T HV", lambda x: F.softplus(small_steps(x)), PARAMETER),
+    "ADT": parameter("B T HV", lambda x: -F.softplus(small_steps(x))),
+    "DT": parameter("B T HV", lambda x: F.softplus(small_steps(x))),
     "Trap": Draw("B T HV"),
-    "Q_bias": Draw("HV K", dtype=PARAMETER),
-    "K_bias": Draw("HV K", dtype=PARAMETER),
-    "Angles": Draw("B T HV A", dtype=PARAMETER),
+    "Q_bias": parameter("HV K"),
+    "K_bias": parameter("HV K"),
+    "Angles": parameter("B T HV A"),
 }
-MAMBA3_MORE = {"D": Draw("HV", dtype=PARAMETER), "Z": Draw("B T HV V")}
+MAMBA3_MORE = {"D": parameter("HV"), "Z": Draw("B T HV V")}
 
 
-def ssd(
-    scan: Callable[..., Any],
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    **inputs: Any,
-) -> tuple[Tensor, Tensor | None]:
+def ssd(scan: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Mamba-2's `scan` of a side, its keywords for states as the other functions have them."""
-    results = scan(
-        **inputs, dt_softplus=True, initial_states=initial_state, return_final_states=output_final_state
-    )
-    return results if output_final_state else (results, None)
+    return partial(with_states, scan, "return_final_states", dt_softplus=True)
 
 
 def stateless(
@@ -110,6 +92,8 @@ class Part(NamedTuple):
     ours: Callable[[Any], Callable[..., Any]]
     other: Callable[[Any], Callable[..., Any]]
     accuracy: Shape | None = None
+    slow_to_compile: bool = False
+    """Whether the package compiles for minutes at each shape, so that only what is timed is called."""
 
     def sides(self, ours: Any, other: Any) -> dict[str, cases.Functions]:
         """What the ops call, of `flacompose.ops` and of the module of the package."""
@@ -118,6 +102,8 @@ class Part(NamedTuple):
 
     @property
     def note(self) -> str:
+        if not self.module:
+            return f"{self.side} was imported whole, and had compiled its kernels before"
         return f"{self.side}'s Triton kernels are imported without its package, which may ask for compiled extensions"
 
     @property
@@ -141,7 +127,35 @@ _OF_3 = dataclasses.replace(
     _OP, name="mamba3", inputs=MAMBA3, output="V", states={}, options={"chunk_size": 64}
 )
 _XLSTM = dataclasses.replace(cases.OPS["mlstm"], chunk="scan", states={}, targets=Targets(memory=None))
+# Gates as in the other rows of the gated delta rule, and those of heads from hardly any decay to a strong one.
+_WEAK = parameter(
+    "B T HV", lambda x: F.logsigmoid(x + 2) * torch.logspace(-4, 0, x.shape[-1], device=x.device)
+)
+_GDN = [
+    dataclasses.replace(
+        cases.OPS["gated_delta_rule"],
+        name=name,
+        chunk="scan",
+        inputs=cases.DELTA | {"beta": parameter("B T HV", torch.sigmoid), "g": g},
+        states={},
+        training=(cases.TRAINING[0], *cases.FLASH_QLA),
+        targets=Targets(step=None, memory=None),
+    )
+    for name, g in (
+        ("gated_delta_rule", parameter("B T HV", F.logsigmoid)),
+        ("gated_delta_rule with weak gates", _WEAK),
+    )
+]
 PARTS = {
+    "flashqla": Part(
+        "FlashQLA",
+        "flash_qla",
+        "",
+        tuple(_GDN),
+        ours=lambda ops: partial(stateless, ops.chunk_gated_delta_rule),
+        other=lambda module: partial(stateless, module.chunk_gated_delta_rule),
+        slow_to_compile=True,
+    ),
     "mamba2": Part(
         "mamba-ssm",
         "mamba_ssm",
@@ -150,8 +164,8 @@ PARTS = {
             _OP,
             dataclasses.replace(_OP, name="mamba2 with D, z and dt_bias", inputs=MAMBA2 | MAMBA2_MORE),
         ),
-        ours=lambda ops: partial(ssd, ops.mamba_chunk_scan_combined),
-        other=lambda module: partial(ssd, module.mamba_chunk_scan_combined),
+        ours=lambda ops: ssd(ops.mamba_chunk_scan_combined),
+        other=lambda module: ssd(module.mamba_chunk_scan_combined),
     ),
     "mamba3": Part(
         "mamba-ssm",
@@ -181,17 +195,20 @@ def load(part: str) -> Any:
     if package not in sys.modules:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.submodule_search_locations is None:
-            raise SystemExit(f"--parts {part} needs the Python files of {side}, and einops, on the path")
+            files = f"the Python files of {side}, and einops," if module else f"the package {package}"
+            raise SystemExit(f"--parts {part} needs {files} on the path")
+        if not module:
+            return importlib.import_module(package)
         # In place of the package, a module that only says where its files are.
         stand_in = types.ModuleType(package)
         stand_in.__path__ = list(spec.submodule_search_locations)
         sys.modules[package] = stand_in
-    return importlib.import_module(f"{package}.{module}")
+    return importlib.import_module(f"{package}.{module}" if module else package)
 
 
-def version(side: str) -> str:
+def version(package: str) -> str:
     try:
-        return metadata.version(side)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "unknown"
 
@@ -230,7 +247,10 @@ def take(
         for shape in shapes or op.training:
             yield difference(op, both, shape)
             yield from cuda.training(op, both, shape, notes)
-        yield from cuda.accuracy(op, both, part.accuracy or ACCURACY)
+        if not part.slow_to_compile:
+            yield from cuda.accuracy(op, both, part.accuracy or ACCURACY)
+    if part.slow_to_compile:
+        return
     compiled = torch.compile(both["flacompose"].scan, fullgraph=True, dynamic=False)
     both["flacompose"] = SimpleNamespace(scan=compiled)
     for shape in shapes or part.compiled.training:
@@ -241,8 +261,8 @@ def take(
 
 def compile_candidates(part: str, shapes: Sequence[Shape] | None, timeout_s: float, workers: int) -> str:
     """Compile the candidates of the package's kernels in worker processes. Returns a line that says how it went."""
-    last = PARTS[part].accuracy or ACCURACY
-    asked = ",".join(map(str, [*(shapes or PARTS[part].compiled.training), last]))
+    last = [] if PARTS[part].slow_to_compile else [PARTS[part].accuracy or ACCURACY]
+    asked = ",".join(map(str, [*(shapes or PARTS[part].compiled.training), *last]))
     return warm.side_by_side([sys.executable, "-m", "benchmarks.mamba", part, asked], timeout_s, workers)
 
 
@@ -253,10 +273,15 @@ def main() -> None:
     arguments = parser.parse_args()
     part = PARTS[arguments.part]
     module = part.other(load(arguments.part))
+    index, workers = int(arguments.index), int(arguments.workers)
     for tuner in tuned.autotuners(part.package):
-        warm.compile_only(tuner, int(arguments.index), int(arguments.workers))
+        warm.compile_only(tuner, index, workers)
     # At full length, since Triton compiles anew where a number of chunks is divisible by 16.
     shapes = [Shape.parse(text) for text in arguments.shapes.split(",")]
+    if (
+        part.slow_to_compile
+    ):  # without candidates to share out, each worker calls the kernels at some of the shapes
+        shapes = shapes[index::workers]
     for op in part.ops:
         warm.steps(op, SimpleNamespace(scan=module), shapes, states=False)
         if op.states:

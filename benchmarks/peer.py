@@ -3,20 +3,73 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MODULES = ("fla.ops", *(f"fla.ops.{name}" for name in ("hgrn", "gdn2", "rwkv4")))
+"""Where its functions are; ``fla.ops`` lacks some of them."""
 
 
 def load() -> SimpleNamespace:
     """All functions of ``fla.ops``. Where the package is missing, the program ends and says what to install."""
     try:
-        # `fla.ops` lacks some functions of HGRN.
-        modules = [importlib.import_module(name) for name in ("fla.ops", "fla.ops.hgrn")]
-        return SimpleNamespace(**{name: x for module in modules for name, x in vars(module).items()})
+        modules = [importlib.import_module(name) for name in MODULES]
+        return adapted({name: x for module in modules for name, x in vars(module).items()})
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == "fla":
             raise SystemExit("--against fla needs the package: pip install flash-linear-attention") from error
         raise
+
+
+def adapted(functions: dict[str, Any]) -> SimpleNamespace:
+    """The peer's `functions` by name, those that differ from flacompose's called by the same arguments."""
+    changed = {name: partial(comba, functions[name]) for name in ("chunk_comba", "fused_recurrent_comba")}
+    # There is one function for whole rows and for single tokens, which goes through the tokens one by one.
+    for form in ("chunk", "fused_recurrent"):
+        changed[f"{form}_rwkv4"] = partial(rwkv4, functions["fused_recurrent_rwkv4"])
+        changed[f"{form}_rg_lru"] = partial(rg_lru, functions[f"{form}_hgrn"])
+    return SimpleNamespace(**functions | changed)
+
+
+def comba(scan: Callable[..., tuple], *, erase: str, **arguments: Any) -> tuple:
+    """Its kernels read what is replaced before the decay, and have no argument for that."""
+    if erase != "before":
+        raise ValueError(f'the peer\'s kernels have erase="before" alone, got {erase!r}')
+    return scan(**arguments)
+
+
+def rwkv4(
+    scan: Callable[..., tuple],
+    w: Tensor,
+    u: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Sequence[Tensor] | None = None,
+    output_final_state: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """It takes the logarithm of ``-w``, and the three tensors of the state, joined, in the place of none too."""
+    if initial_state is None:
+        start = k.new_zeros(k.shape[0], 3, 1, k.shape[2])
+        start[:, 2] = -1e38
+    else:
+        start = torch.stack([*initial_state], 1).unsqueeze(2)
+    o, end = scan((-w).log(), u, k, v, start)
+    return o, tuple(end.squeeze(2).unbind(1)) if output_final_state else None
+
+
+def rg_lru(
+    scan: Callable[..., tuple], x: Tensor, r: Tensor, i: Tensor, a_param: Tensor, **states: Any
+) -> tuple:
+    """It has no RG-LRU, so this is what one can make of its kernels: the gates in PyTorch, and HGRN's `scan`."""
+    g = -8 * F.softplus(a_param.float()) * r.float().sigmoid()
+    entering = (-torch.expm1(2 * g)).sqrt() * i.float().sigmoid() * x
+    return scan(entering.to(x.dtype), g, **states)
 
 
 def version() -> str:

@@ -16,6 +16,7 @@ RESULTS = Path(__file__).with_name("results")
 
 NAMES = {
     "fla": "flash-linear-attention",
+    "floor": "reading and writing alone",
     "python": "PyTorch alone",
     "reference": "the recurrence token by token",
     "softmax": "softmax attention",

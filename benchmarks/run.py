@@ -8,6 +8,7 @@ python -m benchmarks.run --parts model                   whole models: compilati
 python -m benchmarks.run --parts public                  models of transformers: prompts, training steps, decoding
 python -m benchmarks.run --parts heads --ops gla         heads of more than 256 keys or values beside the peer
 python -m benchmarks.run --parts mamba2 mamba3 mlstm     scans beside mamba-ssm's and mlstm_kernels', on a GPU
+python -m benchmarks.run --parts flashqla                the gated delta rule beside FlashQLA's, on a GPU
 python -m benchmarks.run --parts generation              a model that reads prompts, writes and checks tokens
 python -m benchmarks.run --parts context                 a long row on several GPUs and on one
 
@@ -231,7 +232,7 @@ def apart(part: str, ops: list[Op], device: str, argv: list[str], arguments: arg
 def of_mamba(run: Run, name: str, arguments: argparse.Namespace) -> None:
     """A scan beside that of a package of its own."""
     part, other = mamba.PARTS[name], mamba.load(name)
-    run.results.environment[part.side] = mamba.version(part.side)
+    run.results.environment[part.side] = mamba.version(part.package)
     run.note(part.note)
     shorten_tuning(run, arguments, part.package)
     if arguments.warm_peer:
@@ -330,15 +331,19 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
     if "more" in parts:
         run.note("no figure of the peer at other widths and grouped heads: it would tune for minutes at each")
     with beside_the_peer(run, arguments) as (sides, configs, save):
+        both = sides
         for op in ops:
             shapes = arguments.shapes or op.training
-            if arguments.warm_peer:
+            shared = hasattr(both["fla"], op.chunk)
+            sides = both if shared else {"flacompose": both["flacompose"]}
+            if arguments.warm_peer and shared:
                 every = [*shapes, cases.ACCURACY]
                 limits = arguments.warm_timeout, arguments.workers
                 run.say(warm.compile_candidates(op.name, every, configs, *limits))
             if "training" in parts:
                 for shape in shapes:
-                    run.take(cuda.training(op, sides, shape, run.results.notes))
+                    taken = cuda.training if shared else cuda.beside_floor
+                    run.take(taken(op, sides, shape, run.results.notes))
                     save()
             if "more" in parts:
                 alone: cuda.Sides = {"flacompose": sides["flacompose"]}
@@ -350,7 +355,7 @@ def on_cuda(run: Run, ops: list[Op], arguments: argparse.Namespace) -> None:
                 run.take(cuda.accuracy(op, sides))
             save()
             if "cold" in parts:
-                peer_timeout = arguments.cold_timeout if arguments.cold_peer else None
+                peer_timeout = arguments.cold_timeout if arguments.cold_peer and shared else None
                 timeouts = {"flacompose": arguments.cold_timeout, "fla": peer_timeout}
                 run.take(cuda.cold(op, shapes[0], timeouts))
 

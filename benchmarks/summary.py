@@ -18,7 +18,8 @@ from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
 
 IMAGE = Path("docs/images/summary.svg")
 
-PEER, MAMBA, XLSTM, SOFTMAX = "fla", "mamba-ssm", "mlstm_kernels", "softmax"
+PEER, MAMBA, XLSTM, QLA, SOFTMAX = "fla", "mamba-ssm", "mlstm_kernels", "FlashQLA", "softmax"
+FLOOR = "floor"
 STEP, MEMORY, FIRST = "forward + backward", "peak memory over the inputs", "first step, cold caches"
 MODEL_STEP, MODEL_MEMORY = "step", "peak memory of a step"
 PUBLIC_STEP = "training step, compiled"
@@ -28,27 +29,31 @@ Taken = tuple[Row, Results]
 
 
 def collect(runs: Sequence[Results]) -> Figures:
-    """The newest figure of each op, case, quantity and other side. A figure that is incomplete replaces no other."""
+    """The newest figure of each op, case, quantity and other side. One without the other side replaces none with it."""
     figures: Figures = {}
     for run in sorted(runs, key=lambda run: run.environment.get("date", "")):
         for row in run.rows:
             key = (row.op, row.beside or run.other, row.case, row.quantity)
-            if row.ours is not None and (row.other is not None or key not in figures):
+            whole = key in figures and figures[key][0].other is not None
+            if row.ours is not None and (row.other is not None or not whole):
                 figures[key] = (row, run)
     return figures
 
 
-def ops(figures: Figures, baseline: str, quantity: str, *, alone: bool = False) -> dict[str, Taken]:
+def ops(
+    figures: Figures, baseline: str, quantity: str, *, alone: bool = False, each: bool = False
+) -> dict[str, Taken]:
     """For each op that has this quantity for both sides, its first such figure and the run that it comes from.
 
-    With `alone`, a figure of flacompose without one of the other side counts too.
+    With `alone`, a figure of flacompose without one of the other side counts too. With `each`, all figures of an op
+    have a place, under its name and their case.
     """
     found: dict[str, Taken] = {}
     apart = {(op.name, op.label(shape)) for op in OPS.values() if op.has_heads for shape in LARGER_HEADS}
     for (op, other, case, name), (row, run) in figures.items():
         complete = alone or row.ratio is not None
         if (other, name) == (baseline, quantity) and complete and (op, case) not in apart:
-            found.setdefault(op, (row, run))
+            found.setdefault(f"{op}, {case}" if each else op, (row, run))
     # In the order of the benchmark, not in that of the runs.
     return {op: found[op] for op in sorted(found, key=[*OPS, *found].index)}
 
@@ -165,7 +170,7 @@ def all_figures(figures: Figures) -> str:
         header = [what, "compared with", "step, ms", "theirs, ms", "ratio", "memory ratio", "GPU", "commit"]
         rows = []
         for baseline, quantity, memory in kinds:
-            for op, (row, run) in ops(figures, baseline, quantity).items():
+            for op, (row, run) in ops(figures, baseline, quantity, each=baseline == QLA).items():
                 other = in_the_same_run((row, run), memory)
                 times = number(row.ours), number(row.other), number(row.ratio)
                 ratio = number(other.ratio if other else None)
@@ -204,9 +209,9 @@ def all_figures(figures: Figures) -> str:
 
     return "\n".join(
         [
-            f"![Time and memory of a training step of each op, relative to {NAMES[PEER]}'s](images/summary.svg)\n",
+            "![Time and memory of a training step of each op, relative to the other library's](images/summary.svg)\n",
             "### Training steps of ops\n",
-            steps("op", [(side, STEP, MEMORY) for side in (PEER, MAMBA, XLSTM)]),
+            steps("op", [(side, STEP, MEMORY) for side in (PEER, MAMBA, XLSTM, QLA, FLOOR)]),
             "### Training steps of models\n",
             steps("model", [(SOFTMAX, MODEL_STEP, MODEL_MEMORY), (PEER, PUBLIC_STEP, MODEL_MEMORY)]),
             "### First calls of ops\n",
@@ -258,12 +263,13 @@ def plot_long_rows(figures: Figures, path: Path) -> None:
 
 
 def plot(figures: Figures, path: Path) -> None:
-    """Step time and memory of every op over the peer's, as bars."""
+    """Step time and memory of every op over the peer's, and over FlashQLA's, as bars."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     steps = ops(figures, PEER, STEP)
+    steps |= {f"{op}\nbeside {QLA}": taken for op, taken in ops(figures, QLA, STEP).items()}
     if not steps:
         return
     memories = [in_the_same_run(taken, MEMORY) for taken in steps.values()]
@@ -285,7 +291,7 @@ def plot(figures: Figures, path: Path) -> None:
         axes.set_yticks(range(len(steps)), list(steps))
         axes.set_ylim(len(steps) - 0.4, -0.6)
         axes.set_xlim(0, max(1.1, *(r * 1.15 for ratios, _ in series.values() for r in ratios if r)))
-        axes.set_xlabel("flacompose relative to flash-linear-attention (1.0 is equal, less is better)")
+        axes.set_xlabel(f"flacompose relative to {NAMES[PEER]}, or to {QLA} (1.0 is equal, less is better)")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)

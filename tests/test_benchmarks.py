@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import sys
@@ -20,6 +21,7 @@ from benchmarks import (
     cases,
     context,
     cuda,
+    floor,
     generation,
     host,
     mamba,
@@ -374,9 +376,9 @@ def test_gpu_cases(op, on_cpu):
     errors = [row for row in rows if row.quantity.startswith("relative error")]
     # Inputs rounded to bfloat16 are the truth's inputs too, so only the arithmetic differs.
     assert len(errors) == 1 + len(op.inputs) + len(op.states) * (1 + op.state_gradients)
-    assert all(
-        row.ours is not None and 0 < row.ours < 2e-2 for row in errors if "initial" not in row.quantity
-    )
+    for row in errors:
+        exact = row.quantity.endswith("final_m")  # the largest of several keys
+        assert "initial" in row.quantity or (0 < row.ours < 2e-2 or exact and row.ours == 0)
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=OPS)
@@ -523,9 +525,10 @@ def made_up_package(folder: Path) -> Path:
         "mamba2": "from flacompose.ops import mamba_chunk_scan_combined\n",
         "mamba3": SISO,
         "mlstm": XLSTM,
+        "flashqla": "from flacompose.ops import chunk_gated_delta_rule\n",
     }
     for name, (_, package, module, *_) in mamba.PARTS.items():
-        path = folder / package / f"{module.replace('.', '/')}.py"
+        path = folder / package / f"{module.replace('.', '/') or '__init__'}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         (folder / package / "__init__.py").write_text("import compiled_extension_that_is_not_built")
         path.write_text(scans[name])
@@ -579,18 +582,26 @@ def test_mamba_run(name, on_cpu, mamba_files, monkeypatch, tmp_path: Path):
         differs, forward, step, memory, *errors = [row for row in saved.rows if row.op == op.name]
         assert differs.ours < 1e-7 and differs.max_value == mamba.TOLERANCE and differs.met
         assert (forward.ratio, step.ratio, memory.ratio) == (1, 1, 1)
-        assert (forward.max_ratio, step.max_ratio, memory.max_ratio) == (None, 0.5, None)
-        assert len(errors) == 1 + 2 * len(op.states) + len(op.inputs)
+        limit = None if part.slow_to_compile else 0.5
+        assert (forward.max_ratio, step.max_ratio, memory.max_ratio) == (None, limit, None)
+        assert len(errors) == (0 if part.slow_to_compile else 1 + 2 * len(op.states) + len(op.inputs))
         # The other side gets transposed copies, of which float32 sums are taken in another order.
         assert all(row.ours == pytest.approx(row.other, rel=1e-3) and row.ours < 2e-2 for row in errors)
-    differs, *costs = [row for row in saved.rows if row.op == part.compiled.name]
-    assert differs.met and not differs.note and [row.ratio for row in costs] == [1, 1, 1]
-    assert compiled == [{"fullgraph": True, "dynamic": False}] and called
     ((command, limits),) = asked
-    assert command[-3:] == ["benchmarks.mamba", name, f"{MAMBA},{MAMBA}"] and limits[1] == 3
-    # What a worker does, of whose kernels there are none here.
-    monkeypatch.setattr(sys, "argv", ["mamba", name, str(MAMBA), "0", "1"])
+    assert command[-3:-1] == ["benchmarks.mamba", name] and limits[1] == 3
+    if part.slow_to_compile:
+        assert command[-1] == str(MAMBA) and not compiled
+    else:
+        differs, *costs = [row for row in saved.rows if row.op == part.compiled.name]
+        assert differs.met and not differs.note and [row.ratio for row in costs] == [1, 1, 1]
+        assert compiled == [{"fullgraph": True, "dynamic": False}] and called
+        assert command[-1] == f"{MAMBA},{MAMBA}"
+    # What the second of two workers does, of whose kernels there are none here.
+    worked = []
+    monkeypatch.setattr(warm, "steps", lambda op, module, shapes, states: worked.append(list(shapes)))
+    monkeypatch.setattr(sys, "argv", ["mamba", name, f"{MAMBA},{SHAPE}", "1", "2"])
     mamba.main()
+    assert worked[0] == ([SHAPE] if part.slow_to_compile else [MAMBA, SHAPE])
 
 
 def test_sides_that_differ_or_fail(on_cpu):
@@ -610,10 +621,87 @@ def test_sides_that_differ_or_fail(on_cpu):
     assert failed.met is False and failed.note == "mamba-ssm failed: ValueError: no such kernel"
 
 
-def test_mamba_without_its_files(monkeypatch):
-    monkeypatch.setitem(mamba.PARTS, "mamba3", mamba.PARTS["mamba3"]._replace(package="no_such_package"))
-    with pytest.raises(SystemExit, match="--parts mamba3 needs the Python files of mamba-ssm"):
-        mamba.load("mamba3")
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [("mamba3", "the Python files of mamba-ssm"), ("flashqla", "the package no_such_package")],
+)
+def test_mamba_without_its_files(name: str, needed: str, monkeypatch):
+    monkeypatch.setitem(mamba.PARTS, name, mamba.PARTS[name]._replace(package="no_such_package"))
+    with pytest.raises(SystemExit, match=f"--parts {name} needs {needed}"):
+        mamba.load(name)
+
+
+def test_weak_gates_differ_from_head_to_head():
+    """The first head forgets hardly anything in a thousand tokens, the last about as much as other inputs have it."""
+    _, weak = mamba.PARTS["flashqla"].ops
+    g = weak.draw(Shape(1, 1000, 2, 8, 4, group=2), torch.bfloat16, "cpu")["g"]
+    assert g.dtype == torch.float32 and (g <= 0).all()
+    first, *_, last = g.sum(1).flatten().tolist()
+    assert -0.1 < first < 0 and last < -100
+
+
+def rwkv4_of_the_peer(w, u, k, v, state):
+    """The peer's function, by flacompose's: it takes the logarithm of a rate, and three tensors of a state in one."""
+    o, end = flacompose.ops.chunk_rwkv4(-w.exp(), u, k, v, tuple(state.squeeze(2).unbind(1)), True)
+    return o, torch.stack(end, 1).unsqueeze(2)
+
+
+@pytest.mark.parametrize("name", ["comba", "rwkv4", "rg_lru"])
+@pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
+def test_what_the_peer_has_in_another_form(name: str, form: str):
+    # What has two forms has only this one, so that the other cannot take its place.
+    functions = dict.fromkeys(
+        f"{form}_{name}" for form in ("chunk", "fused_recurrent") for name in ("comba", "hgrn")
+    )
+    functions[f"{form}_comba"] = functools.partial(getattr(flacompose.ops, f"{form}_comba"), erase="before")
+    functions[f"{form}_hgrn"] = getattr(flacompose.ops, f"{form}_hgrn")
+    fla = peer.adapted(functions | {"fused_recurrent_rwkv4": rwkv4_of_the_peer})
+    op = OPS[name]
+    inputs = op.draw(Shape(2, 9, 2, 8, 4), torch.float32, "cpu")
+    if name == "rwkv4":
+        inputs["k"] -= 20  # all below a maximum of 0, which is none of theirs
+    for states in ({}, {"initial_state": op.packed([*op.draw_states(Shape(2, 9, 2, 8, 4), "cpu").values()])}):
+        (o, end), (expected, expected_end) = (
+            getattr(op, f"{form.split('_')[-1]}_of")(module)(**inputs, **states, output_final_state=True)
+            for module in (fla, flacompose.ops)
+        )
+        torch.testing.assert_close(o, expected)
+        torch.testing.assert_close(op.unpacked(end), op.unpacked(expected_end))
+    if name == "comba":
+        with pytest.raises(ValueError, match="the peer's kernels have erase=\"before\" alone, got 'after'"):
+            getattr(fla, f"{form}_comba")(**inputs, erase="after")
+
+
+def test_an_op_that_the_peer_lacks(on_cpu, monkeypatch, tmp_path: Path):
+    """It stands beside the traffic of its inputs and results, and alone where nothing but the peer could."""
+    monkeypatch.setattr(peer, "load", types.SimpleNamespace)
+    monkeypatch.setattr(peer, "version", lambda: "0")
+    monkeypatch.setattr(warm, "compile_candidates", None)
+    first: list[str] = []
+    monkeypatch.setattr(cuda, "first_step_s", lambda op, side, *_: first.append(side) or 1.0)
+    monkeypatch.setattr(measure, "gpu_ms", lambda fns: [float(len(fn())) for fn in fns])
+    results = Results("fla", {"device": "none"})
+    names = ["selective_scan", "rwkv4"]  # whose functions return an output alone, and one of two results
+    arguments = ["--warm-peer", "--cold-peer", "--shapes", str(SHAPE), "--peer-configs", "none"]
+    run.on_cuda(
+        run.Run(results, tmp_path / "x.json"),
+        [OPS[name] for name in names],
+        run.parser().parse_args(arguments),
+    )
+    assert first == ["flacompose"] * 2
+    for name in names:
+        rows = [row for row in results.rows if row.op == name]
+        training, rest = rows[:3], rows[3:]
+        for row in training:
+            assert row.beside == "floor" and row.ratio == 1 and row.met is None and not row.note
+        assert training[1].ours == len(OPS[name].inputs)  # a gradient of each
+        for row in rest:
+            assert row.ours is not None and row.other is None and row.max_ratio is None and not row.note
+    inputs = OPS["selective_scan"].draw(SHAPE, torch.float32, "cpu", grad=True)
+    o, _ = OPS["selective_scan"].chunk_of(floor.of(OPS["selective_scan"]))(**inputs)
+    assert o.shape == inputs["u"].shape
+    for x, dx in zip(inputs.values(), torch.autograd.grad(o.sum(), list(inputs.values())), strict=True):
+        assert dx.shape == x.shape
 
 
 def test_cold_rows(monkeypatch):
@@ -787,6 +875,8 @@ def test_model_process(monkeypatch, capsys):
         ("B1 T1", "one token, compiled", "ms"),
     ]
     notes = [x["note"] for x in given if "note" in x]
+    size, *notes = notes
+    assert size == "0.1 million parameters"  # 4 * 64^2, 3 * 64 * 256, two times 50 * 64, and three norms
     assert len(notes) == 2 and all("Dynamo" in note and "Dynamo 0.0 s" not in note for note in notes)
 
 
@@ -890,10 +980,13 @@ def test_public_run(tmp_path: Path):
     saved = Results.load(tmp_path / "public-qwen3-next-cpu.json")
     assert not [note for note in saved.notes if "failed" in note]
     beside_python = {row.quantity: row for row in saved.rows if row.beside == "python"}
-    assert set(beside_python) == {
-        "graph breaks of a token", "loss", "one token, compiled", "one token, eager", "prefill",
-        "training step, eager",
-    }  # fmt: skip
+    of_tokens = {"graph breaks of a token", "one token, compiled", "one token, eager"}
+    joined = {f"{quantity}{public.JOINED}" for quantity in of_tokens}
+    assert set(beside_python) == {"loss", "prefill", "training step, eager"} | of_tokens | joined
+    assert all(
+        beside_python[x].other == beside_python[x.removesuffix(public.JOINED)].other is not None
+        for x in joined
+    )
     assert abs(beside_python["loss"].ours - beside_python["loss"].other) < 0.02 * beside_python["loss"].other
     alone = {row.quantity: row for row in saved.rows if row.beside == "fla"}
     assert alone["graph breaks of a training step"].ours == alone["graph breaks of a token"].ours == 0
@@ -1192,6 +1285,7 @@ def summarised() -> list[Results]:
     later = [
         Row("gla", case, "forward + backward", "ms", 1.0, 4.0),
         Row("gla", case, "peak memory over the inputs", "MiB", 200.0, None),
+        Row("gla", case, "first step, cold caches", "s", 2.5, None),
     ]
     rows = [
         Row("gla model", case, "step", "ms", 48.0, 40.0, beside="softmax"),
@@ -1216,17 +1310,35 @@ def test_summary_has_the_newest_figures():
     assert "| op | compared with | step, ms | theirs, ms | ratio | GPU |" in lines
     assert "| gla | flash-linear-attention | 1 | 4 | 0.25 | new |" in lines
     assert "| gla model | softmax attention | 48 | 40 | 1.2 | H200 |" in lines
-    assert "| gla | 3.5 | old |" in lines and "| gla model | 26 | 20 | H200 |" in lines
+    # But it replaces one that lacks it too.
+    assert "| gla | 2.5 | new |" in lines and "| gla model | 26 | 20 | H200 |" in lines
     assert not any("simple_gla" in line for line in lines)
     with pytest.raises(LookupError, match=r"'forward \+ backward' of 'gsa' beside 'fla'"):
         summary.the(figures, "gsa", "fla", summary.STEP)
 
 
+def test_summary_of_other_sides():
+    """FlashQLA has a row for each shape, an op that no library has one beside its traffic."""
+    step = functools.partial(Row, quantity=summary.STEP, unit="ms", ours=2.0, other=1.0)
+    qla = Results("FlashQLA", {}, [step("gated_delta_rule", case) for case in ("B8 T2048", "B1 T9")])
+    lines = summary.all_figures(
+        summary.collect([qla, Results("fla", {}, [step("rg_lru", "B8", beside="floor")])])
+    ).splitlines()
+    for op, beside in (
+        ("gated_delta_rule, B8 T2048", "FlashQLA"),
+        ("gated_delta_rule, B1 T9", "FlashQLA"),
+        ("rg_lru", "reading and writing alone"),
+    ):
+        assert f"| {op} | {beside} | 2 | 1 | 2 | unknown |" in lines
+
+
 def test_summary_plot(tmp_path: Path):
     pytest.importorskip("matplotlib")
+    qla = Results("FlashQLA", {}, [Row("gated_delta_rule", "B8", summary.STEP, "ms", 1.5, 1.0)])
     for image in (tmp_path / "first.svg", tmp_path / "again.svg"):
-        summary.plot(summary.collect(summarised()), image)
+        summary.plot(summary.collect([*summarised(), qla]), image)
     picture = (tmp_path / "first.svg").read_text()
+    assert "beside FlashQLA" in picture and "1.50" in picture
     assert "<svg" in picture and "0.25" in picture and picture == (tmp_path / "again.svg").read_text()
 
 
@@ -1239,7 +1351,9 @@ def test_summary_needs_its_markers(tmp_path: Path):
 
 def test_the_shipped_results_have_a_summary():
     figures = summary.collect([Results.load(path) for path in report.saved(report.RESULTS)])
-    beside_fla = [name for name in OPS if name != "mlstm"]  # which flash-linear-attention does not have
+    absent = {"mlstm", "selective_scan"}  # which flash-linear-attention does not have
+    absent |= {"comba", "gdn2", "rwkv4", "rg_lru"}  # of which no run is saved yet
+    beside_fla = [name for name in OPS if name not in absent]
     assert list(summary.ops(figures, "fla", summary.STEP)) == beside_fla
 
 

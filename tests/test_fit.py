@@ -39,6 +39,7 @@ LARGEST = [
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 64, {}), (100,)),
     # More values than a head has, as a batch of many heads has more tiles of them.
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 6400, {"BV": 128}), (90,)),
+    (("delta_rule g", "gradient_kernel", BFLOAT16, 64, 64, {"ADDS": True}), (90,)),
     ((*CHANNELS, BFLOAT16, 64, 64, {}), (80, 89)),
     ((*CHANNELS, BFLOAT16, 128, 128, {}), (90,)),
     ((*CHANNELS, FLOAT32, 16, 16, {}), (120,)),
@@ -72,6 +73,12 @@ def launch_of(
 )
 def test_fits(largest: tuple[Any, ...], capability: int) -> None:
     assert launch_of(CHIPS[capability], *largest).excess(capability) is None
+
+
+def test_two_programs_side_by_side() -> None:
+    """A kernel in Gluon leaves half of a multiprocessor's memory, of which each program takes 1 KiB more."""
+    launch = launch_of(HOPPER, "delta_rule g", "gradient_kernel", BFLOAT16, 128, 128, {"ADDS": False})
+    assert 2 * (launch.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
 
 
 def test_what_does_not_fit_is_seen() -> None:

@@ -16,11 +16,13 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 
 from families import flat
-from launches import matrix_calls, other_calls, recorded
+from launches import matrix_calls, other_calls, recorded, tables_of
 
 from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
+from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.delta_rule import hopper
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
@@ -35,14 +37,14 @@ from flacompose.ops.families.vector_decay.kernels import gated_kernel, plain_ker
 Launches = list[tuple[Any, dict[str, Any]]]
 
 
-def launched(call: Callable[[], Any]) -> tuple[Launches, Any]:
+def launched(call: Callable[[], Any], into_graph: bool = False) -> tuple[Launches, Any]:
     """The kernels that `call` launches, with their arguments by name, and what it returns; none of them runs."""
     launches: Launches = []
 
     def record(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         launches.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs))
 
-    with launching_by(record):
+    with launching_by(record, into_graph):
         return launches, call()
 
 
@@ -177,6 +179,39 @@ def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> Non
     args = q, k, v, beta, g, None, None, torch.zeros(1, 2, 16, 16), None, 1.0, do, None, mask
     launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
     assert {kernel for kernel, _ in launches} == expected | {gate_kernel, pair_kernel}
+
+
+@pytest.mark.parametrize("chip", [AMPERE, HOPPER, BLACKWELL], ids=["Ampere", "Hopper", "Blackwell"])
+@pytest.mark.parametrize(
+    ("dtype", "K", "V", "into_graph"),
+    [
+        (torch.bfloat16, 128, 128, False),
+        (torch.bfloat16, 128, 64, False),
+        (torch.bfloat16, 128, 128, True),
+        (torch.bfloat16, 64, 80, False),
+        (torch.float16, 128, 128, False),
+        (torch.float32, 64, 64, False),
+    ],
+)
+def test_gluon_on_hopper(chip: Chip, dtype: torch.dtype, K: int, V: int, into_graph: bool) -> None:
+    """Its kernel takes heads of 64 and 128 in bfloat16. Inductor cannot have it in a graph.
+
+    Gradients of heads that share keys are added up by it, and by PyTorch after Triton's kernel.
+    """
+    (q, k), v, do = torch.zeros(2, 1, 5, 2, K, dtype=dtype), *torch.zeros(2, 1, 5, 6, V, dtype=dtype)
+    beta, g = torch.zeros(2, 1, 5, 6)
+    args = q, k, v, beta, g, None, None, None, None, 1.0, do, None, [True] * 5 + [False] * 3
+    with tables_of(chip):
+        launches, (dq, *_) = launched(lambda: flat(delta_rule, "backward")(*args), into_graph)
+    assert dq.shape == q.shape
+    found = [
+        (kernel, x["dq"].shape[-2], x.get("of_group"), x.get("ADDS")) for kernel, x in launches if "dq" in x
+    ]
+    if chip == HOPPER and dtype == torch.bfloat16 and V != 80 and not into_graph:
+        assert found == [(hopper.gradient_kernel, 2, i, i > 0) for i in range(3)]
+    else:
+        ((kernel, *others),) = found
+        assert kernel is not hopper.gradient_kernel and others == [6, None, None]
 
 
 @pytest.mark.parametrize("S", [3, 40])

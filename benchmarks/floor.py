@@ -1,0 +1,45 @@
+"""The least that a training step can cost: the time and the memory of reading its inputs and of writing its results.
+
+It is what an op is compared with that no other library has in kernels that can run here. PyTorch copies the tensors
+that have a counterpart among the results, and sums up the others, which only reads them.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cases import Functions, Op
+
+NAME = "floor"
+
+
+class _Traffic(torch.autograd.Function):
+    """The traffic of one call and of its backward. What it returns has the shapes of the results, and no meaning."""
+
+    @staticmethod
+    def forward(ctx: Any, at: int, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        for i, x in enumerate(inputs):
+            if i != at:
+                x.sum()
+        return inputs[at].clone()
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        do.sum()
+        return None, *(x.clone() for x in ctx.saved_tensors)
+
+
+def of(op: Op) -> Functions:
+    """A side whose chunk function reads all inputs of the op and writes its output, and likewise in the backward."""
+    at = list(op.inputs).index(op.output)
+
+    def scan(**given: Any) -> Any:
+        o = _Traffic.apply(at, *(given[name] for name in op.inputs))
+        return o if op.adapt else (o, None)
+
+    return SimpleNamespace(**{op.chunk: scan})
