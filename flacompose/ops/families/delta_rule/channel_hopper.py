@@ -9,14 +9,19 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from flacompose.ops.families import _kernels
-from flacompose.ops.families._hopper import arrived, barrier, copy, parts, rows_of, store, tile_of_program
+from flacompose.ops.families._hopper import (
+    arrived,
+    copy,
+    keep,
+    kept,
+    parts,
+    rows_of,
+    store,
+    tile_of_program,
+)
 from flacompose.ops.families.vector_decay import gates
 from flacompose.ops.families.vector_decay.gates import MILD_BOUND
 
@@ -27,24 +32,6 @@ size_of_gate = gluon.jit(gates.size_of_gate.fn)
 siblings = gluon.jit(gates.siblings.fn)
 # In how many bfloat16 parts the products of pairs take the gradients of pairs. Readers and writers are in two.
 PAIR_PARTS = gl.constexpr(2)
-
-
-@gluon.jit
-def _keep(to, x, PARTS: gl.constexpr = 2):
-    """Leave `x` in the shared memory ``to [2, ...]``, in one part or in two, for products after the next `_kept`."""
-    if PARTS == 1:
-        to.index(0).store(x.to(gl.bfloat16))
-    else:
-        high, low = parts(x)
-        to.index(0).store(high)
-        to.index(1).store(low)
-
-
-@gluon.jit
-def _kept():
-    """Have products see what was stored in shared memory."""
-    fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -89,8 +76,8 @@ def _sums_of_gates(g, g_s, L: gl.constexpr):
     C: gl.constexpr = g.shape[0]
     PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
     g = g.to(gl.float32)
-    _keep(g_s, g, PARTS)
-    _kept()
+    keep(g_s, g, PARTS)
+    kept()
     t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
     middle = _selected(from_middle(t, s), g_s, gl.zeros([C, g.shape[1]], gl.float32, L), PARTS)
@@ -134,11 +121,11 @@ def _inverse(upper, upper_s, Y_s):
     L: gl.constexpr = upper.type.layout
     i = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
-    _keep(upper_s, upper)
+    keep(upper_s, upper)
     Y = gl.where(i == j, 1.0, 0.0) - gl.where(siblings(i, j, 0), upper, 0.0)
     for level in range(1, 6):
-        _keep(Y_s, Y)
-        _kept()
+        keep(Y_s, Y)
+        kept()
         # Of a row of `Y`, what is not zero lies in the block of the row. So all of `upper` may be multiplied.
         between = gl.where(siblings(i, j, level) & (i < j), _fine(Y, upper_s), 0.0)
         Y -= _fine(between, Y_s)
@@ -166,12 +153,12 @@ def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, writt
     L: gl.constexpr = x.type.layout
     t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))[:, None]
     s = gl.arange(0, x.shape[0], gl.SliceLayout(0, L))[None, :]
-    _keep(x_s, x)
+    keep(x_s, x)
     pairs, read = _read(do_s, r_s, S_s, gl.zeros(x.shape, gl.float32, L))
     pairs *= weight
     on_diagonal = gl.sum(gl.where(s == t, pairs, 0.0), 1)[:, None]
-    _keep(pairs_s, gl.where(s < t, pairs, 0.0), PAIR_PARTS)
-    _kept()
+    keep(pairs_s, gl.where(s < t, pairs, 0.0), PAIR_PARTS)
+    kept()
     read *= weight * gl.convert_layout(from_start, gl.SliceLayout(0, L))[None, :]
     ROWS: gl.constexpr = from_start.type.layout.parent
     by_state = _sum_over_tokens(_sum_of_parts(x_s, L) * read, ROWS)
@@ -282,7 +269,7 @@ def channel_kernel(
     # 2. What keys write, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     to_middle = gl.exp(middle)
-    _keep(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
+    keep(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
     written = warpgroup_mma_wait(0, [written]) * gl.convert_layout(to_end, COLUMNS)[None, :]
     if dgk is not None:
         of_late = of_early + _sum_over_tokens(_sum_of_parts(writer_s, L) * written, ROWS)
@@ -319,8 +306,8 @@ def channel_kernel(
     # 5. The gradients of gates, `beta` and keys.
     if dgk is not None:
         # A row of `d_gates` is the gradient of the sum of gates from the middle to its token.
-        _keep(x_s, d_gates + d_gates_s.load(L) - _sum_of_parts(writer_s, L) * written)
-        _kept()
+        keep(x_s, d_gates + d_gates_s.load(L) - _sum_of_parts(writer_s, L) * written)
+        kept()
         d_gates = gl.convert_layout(_selected(from_middle(s, t[:, None]), x_s, zeros, 2), ROWS)
         d_gates += gl.where(is_early, (of_early + by_state)[None, :], of_late[None, :])
         store(dgk + of_gates, d_gates, HV * K, size)
@@ -411,7 +398,7 @@ def channel_pair_kernel(
         from_start = gl.convert_layout(from_start, COLUMNS)[None, :]
         to_middle = gl.exp(middle)
         reader = q_s.index(tile).load(L).to(gl.float32) * to_middle
-        _keep(reader_q_s, reader)
+        keep(reader_q_s, reader)
         q_s.index(tile).store((reader * from_start).to(gl.bfloat16))
         k_ = k_s.index(tile).load(L).to(gl.float32)
         reader = k_ * to_middle
@@ -421,20 +408,20 @@ def channel_pair_kernel(
                 commit_group()
                 arrived(0)
             reader = reader_k_s.index(0).load(L).to(gl.float32) * to_middle
-        _keep(reader_k_s, reader)
+        keep(reader_k_s, reader)
         k_s.index(tile).store((reader * from_start).to(gl.bfloat16))
         writer = k_ / to_middle
         high, low = parts(writer)
         writers_s.index(2 * tile).store(high)
         writers_s.index(2 * tile + 1).store(low)
-        _kept()
+        kept()
         of_q += _fine(writer, reader_q_s, ACROSS=True)
         of_k += _fine(writer, reader_k_s, ACROSS=True)
         store(q_read + at, q_s.index(tile).load(ROWS), HV * K, size)
         store(k_read + at, k_s.index(tile).load(ROWS), HV * K, size)
     gl.store(mild + rh, 1)
     # 2. Y and P.
-    _keep(reader_q_s, gl.where(t <= s, of_q * scale, 0.0))
+    keep(reader_q_s, gl.where(t <= s, of_q * scale, 0.0))
     solved = _inverse(gl.where(t < s, of_k * beta_t, 0.0), reader_k_s, g_s)
     if Y is not None:
         gl.store(Y + rh * C * C + t * C + s, solved)
