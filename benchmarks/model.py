@@ -372,6 +372,7 @@ def main() -> None:
         return
     if arguments.tune_ms is not None:
         tuned.shorten(arguments.tune_ms)
+    answer(note=f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters")
     # The start of the device, of its matrix products and of autograd's thread is no part of compiling.
     x = torch.randn(64, 64, device=device, dtype=dtype, requires_grad=True)
     torch.autograd.grad((x @ x).sum(), x)

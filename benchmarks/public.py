@@ -33,6 +33,8 @@ PEER = "fla"
 SIDES = ("flacompose", PEER, "python")
 QUANTITIES = ("prefill", "step", "token")
 STEP, TOKEN, GRAPH = "training step, compiled", "one token, compiled", "one token, CUDA graph"
+JOINED = ", projections joined"
+"""What follows the names of figures of a model after `join_projections`, which stand beside the peer's without it."""
 LIMITS = {STEP: 0.8}
 """Upper limits of the ratios to the peer."""
 TOKEN_LIMIT = 0.333
@@ -169,7 +171,7 @@ def train(model: Any, size: Size, side: str, backend: str, calls: int) -> None:
 
 
 @torch.no_grad()
-def decode(model: Any, B: int, vocabulary: int, side: str, backend: str, calls: int) -> None:
+def decode(model: Any, B: int, vocabulary: int, side: str, backend: str, calls: int, kind: str = "") -> None:
     """Greedily, one token after another: eager, compiled, and that in a CUDA graph."""
     from transformers import StaticCache
 
@@ -187,12 +189,12 @@ def decode(model: Any, B: int, vocabulary: int, side: str, backend: str, calls: 
 
         return one
 
-    give(case, "one token, eager", "ms", measure.wall_us(going_on(next_token), calls=calls) / 1e3)
+    give(case, f"one token, eager{kind}", "ms", measure.wall_us(going_on(next_token), calls=calls) / 1e3)
     faster = going_on(compiled(next_token, side, backend))
-    first_call(case, "token", faster)
-    give(case, TOKEN, "ms", measure.wall_us(faster, calls=calls) / 1e3)
+    first_call(case, f"token{kind}", faster)
+    give(case, f"{TOKEN}{kind}", "ms", measure.wall_us(faster, calls=calls) / 1e3)
     if torch.cuda.is_available():
-        give(case, GRAPH, "ms", measure.wall_us(measure.graph([faster]), calls=2 * calls) / 1e3)
+        give(case, f"{GRAPH}{kind}", "ms", measure.wall_us(measure.graph([faster]), calls=2 * calls) / 1e3)
 
 
 def take_all(model: Any, size: Size, side: str, wanted: Sequence[str], backend: str, calls: int) -> None:
@@ -205,6 +207,14 @@ def take_all(model: Any, size: Size, side: str, wanted: Sequence[str], backend: 
     if "prefill" in wanted:
         for T in size.prefill:
             attempt(f"the prompt of {T} tokens", partial(prefill, model, T, V, max(1, calls // 8)))
+    if side == SIDES[0] and "token" in wanted:
+        from flacompose.integrations.transformers import join_projections
+
+        join_projections(model)
+        for B in size.batches:
+            attempt(
+                f"decoding at batch {B}{JOINED}", partial(decode, model, B, V, side, backend, calls, JOINED)
+            )
 
 
 @dataclass(frozen=True)
@@ -253,7 +263,8 @@ def rows(figures: Sequence[Figure]) -> list[Row]:
     found = []
     for baseline in SIDES[1:]:
         for f in {(f.model, f.case, f.quantity): f for f in figures}.values():
-            ours, other = (values.get((f.model, side, f.case, f.quantity)) for side in (SIDES[0], baseline))
+            ours = values.get((f.model, SIDES[0], f.case, f.quantity))
+            other = values.get((f.model, baseline, f.case, f.quantity.removesuffix(JOINED)))
             if other is None and baseline != PEER:
                 continue
             limit = TOKEN_LIMIT if (f.case, f.quantity) == ("B1 T1", TOKEN) else LIMITS.get(f.quantity)

@@ -205,7 +205,8 @@ def _calls(
 ) -> Iterator[Call]:
     """All forms of a family, and its backward for each of `masks`."""
     name = family.__name__.split(".")[-2]
-    for form, more in (("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1)), ("ends", ())):
+    forms = ("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1)), ("ends", ())
+    for form, more in (*forms, ("update", (1,) if name == "delta_rule" else ())):
         if hasattr(family, form) and not (form == "ends" and "g_gamma" in at):
             yield Call(at, flat(family, form), f"{name}_{form}", (*args, *more))
     for mask in masks:

@@ -875,6 +875,8 @@ def test_model_process(monkeypatch, capsys):
         ("B1 T1", "one token, compiled", "ms"),
     ]
     notes = [x["note"] for x in given if "note" in x]
+    size, *notes = notes
+    assert size == "0.1 million parameters"  # 4 * 64^2, 3 * 64 * 256, two times 50 * 64, and three norms
     assert len(notes) == 2 and all("Dynamo" in note and "Dynamo 0.0 s" not in note for note in notes)
 
 
@@ -978,10 +980,13 @@ def test_public_run(tmp_path: Path):
     saved = Results.load(tmp_path / "public-qwen3-next-cpu.json")
     assert not [note for note in saved.notes if "failed" in note]
     beside_python = {row.quantity: row for row in saved.rows if row.beside == "python"}
-    assert set(beside_python) == {
-        "graph breaks of a token", "loss", "one token, compiled", "one token, eager", "prefill",
-        "training step, eager",
-    }  # fmt: skip
+    of_tokens = {"graph breaks of a token", "one token, compiled", "one token, eager"}
+    joined = {f"{quantity}{public.JOINED}" for quantity in of_tokens}
+    assert set(beside_python) == {"loss", "prefill", "training step, eager"} | of_tokens | joined
+    assert all(
+        beside_python[x].other == beside_python[x.removesuffix(public.JOINED)].other is not None
+        for x in joined
+    )
     assert abs(beside_python["loss"].ours - beside_python["loss"].other) < 0.02 * beside_python["loss"].other
     alone = {row.quantity: row for row in saved.rows if row.beside == "fla"}
     assert alone["graph breaks of a training step"].ours == alone["graph breaks of a token"].ours == 0

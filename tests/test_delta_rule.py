@@ -413,3 +413,24 @@ def test_what_a_tail_holds_reaches_no_gradient(rule: str, device: torch.device) 
     expected = gradients(0.0)
     for name, y in gradients(torch.nan).items():
         assert torch.equal(y, expected[name]), name
+
+
+@pytest.mark.parametrize("gate", ["g", "gk"])
+@pytest.mark.parametrize("normalize", [0, 1])
+def test_update(normalize: int, gate: str, device: torch.device) -> None:
+    """One token for a caller that overwrites its state: the recurrence, of keys of any norm, with all gradients."""
+    tensors = inputs(device, T=1)
+    tensors["k"] = 3 * tensors["k"]
+    tensors[gate] = -torch.rand(B, 1, HV, *[K] * (gate == "gk"), dtype=torch.float64, device=device)
+    tensors["initial_state"] = torch.randn(B, HV, K, V, dtype=torch.float64, device=device)
+
+    def update(output_final_state: bool, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return op.update(*op.Inputs(**tensors, scale=0.5), normalize)
+
+    def reference(output_final_state: bool, q: Tensor, k: Tensor, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        if normalize:
+            q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        return delta_rule(q, k, **tensors, scale=0.5)
+
+    assert_close(results(update, tensors), results(reference, tensors))
+    torch.library.opcheck(op.update, (*op.Inputs(**tensors, scale=0.5), normalize))

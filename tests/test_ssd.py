@@ -236,7 +236,7 @@ def test_distributed() -> None:
 
 
 def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA in eager mode, where no rank has a part of the tokens: graphs have that of scalar decay."""
+    """CUDA, where no rank has a part of the tokens: exported graphs have that of scalar decay."""
 
     class Module(nn.Module):
         def forward(self, *args: Tensor) -> Tensor:
@@ -253,6 +253,9 @@ def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
 
     given = few(torch.device("cpu"), torch.float32)
     assert called(given) == ["ssd_forward"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "_is_compiling_flag", True)
+        assert called(given) == ["ssd_forward"]
     composed = ["scalar_decay_chunk", "gated_skip_forward"]
     wide = (*given[:3], *(x.repeat(1, 1, 1, 60) for x in given[3:5]), *given[5:])
     assert called(wide) == called(few(torch.device("cpu"))) == composed
@@ -264,6 +267,17 @@ def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(op.eager, "composed", lambda inputs, *_: (inputs.x, inputs.x))
         assert called(given) == []
     assert called(given, graph=True) == ["flacompose::scalar_decay_chunk"]
+
+
+def test_heads_of_any_size_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the operator does not take are computed in parts."""
+    draws = ((1, 3, 1, 5), (1, 3, 2, 600), (1, 3, 2), (2,), (2, 1))
+    C, x, dt, A, D = (torch.rand(shape, dtype=torch.float64) for shape in draws)
+    options = {"initial_state": None, "output_final_state": True, "cu_seqlens": None}
+    expected = op.ssd(op.Inputs(x, dt, -A, C, C, D, x))
+    monkeypatch.setattr(ssd, "ssd", lambda inputs: inputs)
+    assert_close(ssd.chunk_ssd(C, C, x, dt, -A, D, x, **options), expected)
+    assert ssd.chunk_ssd(C, C, x[..., :6], dt, -A, D, x[..., :6], **options).x.shape[-1] == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

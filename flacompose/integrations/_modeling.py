@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from flacompose.layers.joint import joined_paths
 from flacompose.layers.token_shift import token_shift
 from flacompose.ops import (
     causal_conv1d,
@@ -35,6 +36,8 @@ from flacompose.ops import (
 )
 from flacompose.ops._dtype import state_dtype
 from flacompose.ops._ranks import sharing
+from flacompose.ops.families.delta_rule import op as delta_op
+from flacompose.ops.families.short_conv import op as short_conv
 
 # By which of their arguments modules of transformers tell packed sequences apart.
 PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")
@@ -74,16 +77,10 @@ def convolve_step(
     if torch.is_grad_enabled() and L == W:
         before = before.clone()  # kept for the backward, and written to below
     fused = activation in ("silu", "swish")
-    y, last = causal_conv1d(
-        hidden_states.transpose(1, 2),
-        weight,
-        bias,
-        "silu" if fused else None,
-        before,
-        output_final_state=True,
-    )
-    assert last is not None
-    conv_state.copy_(last[..., -L:] if L <= W else torch.cat([conv_state, hidden_states], -1)[..., -L:])
+    y, last = short_conv.update(hidden_states.transpose(1, 2), weight, bias, before, None, fused)
+    if L != W:
+        last = last[..., -L:] if L < W else torch.cat([conv_state, hidden_states], -1)[..., -L:]
+    conv_state.copy_(last.to(conv_state.dtype))
     return _activated(y, None if fused else activation).transpose(1, 2)
 
 
@@ -108,6 +105,32 @@ def delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=_bounds(kwargs),
         )  # fmt: skip
+
+    return attention
+
+
+def delta_rule_step(gate: str) -> Callable[..., Any]:
+    """The function of modeling files for one token: `gate` is "g" for decays of heads, "gk" of channels."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        # The compiler makes one kernel for both gates, as they are stacked.
+        if g.shape == beta.shape:
+            g, beta = torch.stack((g, beta.to(g.dtype))).unbind()
+        given: Any = {gate: g, "initial_state": initial_state, "cu_seqlens": _bounds(kwargs)}
+        inputs = delta_op.Inputs(query, key, value, beta, scale=query.shape[-1] ** -0.5, **given)
+        o, state = delta_op.update(*inputs, int(use_qk_l2norm_in_kernel))
+        return o, state if output_final_state else None
 
     return attention
 
@@ -410,7 +433,39 @@ def grouped(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kw
 
     It reads ``num_v_heads`` for one purpose: to repeat them for each value head. The op takes groups of value heads.
     """
-    return forward(_With(layer, num_v_heads=layer.num_k_heads), *args, **kwargs)
+    return forward(_With(layer, num_v_heads=layer.num_k_heads, **_projections(layer)), *args, **kwargs)
+
+
+def projected(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of a layer whose projections may be joined."""
+    return forward(_With(layer, **_projections(layer)), *args, **kwargs)
+
+
+def joined(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module beside recurrent layers whose projections may be joined."""
+
+    @wraps(forward)
+    def joined_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _projections(self)
+        return forward(_With(self, **given) if given else self, *args, **kwargs)
+
+    return joined_forward
+
+
+def _projections(layer: Any) -> dict[str, Any]:
+    """What stands in for the projections that `join_projections` has joined, for one call of the layer's forward.
+
+    The first that is called computes all of them: a forward calls them with the same input.
+    """
+    parts: list[Tensor] = []
+
+    def part(i: int, x: Tensor) -> Tensor:
+        if not parts:
+            parts.extend(layer.joint_proj(x).split(layer.joint_sizes, -1))
+        return parts[i]
+
+    names = joined_paths(layer) if getattr(layer, "joint_sizes", ()) else []
+    return {name: partial(part, i) for i, name in enumerate(names)}
 
 
 def unchanged(forward: Callable[..., Any], layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -570,6 +625,28 @@ def limited(forward: Callable[..., Any], layer: Any, cache: Any, /, *args: Any, 
     if cache is not None and tuple(layer.time_step_limit) != (0.0, float("inf")):
         layer = _With(layer, D=_Limited(layer.D, layer.time_step_limit))
     return forward(layer, *args, **kwargs)
+
+
+def maskless(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a decoder, which is then compiled without a mask if it is given nothing but whole sequences.
+
+    PyTorch's softmax attention is causal by itself. Traced, transformers cannot see that there is no more to mask, and
+    makes a mask of all pairs of tokens, with which no kernel leaves out those that it masks.
+    """
+    cache_in = finder_of_caches()
+
+    @wraps(forward)
+    def maskless_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [kwargs.get(key) for key in ("attention_mask", "position_ids", *PACKED)]
+        whole = len(args) <= 1 and all(x is None for x in given) and cache_in((), kwargs) is None
+        config = self.config
+        by_itself = config._attn_implementation == "sdpa" and getattr(config, "is_causal", True)
+        # An exported program may be called with one token and a cache where the example had several and none.
+        if whole and by_itself and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            kwargs["attention_mask"] = dict.fromkeys(config.layer_types)
+        return forward(self, *args, **kwargs)
+
+    return maskless_forward
 
 
 def counting(forward: Callable[..., Any]) -> Callable[..., Any]:

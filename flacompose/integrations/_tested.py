@@ -20,6 +20,8 @@ SSD = (
     f"{CONVOLUTION} mamba2_chunk_scan mamba2_selective_state_update mamba2_split_conv1d_scan_combined "
     "time_step_limit D"
 )
+QKV, MLP = "q_proj k_proj v_proj", "gate_proj up_proj"
+MASKED = "config create_causal_mask layer_types"
 # The classes of each file whose forwards are replaced, and the names that these forwards must use: functions that are
 # replaced, attributes that a replacement changes, modules that it passes bounds to.
 LAYERS: Mapping[str, Mapping[str, str]] = {
@@ -43,7 +45,10 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
         "Inkling2SlidingDecoderLayer": "post_attention_convolution post_mlp_convolution",
     },
     "jamba": {"JambaMambaMixer": SCAN, "JambaMambaDecoderLayer": "mamba"},
-    "kimi_linear": {"KimiLinearDeltaAttention": KDA},
+    "kimi_linear": {
+        "KimiLinearDeltaAttention": KDA, "KimiLinearModel": MASKED,
+        "KimiLinearAttention": "q_proj q_a_proj kv_a_proj_with_mqa", "KimiLinearMLP": MLP,
+    },
     "lfm2": {"Lfm2ShortConv": CONVOLUTION, "Lfm2DecoderLayer": "conv"},
     "lfm2_moe": {"Lfm2MoeShortConv": CONVOLUTION, "Lfm2MoeDecoderLayer": "conv"},
     "lfm3": {"Lfm3ShortConv": CONVOLUTION},
@@ -57,10 +62,16 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
         "out_proj output_gate qkv_proj set_linear_cache slope_rate",
     },
     "nemotron_h": {"NemotronHMamba2Mixer": SSD},
-    "olmo_hybrid": {"OlmoHybridGatedDeltaNet": GATED_DELTA},
-    "qwen3_5": {"Qwen3_5GatedDeltaNet": GATED_DELTA},
-    "qwen3_5_moe": {"Qwen3_5MoeGatedDeltaNet": GATED_DELTA},
-    "qwen3_next": {"Qwen3NextGatedDeltaNet": GATED_DELTA},
+    "olmo_hybrid": {"OlmoHybridGatedDeltaNet": GATED_DELTA, "OlmoHybridModel": MASKED},
+    "qwen3_5": {
+        "Qwen3_5GatedDeltaNet": GATED_DELTA, "Qwen3_5TextModel": MASKED, "Qwen3_5Attention": QKV,
+        "Qwen3_5MLP": MLP,
+    },
+    "qwen3_5_moe": {"Qwen3_5MoeGatedDeltaNet": GATED_DELTA, "Qwen3_5MoeTextModel": MASKED},
+    "qwen3_next": {
+        "Qwen3NextGatedDeltaNet": GATED_DELTA, "Qwen3NextModel": MASKED, "Qwen3NextAttention": QKV,
+        "Qwen3NextMLP": MLP,
+    },
     "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
     "recurrent_gemma": {
         "RecurrentGemmaRecurrentBlock": "act_fn conv_1d linear_out linear_x linear_y rg_lru",

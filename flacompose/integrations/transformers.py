@@ -16,12 +16,8 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from flacompose.integrations import _modeling, _tested
-from flacompose.ops import (
-    chunk_gated_delta_rule,
-    chunk_kda,
-    fused_recurrent_gated_delta_rule,
-    fused_recurrent_kda,
-)
+from flacompose.layers.joint import join
+from flacompose.ops import chunk_gated_delta_rule, chunk_kda
 
 OLDEST, NEWEST = (5, 17), (5, 24)
 
@@ -43,9 +39,11 @@ FUNCTIONS: Mapping[str, Function] = {
     "causal_conv1d_fn": Function(_modeling.convolve, "causal_conv1d"),
     "causal_conv1d_update": Function(_modeling.convolve_step, "causal_conv1d"),
     "torch_chunk_gated_delta_rule": _delta_rule(chunk_gated_delta_rule),
-    "torch_recurrent_gated_delta_rule": _delta_rule(fused_recurrent_gated_delta_rule),
+    "torch_recurrent_gated_delta_rule": Function(
+        _modeling.delta_rule_step("g"), "fused_recurrent_gated_delta_rule"
+    ),
     "chunk_kimi_delta_attention": _delta_rule(chunk_kda),
-    "recurrent_kimi_delta_attention": _delta_rule(fused_recurrent_kda),
+    "recurrent_kimi_delta_attention": Function(_modeling.delta_rule_step("gk"), "fused_recurrent_kda"),
     "mamba2_chunk_scan": Function(_modeling.ssd, "mamba_chunk_scan_combined"),
     "mamba2_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
     "mamba2_split_conv1d_scan_combined": Function(_modeling.no_fused_block),
@@ -79,6 +77,7 @@ FORWARDS = _of_classes(
         "xLSTMLayer": _modeling.stabilised,
         "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
         "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
+        "KimiLinearDeltaAttention": _modeling.projected,
         "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer "
         "Zamba2MambaMixer": _modeling.limited,
         "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer": _modeling.scanned,
@@ -92,6 +91,7 @@ FORWARDS = _of_classes(
 AROUND = _of_classes(
     {
         "BambaModel": _modeling.counting,
+        "KimiLinearModel OlmoHybridModel Qwen3NextModel Qwen3_5MoeTextModel Qwen3_5TextModel": _modeling.maskless,
         "RecurrentGemmaModel": _modeling.numbering,
         "RwkvBlock": _modeling.masking("attention", "feed_forward"),
         "RwkvFeedForward": _modeling.shifting,
@@ -110,6 +110,8 @@ AROUND = _of_classes(
             "post_attention_convolution", "post_mlp_convolution"
         ),
         "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
+        "KimiLinearAttention KimiLinearMLP Qwen3NextAttention Qwen3NextMLP Qwen3_5Attention "
+        "Qwen3_5MLP": _modeling.joined,
         "ZayaAttention": _modeling.passing_to("qkv_proj"),
         "xLSTMForCausalLM": _modeling.whole,
         "xLSTMModel": _modeling.remembering,
@@ -117,11 +119,58 @@ AROUND = _of_classes(
     }
 )
 
+# The projections of a class that read the same input, those with few outputs last.
+_QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+JOINABLE = {
+    "KimiLinearAttention": ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
+    "KimiLinearDeltaAttention": (*_QKV, "g_a_proj", "b_proj"),
+    "KimiLinearMLP": _MLP,
+    "Qwen3NextAttention": _QKV,
+    "Qwen3NextGatedDeltaNet": ("in_proj_qkvz", "in_proj_ba"),
+    "Qwen3NextMLP": _MLP,
+    "Qwen3_5Attention": _QKV,
+    "Qwen3_5GatedDeltaNet": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    "Qwen3_5MLP": _MLP,
+}
+
 # A function that their forwards call. It is bound to one that does the same, since what is compiled asks whether the
 # functions that it calls are the same as before, and does not ask that of forwards.
 REBOUND = "apply_mask_to_padding_states"
 
 MODELS = tuple(_tested.LAYERS)
+
+
+def join_projections(model: nn.Module) -> None:
+    """Make those projections of each layer in a model of transformers that read the same input one matrix product.
+
+    It is [join_projections][flacompose.layers.join_projections] for Qwen3-Next, Qwen3.5 and Kimi Linear: their layers
+    of the delta rule, their softmax attention and their dense feed-forward networks. It changes `model` in place, which
+    computes what it computed before, up to rounding, with fewer kernels: a token of a small batch takes most of its
+    time to launch them. Each of these layers then has a ``joint_proj`` for its projections, so its state dict is not
+    that of transformers: load a checkpoint before this call, and save none after it. Where the model is neither enabled
+    nor accelerated, a call of it raises TypeError.
+
+    Args:
+        model: A model of transformers, or any module that contains layers of one.
+
+    Raises:
+        TypeError: If `model` is no module, or a projection in it is not a plain ``nn.Linear`` with plain parameters.
+        ValueError: If `model` contains no layer whose projections can be joined, or they differ in dtype, device or
+            whether they require gradients, have hooks, or share memory. After an error nothing is changed.
+    """
+    _check(model)
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for owner in _files_classes(type(module)):
+            if owner.__name__ in JOINABLE:
+                found[path] = module
+                module.joinable = JOINABLE[owner.__name__]
+                module.joint_sizes = getattr(module, "joint_sizes", ())
+    if not found:
+        raise ValueError(
+            f"model must contain a layer whose projections can be joined, got {type(model).__name__}"
+        )
+    join(model, found)
 
 
 class Row(NamedTuple):

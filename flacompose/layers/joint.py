@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -90,8 +91,13 @@ def join_projections(module: nn.Module) -> None:
         raise ValueError(
             f"module must contain a layer whose projections can be joined, got {type(module).__name__}"
         )
+    join(module, found)
+
+
+def join(module: nn.Module, found: Mapping[str, Any]) -> None:
+    """Join the maps of the modules that were `found` in `module`, by their paths: `Joinable`, or with what that has."""
     places = _places(module)
-    separate = {path: m for path, m in found.items() if not m.joint_sizes and len(_paths(m)) > 1}
+    separate = {path: m for path, m in found.items() if not m.joint_sizes and len(joined_paths(m)) > 1}
     for path, layer in separate.items():
         _check(f"{path}." if path else "", layer, places)
     with torch.inference_mode(False), torch.no_grad():
@@ -99,7 +105,7 @@ def join_projections(module: nn.Module) -> None:
             _join(layer)
 
 
-def _paths(layer: Joinable) -> list[str]:
+def joined_paths(layer: Any) -> list[str]:
     """The paths of the maps that `layer` has: an output gate, for example, may be absent."""
     return [path for path in layer.joinable if getattr(layer, path.partition(".")[0], None) is not None]
 
@@ -118,10 +124,10 @@ def _memory(p: Tensor) -> int:
     return p.untyped_storage()._cdata
 
 
-def _check(prefix: str, layer: Joinable, places: Counter[int]) -> None:
+def _check(prefix: str, layer: Any, places: Counter[int]) -> None:
     """Check that the maps of `layer` can be joined. Errors call them by `prefix` and their path."""
     linears: dict[str, nn.Linear] = {}
-    for path in _paths(layer):
+    for path in joined_paths(layer):
         child, _, inner = path.partition(".")
         name, m = prefix + child, getattr(layer, child)
         if inner:
@@ -184,12 +190,12 @@ def _listed(values: set[Any]) -> str:
     return " and ".join(sorted(map(str, values)))
 
 
-def _join(layer: Joinable) -> None:
+def _join(layer: Any) -> None:
     """Replace the maps of `layer`, which have been checked."""
-    paths = _paths(layer)
+    paths = joined_paths(layer)
     linears = [layer.get_submodule(path) for path in paths]
-    weights: list[Tensor] = [m.weight for m in linears]  # type: ignore[misc]
-    biases: list[Tensor | None] = [m.bias for m in linears]  # type: ignore[misc]
+    weights: list[Tensor] = [m.weight for m in linears]
+    biases: list[Tensor | None] = [m.bias for m in linears]
     sizes = [len(weight) for weight in weights]
     fill = -sum(sizes) % _MULTIPLE
     if fill:

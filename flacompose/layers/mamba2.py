@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from flacompose.layers.norm import RMSNorm, rms_norm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
 from flacompose.ops._dtensor import flatten, split
 from flacompose.ops._dtype import upcast
 from flacompose.ops._gates import time_step
-from flacompose.ops.gated_delta_rule import log_decay
-from flacompose.ops.ssd import check_dt_limit
+from flacompose.ops.ssd import LARGEST_LOG_RATE, check_dt_limit, chunk_ssd, recurrent_ssd
 
 
 class Mamba2(RecurrentLayer):
@@ -104,8 +101,8 @@ class Mamba2(RecurrentLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__("chunk", hidden_size, norm_eps, layer_idx)
-        self._keep_flags(D_has_hdim=D_has_hdim)
-        _check.flags(rmsnorm=rmsnorm, norm_before_gate=norm_before_gate)
+        self._keep_flags(D_has_hdim=D_has_hdim, norm_before_gate=norm_before_gate)
+        _check.flags(rmsnorm=rmsnorm)
         _check.flags(use_conv_bias=use_conv_bias, use_bias=use_bias)
         _check.count("head_dim", head_dim)
         _check.head_size("state_size", state_size)
@@ -138,15 +135,18 @@ class Mamba2(RecurrentLayer):
         self.dt_init_floor = dt_init_floor
         self.dt_limit = dt_limit
         self.chunk_size = chunk_size
-        self.act = activation("hidden_act", hidden_act)
+        act = activation("hidden_act", hidden_act)
+        self.act = None if act is F.silu else act  # silu is the convolution's
 
         factory = factory_of(device, dtype)
         conv_dim = inner + 2 * n_groups * state_size
-        self.conv1d = _Convolution(conv_dim, conv_kernel, use_conv_bias, conv_init, **factory)
+        self.conv1d = _Convolution(
+            conv_dim, conv_kernel, use_conv_bias, "silu" if act is F.silu else None, conv_init, **factory
+        )
         self.in_proj = nn.Linear(hidden_size, inner + conv_dim + H, bias=use_bias, **factory)
         self.dt_bias = nn.Parameter(torch.empty(H, **factory))
         self.A_log = nn.Parameter(torch.empty(H, device=device, dtype=dtype or torch.float32))
-        self.norm = _GatedRMSNorm(inner, n_groups, norm_before_gate, norm_eps, **factory) if rmsnorm else None
+        self.norm = _GroupedRMSNorm(inner, n_groups, norm_eps, **factory) if rmsnorm else None
         self.D = nn.Parameter(torch.empty(inner if D_has_hdim else H, **factory))
         self.out_proj = nn.Linear(inner, hidden_size, bias=use_bias, **factory)
         self.state_shapes = StateShapes(((H, state_size, head_dim),), ((conv_dim, conv_kernel),))
@@ -162,38 +162,33 @@ class Mamba2(RecurrentLayer):
     def _compute(self, u: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
         H, P, G, S = self.num_heads, self.head_dim, self.n_groups, self.state_size
         z, xBC, dt = split(self.in_proj(u), [H * P, H * P + 2 * G * S, H], -1)
-        (xBC,), conv = self._convolved((xBC,), past, tokens)
-        x, B, C = self.act(xBC).split([H * P, G * S, G * S], -1)
+        # Parts, so that on a GPU each is in memory of its own, where the scan reads it without a copy.
+        (parts,), conv = self._convolved((xBC,), past, tokens, sizes=(H * P, G * S, G * S))
+        x, B, C = parts if self.act is None else map(self.act, parts)
         x, B, C = x.unflatten(-1, (H, P)), in_heads(B, G), in_heads(C, G)
-        # The limits of the time step are applied before the softplus, so that step and decay come from the same clamped
-        # number.
-        low, high = (_before_softplus(bound) for bound in self.dt_limit)
-        limit = None if (low, high) == (-math.inf, math.inf) else (low, high)
-        dt = time_step(dt, self.dt_bias, softplus=False, x=x, limit=limit)  # [B, T, H]
-        # A token whose decay and time step are 0 leaves the state as it is.
-        g = tokens.masked(log_decay(dt, self.A_log, None))
-        dt = tokens.masked(F.softplus(dt))
-
+        # A token whose time step is 0 leaves the state as it is.
+        dt = tokens.masked(time_step(dt, self.dt_bias, True, x, self.dt_limit))  # [B, T, H]
+        A = -upcast(self.A_log, dt).clamp(max=LARGEST_LOG_RATE).exp()
         B, C = sharded_like_values(B, dt, H), sharded_like_values(C, dt, H)
-        # As in `mamba_chunk_scan_combined`, whose states are the transposes of these.
-        simple_gla = self._wide_op(chunk_simple_gla, fused_recurrent_simple_gla, u, past.recurrent, tokens)
-        o, recurrent = simple_gla(C, B, x, g, scale=1.0, beta=dt)
-        o = (upcast(o) + x * upcast(self.D).reshape(H, -1)).flatten(-2)
-        o = o * F.silu(upcast(z)) if self.norm is None else self.norm(o, z)
-        return self.out_proj(o.to(x.dtype)), RecurrentState(recurrent, conv)
+        gated_after = self.norm is not None and self.norm_before_gate
+        gate = None if gated_after else in_heads(z, H)
 
-
-def _before_softplus(y: float) -> float:
-    """The number of which `y` is the softplus."""
-    return y + math.log(-math.expm1(-y)) if y > 0 else -math.inf
+        ssd = self._op(chunk_ssd, recurrent_ssd, u, past.recurrent, tokens)
+        o, recurrent = ssd(C, B, x, dt, A, self.D.reshape(H, -1), gate)
+        o = o.flatten(-2)
+        if self.norm is not None:
+            o = self.norm(o, z if gated_after else None).to(x.dtype)
+        return self.out_proj(o), RecurrentState(recurrent, conv)
 
 
 class _Convolution(ShortConvolution):
-    """A convolution without an activation whose first weights are uniform up to `init`."""
+    """A convolution whose first weights are uniform up to `init`."""
 
-    def __init__(self, channels: int, width: int, bias: bool, init: float | None, **factory: Any) -> None:
+    def __init__(
+        self, channels: int, width: int, bias: bool, act: str | None, init: float | None, **factory: Any
+    ) -> None:
         self.init = init
-        super().__init__(channels, width, bias=bias, activation=None, **factory)
+        super().__init__(channels, width, bias, act, **factory)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -201,25 +196,22 @@ class _Convolution(ShortConvolution):
             nn.init.uniform_(self.weight, -self.init, self.init)
 
 
-class _GatedRMSNorm(RMSNorm):
-    """A norm of each of `groups` parts of the last axis, before or after the gate ``silu(g)``."""
+class _GroupedRMSNorm(RMSNorm):
+    """A norm of each of `groups` parts of the last axis, and after it the gate ``silu(g)``, if `g` is given."""
 
-    def __init__(self, size: int, groups: int, norm_before_gate: bool, eps: float, **factory: Any) -> None:
+    def __init__(self, size: int, groups: int, eps: float, **factory: Any) -> None:
         super().__init__(size, eps=eps, **factory)
         self.groups = groups
-        self.norm_before_gate = norm_before_gate
 
-    def forward(self, x: Tensor, g: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, g: Tensor | None = None) -> Tensor:
         """In float32 (float64 for float64), not rounded."""
-        x, g = upcast(x), F.silu(upcast(g))
-        if not self.norm_before_gate:
-            x = x * g
+        x = upcast(x)
         if self.groups == 1:
             x = rms_norm(x, self.eps)
         else:
             x = flatten(rms_norm(in_heads(x, self.groups), self.eps), -2, -1)
         x = x * self.weight
-        return x * g if self.norm_before_gate else x
+        return x if g is None else x * F.silu(upcast(g))
 
     def extra_repr(self) -> str:
-        return f"groups={self.groups}, norm_before_gate={self.norm_before_gate}, eps={self.eps}"
+        return f"groups={self.groups}, eps={self.eps}"

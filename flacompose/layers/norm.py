@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from flacompose.layers import _check
 from flacompose.ops._dtensor import unflatten
@@ -16,8 +17,9 @@ def rms_norm(x: Tensor, eps: float) -> Tensor:
 
     It takes no weight, since PyTorch's function warns if the weight has another dtype than the input.
     """
-    # On a CPU, PyTorch's function adds in place, which DTensor does not support for a sharded mean.
-    if hasattr(x, "device_mesh"):
+    # On a CPU, PyTorch's function adds in place, which DTensor does not support for a sharded mean. In graphs, the
+    # gradients of this formula and of a weight are one kernel of Inductor, and those of PyTorch's function are two.
+    if hasattr(x, "device_mesh") or is_compiling():
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     # For four axes PyTorch checks for the channels-last layout, which guards on the number of tokens.
     rows = x.reshape(-1, x.shape[-1])

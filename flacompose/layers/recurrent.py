@@ -253,14 +253,23 @@ class RecurrentLayer(StatefulLayer):
         return tuple(shapes)
 
     def _convolved(
-        self, inputs: tuple[Tensor, ...], past: RecurrentState, tokens: Layout
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        self,
+        inputs: tuple[Tensor, ...],
+        past: RecurrentState,
+        tokens: Layout,
+        **options: Any,
+    ) -> tuple[tuple[Any, ...], tuple[Tensor, ...]]:
         """Each input through its short convolution, if the layer has any: the outputs, and the new states."""
         if not self.convolutions:
             return inputs, ()
         results = [
             getattr(self, name)(
-                x, state, lengths=tokens.lengths, cu_seqlens=tokens.cu_seqlens, num_states=tokens.num_states
+                x,
+                state,
+                lengths=tokens.lengths,
+                cu_seqlens=tokens.cu_seqlens,
+                num_states=tokens.num_states,
+                **options,
             )
             for name, x, state in zip(self.convolutions, inputs, past.conv, strict=True)
         ]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from flacompose.layers import _check
 from flacompose.layers.layout import distributed_like, take
 from flacompose.ops import _states
 from flacompose.ops._carry import last_tokens
-from flacompose.ops._dtype import upcast
+from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared, sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import bounds, sequence_of
+from flacompose.ops.families.short_conv import op
 
 
 class ShortConvolution(nn.Module):
@@ -23,12 +27,13 @@ class ShortConvolution(nn.Module):
 
     $$y_t = \operatorname{activation}\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \odot x_{t-(W-1)+w}\Bigr)$$
 
-    Tokens before the first come from the state, or are zeros. Sums are taken in float32 (float64 for float64). It is
-    written as ``W`` shifted multiply-adds, which compile to one kernel (and a small one for the new state) together
-    with what is around it. `torch.nn.functional.conv1d` is a kernel that nothing fuses with, and does not compile for
-    training with a dynamic ``T`` at batch 1. Nothing fuses with the op `flacompose.ops.causal_conv1d` either, which
-    knows no `lengths`; without the compiler the op is one kernel on a GPU, and this layer is several. Compiled for a
-    CPU, the op would take twice the time of this layer for many tokens, and four times for one.
+    Tokens before the first come from the state, or are zeros. Sums are taken in float32 (float64 for float64). Of many
+    tokens on a GPU, the op `flacompose.ops.causal_conv1d` computes them, one kernel in each direction, where gradients
+    are wanted or nothing is compiled. Elsewhere it is written as ``W`` shifted multiply-adds, which compile to one
+    kernel (and a small one for the new state) together with what is around it. Their gradient would be many kernels,
+    and keep a copy of the inputs. `torch.nn.functional.conv1d` is a kernel that nothing fuses with, and does not
+    compile for training with a dynamic ``T`` at batch 1. Compiled for a CPU, the op would take twice the time of the
+    multiply-adds for many tokens, and four times for one.
 
     Args:
         hidden_size: Number of channels ``D``.
@@ -90,7 +95,8 @@ class ShortConvolution(nn.Module):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         num_states: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        sizes: Sequence[int] | None = None,
+    ) -> tuple[Any, Tensor]:
         """Convolve, and return the state to go on from.
 
         Args:
@@ -103,14 +109,16 @@ class ShortConvolution(nn.Module):
                 is then 1. Sequences may be empty; what tokens past ``cu_seqlens[-1]`` give means nothing.
             num_states: How many states to return, ``n`` from 1 to 16, those after each of the last ``n`` tokens of each
                 row. Without `lengths` and `cu_seqlens` alone. Default: the one after the last token.
+            sizes: Numbers of channels, ``D`` in all, in which `y` is split: it is then a tuple of tensors, each in
+                memory of its own where the op computes them, as further ops take them. Default: it is one tensor.
 
         Returns:
             ``(y, state)``: ``[B, T, D]`` and a new ``[N, D, W]``, or ``[N, n, D, W]`` with `num_states`, both in the
                 dtype of `x`.
 
         Raises:
-            ValueError: If a shape or a device is wrong, `num_states` is not as said, or `lengths` comes with
-                `cu_seqlens`.
+            ValueError: If a shape or a device is wrong, `num_states` or `sizes` are not as said, or `lengths` comes
+                with `cu_seqlens`.
             TypeError: If an argument is no tensor, `x` or `state` not floating, `lengths` not of integers or
                 `cu_seqlens` neither int32 nor int64.
         """
@@ -120,7 +128,9 @@ class ShortConvolution(nn.Module):
                 if cu_seqlens is not None:
                     _check.packed("x", x, cu_seqlens)
                 bounds_here = bounds_of_rank(self.ranks, cu_seqlens, x.shape[1])
-                return self.forward(x, state, lengths=lengths, cu_seqlens=bounds_here, num_states=num_states)
+                return self.forward(
+                    x, state, lengths=lengths, cu_seqlens=bounds_here, num_states=num_states, sizes=sizes
+                )
         D, W = self.hidden_size, self.kernel_size
         _check.floating("x", x)
         if x.ndim != 3 or x.shape[2] != D:
@@ -136,6 +146,8 @@ class ShortConvolution(nn.Module):
                 raise ValueError(f"num_states must not be given with lengths, got {num_states}")
         if cu_seqlens is not None:
             N = _check.packed("x", x, cu_seqlens)
+        if sizes is not None and sum(sizes) != D:
+            raise ValueError(f"sizes must be those of {D} channels in all, got {tuple(sizes)}")
         if state is not None:
             _check.like(x, "state", state, (N, D, W))
             state = state.to(x.dtype)
@@ -146,6 +158,9 @@ class ShortConvolution(nn.Module):
             start, after = last_tokens(ranks, x, before, W, lengths, cu_seqlens)
             state = start.mT
         new: Tensor
+        if self._takes_op(x, num_states):
+            ys, new = self._by_op(x, state, lengths, cu_seqlens, sizes)
+            return (ys[0] if sizes is None else ys), new if after is None else _as_state(after)
         if always_true(x.shape[1] == 0):  # of a rank without tokens
             y, new = self._rows(x, state, None, None)
             y = y[: x.shape[0]]
@@ -158,7 +173,40 @@ class ShortConvolution(nn.Module):
         new = new if after is None else _as_state(after)
         if self.bias is not None:
             y = y + self.bias
-        return (y if self.activation is None else F.silu(y)).to(x.dtype), new
+        y = (y if self.activation is None else F.silu(y)).to(x.dtype)
+        return y if sizes is None else y.split(list(sizes), -1), new
+
+    def _takes_op(self, x: Tensor, num_states: int | None) -> bool:
+        """Whether the op computes many tokens: on a GPU, but not where the compiler makes a forward pass alone."""
+        alone = is_compiling() and not torch.is_grad_enabled()
+        is_plain = num_states is None and not hasattr(x, "device_mesh") and not _check.is_one(x.shape[1])
+        return x.is_cuda and is_plain and not alone and autocast_dtype(x.device) in (None, x.dtype)
+
+    def _by_op(
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        sizes: Sequence[int] | None,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The outputs of channels in groups of these `sizes`, and the new state of all."""
+        sizes = [self.hidden_size] if sizes is None else list(sizes)
+        absent = [None] * len(sizes)
+        parts = zip(
+            x.split(sizes, 2),
+            self.weight[:, 0].split(sizes),
+            absent if self.bias is None else self.bias.split(sizes),
+            absent if state is None else state.split(sizes, 1),
+            strict=True,
+        )
+        silu = self.activation is not None
+        ys, states = zip(*(op.forward(*op.Inputs(*part, cu_seqlens, silu)) for part in parts), strict=True)
+        if lengths is None:
+            new = torch.cat(states, 1) if len(sizes) > 1 else states[0]
+        else:
+            new = _as_state(_last(self._history(x, state), lengths, x.shape[1]))
+        return ys, new.to(x.dtype)
 
     def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """One token: the new state is all that it reads."""
@@ -170,19 +218,17 @@ class ShortConvolution(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """A sequence in each row."""
         T, W = x.shape[1], self.kernel_size
-        # [B, W + T, D]: a sum of two pads fuses into whatever reads it; a concatenation is written to memory first.
-        history = F.pad(x, (0, 0, W, 0))
-        if state is not None:
-            history = history + F.pad(state.transpose(1, 2), (0, 0, 0, T))
+        history = self._history(x, state)
         if num_states is not None:
             return self._sums(upcast(history), T), _states.windows(history, W, num_states)
-        if lengths is None:
-            last = history[:, T:]
-        else:
-            # Clamped, so that no access leaves the tokens, whatever `lengths` holds.
-            column = distributed_like(lengths, torch.arange(W, device=x.device))
-            last = take(history, lengths.long().clamp(0, T)[:, None] + column)
+        last = history[:, T:] if lengths is None else _last(history, lengths, T)
         return self._sums(upcast(history), T), _as_state(last)
+
+    def _history(self, x: Tensor, state: Tensor | None) -> Tensor:
+        """``[B, W + T, D]``: the inputs after the ``W`` before them."""
+        # A sum of two pads fuses into whatever reads it; a concatenation is written to memory first.
+        history = F.pad(x, (0, 0, self.kernel_size, 0))
+        return history if state is None else history + F.pad(state.transpose(1, 2), (0, 0, 0, x.shape[1]))
 
     def _packed(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Several sequences in one row."""
@@ -235,6 +281,13 @@ class ShortConvolution(nn.Module):
     def extra_repr(self) -> str:
         D, W, bias = self.hidden_size, self.kernel_size, self.bias is not None
         return f"{D}, kernel_size={W}, bias={bias}, activation={self.activation}"
+
+
+def _last(history: Tensor, lengths: Tensor, T: int) -> Tensor:
+    """``[B, W, D]`` of ``history [B, W + T, D]``: the last inputs of each row, which has ``lengths [B]`` tokens."""
+    # Clamped, so that no access leaves the tokens, whatever `lengths` holds.
+    column = distributed_like(lengths, torch.arange(history.shape[1] - T, device=history.device))
+    return take(history, lengths.long().clamp(0, T)[:, None] + column)
 
 
 def _as_state(last: Tensor) -> Tensor:

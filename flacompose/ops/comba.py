@@ -13,8 +13,8 @@ from flacompose.ops._call import check, run
 from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
-from flacompose.ops.delta_rule import normalized
 from flacompose.ops.families.delta_rule import op as delta_rule
+from flacompose.ops.families.delta_rule.eager import normalized
 from flacompose.ops.families.low_rank import op as low_rank
 
 

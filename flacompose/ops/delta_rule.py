@@ -6,12 +6,10 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
-from flacompose.ops._dtype import upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
 from flacompose.ops.families.delta_rule import op
-
-NORM_EPS = 1e-6  # added to the squared norm of queries and keys
+from flacompose.ops.families.delta_rule.eager import normalized
 
 
 def chunk_delta_rule(
@@ -105,9 +103,3 @@ def with_norms(inputs: op.Inputs) -> op.Inputs:
     """`inputs` with queries and keys that are `normalized`."""
     q, k = map(normalized, without_tail(inputs.cu_seqlens, inputs.q, inputs.k))
     return inputs._replace(q=q, k=k)
-
-
-def normalized(x: Tensor) -> Tensor:
-    """``x [..., K]`` divided by the root of `NORM_EPS` and the sum of its squares, in the dtype of `x`."""
-    wide = upcast(x)
-    return (wide * (wide.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).to(x.dtype)

@@ -13,8 +13,8 @@ from flacompose.ops._call import check, run
 from flacompose.ops._dtype import upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import stretched, without_tail
-from flacompose.ops.delta_rule import normalized
 from flacompose.ops.families.delta_rule import op
+from flacompose.ops.families.delta_rule.eager import normalized
 
 
 def chunk_gated_delta_product(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
-from flacompose.ops._gates import log_decay, time_step
+from flacompose.ops._gates import bounded, log_decay, time_step
+from flacompose.ops._wide import Op, by_values, fits
+from flacompose.ops.families.gated_skip.op import gated_skip
 from flacompose.ops.families.ssd.inputs import Inputs
 from flacompose.ops.families.ssd.op import ssd
+from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
 def mamba_chunk_scan_combined(
@@ -176,6 +181,49 @@ def selective_state_update(
     if z is not None:
         y = y * F.silu(upcast(z, state))
     return y.to(x.dtype), new.to(state.dtype)
+
+
+# Of layers: the exponential of a greater one may be infinite, of which neither a gradient nor a decay can be made.
+LARGEST_LOG_RATE = 80.0
+
+
+def chunk_ssd(
+    C: Tensor, B: Tensor, x: Tensor, dt: Tensor, A: Tensor, D: Tensor, z: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The scan as the layer takes it: time steps are ready, heads may be of any size, states are ``[N, H, S, P]``.
+
+    `options` are those of `chunk_simple_gla`, of which it is made where a head does not fit in the operator.
+    """
+    if not fits(x):
+        return _composed(chunk_simple_gla, C, B, x, dt, A, D, z, **options)
+    return ssd(Inputs(x, dt, A, B, C, D, z, None, options["initial_state"], options["cu_seqlens"]))
+
+
+def recurrent_ssd(
+    C: Tensor, B: Tensor, x: Tensor, dt: Tensor, A: Tensor, D: Tensor, z: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`chunk_ssd` token by token, with the options of `fused_recurrent_simple_gla`."""
+    return _composed(fused_recurrent_simple_gla, C, B, x, dt, A, D, z, **options)
+
+
+def _composed(
+    op: Op,
+    C: Tensor,
+    B: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    if cu_seqlens is not None:
+        options["cu_seqlens"] = cu_seqlens
+    g = bounded(log_decay(dt, A))
+    y, states = by_values(op, initial_state, C, B, x, g, scale=1.0, beta=dt, **options)
+    return gated_skip(y, x, D, None, z, cu_seqlens), states
 
 
 def check_dt_limit(dt_limit: tuple[float, float]) -> None:

@@ -1,15 +1,18 @@
-"""The convolutions that modeling files call, beside PyTorch's, where no model of the tests goes."""
+"""What modeling files call and are called with, where no model of the tests goes."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytest.importorskip("transformers", minversion="5.17")
+transformers = pytest.importorskip("transformers", minversion="5.17")
 
-from flacompose.integrations import _modeling
+from flacompose.integrations import _modeling  # noqa: E402
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu, "gelu": F.gelu}
 B, D, W = 2, 5, 4
@@ -84,3 +87,36 @@ def test_without_numbers(
     x = torch.randn(B, D, 9, device=device)
     y = _modeling.convolve(x, *weights, activation=activation)
     torch.testing.assert_close(y, ACTIVATIONS[activation](convolved(x, *weights)), atol=1e-5, rtol=1e-5)
+
+
+GIVEN = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx")
+WITH_MASKS = [
+    *({"given": {key: torch.zeros(1)}} for key in GIVEN),
+    {"given": {"past_key_values": transformers.DynamicCache()}},
+    {"args": (None, torch.ones(1, 4))},
+    {"compiling": False},
+    {"exporting": True},
+    {"attention": "eager"},
+    {"is_causal": False},
+]
+
+
+@pytest.mark.parametrize("case", [{}, *WITH_MASKS], ids=str)
+def test_what_is_compiled_without_a_mask(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole sequences alone, where softmax attention is PyTorch's and causal; an exported program is none."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: case.get("compiling", True))
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: case.get("exporting", False))
+    config = SimpleNamespace(
+        _attn_implementation=case.get("attention", "sdpa"),
+        is_causal=case.get("is_causal", True),
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    )
+    given = case.get("given", {})
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kwargs
+
+    found = _modeling.maskless(forward)(SimpleNamespace(config=config), *case.get("args", ()), **given)
+    assert found == (
+        given if case else {"attention_mask": {"linear_attention": None, "full_attention": None}}
+    )

@@ -49,11 +49,14 @@ from flacompose.integrations.transformers import (  # noqa: E402
     MODELS,
     accelerate,
     enable,
+    join_projections,
     runs_on,
 )
+from flacompose.layers.joint import joined_paths  # noqa: E402
 
 HERE = [name for name in MODELS if find_spec(f"transformers.models.{name}") is not None]
 SELECTIVE = ["falcon_mamba", "jamba", "mamba", "zamba"]
+MASKLESS = ["kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_next"]
 SSD_MODELS = ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"]
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 
@@ -717,14 +720,14 @@ def test_groups_are_not_repeated(
 ) -> None:
     """The op gets the two key heads of four value heads, in prompts and steps."""
     heads = []
-    module = import_module("flacompose.ops.gated_delta_rule")
-    with_gates = module.with_gates
+    op = import_module("flacompose.ops.families.delta_rule.op")
 
-    def counted(inputs: Any, *args: Any) -> Any:
-        heads.append((inputs.q.shape[2], inputs.k.shape[2], inputs.v.shape[2]))
-        return with_gates(inputs, *args)
+    def counted(form: Callable, *args: Any) -> Any:
+        heads.append(tuple(x.shape[2] for x in args[:3]))
+        return form(*args)
 
-    monkeypatch.setattr(module, "with_gates", counted)
+    for form in "chunk", "update":
+        monkeypatch.setattr(op, form, partial(counted, getattr(op, form)))
     with replace(model):
         generated(model, prompt(model, 9))
     assert len(heads) == 24 and set(heads) == {(2, 2, 4)}
@@ -914,6 +917,64 @@ def test_packed_model_compiled(name: str, model: nn.Module) -> None:
         expected = model(**packed, use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         torch.testing.assert_close(compiled(**packed, use_cache=False).logits, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "name", slow_but("kimi_linear", "qwen3_next", names=[name for name in HERE if name in MASKLESS])
+)
+@torch.no_grad()
+def test_whole_sequences_are_compiled_without_a_mask(name: str, model: nn.Module) -> None:
+    """As they are computed without the compiler; `test_modeling` has what is compiled with one."""
+    masks: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list) -> Callable:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        nodes = graph.graph.find_nodes(op="call_function", target=attention)
+        masks.extend((n.kwargs["attn_mask"], n.kwargs["is_causal"]) for n in nodes)
+        return graph.forward
+
+    ids = prompt(captured(name, model), 9, batch=2)
+    with enable():
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        torch.testing.assert_close(
+            compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, **CLOSE
+        )
+    assert masks == [(None, True)]
+
+
+@pytest.mark.parametrize("name", slow_but("qwen3_next", names=["kimi_linear", "qwen3_5", "qwen3_next"]))
+def test_joined_projections(name: str, model: nn.Module) -> None:
+    """The model computes what it did, gradients of the joint weights included; not enabled, it says what is missing."""
+    ids = prompt(model, 9, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    names = [name for name, _ in model.named_parameters()]
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(ids, attention_mask=mask).logits[mask > 0].square().mean().backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    with enable():
+        expected, tokens = gradients(), generated(model, ids, mask)
+        join_projections(model)
+        join_projections(model)  # again, which changes nothing
+        found = gradients()
+        torch.testing.assert_close(generated(model, ids, mask), tokens)
+    for path, layer in model.named_modules():
+        if joint := getattr(layer, "joint_sizes", ()):
+            old = [expected[f"{path}.{child}.weight"] for child in joined_paths(layer)]
+            new = found[f"{path}.joint_proj.weight"]
+            torch.testing.assert_close(new[: sum(map(len, old))], torch.cat(old), **CLOSE)
+            assert sum(joint) % 8 == 0 and not any(
+                f"{path}.{child}.weight" in found for child in layer.joinable
+            )
+    unjoined = set(names) & set(found)
+    torch.testing.assert_close({x: found[x] for x in unjoined}, {x: expected[x] for x in unjoined}, **CLOSE)
+    with pytest.raises(TypeError, match="must be called with the parts"):
+        model(ids)
+    with pytest.raises(ValueError, match="whose projections can be joined, got a? ?Linear"):
+        join_projections(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2_moe"])

@@ -35,3 +35,30 @@ def test_limits_of_the_time_step_that_are_set_later():
     layer.dt_limit = (0.4, 0.9)
     u = torch.randn(1, 3, 24)
     assert torch.equal(layer(u)[0], limited(u)[0])
+
+
+def test_rates_that_overflow():
+    """They forget everything, as great ones do, and their gradient is 0, and not NaN."""
+    layer = Mamba2(hidden_size=24, head_dim=8, state_size=5, dtype=torch.float64, A_init_range=(1e30, 1e31))
+    u = torch.randn(1, 6, 24, dtype=torch.float64)
+    expected, _ = layer(u)
+    torch.nn.init.constant_(layer.A_log, 1000.0)
+    y, _ = layer(u)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    assert not layer.A_log.grad.any() and layer.in_proj.weight.grad.isfinite().all()
+
+
+def test_a_norm_before_its_gate():
+    """What is normed has a mean square of 1 and does not depend on the gate."""
+    layer = Mamba2(
+        hidden_size=24, head_dim=8, state_size=5, norm_before_gate=True, norm_eps=0.0, dtype=torch.float64
+    )
+    given, u = [], torch.randn(1, 6, 24, dtype=torch.float64)
+    layer.out_proj.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    for factor in (1.0, -0.5):
+        layer.in_proj.weight.data[:48] *= factor
+        layer(u)
+        given[-1] = given[-1] / torch.nn.functional.silu(layer.in_proj(u)[..., :48])
+    torch.testing.assert_close(given[0].square().mean(-1), torch.ones(1, 6, dtype=torch.float64))
+    torch.testing.assert_close(given[0], given[1])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch._inductor import metrics
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 
 from flacompose.layers import ShortConvolution
 
@@ -86,6 +87,56 @@ def test_bfloat16(T, device):
         torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["rows", "lengths", "packed"])
+def test_the_op(layout, monkeypatch):
+    """Where it computes the layer, outputs in parts, the new state and all gradients are those of the formula."""
+    arguments = {
+        "lengths": {"lengths": torch.tensor([0, 5])},
+        "packed": {"cu_seqlens": torch.tensor([0, 1, 4])},
+    }.get(layout, {})
+    B, N, sizes = 1 if layout == "packed" else 2, 2, (3, 1, 2)
+    conv = build(3, "cpu", bias=layout != "rows", activation=None if layout == "lengths" else "silu")
+    x = torch.randn(B, 5, 6, dtype=torch.float64, requires_grad=True)
+    state = torch.randn(N, 6, 3, dtype=torch.float64, requires_grad=True)
+    # Tokens that do not count mean nothing.
+    counted = torch.ones(B, 5, 1, dtype=torch.float64)
+    counted[0, 0 if layout == "lengths" else 5 :] = 0
+    counted[0, 4 if layout == "packed" else 5 :] = 0
+
+    def results(state, by_op):
+        monkeypatch.setattr(ShortConvolution, "_takes_op", lambda *_: by_op)
+        found = []
+        for parts in (None, sizes):
+            y, new = conv(x, state, sizes=parts, **arguments)
+            ys = [y] if parts is None else y
+            assert new.is_contiguous() and [y.shape[2] for y in ys] == list(parts or [6])
+            assert not by_op or all(y.is_contiguous() for y in ys)
+            y = torch.cat(ys, 2) * counted
+            wrt = [x, *conv.parameters(), *([] if state is None else [state])]
+            found += [y, new, *torch.autograd.grad(y.sin().sum() + new.cos().sum(), wrt)]
+        return found
+
+    for start in (state, None):
+        for actual, expected in zip(results(start, True), results(start, False), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_who_takes_the_op(monkeypatch):
+    """Many tokens on a GPU: not one, nor states after several, nor a dtype that autocast would change. A forward pass
+    alone is left to the compiler."""
+    with FakeTensorMode():  # no GPU is needed
+        x, token = (torch.empty(2, T, 6, device="cuda") for T in (5, 1))
+    takes = build(3, "cpu")._takes_op
+    assert takes(x, None)
+    assert not takes(x, 2) and not takes(token, None) and not takes(torch.ones(2, 5, 6), None)
+    monkeypatch.setattr("flacompose.layers.short_conv.is_compiling", lambda: True)
+    assert takes(x, None)
+    with torch.no_grad():
+        assert not takes(x, None)
+    monkeypatch.setattr("flacompose.layers.short_conv.autocast_dtype", lambda _: torch.bfloat16)
+    assert not takes(x, None)
+
+
 def test_compiles_to_one_kernel(device):
     """Nothing but the output is written; and the new state, where it is asked for, by one more kernel."""
     conv = build(4, device, torch.float32, bias=True)
@@ -121,6 +172,7 @@ REFUSED = [
     ({"cu_seqlens": BOUNDS}, "cu_seqlens needs x of one row (B = 1), got B = 2"),
     ({"x": X[:1], "cu_seqlens": BOUNDS[:1]}, "cu_seqlens must have shape [N + 1] with N >= 1, got (1,)"),
     ({"x": X[:1], "cu_seqlens": BOUNDS.float()}, "cu_seqlens must be int32 or int64, got float32", TypeError),
+    ({"sizes": (2, 3)}, "sizes must be those of 6 channels in all, got (2, 3)"),
     ({"lengths": BOUNDS, "cu_seqlens": BOUNDS}, "lengths and cu_seqlens exclude each other"),
 ]
 

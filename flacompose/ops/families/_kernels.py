@@ -288,6 +288,7 @@ def recurrent_kernel(
     T,
     N,
     scale,
+    norm_eps,  # added to the squared norms that queries and keys are divided by; None if they are not
     H,
     HV,
     HG,
@@ -330,12 +331,16 @@ def recurrent_kernel(
         # 2. The token's query, key and value. With a bonus, the query reads the state before it.
         at_v = (token * HV + hv) * V + dv
         q_ = tl.load(q + token * q_token + h * K + dk, mask=in_k, other=0.0).to(tl.float32)
+        if norm_eps is not None:
+            q_ *= tl.rsqrt(tl.sum(q_ * q_, 0) + in_float32(norm_eps))
         if SOFTMAX:
             q_ = tl.where(in_k, q_, float("-inf"))
             q_ = tl.exp(q_ - tl.max(q_, 0))
             q_ /= tl.sum(q_, 0)
         q_ *= scale
         k_ = tl.load(k + token * k_token + h * K + dk, mask=in_k, other=0.0).to(tl.float32)
+        if norm_eps is not None:
+            k_ *= tl.rsqrt(tl.sum(k_ * k_, 0) + in_float32(norm_eps))
         v_ = tl.load(v + token * v_token + hv * V + dv, mask=in_v, other=0.0).to(tl.float32)
         if u is not None:
             o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_

@@ -101,6 +101,8 @@ def recurrent(
     full_precision: bool = False,
     count: int | None = None,
     stride: int | None = None,
+    norm_eps: float | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or with `count` and `stride`, ``[N, count, HV, K, V]`` states.
 
@@ -108,7 +110,9 @@ def recurrent(
     and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. ``beta [B, T, HV]`` is how strongly a token is written, and
     with `delta_rule` how much it replaces of what is there, which ``a [B, T, H, K]`` or else the key reads. ``b`` of
     the shape of `a` writes back what that reads, before the state decays if `read_before`. `softmax` reads with the
-    softmax of `q`. `full_precision` gives the output in float32.
+    softmax of `q`. `full_precision` gives the output in float32. With `norm_eps` queries and keys are divided by their
+    norms, the roots of it and the sums of their squares. `in_place` has the kernel write the final state where it reads
+    a copy of the initial one, which Inductor leaves out if the caller writes the one over the other.
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]
@@ -116,6 +120,10 @@ def recurrent(
     dtype = torch.float32 if full_precision else v.dtype
     o = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
     final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
+    if in_place and initial_state is not None:
+        initial_state = final_state = initial_state.to(
+            torch.float32, copy=True, memory_format=torch.contiguous_format
+        )
     BK = block(K, MAX_HEAD_SIZE)  # a program has all keys
     BV = block(V, 4096 // BK)
     gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, a, b, initial_state))
@@ -126,6 +134,7 @@ def recurrent(
         *(q, k, v, *gates_and_state, o, final_state),
         **sequences.arguments,
         scale=scale,
+        norm_eps=norm_eps,
         H=H,
         HV=HV,
         HG=H if gk is None else gk.shape[2],

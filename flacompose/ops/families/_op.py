@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from flacompose.ops.families._replay import Replay
 
 CUDA = torch.version.cuda is not None and find_spec("triton") is not None
-ONE_KERNEL = ("recurrent", "steps", "token")  # these are compiled at their launch, the others ahead of it
+ONE_KERNEL = (
+    "recurrent",
+    "update",
+    "steps",
+    "token",
+)  # these are compiled at their launch, the others ahead of it
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,10 @@ def define_ops(
     what it does to any other: the sums of its gates or, if there are none, the matrix by which it multiplies keys. It
     has a backward of its own.
 
+    A form "update" is for one token of a caller that writes the final state over the initial one. It computes what
+    the other forms do; in the graph that Inductor gets, its kernel writes the state where it reads it, which saves a
+    copy. Where the initial state is kept, Inductor copies that.
+
     Args:
         family: the name of the family, and of its folder. Its module `cuda` has a function for each of the forms, and
             of "steps" and "ends" that there are, which takes the named tuple of the inputs, and a function `backward`
@@ -116,21 +125,21 @@ def define_ops(
         eager: the family's `forward`, which takes the named tuple of the inputs, and its `backward`, which takes a
             `BackwardCall` and returns the gradients that it wants, by the names of the inputs. Without a `backward`,
             and then without `gates`, there is no such operator, and derivatives are those of `forward`.
-        forms: the form "chunk" compiles its kernels ahead, "recurrent" and "token" are one kernel.
+        forms: the form "chunk" compiles its kernels ahead, "recurrent", "update" and "token" are one kernel.
         gates: the names of the inputs that decay a state by their sums over the tokens.
         flops: of a form, as `define_op` takes it; the backward has twice as many.
     """
     if not hasattr(eager, "backward"):
-        return {form: _define(family, form, signature, eager, flops) for form in forms}
+        return {form: define_form(family, form, signature, eager, flops) for form in forms}
     backward = _define_backward(family, "backward", signature, eager, flops)
-    ops = {form: _define(family, form, signature, eager, flops, backward) for form in forms}
+    ops = {form: define_form(family, form, signature, eager, flops, backward) for form in forms}
     if "recurrent" in forms:
         steps = Steps(signature, ops["recurrent"])
-        ops["steps"] = _define(family, "steps", steps.signature, steps, flops)
+        ops["steps"] = define_form(family, "steps", steps.signature, steps, flops)
     if gates is not None:
         ends = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
         of_ends = _define_backward(family, "ends_backward", ends.signature, ends, flops)
-        ops["ends"] = _define(family, "ends", ends.signature, ends, flops, of_ends)
+        ops["ends"] = define_form(family, "ends", ends.signature, ends, flops, of_ends)
     return ops | {"backward": backward}
 
 
@@ -155,7 +164,7 @@ def start_gradient(
     return d_start
 
 
-def _define(
+def define_form(
     family: str,
     form: str,
     signature: Signature[Any],

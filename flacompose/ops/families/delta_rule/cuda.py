@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._chip import Chip
-from flacompose.ops._launching import launch
+from flacompose.ops._launching import launch, launches_into_graph
 from flacompose.ops.families import _hopper, _launch
 from flacompose.ops.families._launch import block, launch_by_gates, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
@@ -19,7 +19,7 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
     pair_gradient_kernel,
 )
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
-from flacompose.ops.families.delta_rule.inputs import Inputs
+from flacompose.ops.families.delta_rule.inputs import NORM_EPS, Inputs
 from flacompose.ops.families.delta_rule.kernels import pair_kernel
 from flacompose.ops.families.delta_rule.stored_pairs import (
     decayed_pair_gradient_kernel,
@@ -77,6 +77,14 @@ def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = Non
 
 
 steps = recurrent
+
+
+def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
+    """`recurrent`, which in a graph writes the new state where the old one was. It may divide by norms first."""
+    eps = NORM_EPS if normalize else None
+    return _launch.recurrent(
+        **inputs._asdict(), delta_rule=True, norm_eps=eps, in_place=launches_into_graph()
+    )
 
 
 def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:

@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 
 from flacompose._torch import pytree
+from flacompose.ops._dtype import upcast
 from flacompose.ops.families._chunks import Chunks, Sweep
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families._token import token
 from flacompose.ops.families.delta_rule import segments
-from flacompose.ops.families.delta_rule.inputs import Inputs
+from flacompose.ops.families.delta_rule.inputs import NORM_EPS, Inputs
 from flacompose.ops.families.delta_rule.pairs import inverse, pair, pair_gradient
 from flacompose.ops.families.delta_rule.segments import Segment
 from flacompose.ops.families.scalar_decay.eager import Decay
@@ -48,6 +49,22 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     if inputs.q.shape[1] == 1 and inputs.cu_seqlens is None:
         return token(**inputs._asdict(), delta_rule=True)
     return segments.forward(inputs, _Rule)
+
+
+class Update:
+    """What the form "update" is: one of the others, of queries and keys that it may divide by their norms."""
+
+    @staticmethod
+    def forward(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
+        if normalize:
+            inputs = inputs._replace(q=normalized(inputs.q), k=normalized(inputs.k))
+        return forward(inputs)
+
+
+def normalized(x: Tensor) -> Tensor:
+    """``x [..., K]`` divided by the root of `NORM_EPS` and the sum of its squares, in the dtype of `x`."""
+    wide = upcast(x)
+    return (wide * (wide.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).to(x.dtype)
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:

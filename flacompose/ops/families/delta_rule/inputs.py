@@ -32,3 +32,4 @@ class Outputs(NamedTuple):
 
 
 SIGNATURE = Signature(Inputs, Outputs)
+NORM_EPS = 1e-6  # added to the squared norms by which queries and keys are divided

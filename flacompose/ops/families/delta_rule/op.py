@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
-from flacompose.ops.families._op import Forms, define_forms
+from flacompose.ops.families._op import Forms, define_form, define_forms
+from flacompose.ops.families._signature import Signature
 from flacompose.ops.families.delta_rule import eager
-from flacompose.ops.families.delta_rule.inputs import SIGNATURE
+from flacompose.ops.families.delta_rule.inputs import SIGNATURE, Outputs
 from flacompose.ops.families.delta_rule.inputs import Inputs as Inputs  # for the public functions
 
 
@@ -22,4 +23,6 @@ def _flops(q, k, v, *_, **__) -> int:
 
 _forms: Forms[Inputs] = define_forms("delta_rule", SIGNATURE, eager, gates=(), flops=_flops)
 chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps
+# `recurrent`, for a caller that writes the final state over the initial one: see `define_ops`.
+update = define_form("delta_rule", "update", Signature(Inputs, Outputs, ("normalize",)), eager.Update, _flops)
 stretch, d_start = _forms.stretch, _forms.d_start

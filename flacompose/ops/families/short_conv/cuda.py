@@ -23,18 +23,33 @@ MAX_WIDTH = 8
 FORWARD, TOKEN, BACKWARD = (64, 4, 32), (1, 1, 32), (128, 4, 16)
 
 
-def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(y [B, T, D], final_state [N, D, W])``."""
+def forward(inputs: Inputs, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    """``(y [B, T, D], final_state [N, D, W])``.
+
+    `in_place` has the kernel write the final state of one token where it reads a copy of the initial one: a thread
+    reads all of the state of its channels before it writes any of it.
+    """
     x, weight, bias, initial_state, cu_seqlens, silu = inputs
     one_token = always_true(x.shape[1] == 1)
-    # In a graph, Inductor makes one token's few products a part of its own kernels.
-    if _has_no_kernel(x, weight) or (one_token and cu_seqlens is None and launches_into_graph()):
+    # In a graph, Inductor makes one token's few products a part of its own kernels, which are three if the state is
+    # written where it was read.
+    state = initial_state if in_place and one_token else None
+    apart = one_token and cu_seqlens is None and launches_into_graph() and state is None
+    if apart or _has_no_kernel(x, weight):
         return eager.forward(inputs)
     walk = _Launches(x, weight, cu_seqlens, silu, *(TOKEN if one_token else FORWARD))
     y = walk.per_token(walk.D, dtype=x.dtype, every=True)
-    final_state = walk.per_sequence(walk.D, walk.W)
+    if state is None:
+        final_state = walk.per_sequence(walk.D, walk.W)
+    else:
+        initial_state = final_state = state.clone(memory_format=torch.contiguous_format)
     walk(forward_kernel, x, weight, bias, initial_state, y=y, final=final_state)
-    return walk.batched(y), final_state
+    return walk.batched(y), final_state.to(torch.float32)
+
+
+def update(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """`forward`, which in a graph writes the new state where the old one was."""
+    return forward(inputs, in_place=launches_into_graph())
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:

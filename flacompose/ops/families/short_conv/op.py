@@ -15,4 +15,5 @@ def _flops(x, weight, *_, **__) -> int:
     return 2 * prod(x) * weight[1]
 
 
-forward = define_ops("short_conv", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
+_ops = define_ops("short_conv", SIGNATURE, eager, forms=("forward", "update"), flops=_flops)
+forward, update = _ops["forward"], _ops["update"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_exporting
 
 from flacompose.ops._dtype import autocast_dtype
 from flacompose.ops._ranks import sharing
@@ -30,14 +30,14 @@ operator = define_ops("ssd", SIGNATURE, eager, forms=("forward",), flops=_flops)
 def ssd(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
 
-    On CUDA it is one operator, whose kernels compute all that surrounds the scan. A graph gets the operations of
-    PyTorch around that of scalar decay, which the compiler fuses with those before and after them, and so do ranks
-    that share the tokens, which hand on the state. Autocast does not cast `x` in the skip.
+    On CUDA it is one operator, also in graphs, whose kernels compute all that surrounds the scan. Other devices,
+    exported graphs, and ranks that share the tokens, which hand on the state, compute the operations of PyTorch around
+    that of scalar decay. Autocast does not cast `x` in the skip.
     """
     x = inputs.x
     kernels = x.is_cuda and x.dtype != torch.float64 and inputs.B.shape[3] <= LARGEST
     if (
-        is_compiling()
+        is_exporting()
         or not kernels
         or sharing() is not None
         or autocast_dtype(x.device) not in (None, x.dtype)
