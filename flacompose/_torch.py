@@ -52,7 +52,7 @@ with private_names():
     assert_async = torch._assert_async
     collectives = torch.ops._c10d_functional
     # Read when they are needed, and touched here so that a release without them fails now.
-    _ = forward_ad._current_level, pytree._register_namedtuple
+    _ = forward_ad._current_level, pytree._register_namedtuple, torch.compiler._is_exporting_flag
     if torch.distributed.is_available():
         collectives.all_gather_into_tensor, collectives.reduce_scatter_tensor, collectives.wait_tensor  # noqa: B018
 
@@ -66,6 +66,11 @@ def assume_constant_result(function: AnyFunction) -> AnyFunction:
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+def is_exporting() -> bool:
+    """Whether a program is being exported. Dynamo of PyTorch 2.11 says so of every graph."""
+    return torch.compiler._is_exporting_flag
 
 
 def forward_mode_is_on() -> bool:

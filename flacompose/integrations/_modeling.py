@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from flacompose._torch import is_exporting
 from flacompose.layers.joint import joined_paths
 from flacompose.layers.token_shift import token_shift
 from flacompose.ops import (
@@ -414,7 +415,9 @@ class _With:
     forward = None  # where transformers asks whether its wrapper for checkpoints is the outermost: it is further out
 
     def __init__(self, module: Any, **attributes: Any) -> None:
-        vars(self).update(attributes, _module=module)
+        object.__setattr__(self, "_module", module)
+        for name, value in attributes.items():
+            object.__setattr__(self, name, value)
 
     # Transformers records hidden states by the class of a model, and notes in the model that it does.
     @property  # type: ignore[misc]
@@ -642,7 +645,7 @@ def maskless(forward: Callable[..., Any]) -> Callable[..., Any]:
         config = self.config
         by_itself = config._attn_implementation == "sdpa" and getattr(config, "is_causal", True)
         # An exported program may be called with one token and a cache where the example had several and none.
-        if whole and by_itself and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+        if whole and by_itself and torch.compiler.is_compiling() and not is_exporting():
             kwargs["attention_mask"] = dict.fromkeys(config.layer_types)
         return forward(self, *args, **kwargs)
 
@@ -714,7 +717,7 @@ def masking(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 key: kwargs.pop(key) for key in (*PACKED, "attention_mask") if kwargs.get(key) is not None
             }
             rescales = hasattr(self, "layers_are_rescaled") and self.layers_are_rescaled == self.training
-            if rescales and self.config.rescale_every > 0 and torch.compiler.is_exporting():
+            if rescales and self.config.rescale_every > 0 and is_exporting():
                 raise ValueError(
                     "model must have been called once before it is exported, in evaluation or training as then, since "
                     f"the first call of an {type(self).__name__} changes its weights"

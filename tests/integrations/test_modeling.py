@@ -105,7 +105,7 @@ WITH_MASKS = [
 def test_what_is_compiled_without_a_mask(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole sequences alone, where softmax attention is PyTorch's and causal; an exported program is none."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: case.get("compiling", True))
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: case.get("exporting", False))
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", case.get("exporting", False))
     config = SimpleNamespace(
         _attn_implementation=case.get("attention", "sdpa"),
         is_causal=case.get("is_causal", True),

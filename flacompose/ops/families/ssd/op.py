@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_exporting
 
+from flacompose._torch import is_exporting
 from flacompose.ops._dtype import autocast_dtype
 from flacompose.ops._ranks import sharing
 from flacompose.ops.families._op import define_ops, matrix_state_flops
