@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from flacompose.ops.families._hopper import arrived, copy, parts, store, store_parts, tile_of_program
 
 B = gl.constexpr(16)  # tokens of a block that is solved by substitution
-ROWS = gl.constexpr(16)  # of a column there, which one thread has
+ROWS = gl.constexpr(16)  # of a column of its inverse, which one thread has
 
 
 @gluon.constexpr_function
