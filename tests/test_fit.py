@@ -35,6 +35,7 @@ LARGEST = [
     (("scalar_decay g", "sweep_kernel", FLOAT32, 256, 16, {"BD1": 16}), (120,)),
     (("scalar_decay g_gamma", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True, "FINE": True}), (86,)),
     (("scalar_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (80, 120)),
+    (("ssd D z", "gradient_kernel", BFLOAT16, 128, 64, {"SHARED": True}), (80, 86, 90, 100, 120)),
     (("delta_rule ", "sweep_kernel", BFLOAT16, 256, 64, {}), (100,)),
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 64, {}), (100,)),
     # More values than a head has, as a batch of many heads has more tiles of them.
@@ -132,6 +133,17 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
             config = scalar_decay.sweep_config(chip, True, C, K, V)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
     assert {delta_rule.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens"), [(1, 128), (2, 64), (16, 64), (17, 128), (32, 128), (33, 64), (37, 64), (80, 128)]
+)
+def test_chunks_of_groups(group: int, tokens: int) -> None:
+    """Long ones where a program takes more than 16 of the heads that share keys, as measured."""
+    assert scalar_decay.chunk_size(True, 32, True, group, 128, 128) == tokens
+    if group > 1:  # and otherwise not
+        for bfloat16, K, fine in ((False, 128, False), (True, 64, False), (True, 128, True)):
+            assert scalar_decay.chunk_size(bfloat16, 32, True, group, K, 128, fine) == 64
 
 
 def test_tiles_of_scalar_decay_are_padded_least() -> None:
