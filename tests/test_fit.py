@@ -41,6 +41,7 @@ LARGEST = [
     # More values than a head has, as a batch of many heads has more tiles of them.
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 6400, {"BV": 128}), (90,)),
     (("delta_rule g", "gradient_kernel", BFLOAT16, 64, 64, {"ADDS": True}), (90,)),
+    (("delta_rule ", "pair_kernel", BFLOAT16, 64, 64, {}), (90,)),
     ((*CHANNELS, BFLOAT16, 64, 64, {}), (80, 89)),
     ((*CHANNELS, FLOAT32, 16, 16, {}), (120,)),
     ((*PAIRS, 64, 64, {}), (86,)),
@@ -74,10 +75,14 @@ def test_fits(largest: tuple[Any, ...], capability: int) -> None:
     assert launch_of(CHIPS[capability], *largest).excess(capability) is None
 
 
-def test_two_programs_side_by_side() -> None:
-    """A kernel in Gluon leaves half of a multiprocessor's memory, of which each program takes 1 KiB more."""
-    launch = launch_of(HOPPER, "delta_rule g", "gradient_kernel", BFLOAT16, 128, 128, {"ADDS": False})
-    assert 2 * (launch.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
+@pytest.mark.parametrize(
+    ("kernel", "constants", "programs"), [("gradient_kernel", {"ADDS": False}, 2), ("pair_kernel", {}, 3)]
+)
+def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs: int) -> None:
+    """A kernel in Gluon leaves room for others on a multiprocessor, where each program takes 1 KiB more."""
+    launch = launch_of(HOPPER, "delta_rule g", kernel, BFLOAT16, 128, 128, constants)
+    assert programs * (launch.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
+    assert programs * 128 * dict(launch.options).get("maxnreg", 255) <= 65536
 
 
 def test_what_does_not_fit_is_seen() -> None:

@@ -22,7 +22,7 @@ from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_ru
 from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.delta_rule import hopper
+from flacompose.ops.families.delta_rule import hopper, hopper_pairs
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
@@ -183,22 +183,34 @@ def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> Non
 
 @pytest.mark.parametrize("chip", [AMPERE, HOPPER, BLACKWELL], ids=["Ampere", "Hopper", "Blackwell"])
 @pytest.mark.parametrize(
-    ("dtype", "K", "V", "into_graph"),
+    ("dtype", "K", "V", "unaligned", "into_graph"),
     [
-        (torch.bfloat16, 128, 128, False),
-        (torch.bfloat16, 128, 64, False),
-        (torch.bfloat16, 128, 128, True),
-        (torch.bfloat16, 64, 80, False),
-        (torch.float16, 128, 128, False),
-        (torch.float32, 64, 64, False),
+        (torch.bfloat16, 128, 128, "", False),
+        (torch.bfloat16, 128, 64, "v", False),
+        (torch.bfloat16, 128, 64, "q", False),
+        (torch.bfloat16, 128, 64, "k", False),
+        (torch.bfloat16, 128, 64, "do", False),
+        (torch.bfloat16, 128, 128, "", True),
+        (torch.bfloat16, 64, 80, "", False),
+        (torch.bfloat16, 80, 64, "", False),
+        (torch.float16, 128, 128, "", False),
+        (torch.float32, 64, 64, "", False),
     ],
 )
-def test_gluon_on_hopper(chip: Chip, dtype: torch.dtype, K: int, V: int, into_graph: bool) -> None:
-    """Its kernel takes heads of 64 and 128 in bfloat16. Inductor cannot have it in a graph.
+def test_gluon_on_hopper(
+    chip: Chip, dtype: torch.dtype, K: int, V: int, unaligned: str, into_graph: bool
+) -> None:
+    """Its kernels take heads of 64 and 128 in bfloat16, that of pairs any values. No graph can have them.
 
-    Gradients of heads that share keys are added up by it, and by PyTorch after Triton's kernel.
+    They copy 16 bytes at a time, which have to be aligned. Gradients of heads that share keys are added up by its
+    kernel, and by PyTorch after Triton's.
     """
-    (q, k), v, do = torch.zeros(2, 1, 5, 2, K, dtype=dtype), *torch.zeros(2, 1, 5, 6, V, dtype=dtype)
+
+    def zeros(name: str, H: int, D: int) -> Tensor:
+        start = 4 if name == unaligned else 0
+        return torch.zeros(start + 5 * H * D, dtype=dtype)[start:].view(1, 5, H, D)
+
+    q, k, v, do = zeros("q", 2, K), zeros("k", 2, K), zeros("v", 6, V), zeros("do", 6, V)
     beta, g = torch.zeros(2, 1, 5, 6)
     args = q, k, v, beta, g, None, None, None, None, 1.0, do, None, [True] * 5 + [False] * 3
     with tables_of(chip):
@@ -207,7 +219,11 @@ def test_gluon_on_hopper(chip: Chip, dtype: torch.dtype, K: int, V: int, into_gr
     found = [
         (kernel, x["dq"].shape[-2], x.get("of_group"), x.get("ADDS")) for kernel, x in launches if "dq" in x
     ]
-    if chip == HOPPER and dtype == torch.bfloat16 and V != 80 and not into_graph:
+    (pairs,) = (kernel for kernel, x in launches if "beta" in x and "P" in x)
+    on_hopper = chip == HOPPER and dtype == torch.bfloat16 and not into_graph
+    has_pairs = on_hopper and K != 80 and unaligned not in ("q", "k")
+    assert pairs is (hopper_pairs.pair_kernel if has_pairs else pair_kernel)
+    if has_pairs and V != 80 and unaligned != "do":
         assert found == [(hopper.gradient_kernel, 2, i, i > 0) for i in range(3)]
     else:
         ((kernel, *others),) = found

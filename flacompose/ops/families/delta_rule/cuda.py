@@ -12,7 +12,7 @@ from flacompose.ops._launching import launch, launches_into_graph
 from flacompose.ops.families import _hopper, _launch
 from flacompose.ops.families._launch import block, launch_by_gates, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
-from flacompose.ops.families.delta_rule import hopper
+from flacompose.ops.families.delta_rule import hopper, hopper_pairs
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
     channel_pair_kernel,
@@ -126,19 +126,14 @@ class _Launches(Sweeps):
         self.factors |= {"q": self.q, "k": self.k}
         if self.row.split and self.gates["sums"] is not None:
             self.growth = self.per_chunk(self.HV)
-        gates = {name: self.gates[name] for name in ("sums", "rest")}
-        launch(
-            pair_kernel,
-            (self.chunks * self.HV,),
-            **self.vectors,
-            **gates,
-            **products,
-            growth=self.growth,
-            **self.arguments,
-            K=self.K,
-            C=self.C,
-            **pair_config(self.bfloat16),
-        )
+        grid = (self.chunks * self.HV,)
+        arguments = self.vectors | products | self.arguments | {"K": self.K, "C": self.C}
+        arguments |= {"sums": self.gates["sums"], "growth": self.growth}
+        if _hopper.takes(self.chip, (self.q, self.k), self.K):
+            del arguments["DOT"]
+            launch(hopper_pairs.pair_kernel, grid, **arguments, num_warps=4, maxnreg=168)
+        else:
+            launch(pair_kernel, grid, **arguments, rest=self.gates["rest"], **pair_config(self.bfloat16))
 
     def channel_pairs(self, products: dict[str, Tensor | None]) -> None:
         """Fill the `products` and the vectors that sweeps take, where gates are of channels."""
@@ -173,7 +168,7 @@ class _Launches(Sweeps):
         sizes = {"V": self.V, "C": self.C}
         products: dict[str, Tensor] = {}
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
-        on_hopper = dS is not None and _hopper.takes(self.chip, self.dtype, self.K, self.V)
+        on_hopper = dS is not None and _hopper.takes(self.chip, (self.q, self.k, do), self.K, self.V)
         if on_hopper:
             config = {"BK": 64, "num_warps": 4}
         elif stores_pairs(self.bfloat16, self.K):
