@@ -231,7 +231,8 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
     state = new(N, H, K, V)
 
     # Of groups, some results are float32 instead, and the gradients of gates of heads are made for several at once.
-    for groups in (1, 2) if K == V and K in (64, 256) else (1,):
+    # At the sizes of Mamba-2 there are many heads in a group.
+    for groups in (1, 2) if K == V and K in (64, 256) else (1, 32) if (K, V) == (128, 64) else (1,):
         HV = H * groups
         v, g, beta = new(B, T, HV, V, dtype=dtype), new(B, T, HV), new(B, T, HV)
         states = new(N, HV, K, V)
@@ -249,6 +250,8 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             masks = _masks("x dt A B C D z dt_bias initial_state", "x B C", "dt", "z", "D")
             masks = [[want and x is not None for want, x in zip(mask, args)] for mask in masks]
             yield from _calls(f"ssd {given} groups={groups} {at}", ssd, args, v, filter(any, masks), states)
+        if groups > 2:
+            continue
         args = q, k, v, g, beta, g, new(N, HV, K), cu_seqlens, 1.0, 0.0
         masks = _masks("q k x g beta floor initial_state", "q", "x", "q k x")
         yield from _calls(f"normalizer groups={groups} {at}", normalizer, args, v, masks, new(N, HV, K))

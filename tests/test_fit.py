@@ -35,15 +35,16 @@ LARGEST = [
     (("scalar_decay g", "sweep_kernel", FLOAT32, 256, 16, {"BD1": 16}), (120,)),
     (("scalar_decay g_gamma", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True, "FINE": True}), (86,)),
     (("scalar_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (80, 120)),
+    (("ssd D z", "gradient_kernel", BFLOAT16, 128, 64, {"SHARED": True}), (80, 86, 90, 100, 120)),
     (("delta_rule ", "sweep_kernel", BFLOAT16, 256, 64, {}), (100,)),
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 64, {}), (100,)),
     # More values than a head has, as a batch of many heads has more tiles of them.
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 6400, {"BV": 128}), (90,)),
     (("delta_rule g", "gradient_kernel", BFLOAT16, 64, 64, {"ADDS": True}), (90,)),
+    (("delta_rule ", "pair_kernel", BFLOAT16, 64, 64, {}), (90,)),
     ((*CHANNELS, BFLOAT16, 64, 64, {}), (80, 89)),
     ((*CHANNELS, BFLOAT16, 128, 128, {}), (90,)),
     ((*CHANNELS, FLOAT32, 16, 16, {}), (120,)),
-    (("delta_rule gk", "channel_pair_kernel", BFLOAT16, 128, 128, {}), (90,)),
     ((*PAIRS, 64, 64, {}), (86,)),
     ((*PAIRS, 80, 64, {}), (120,)),
     ((*PAIRS, 320, 64, {}), (100,)),
@@ -75,10 +76,14 @@ def test_fits(largest: tuple[Any, ...], capability: int) -> None:
     assert launch_of(CHIPS[capability], *largest).excess(capability) is None
 
 
-def test_two_programs_side_by_side() -> None:
-    """A kernel in Gluon leaves half of a multiprocessor's memory, of which each program takes 1 KiB more."""
-    launch = launch_of(HOPPER, "delta_rule g", "gradient_kernel", BFLOAT16, 128, 128, {"ADDS": False})
-    assert 2 * (launch.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
+@pytest.mark.parametrize(
+    ("kernel", "constants", "programs"), [("gradient_kernel", {"ADDS": False}, 2), ("pair_kernel", {}, 3)]
+)
+def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs: int) -> None:
+    """A kernel in Gluon leaves room for others on a multiprocessor, where each program takes 1 KiB more."""
+    launch = launch_of(HOPPER, "delta_rule g", kernel, BFLOAT16, 128, 128, constants)
+    assert programs * (launch.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
+    assert programs * 128 * dict(launch.options).get("maxnreg", 255) <= 65536
 
 
 def test_what_does_not_fit_is_seen() -> None:
@@ -129,6 +134,17 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
             config = scalar_decay.sweep_config(chip, True, C, K, V)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
     assert {delta_rule.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens"), [(1, 128), (2, 64), (16, 64), (17, 128), (32, 128), (33, 64), (37, 64), (80, 128)]
+)
+def test_chunks_of_groups(group: int, tokens: int) -> None:
+    """Long ones where a program takes more than 16 of the heads that share keys, as measured."""
+    assert scalar_decay.chunk_size(True, 32, True, group, 128, 128) == tokens
+    if group > 1:  # and otherwise not
+        for bfloat16, K, fine in ((False, 128, False), (True, 64, False), (True, 128, True)):
+            assert scalar_decay.chunk_size(bfloat16, 32, True, group, K, 128, fine) == 64
 
 
 def test_tiles_of_scalar_decay_are_padded_least() -> None:

@@ -22,7 +22,8 @@ from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_ru
 from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.delta_rule import hopper
+from flacompose.ops.families.delta_rule import channel_hopper, hopper, hopper_pairs
+from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
@@ -183,22 +184,34 @@ def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> Non
 
 @pytest.mark.parametrize("chip", [AMPERE, HOPPER, BLACKWELL], ids=["Ampere", "Hopper", "Blackwell"])
 @pytest.mark.parametrize(
-    ("dtype", "K", "V", "into_graph"),
+    ("dtype", "K", "V", "unaligned", "into_graph"),
     [
-        (torch.bfloat16, 128, 128, False),
-        (torch.bfloat16, 128, 64, False),
-        (torch.bfloat16, 128, 128, True),
-        (torch.bfloat16, 64, 80, False),
-        (torch.float16, 128, 128, False),
-        (torch.float32, 64, 64, False),
+        (torch.bfloat16, 128, 128, "", False),
+        (torch.bfloat16, 128, 64, "v", False),
+        (torch.bfloat16, 128, 64, "q", False),
+        (torch.bfloat16, 128, 64, "k", False),
+        (torch.bfloat16, 128, 64, "do", False),
+        (torch.bfloat16, 128, 128, "", True),
+        (torch.bfloat16, 64, 80, "", False),
+        (torch.bfloat16, 80, 64, "", False),
+        (torch.float16, 128, 128, "", False),
+        (torch.float32, 64, 64, "", False),
     ],
 )
-def test_gluon_on_hopper(chip: Chip, dtype: torch.dtype, K: int, V: int, into_graph: bool) -> None:
-    """Its kernel takes heads of 64 and 128 in bfloat16. Inductor cannot have it in a graph.
+def test_gluon_on_hopper(
+    chip: Chip, dtype: torch.dtype, K: int, V: int, unaligned: str, into_graph: bool
+) -> None:
+    """Its kernels take heads of 64 and 128 in bfloat16, that of pairs any values. No graph can have them.
 
-    Gradients of heads that share keys are added up by it, and by PyTorch after Triton's kernel.
+    They copy 16 bytes at a time, which have to be aligned. Gradients of heads that share keys are added up by its
+    kernel, and by PyTorch after Triton's.
     """
-    (q, k), v, do = torch.zeros(2, 1, 5, 2, K, dtype=dtype), *torch.zeros(2, 1, 5, 6, V, dtype=dtype)
+
+    def zeros(name: str, H: int, D: int) -> Tensor:
+        start = 4 if name == unaligned else 0
+        return torch.zeros(start + 5 * H * D, dtype=dtype)[start:].view(1, 5, H, D)
+
+    q, k, v, do = zeros("q", 2, K), zeros("k", 2, K), zeros("v", 6, V), zeros("do", 6, V)
     beta, g = torch.zeros(2, 1, 5, 6)
     args = q, k, v, beta, g, None, None, None, None, 1.0, do, None, [True] * 5 + [False] * 3
     with tables_of(chip):
@@ -207,11 +220,52 @@ def test_gluon_on_hopper(chip: Chip, dtype: torch.dtype, K: int, V: int, into_gr
     found = [
         (kernel, x["dq"].shape[-2], x.get("of_group"), x.get("ADDS")) for kernel, x in launches if "dq" in x
     ]
-    if chip == HOPPER and dtype == torch.bfloat16 and V != 80 and not into_graph:
+    (pairs,) = (kernel for kernel, x in launches if "beta" in x and "P" in x)
+    on_hopper = chip == HOPPER and dtype == torch.bfloat16 and not into_graph
+    has_pairs = on_hopper and K != 80 and unaligned not in ("q", "k")
+    assert pairs is (hopper_pairs.pair_kernel if has_pairs else pair_kernel)
+    if has_pairs and V != 80 and unaligned != "do":
         assert found == [(hopper.gradient_kernel, 2, i, i > 0) for i in range(3)]
     else:
         ((kernel, *others),) = found
         assert kernel is not hopper.gradient_kernel and others == [6, None, None]
+
+
+@pytest.mark.parametrize("unaligned", [None, "q", "a"])
+@pytest.mark.parametrize(("K", "V"), [(128, 64), (80, 64), (64, 80)])
+@pytest.mark.parametrize("chip", [AMPERE, HOPPER], ids=["Ampere", "Hopper"])
+def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) -> None:
+    """Its kernel makes the gradients where gates are mild, with those of pairs, and then Triton's makes the others."""
+
+    def new(name: str, D: int) -> Tensor:
+        start = 4 if name == unaligned else 0
+        return torch.zeros(start + 5 * 2 * D, dtype=torch.bfloat16)[start:].view(1, 5, 2, D)
+
+    q, k, a, gk, v, do = (
+        new(name, D) for name, D in zip(("q", "k", "a", "gk", "v", "do"), (K,) * 4 + (V,) * 2)
+    )
+    args = (
+        q,
+        k,
+        v,
+        torch.zeros(1, 5, 2),
+        None,
+        gk,
+        a,
+        None,
+        None,
+        1.0,
+        do,
+        None,
+        [True] * 4 + [False, True, True, False],
+    )
+    with tables_of(chip):
+        launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
+    found = [(kernel, x.get("MILD")) for kernel, x in launches if "pairs" in x]
+    if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
+        assert found == [(channel_hopper.channel_kernel, None), (channel_kernel, False)]
+    else:
+        assert found == [(pair_gradient_kernel, None), (channel_kernel, True), (channel_kernel, False)]
 
 
 @pytest.mark.parametrize("S", [3, 40])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,4 +78,12 @@ def test_tables_are_right(case: OpCase, dtype: torch.dtype, K: int, V: int, chip
             if name in case.gates and x.dim() > 2
         }
     )
+    assert_accurate(problem, evaluate(problem))
+
+
+@pytest.mark.parametrize(("groups", "K"), [(16, 128), (32, 64), (32, 128), (32, 256)])
+def test_many_heads_that_share_keys_are_right(groups: int, K: int, chip: Chip) -> None:
+    """As in Mamba-2, where one program adds them all up, in chunks that have one block or two."""
+    case = replace(NAMED["chunk_simple_gla-g-beta"], groups=groups)
+    problem = draw(case, torch.device("cuda"), BFLOAT16, B=1, T=200, H=1, K=K, V=64, gates="rare")
     assert_accurate(problem, evaluate(problem))

@@ -2,15 +2,16 @@
 
 In Triton every load waits in registers for the product that takes it, and few loads are under way while products are
 computed. A kernel of Gluon asks for all that it reads at its start, straight into shared memory, where products take it
-from. Two programs side by side then keep the memory and the tensor cores of a multiprocessor busy.
+from. Two or three programs side by side then keep the memory and the tensor cores of a multiprocessor busy.
 
 Each of these kernels computes what one of Triton's does, which runs on all other chips, in Triton's interpreter, in
-graphs for AOTInductor and for other dtypes and sizes of heads. That one remains the specification.
+graphs for AOTInductor and for other dtypes, sizes of heads and alignments. That one remains the specification.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,11 +26,16 @@ tile_of_program = gluon.jit(_kernels.tile_of_program.fn)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 calls it so
 
 
-def takes(chip: Chip, dtype: torch.dtype, *sizes: int) -> bool:
-    """Whether a kernel of Gluon is launched for heads of these `sizes`."""
-    fits = dtype == torch.bfloat16 and all(size in (64, 128) for size in sizes)
-    is_hopper = chip.capability == HOPPER.capability
-    return fits and is_hopper and not knobs.runtime.interpret and not launches_into_graph()
+def takes(chip: Chip, operands: tuple[Tensor, ...], *sizes: int) -> bool:
+    """Whether a kernel of Gluon is launched with these `operands`, of heads of these `sizes`.
+
+    `copy` asks for 16 bytes at a time, which begin at multiples of 16. Heads of such sizes do if the first one does.
+    """
+    is_hopper = chip.capability == HOPPER.capability and not knobs.runtime.interpret
+    fits = all(size in (64, 128) for size in sizes) and all(x.dtype == torch.bfloat16 for x in operands)
+    if not is_hopper or not fits or launches_into_graph():
+        return False
+    return all(x.data_ptr() % 16 == 0 for x in operands)
 
 
 @gluon.constexpr_function

@@ -1,7 +1,8 @@
-"""The kernels of `channel_kernels` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys and values.
+"""The kernel of gradients of `channel_kernels` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128.
 
-They compute what has mild gates. For other tiles `channel_kernel` stores the gradients of pairs, which the kernel of
-this name in Triton takes. A product of two float32 factors is one of bfloat16 parts: here TF32 would have to transpose.
+It computes the tiles whose gates are mild, and the gradients of pairs with them. For other tiles it stores these, which
+the kernel of this name in Triton takes. A product of two float32 factors is one of bfloat16 parts: for one in TF32, the
+contracted axis would have to be the last of both in shared memory.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flacompose.ops.families import _kernels
 from flacompose.ops.families._hopper import (
     arrived,
     copy,
     keep,
     kept,
-    parts,
     rows_of,
     store,
     tile_of_program,
@@ -25,13 +24,9 @@ from flacompose.ops.families._hopper import (
 from flacompose.ops.families.vector_decay import gates
 from flacompose.ops.families.vector_decay.gates import MILD_BOUND
 
-chunk_of_program = gluon.jit(_kernels.chunk_of_program.fn)
 from_middle = gluon.jit(gates.from_middle.fn)
 tf32_rounded = gluon.jit(gates.tf32_rounded.fn)
 size_of_gate = gluon.jit(gates.size_of_gate.fn)
-siblings = gluon.jit(gates.siblings.fn)
-# In how many bfloat16 parts the products of pairs take the gradients of pairs. Readers and writers are in two.
-PAIR_PARTS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -41,10 +36,10 @@ def _sum_of_parts(x_s, L: gl.constexpr):
 
 
 @gluon.jit
-def _products(a_s, b_s, out, PARTS: gl.constexpr, ACROSS: gl.constexpr):
-    """Begin ``out + a @ b``, with ``a^T`` if `ACROSS`, of so many parts of `a` and both of `b`, the smallest first."""
-    for part in gl.static_range(PARTS):
-        a = a_s.index(PARTS - 1 - part)
+def _products(a_s, b_s, out, ACROSS: gl.constexpr):
+    """Begin ``out + a @ b``, with ``a^T`` if `ACROSS`, of both parts of `a` and of `b`, the smallest products first."""
+    for part in gl.static_range(2):
+        a = a_s.index(1 - part)
         if ACROSS:
             a = a.permute((1, 0))
         out = warpgroup_mma(a, b_s.index(1), out, is_async=True)
@@ -99,40 +94,6 @@ def _read(do_s, r_s, S_s, zeros):
 
 
 @gluon.jit
-def _fine(a, b_s, first: gl.constexpr = 0, ACROSS: gl.constexpr = False):
-    """``a @ b``, or with `ACROSS` ``a @ b^T``, for `a` in float32 and the two parts of `b` from `first` on."""
-    L: gl.constexpr = a.type.layout
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
-    high, low = parts(a)
-    high, low = gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
-    b, rest = b_s.index(first), b_s.index(first + 1)
-    if ACROSS:
-        b, rest = b.permute((1, 0)), rest.permute((1, 0))
-    out = warpgroup_mma(low, b, gl.zeros(a.shape, gl.float32, L), use_acc=False, is_async=True)
-    out = warpgroup_mma(high, rest, out, is_async=True)
-    out = warpgroup_mma(high, b, out, is_async=True)
-    return warpgroup_mma_wait(0, [out])
-
-
-@gluon.jit
-def _inverse(upper, upper_s, Y_s):
-    """``(I + upper)^-1``, as in `kernels`, of `upper` that is zero on the diagonal and below."""
-    C: gl.constexpr = upper.shape[0]
-    L: gl.constexpr = upper.type.layout
-    i = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
-    j = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
-    keep(upper_s, upper)
-    Y = gl.where(i == j, 1.0, 0.0) - gl.where(siblings(i, j, 0), upper, 0.0)
-    for level in range(1, 6):
-        keep(Y_s, Y)
-        kept()
-        # Of a row of `Y`, what is not zero lies in the block of the row. So all of `upper` may be multiplied.
-        between = gl.where(siblings(i, j, level) & (i < j), _fine(Y, upper_s), 0.0)
-        Y -= _fine(between, Y_s)
-    return Y
-
-
-@gluon.jit
 def _sum_over_tokens(x, ROWS: gl.constexpr):
     """The sum of the rows of `x`, over those of a warp first: `gl.sum` of all needs more registers."""
     of_warps = gl.sum(x.reshape([4, x.shape[0] // 4, x.shape[1]]), 1)
@@ -157,13 +118,13 @@ def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, writt
     pairs, read = _read(do_s, r_s, S_s, gl.zeros(x.shape, gl.float32, L))
     pairs *= weight
     on_diagonal = gl.sum(gl.where(s == t, pairs, 0.0), 1)[:, None]
-    keep(pairs_s, gl.where(s < t, pairs, 0.0), PAIR_PARTS)
+    keep(pairs_s, gl.where(s < t, pairs, 0.0))
     kept()
     read *= weight * gl.convert_layout(from_start, gl.SliceLayout(0, L))[None, :]
     ROWS: gl.constexpr = from_start.type.layout.parent
     by_state = _sum_over_tokens(_sum_of_parts(x_s, L) * read, ROWS)
-    read = _products(pairs_s, writer_s, read, PAIR_PARTS, False)
-    written = _products(pairs_s, x_s, written, PAIR_PARTS, True)
+    read = _products(pairs_s, writer_s, read, False)
+    written = _products(pairs_s, x_s, written, True)
     read, written = warpgroup_mma_wait(0, [read, written])
     return read, written, on_diagonal, read * _sum_of_parts(x_s, L), by_state
 
@@ -320,119 +281,3 @@ def channel_kernel(
     else:
         store(dk + of_gates, written, HV * K, size)
         store(da + of_gates, d_reader, HV * K, size)
-
-
-@gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
-def channel_pair_kernel(
-    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings.
-    q,  # [tokens, H, K]
-    k,  # [tokens, H, K]
-    a,  # [tokens, H, K]
-    beta,  # [tokens, HV]
-    gk,  # [tokens, HV, K]
-    W,  # [tokens, HV, K]
-    P,  # [chunks, HV, C, C], transposed
-    Y,  # [chunks, HV, C, C], transposed, in float32
-    q_read,  # [tokens, HV, K]
-    k_read,  # [tokens, HV, K]
-    total,  # [chunks, HV, K]
-    mild,  # [chunks, HV]
-    cu_seqlens,
-    T,
-    N,
-    scale,
-    H,
-    HV,
-    K: gl.constexpr,
-    BK: gl.constexpr,
-):
-    """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`, for a chunk of mild gates."""
-    C: gl.constexpr = gates.C
-    scale = scale.to(gl.float32)
-    tiles: gl.constexpr = K // BK
-    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
-    if lo >= hi:
-        return
-    size = gl.minimum(hi - lo, C).to(gl.int32)
-    rh = row * HV + h
-    of_keys = (lo * H + h // (HV // H)) * K
-    of_gates = (lo * HV + h) * K
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, L)
-    ROWS: gl.constexpr = rows_of(BK)
-    OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
-    g = _load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [tiles, C, BK], OF_K)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [tiles, C, BK], OF_K)
-    writers_s = gl.allocate_shared_memory(gl.bfloat16, [2 * tiles, C, BK], OF_K)
-    reader_q_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
-    reader_k_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
-    g_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
-    for tile in gl.static_range(tiles):
-        copy(q_s.index(tile), q + of_keys + tile * BK, H * K, size)
-        copy(k_s.index(tile), k + of_keys + tile * BK, H * K, size)
-    if a is not None:
-        copy(reader_k_s.index(0), a + of_keys, H * K, size)
-    commit_group()
-    t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
-    s = gl.arange(0, C, COLUMNS)[None, :]
-    at_beta = beta + lo * HV + h
-    beta_t = gl.load(at_beta + t * HV, mask=t < size, other=0.0).to(gl.float32)
-    beta_s = gl.load(at_beta + s * HV, mask=s < size, other=0.0).to(gl.float32)
-    of_q = gl.zeros([C, C], gl.float32, L)
-    of_k = gl.zeros([C, C], gl.float32, L)
-    # 1. What reads and what writes, and the products of pairs: rows are tokens that write, columns tokens that read.
-    to_ends: gl.tuple = ()
-    for tile in gl.static_range(tiles):
-        at = of_gates + tile * BK
-        middle, largest, from_start, to_end, _ = _sums_of_gates(g, g_s, L)
-        if tile == 0:
-            arrived(0)
-        if not largest < MILD_BOUND:
-            gl.store(mild + rh, 0)  # the launch for other gates overwrites what is stored until here
-            return
-        if tile + 1 < tiles:
-            g = _load_gates(gk + at + BK, HV * K, size, ROWS, C, BK)
-        gl.store(total + rh * K + tile * BK + gl.arange(0, BK, gl.SliceLayout(0, ROWS)), from_start * to_end)
-        to_ends += (to_end,)
-        from_start = gl.convert_layout(from_start, COLUMNS)[None, :]
-        to_middle = gl.exp(middle)
-        reader = q_s.index(tile).load(L).to(gl.float32) * to_middle
-        keep(reader_q_s, reader)
-        q_s.index(tile).store((reader * from_start).to(gl.bfloat16))
-        k_ = k_s.index(tile).load(L).to(gl.float32)
-        reader = k_ * to_middle
-        if a is not None:
-            if tile > 0:
-                copy(reader_k_s.index(0), a + of_keys + tile * BK, H * K, size)
-                commit_group()
-                arrived(0)
-            reader = reader_k_s.index(0).load(L).to(gl.float32) * to_middle
-        keep(reader_k_s, reader)
-        k_s.index(tile).store((reader * from_start).to(gl.bfloat16))
-        writer = k_ / to_middle
-        high, low = parts(writer)
-        writers_s.index(2 * tile).store(high)
-        writers_s.index(2 * tile + 1).store(low)
-        kept()
-        of_q += _fine(writer, reader_q_s, ACROSS=True)
-        of_k += _fine(writer, reader_k_s, ACROSS=True)
-        store(q_read + at, q_s.index(tile).load(ROWS), HV * K, size)
-        store(k_read + at, k_s.index(tile).load(ROWS), HV * K, size)
-    gl.store(mild + rh, 1)
-    # 2. Y and P.
-    keep(reader_q_s, gl.where(t <= s, of_q * scale, 0.0))
-    solved = _inverse(gl.where(t < s, of_k * beta_t, 0.0), reader_k_s, g_s)
-    if Y is not None:
-        gl.store(Y + rh * C * C + t * C + s, solved)
-    solved *= beta_s
-    store(P + rh * C * C, _fine(solved, reader_q_s), C, C)
-    # 3. W.
-    for tile in gl.static_range(tiles):
-        written = _fine(solved, writers_s, 2 * tile)
-        store(
-            W + of_gates + tile * BK,
-            written * gl.convert_layout(to_ends[tile], COLUMNS)[None, :],
-            HV * K,
-            size,
-        )

@@ -12,7 +12,7 @@ from flacompose.ops._launching import launch, launches_into_graph
 from flacompose.ops.families import _hopper, _launch
 from flacompose.ops.families._launch import block, launch_by_gates, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
-from flacompose.ops.families.delta_rule import channel_hopper, hopper
+from flacompose.ops.families.delta_rule import channel_hopper, hopper, hopper_pairs
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
     channel_pair_kernel,
@@ -92,18 +92,6 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
     return gk if g is None else gk.float() + g.unsqueeze(-1)
 
 
-def _launch_channels(
-    kernel: Any, programs: int, arguments: dict[str, Any], config: dict[str, int], mild: Any | None
-) -> None:
-    """Launch a kernel for what has mild gates, which is `mild` of Gluon if that is given, and then for the rest."""
-    if mild is None:
-        launch_by_gates(kernel, programs, arguments, config)
-        return
-    taken = {name: x for name, x in arguments.items() if name != "DOT"}
-    launch(mild, (programs,), **taken, BK=64, num_warps=4)
-    launch(kernel, (programs,), **arguments, **config, MILD=False)
-
-
 class _Launches(Sweeps):
     """The launches of one call, and what they have in common."""
 
@@ -138,32 +126,32 @@ class _Launches(Sweeps):
         self.factors |= {"q": self.q, "k": self.k}
         if self.row.split and self.gates["sums"] is not None:
             self.growth = self.per_chunk(self.HV)
-        gates = {name: self.gates[name] for name in ("sums", "rest")}
-        launch(
-            pair_kernel,
-            (self.chunks * self.HV,),
-            **self.vectors,
-            **gates,
-            **products,
-            growth=self.growth,
-            **self.arguments,
-            K=self.K,
-            C=self.C,
-            **pair_config(self.bfloat16),
-        )
+        grid = (self.chunks * self.HV,)
+        arguments = self.vectors | products | self.arguments | {"K": self.K, "C": self.C}
+        arguments |= {"sums": self.gates["sums"], "growth": self.growth}
+        if _hopper.takes(self.chip, (self.q, self.k), self.K):
+            del arguments["DOT"]
+            launch(hopper_pairs.pair_kernel, grid, **arguments, num_warps=4, maxnreg=168)
+        else:
+            launch(pair_kernel, grid, **arguments, rest=self.gates["rest"], **pair_config(self.bfloat16))
 
     def channel_pairs(self, products: dict[str, Tensor | None]) -> None:
         """Fill the `products` and the vectors that sweeps take, where gates are of channels."""
         read = {name: self.scratch(self.HV, self.K) for name in ("q", "k")}
         self.factors |= read
         self.gates["total"] = self.per_chunk(self.HV, self.K)
-        arguments = self.vectors | {"a": self.a, "gk": self.gk} | products | self.arguments | {"K": self.K}
-        arguments |= {"q_read": read["q"], "k_read": read["k"], "total": self.gates["total"]}
-        arguments["mild"] = self.per_chunk(self.HV, dtype=torch.int8)
-        on_hopper = _hopper.takes(self.chip, self.dtype, self.K)
-        mild = channel_hopper.channel_pair_kernel if on_hopper else None
-        config = channel_pair_config(self.chip, self.bfloat16, self.K)
-        _launch_channels(channel_pair_kernel, self.chunks * self.HV, arguments, config, mild)
+        launch_by_gates(
+            channel_pair_kernel,
+            self.chunks * self.HV,
+            self.vectors,
+            {"a": self.a, "gk": self.gk},
+            products,
+            {"q_read": read["q"], "k_read": read["k"], "total": self.gates["total"]},
+            {"mild": self.per_chunk(self.HV, dtype=torch.int8)},
+            self.arguments,
+            {"K": self.K},
+            channel_pair_config(self.chip, self.bfloat16, self.K),
+        )
 
     def gradients(
         self,
@@ -180,7 +168,7 @@ class _Launches(Sweeps):
         sizes = {"V": self.V, "C": self.C}
         products: dict[str, Tensor] = {}
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
-        on_hopper = dS is not None and _hopper.takes(self.chip, self.dtype, self.K, self.V)
+        on_hopper = dS is not None and _hopper.takes(self.chip, (self.q, self.k, do), self.K, self.V)
         if on_hopper:
             config = {"BK": 64, "num_warps": 4}
         elif stores_pairs(self.bfloat16, self.K):
@@ -246,7 +234,8 @@ class _Launches(Sweeps):
         HV = self.HV
         products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "diagonal": self.per_chunk(HV, self.C)}
         of_values = {"r": r, "do": do, "dv": dv, "V": self.V}
-        on_hopper = _hopper.takes(self.chip, self.dtype, self.K, self.V)
+        copied = (self.q, self.k, do, *([] if self.a is None else [self.a]))
+        on_hopper = _hopper.takes(self.chip, copied, self.K, self.V)
         if not on_hopper:
             config = pair_gradient_config(self.bfloat16)
             launch(
@@ -261,8 +250,13 @@ class _Launches(Sweeps):
         )
         arguments |= {"states": S, "d_states": dS, "dgk": dgk, "K": self.K}
         arguments["mild"] = self.per_chunk(HV, parts, dtype=torch.int8)
-        mild = channel_hopper.channel_kernel if on_hopper else None
-        _launch_channels(channel_kernel, parts * self.chunks * HV, arguments, config, mild)
+        programs = parts * self.chunks * HV
+        if on_hopper:
+            taken = {name: x for name, x in arguments.items() if name != "DOT"}
+            launch(channel_hopper.channel_kernel, (programs,), **taken, BK=config["BK"], num_warps=4)
+            launch(channel_kernel, (programs,), **arguments, **config, MILD=False)
+        else:
+            launch_by_gates(channel_kernel, programs, arguments, config)
         made = self.added_up(outputs)
         if dgk is not None:
             made["gk"] = self.batched(dgk)

@@ -107,12 +107,11 @@ class Launches(MatrixSequences):
         self.gated = g is not None or g_gamma is not None or gradient_of_gates
         bfloat16 = q.dtype == torch.bfloat16
         self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated)
-        C = chunk_size(
-            bfloat16, self.step, gradient_of_gates, v.shape[2] > q.shape[2], q.shape[3], v.shape[3]
-        )
-        super().__init__(q, v, cu_seqlens, self.scale, C)
         self.fine = fine and bfloat16
-        self.parts = head_parts(self.H // q.shape[2])
+        group, K, V = v.shape[2] // q.shape[2], q.shape[3], v.shape[3]
+        C = chunk_size(bfloat16, self.step, gradient_of_gates, group, K, V, self.fine)
+        super().__init__(q, v, cu_seqlens, self.scale, C)
+        self.parts = head_parts(group)
         programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
         steps = (self.T + self.step - 1) // self.step
         self.row = Segments(self, steps, programs, (self.H, self.K, self.V), {"g": "sum_g"})
@@ -233,18 +232,20 @@ class Launches(MatrixSequences):
         """
         H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K, self.fine)
         tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
+        group = self.H // (H * self.parts)
+        shared = blocks > 1 and group > 1  # between blocks, heads are added up too
         d_sums = self.per_chunk((3 + blocks) * tiles, self.H, self.C)
         d_total = self.per_chunk(self.H, blocks * tiles)
-        d_beta = None if beta is None else self.per_chunk(2 * tiles, self.H, self.C)
+        d_beta = None if beta is None else self.per_chunk((2 + shared) * tiles, self.H, self.C)
         grid = (tiles * blocks * self.chunks * (H * self.parts),)
         gates = self.gates["sums"], self.gates["rest"]
         tensors = q, k, v, do, self.beta, *gates, S, dS, dq, dk, d_sums, d_total, d_beta
         sizes = self.arguments | {"H": H, "HV": self.H, "K": self.K, "V": self.V, "C": self.C}
-        sizes |= {"GROUP": self.H // (H * self.parts), "FINE": self.fine}
+        sizes |= {"GROUP": group, "SHARED": shared, "FINE": self.fine}
         launch(gradient_kernel, grid, *tensors, **sizes, **config)
         dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
         kinds = (2 * tiles, tiles, tiles)
-        dg = gate_gradient(self, d_sums, kinds, d_total, self.scale, dtype, d_beta, dbeta, blocks)
+        dg = gate_gradient(self, d_sums, kinds, d_total, self.scale, dtype, d_beta, dbeta, blocks, shared)
         return dg, None if dbeta is None else self.batched(dbeta)
 
 
@@ -275,18 +276,19 @@ def gate_gradient(
     d_beta: Tensor | None = None,
     dbeta: Tensor | None = None,
     blocks: int = 1,
+    shared: bool = False,
 ) -> Tensor:
     """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`.
 
     `kinds`: how many of the parts of `d_sums` are of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates`. The
-    others are `ACROSS`, where a chunk has two `blocks`.
+    others are `ACROSS`, where a chunk has two `blocks`, or `BETWEEN` where heads are `shared` too.
     """
     (H, D), C = d_total.shape[-2:], sequences.C
     endings, beginnings, leavings = kinds
     dg = sequences.per_token(H, dtype=dtype)
     sizes = {"H": H, "D": D, "C": C, "BC": C // blocks, "BH": BH, "BD": block(D, 256)}
     sizes |= {"ENDINGS": endings, "BEGINNINGS": beginnings, "LEAVINGS": leavings, "PARTS": d_sums.shape[1]}
-    sizes |= {"BETAS": 0 if d_beta is None else d_beta.shape[1]}
+    sizes |= {"BETAS": 0 if d_beta is None else d_beta.shape[1], "SHARED": shared}
     grid = (sequences.chunks * blocks, tile_count(H, BH))
     tensors = d_sums, d_total, dg, d_beta, dbeta
     launch(gate_gradient_kernel, grid, *tensors, **sequences.positions, scale=scale, **sizes)
@@ -294,8 +296,13 @@ def gate_gradient(
 
 
 def head_parts(group: int) -> int:
-    """Into how many parts the heads of values that share queries and keys are divided, so that each has at most 8."""
-    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 8)
+    """Into how many parts the heads of values that share queries and keys are divided, so that each has at most 32.
+
+    A program takes a part. Each of several parts has gradients of queries and keys of its own, in float32. So few parts
+    save memory, and time too where chunks are enough for all of a GPU. The parts must not depend on the batch size,
+    since a row has the same bits in every batch.
+    """
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 32)
 
 
 def step_size(bfloat16: bool, D: int, gated: bool) -> int:
@@ -306,16 +313,22 @@ def step_size(bfloat16: bool, D: int, gated: bool) -> int:
     return 32 if not bfloat16 or gated or D > 128 else 64
 
 
-def chunk_size(bfloat16: bool, step: int, gate_gradient: bool, grouped: bool, K: int, V: int) -> int:
+def chunk_size(
+    bfloat16: bool, step: int, gate_gradient: bool, group: int, K: int, V: int, fine: bool = False
+) -> int:
     """Tokens of a chunk, of which the gradient of gates needs the state before it.
 
     With chunks of 64 tokens instead of 128, `gradient_kernel` is faster, but a step of simple GLA takes a third more
-    memory, since there are twice as many states. Where heads of values share keys, the gradients of keys take little
-    memory, and where values are few beside keys, as in Mamba-3, states do, and so there is room for it.
+    memory, since there are twice as many states. Where a group of heads of values shares keys, the gradients of keys
+    take little memory, and where values are few beside keys, as in Mamba-3, states do, and so there is room for it.
+    With more than 16 heads to a program, as in Mamba-2, a step is fast enough even so, and chunks of 128 save more
+    memory than that takes time. At most 64 keys, and states in float32 (`fine`), were not measured, and stay with 64.
     """
     if not gate_gradient:
         return step
-    return 128 if bfloat16 and not grouped and not V <= 64 < K else 64
+    if group > 1:
+        return 128 if bfloat16 and not fine and K > 64 and group // head_parts(group) > 16 else 64
+    return 128 if bfloat16 and not V <= 64 < K else 64
 
 
 def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:

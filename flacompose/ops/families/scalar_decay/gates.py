@@ -13,15 +13,17 @@ from flacompose.ops.families._kernels import bounded, find_chunk, in_float32
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# `d_sums` holds gradients of sums of gates, one for each token in each of its parts, which are of four kinds in this
+# `d_sums` holds gradients of sums of gates, one for each token in each of its parts, which are of five kinds in this
 # order. For the gates of the token's block: the sums that end at the token (ENDING), those that begin after it and end
 # in its block (BEGINNING), and those that begin after it and end beyond its block (LEAVING). Where a chunk has two
 # blocks, also for the gates of the other block (ACROSS): the sums that contain all of these, which go from the chunk's
-# start to a token of the second block, or from a token of the first block to the chunk's end.
+# start to a token of the second block, or from a token of the first block to the chunk's end. And for the gates of the
+# token's block, if they are not among ENDING and LEAVING, the sums between tokens of both blocks (BETWEEN).
 ENDING = tl.constexpr(0)
 BEGINNING = tl.constexpr(1)
 LEAVING = tl.constexpr(2)
 ACROSS = tl.constexpr(3)
+BETWEEN = tl.constexpr(4)
 
 
 @triton.jit
@@ -91,6 +93,7 @@ def gate_gradient_kernel(
     LEAVINGS: tl.constexpr,
     PARTS: tl.constexpr,
     BETAS: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """The gradient of every gate from those of the sums that contain it.
 
@@ -98,7 +101,8 @@ def gate_gradient_kernel(
     and end in it are subtracted from others: a difference of sums of which one is far larger would lose the other.
 
     Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of `BEGINNING`, the
-    next `LEAVINGS` of `LEAVING`, and the others of `ACROSS`.
+    next `LEAVINGS` of `LEAVING`, and the others of `ACROSS`. With `SHARED` these are of `BETWEEN`, and the second half
+    of `ENDING`, and `LEAVING`, are `ACROSS` too.
     """
     BLOCKS: tl.constexpr = C // BC
     row = tl.program_id(0).to(tl.int64) // BLOCKS
@@ -127,9 +131,18 @@ def gate_gradient_kernel(
         else:
             # Gates of the first block are in sums that end at outputs, those of the second in sums to the state after.
             other_t = (1 - block) * BC + tl.arange(0, BC)
-            at_other = ((row * PARTS + part) * H + h)[None, :] * C + other_t[:, None]
+            across_part = part
+            if SHARED:
+                across_part = tl.where(block == 0, part - 3 * LEAVINGS, part - LEAVINGS)
+            at_other = ((row * PARTS + across_part) * H + h)[None, :] * C + other_t[:, None]
             across = tl.sum(tl.load(d_sums + at_other, mask=in_h, other=0.0), 0)
             d_total_ += across * tl.where(block == 0, scale, unit)
+            if SHARED:
+                # The sums between tokens of both end at one of the second block, and begin after one of the first.
+                begin = 1 - block
+                between = tl.load(d_sums + at_sums - begin, mask=in_h & (t >= begin)[:, None], other=0.0)
+                from_here += tl.where(block == 1, between, 0.0)
+                before += tl.where(block == 0, between, 0.0)
     for tile in tl.static_range((D + BD - 1) // BD):
         d = tile * BD + tl.arange(0, BD)
         at_total = (row * H + h)[:, None] * D + d[None, :]

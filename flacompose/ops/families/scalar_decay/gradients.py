@@ -35,12 +35,14 @@ from flacompose.ops.families._kernels import (
 # sums of gates that end at it and begin in its block, or before its block; of those that begin after it and end in its
 # block; and of those that begin after it and end beyond its block. Where there are two blocks, the last part holds, for
 # the gates of the other block, the gradients of the sums that contain all of these: from the chunk's start to a token
-# of the second block, and from a token of the first block to the chunk's end.
+# of the second block, and from a token of the first block to the chunk's end. Where heads share keys, the sums between
+# tokens of both blocks have a part of their own, for the gates of the token's block, and others are without them.
 ENDING_IN_BLOCK = tl.constexpr(0)
 ENDING_FROM_BEFORE = tl.constexpr(1)
 BEGINNING_IN_BLOCK = tl.constexpr(2)
 LEAVING_BLOCK = tl.constexpr(3)
 ACROSS_OTHER_BLOCK = tl.constexpr(4)
+BETWEEN_BLOCKS = tl.constexpr(4)
 
 
 @triton.jit
@@ -130,6 +132,62 @@ def _through_state(
     return out, both
 
 
+@triton.jit
+def _through_other_block(
+    x,  # [tokens, HV, V], of the first head from the chunk's first token on, as the following
+    y,
+    own,  # [BC, BK], the queries of the block, or with `BACKWARDS` the keys
+    others,  # [tokens, H, K], of the chunk's first token on: what they are multiplied by
+    beta,  # [tokens, HV], of the first head from the chunk's first token on
+    sums,  # [HV, C], of the first head, as the following
+    rest,
+    d_sums,  # [HV, C], the part of the tile for what is between blocks
+    d_beta,
+    scale,
+    block,
+    size,
+    d,
+    H,
+    HV,
+    K,
+    V,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    BV: tl.constexpr,
+    GROUP: tl.constexpr,
+    DOT: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+):
+    """What queries of the second block, or with `BACKWARDS` keys of the first, get through pairs with the other block.
+
+    As within a block, the pairs of all heads are added up first.
+    """
+    t, u = block * BC + tl.arange(0, BC), (1 - block) * BC + tl.arange(0, BC)
+    others_ = load_tile(others, u, size, 0, d, H, K)
+    products = dot(own, tl.trans(others_), DOT)
+    joint = tl.zeros([BC, BC], dtype=tl.float32)
+    for head in range(GROUP):
+        at = head * C
+        pairs = _pairs(
+            x + head * V, y + head * V, sums, rest, at, scale, t, u, size, HV, V, BC, BV, DOT, BACKWARDS
+        )
+        if beta is not None:
+            written = t if BACKWARDS else u
+            beta_ = tl.load(beta + written * HV + head, mask=written < size, other=0.0).to(tl.float32)
+            if not BACKWARDS:
+                pairs *= beta_[None, :]
+        between = tl.sum(pairs * products, 1)
+        if beta is not None:
+            if d_beta is not None:
+                tl.store(d_beta + at + t, between if BACKWARDS else tl.zeros([BC], dtype=tl.float32))
+            if BACKWARDS:
+                pairs *= beta_[:, None]
+                between *= beta_
+        tl.store(d_sums + at + t, between)
+        joint += pairs
+    return split_dot(joint, others_, DOT)
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
     # One kernel makes the gradients of queries, keys, gates and `beta`, because all take the same products and states.
@@ -145,9 +203,9 @@ def gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it: the gradient, without `scale`
     dq,  # [tokens, HV / GROUP, K], that of the heads of a program
     dk,  # [tokens, HV / GROUP, K], likewise
-    d_sums,  # [chunks, (3 + BLOCKS) * tiles of K, HV, C], for `gate_gradient_kernel`, as the following
+    d_sums,  # [chunks, PARTS, HV, C], for `gate_gradient_kernel`, as the following
     d_total,  # [chunks, HV, tiles of K * BLOCKS]
-    d_beta,  # [chunks, 2 * tiles of K, HV, C], through the tokens of the block, and through all else
+    d_beta,  # [chunks, BETAS, HV, C], through the tokens of the block, through all else, and as in `BETWEEN_BLOCKS`
     cu_seqlens,
     T,
     N,
@@ -161,19 +219,21 @@ def gradient_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     GROUP: tl.constexpr,
+    SHARED: tl.constexpr,
     FINE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """The gradients of queries and keys, and each tile's part of the gradients of sums of gates and of `beta`.
 
     A program has a block of `BC` tokens of a chunk of `C`, a tile of the key axis, and `GROUP` heads of values that
-    share queries and keys. A chunk has one block or two, and one if there are several heads. With `FINE` states are
-    float32, and are multiplied in two parts.
+    share queries and keys. A chunk has one block or two. With `SHARED` pairs of two blocks are added up over heads
+    too. With `FINE` states are float32, and are multiplied in two parts.
     """
     TILES: tl.constexpr = (K + BK - 1) // BK
     BLOCKS: tl.constexpr = C // BC
     PARTS: tl.constexpr = (3 + BLOCKS) * TILES
-    tl.static_assert(BLOCKS == 1 or (BLOCKS == 2 and GROUP == 1))
+    BETAS: tl.constexpr = (2 + SHARED) * TILES
+    tl.static_assert(BLOCKS == 1 or (BLOCKS == 2 and (SHARED or GROUP == 1)))
     scale = in_float32(scale)
     part, row, group = split_program(TILES * BLOCKS, tl.num_programs(0) // (HV // GROUP * TILES * BLOCKS))
     lo, hi = find_chunk(row, T, N, cu_seqlens, C)
@@ -202,7 +262,7 @@ def gradient_kernel(
         d_pairs = pairs * products
         if beta is not None:
             if d_beta is not None:
-                tl.store(_at(d_beta, row, tile, 2 * TILES, hv, HV, t, C), tl.sum(d_pairs, 0))
+                tl.store(_at(d_beta, row, tile, BETAS, hv, HV, t, C), tl.sum(d_pairs, 0))
             beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
             pairs *= beta_[None, :]
             d_pairs *= beta_[None, :]
@@ -214,6 +274,40 @@ def gradient_kernel(
 
     # 2. Through the state before the chunk, which the gates from its start decay, and the block before this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
+    at_v, at_gates = (lo * HV + first) * V, (row * HV + first) * C
+    if SHARED:
+        beta_first = beta + lo * HV + first if beta is not None else None
+        between = _at(d_sums, row, BETWEEN_BLOCKS * TILES + tile, PARTS, first, HV, 0, C)
+        d_beta_between = (
+            _at(d_beta, row, 2 * TILES + tile, BETAS, first, HV, 0, C) if d_beta is not None else None
+        )
+        rest_first = rest + at_gates if rest is not None else None
+        if block == 1:
+            acc = _through_other_block(
+                do + at_v,
+                v + at_v,
+                q_,
+                k,
+                beta_first,
+                sums + at_gates,
+                rest_first,
+                between,
+                d_beta_between,
+                scale,
+                block,
+                size,
+                d,
+                H,
+                HV,
+                K,
+                V,
+                C,
+                BC,
+                BV,
+                GROUP,
+                DOT,
+                False,
+            )
     for head in range(GROUP):
         hv = first + head
         rh = row * HV + hv
@@ -223,7 +317,7 @@ def gradient_kernel(
         )
         high, low = _sums(sums, rest, rh * C + t)
         through *= tl.exp2(high + low)[:, None]
-        if block == 1:  # the second of two
+        if not SHARED and block == 1:  # the second of two
             across = tl.sum(through * q_, 1)
             tl.store(_at(d_sums, row, ACROSS_OTHER_BLOCK * TILES + tile, PARTS, hv, HV, t, C), across)
             j = tl.arange(0, BC)
@@ -243,6 +337,33 @@ def gradient_kernel(
 
     # 3. Through the state after it, to which the gates until its end decay, and the block after this one.
     acc = tl.zeros([BC, BK], dtype=tl.float32)
+    if SHARED:
+        if block == 0:
+            acc = _through_other_block(
+                v + at_v,
+                do + at_v,
+                k_,
+                q,
+                beta_first,
+                sums + at_gates,
+                rest_first,
+                between,
+                d_beta_between,
+                scale,
+                block,
+                size,
+                d,
+                H,
+                HV,
+                K,
+                V,
+                C,
+                BC,
+                BV,
+                GROUP,
+                DOT,
+                True,
+            )
     for head in range(GROUP):
         hv = first + head
         rh = row * HV + hv
@@ -258,7 +379,7 @@ def gradient_kernel(
         through *= tl.exp2(total - high + (total_rest - low))[:, None]
         if beta is not None:
             beta_ = tl.load(beta + (lo + t) * HV + hv, mask=t < size, other=0.0).to(tl.float32)
-        if block < BLOCKS - 1:  # the first of two
+        if not SHARED and block < BLOCKS - 1:  # the first of two
             across = tl.sum(through * k_, 1)
             if beta is not None:
                 across *= beta_
@@ -270,7 +391,7 @@ def gradient_kernel(
         d_leaving = tl.sum(through * k_, 1)
         if beta is not None:
             if d_beta is not None:
-                tl.store(_at(d_beta, row, TILES + tile, 2 * TILES, hv, HV, t, C), d_leaving)
+                tl.store(_at(d_beta, row, TILES + tile, BETAS, hv, HV, t, C), d_leaving)
             through *= beta_[:, None]
             d_leaving *= beta_
         acc += through
