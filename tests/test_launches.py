@@ -21,8 +21,8 @@ from launches import matrix_calls, other_calls, recorded, tables_of
 from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
 from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
-from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule import channel_hopper, hopper, hopper_pairs
+from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
