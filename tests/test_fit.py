@@ -43,6 +43,7 @@ LARGEST = [
     (("delta_rule g", "gradient_kernel", BFLOAT16, 64, 64, {"ADDS": True}), (90,)),
     (("delta_rule ", "pair_kernel", BFLOAT16, 64, 64, {}), (90,)),
     ((*CHANNELS, BFLOAT16, 64, 64, {}), (80, 89)),
+    ((*CHANNELS, BFLOAT16, 128, 128, {}), (90,)),
     ((*CHANNELS, FLOAT32, 16, 16, {}), (120,)),
     ((*PAIRS, 64, 64, {}), (86,)),
     ((*PAIRS, 80, 64, {}), (120,)),

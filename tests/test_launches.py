@@ -21,8 +21,9 @@ from launches import matrix_calls, other_calls, recorded, tables_of
 from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
 from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
+from flacompose.ops.families.delta_rule import channel_hopper, hopper, hopper_pairs
 from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.delta_rule import hopper, hopper_pairs
+from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
@@ -228,6 +229,43 @@ def test_gluon_on_hopper(
     else:
         ((kernel, *others),) = found
         assert kernel is not hopper.gradient_kernel and others == [6, None, None]
+
+
+@pytest.mark.parametrize("unaligned", [None, "q", "a"])
+@pytest.mark.parametrize(("K", "V"), [(128, 64), (80, 64), (64, 80)])
+@pytest.mark.parametrize("chip", [AMPERE, HOPPER], ids=["Ampere", "Hopper"])
+def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) -> None:
+    """Its kernel makes the gradients where gates are mild, with those of pairs, and then Triton's makes the others."""
+
+    def new(name: str, D: int) -> Tensor:
+        start = 4 if name == unaligned else 0
+        return torch.zeros(start + 5 * 2 * D, dtype=torch.bfloat16)[start:].view(1, 5, 2, D)
+
+    q, k, a, gk, v, do = (
+        new(name, D) for name, D in zip(("q", "k", "a", "gk", "v", "do"), (K,) * 4 + (V,) * 2)
+    )
+    args = (
+        q,
+        k,
+        v,
+        torch.zeros(1, 5, 2),
+        None,
+        gk,
+        a,
+        None,
+        None,
+        1.0,
+        do,
+        None,
+        [True] * 4 + [False, True, True, False],
+    )
+    with tables_of(chip):
+        launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
+    found = [(kernel, x.get("MILD")) for kernel, x in launches if "pairs" in x]
+    if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
+        assert found == [(channel_hopper.channel_kernel, None), (channel_kernel, False)]
+    else:
+        assert found == [(pair_gradient_kernel, None), (channel_kernel, True), (channel_kernel, False)]
 
 
 @pytest.mark.parametrize("S", [3, 40])

@@ -54,11 +54,17 @@ def copy(to, x, stride, size):
 
 
 @gluon.jit
+def kept():
+    """Have products see what was stored in shared memory."""
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
 def arrived(later: gl.constexpr):
     """Wait for what was asked for, but the last `later` groups. Products may read it then."""
     async_copy.wait_group(later)
-    fence_async_shared()
-    barrier()
+    kept()
 
 
 @gluon.jit
@@ -83,10 +89,11 @@ def parts(x):
 
 
 @gluon.jit
-def store_parts(to, x):
-    """Leave both parts of `x` in the shared memory ``to [2, ...]``, for products."""
-    high, low = parts(x)
-    to.index(0).store(high)
-    to.index(1).store(low)
-    fence_async_shared()
-    barrier()
+def keep(to, x, PARTS: gl.constexpr = 2):
+    """Leave `x` in the shared memory ``to [2, ...]``, rounded or in two parts, for products after the next `kept`."""
+    if PARTS == 1:
+        to.index(0).store(x.to(gl.bfloat16))
+    else:
+        high, low = parts(x)
+        to.index(0).store(high)
+        to.index(1).store(low)

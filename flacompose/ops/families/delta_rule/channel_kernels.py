@@ -24,6 +24,8 @@ The gradient of a gate is the sum of all of these terms whose exponents contain 
 As in vector decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates
 are mild, and where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and
 never a divisor.
+
+On Hopper, `channel_hopper` makes the gradients where gates are mild.
 """
 
 from __future__ import annotations

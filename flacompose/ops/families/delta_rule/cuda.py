@@ -12,7 +12,7 @@ from flacompose.ops._launching import launch, launches_into_graph
 from flacompose.ops.families import _hopper, _launch
 from flacompose.ops.families._launch import block, launch_by_gates, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
-from flacompose.ops.families.delta_rule import hopper, hopper_pairs
+from flacompose.ops.families.delta_rule import channel_hopper, hopper, hopper_pairs
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
     channel_pair_kernel,
@@ -234,26 +234,29 @@ class _Launches(Sweeps):
         HV = self.HV
         products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "diagonal": self.per_chunk(HV, self.C)}
         of_values = {"r": r, "do": do, "dv": dv, "V": self.V}
-        config = pair_gradient_config(self.bfloat16)
-        launch(pair_gradient_kernel, (self.chunks * HV,), **of_values, **products, **self.arguments, **config)
+        copied = (self.q, self.k, do, *([] if self.a is None else [self.a]))
+        on_hopper = _hopper.takes(self.chip, copied, self.K, self.V)
+        if not on_hopper:
+            config = pair_gradient_config(self.bfloat16)
+            launch(
+                pair_gradient_kernel, (self.chunks * HV,), **of_values, **products, **self.arguments, **config
+            )
         config = channel_config(self.chip, self.bfloat16)
         parts = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(parts, HV)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
-        launch_by_gates(
-            channel_kernel,
-            parts * self.chunks * HV,
-            self.vectors,
-            {"a": self.a, "gk": self.gk},
-            of_values,
-            products,
-            {"states": S, "d_states": dS},
-            outputs,
-            {"dgk": dgk, "mild": self.per_chunk(HV, parts, dtype=torch.int8)},
-            self.arguments,
-            {"K": self.K},
-            config,
+        arguments = (
+            self.vectors | {"a": self.a, "gk": self.gk} | of_values | products | outputs | self.arguments
         )
+        arguments |= {"states": S, "d_states": dS, "dgk": dgk, "K": self.K}
+        arguments["mild"] = self.per_chunk(HV, parts, dtype=torch.int8)
+        programs = parts * self.chunks * HV
+        if on_hopper:
+            taken = {name: x for name, x in arguments.items() if name != "DOT"}
+            launch(channel_hopper.channel_kernel, (programs,), **taken, BK=config["BK"], num_warps=4)
+            launch(channel_kernel, (programs,), **arguments, **config, MILD=False)
+        else:
+            launch_by_gates(channel_kernel, programs, arguments, config)
         made = self.added_up(outputs)
         if dgk is not None:
             made["gk"] = self.batched(dgk)

@@ -1,0 +1,283 @@
+"""The kernel of gradients of `channel_kernels` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128.
+
+It computes the tiles whose gates are mild, and the gradients of pairs with them. For other tiles it stores these, which
+the kernel of this name in Triton takes. A product of two float32 factors is one of bfloat16 parts: for one in TF32, the
+contracted axis would have to be the last of both in shared memory.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from flacompose.ops.families._hopper import (
+    arrived,
+    copy,
+    keep,
+    kept,
+    rows_of,
+    store,
+    tile_of_program,
+)
+from flacompose.ops.families.vector_decay import gates
+from flacompose.ops.families.vector_decay.gates import MILD_BOUND
+
+from_middle = gluon.jit(gates.from_middle.fn)
+tf32_rounded = gluon.jit(gates.tf32_rounded.fn)
+size_of_gate = gluon.jit(gates.size_of_gate.fn)
+
+
+@gluon.jit
+def _sum_of_parts(x_s, L: gl.constexpr):
+    """The number that products take, in float32."""
+    return x_s.index(0).load(L).to(gl.float32) + x_s.index(1).load(L).to(gl.float32)
+
+
+@gluon.jit
+def _products(a_s, b_s, out, ACROSS: gl.constexpr):
+    """Begin ``out + a @ b``, with ``a^T`` if `ACROSS`, of both parts of `a` and of `b`, the smallest products first."""
+    for part in gl.static_range(2):
+        a = a_s.index(1 - part)
+        if ACROSS:
+            a = a.permute((1, 0))
+        out = warpgroup_mma(a, b_s.index(1), out, is_async=True)
+        out = warpgroup_mma(a, b_s.index(0), out, is_async=True)
+    return out
+
+
+@gluon.jit
+def _selected(choice, x_s, zeros, PARTS: gl.constexpr):
+    """``choice @ x`` for a matrix of 0, 1 and -1, and the larger or both parts of `x`."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, choice.type.layout, 2)
+    choice = gl.convert_layout(choice.to(gl.bfloat16), LEFT)
+    out = zeros
+    for part in gl.static_range(PARTS):
+        out = warpgroup_mma(choice, x_s.index(PARTS - 1 - part), out, is_async=True)
+    return warpgroup_mma_wait(0, [out])
+
+
+@gluon.jit
+def _load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
+    i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
+    d = gl.arange(0, BK, gl.SliceLayout(0, ROWS))[None, :]
+    return gl.load(gk + i * stride + d, mask=(i < size) & (d < BK), other=0.0)
+
+
+@gluon.jit
+def _sums_of_gates(g, g_s, L: gl.constexpr):
+    """The sums of gates from the chunk's middle, what of them must be bounded, and the decays of both halves."""
+    C: gl.constexpr = g.shape[0]
+    PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
+    g = g.to(gl.float32)
+    keep(g_s, g, PARTS)
+    kept()
+    t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
+    s = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
+    middle = _selected(from_middle(t, s), g_s, gl.zeros([C, g.shape[1]], gl.float32, L), PARTS)
+    largest = gl.maximum(
+        gl.max(gl.max(gl.abs(middle), 1), 0), gl.max(gl.max(size_of_gate(g, gl.bfloat16), 1), 0)
+    )
+    is_early = gl.arange(0, C, gl.SliceLayout(1, g.type.layout))[:, None] < C // 2
+    early = gl.sum(gl.where(is_early, g, 0.0), 0)
+    late = gl.sum(gl.where(is_early, 0.0, g), 0)
+    return middle, largest, gl.exp(early), gl.exp(late), is_early
+
+
+@gluon.jit
+def _read(do_s, r_s, S_s, zeros):
+    """``do r^T`` and ``do S^T``."""
+    pairs = warpgroup_mma(do_s, r_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    read = warpgroup_mma(do_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [pairs, read])
+
+
+@gluon.jit
+def _sum_over_tokens(x, ROWS: gl.constexpr):
+    """The sum of the rows of `x`, over those of a warp first: `gl.sum` of all needs more registers."""
+    of_warps = gl.sum(x.reshape([4, x.shape[0] // 4, x.shape[1]]), 1)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    of_warps_s = gl.allocate_shared_memory(gl.float32, [4, x.shape[1]], layout, of_warps)
+    return gl.sum(of_warps_s.load(ROWS), 0)
+
+
+@gluon.jit
+def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, written):
+    """The gradient of readers `x` that meet the gradient `do`, and that of writers with it, from the chunk's middle.
+
+    Also the diagonal of the pairs, the gradient times `x`, and the sum over tokens of its part from the state.
+
+    A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a product of the same
+    rounded factors, without a part left out, so that it cancels.
+    """
+    L: gl.constexpr = x.type.layout
+    t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))[:, None]
+    s = gl.arange(0, x.shape[0], gl.SliceLayout(0, L))[None, :]
+    keep(x_s, x)
+    pairs, read = _read(do_s, r_s, S_s, gl.zeros(x.shape, gl.float32, L))
+    pairs *= weight
+    on_diagonal = gl.sum(gl.where(s == t, pairs, 0.0), 1)[:, None]
+    keep(pairs_s, gl.where(s < t, pairs, 0.0))
+    kept()
+    read *= weight * gl.convert_layout(from_start, gl.SliceLayout(0, L))[None, :]
+    ROWS: gl.constexpr = from_start.type.layout.parent
+    by_state = _sum_over_tokens(_sum_of_parts(x_s, L) * read, ROWS)
+    read = _products(pairs_s, writer_s, read, False)
+    written = _products(pairs_s, x_s, written, True)
+    read, written = warpgroup_mma_wait(0, [read, written])
+    return read, written, on_diagonal, read * _sum_of_parts(x_s, L), by_state
+
+
+@gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def channel_kernel(
+    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings.
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    a,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    gk,  # [tokens, HV, K]
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V]
+    pairs,  # [chunks, HV, 2, C, C], stored where a tile of the chunk is not mild, as `diagonal` is
+    diagonal,  # [chunks, HV, C]
+    states,  # [chunks, HV, K, V], before each chunk
+    d_states,  # [chunks, HV, K, V], after it
+    dq,  # [tokens, HV, K]
+    dk,  # [tokens, HV, K]
+    da,  # [tokens, HV, K]
+    dbeta,  # [tokens, tiles of K, HV], to be added up
+    dgk,  # [tokens, HV, K]
+    mild,  # [chunks, HV, tiles of K]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    BK: gl.constexpr,
+):
+    """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of mild gates."""
+    C: gl.constexpr = gates.C
+    scale = scale.to(gl.float32)
+    tiles: gl.constexpr = K // BK
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
+    if lo >= hi:
+        return
+    size = gl.minimum(hi - lo, C).to(gl.int32)
+    rh = row * HV + h
+    first = lo * HV + h
+    of_gates = first * K + tile * BK
+    of_keys = (lo * H + h // (HV // H)) * K + tile * BK
+    at_state = (rh * K + tile * BK) * V
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, L)
+    ROWS: gl.constexpr = rows_of(BK)
+    ROWS_OF_V: gl.constexpr = rows_of(V)
+    OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
+    OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
+    OF_GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.float32)
+    g = _load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
+    # Buffers of two parts are lent to what is needed before them.
+    qk_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
+    of_q_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
+    of_k_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
+    writer_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
+    q_s, k_s = qk_s.index(0), qk_s.index(1)
+    dS_s = x_s._reinterpret(gl.bfloat16, [BK, V], OF_V)
+    do_s = of_q_s._reinterpret(gl.bfloat16, [C, V], OF_V)
+    r_s = gl.allocate_shared_memory(gl.bfloat16, [C, V], OF_V)
+    dv_s = of_k_s._reinterpret(gl.bfloat16, [C, V], OF_V)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [BK, V], OF_V)
+    copy(k_s, k + of_keys, H * K, size)
+    copy(r_s, r + first * V, HV * V, size)
+    copy(dS_s, d_states + at_state, V, BK)
+    copy(S_s, states + at_state, V, BK)
+    commit_group()
+    copy(do_s, do + first * V, HV * V, size)
+    copy(q_s, q + of_keys, H * K, size)
+    copy(dv_s, dv + first * V, HV * V, size)
+    commit_group()
+    t = gl.arange(0, C, gl.SliceLayout(1, L))
+    s = gl.arange(0, C, COLUMNS)[None, :]
+    beta_t = gl.load(beta + first + t * HV, mask=t < size, other=0.0).to(gl.float32)[:, None]
+    earlier = s < t[:, None]
+    zeros = gl.zeros([C, BK], gl.float32, L)
+
+    # 1. The sums of gates from the chunk's middle, and whether they are mild.
+    middle, largest, from_start, to_end, is_early = _sums_of_gates(g, writer_s, L)
+    is_mild = largest < MILD_BOUND
+    gl.store(mild + rh * tiles + tile, is_mild.to(gl.int8))
+    if not is_mild:
+        arrived(0)
+        of_q, of_k = _read(do_s, r_s, S_s, zeros)[0] * scale, -_read(dv_s, r_s, S_s, zeros)[0]
+        gl.store(diagonal + rh * C + t, gl.sum(gl.where(s == t[:, None], of_q, 0.0), 1))
+        at = pairs + rh * 2 * C * C + t[:, None] * C + s
+        gl.store(at, tf32_rounded(gl.where(earlier, of_q, 0.0), gl.bfloat16))
+        gl.store(at + C * C, tf32_rounded(gl.where(earlier, of_k, 0.0), gl.bfloat16))
+        return
+    arrived(1)
+    if dgk is not None:
+        # All gates decay the state before the chunk. All early ones lie before what is read of it as well, and all
+        # late ones after what is written to that after the chunk.
+        of_early = gl.sum(S_s.load(ROWS_OF_V).to(gl.float32) * dS_s.load(ROWS_OF_V).to(gl.float32), 1)
+        of_early = gl.convert_layout(of_early, gl.SliceLayout(0, ROWS)) * from_start * to_end
+
+    # 2. What keys write, through the state after the chunk.
+    written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    to_middle = gl.exp(middle)
+    keep(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
+    written = warpgroup_mma_wait(0, [written]) * gl.convert_layout(to_end, COLUMNS)[None, :]
+    if dgk is not None:
+        of_late = of_early + _sum_over_tokens(_sum_of_parts(writer_s, L) * written, ROWS)
+    arrived(0)
+
+    # 3. What queries read, through the state before the chunk and through its pairs.
+    x = q_s.load(L).to(gl.float32) * to_middle
+    d_reader, written, on_diagonal, d_gates, by_state = _reader(
+        x, do_s, r_s, S_s, scale, from_start, x_s, of_q_s, writer_s, written
+    )
+    if a is not None:
+        copy(x_s.index(0), a + of_keys, H * K, size)
+        commit_group()
+    # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's gradient.
+    d_reader = d_reader * to_middle + on_diagonal * beta_t * k_s.load(L).to(gl.float32)
+    of_q_s.index(0).store(d_reader.to(gl.bfloat16))
+    store(dq + of_gates, of_q_s.index(0).load(ROWS), HV * K, size)
+    if dgk is not None:
+        of_early += by_state
+        d_gates_s = of_q_s._reinterpret(gl.float32, [C, BK], OF_GATES)
+        d_gates_s.store(d_gates)  # registers are scarce
+
+    # 4. What keys, or `a`, read.
+    if a is not None:
+        arrived(0)
+        x = x_s.index(0).load(L).to(gl.float32) * to_middle
+    else:
+        x = k_s.load(L).to(gl.float32) * to_middle
+    d_reader, written, _, d_gates, by_state = _reader(
+        x, dv_s, r_s, S_s, -1.0, from_start, x_s, of_k_s, writer_s, written
+    )
+    d_reader *= to_middle
+
+    # 5. The gradients of gates, `beta` and keys.
+    if dgk is not None:
+        # A row of `d_gates` is the gradient of the sum of gates from the middle to its token.
+        keep(x_s, d_gates + d_gates_s.load(L) - _sum_of_parts(writer_s, L) * written)
+        kept()
+        d_gates = gl.convert_layout(_selected(from_middle(s, t[:, None]), x_s, zeros, 2), ROWS)
+        d_gates += gl.where(is_early, (of_early + by_state)[None, :], of_late[None, :])
+        store(dgk + of_gates, d_gates, HV * K, size)
+    written = written / to_middle + on_diagonal * q_s.load(L).to(gl.float32)
+    d_beta = gl.sum(written * k_s.load(L).to(gl.float32), 1)
+    gl.store(dbeta + (lo * tiles + tile) * HV + h + t * tiles * HV, d_beta, mask=t < size)
+    written *= beta_t
+    if a is None:
+        store(dk + of_gates, d_reader + written, HV * K, size)
+    else:
+        store(dk + of_gates, written, HV * K, size)
+        store(da + of_gates, d_reader, HV * K, size)
