@@ -21,8 +21,8 @@ from launches import matrix_calls, other_calls, recorded, tables_of
 from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
 from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
-from flacompose.ops.families.delta_rule import channel_hopper, hopper, hopper_pairs
 from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients, hopper_pairs
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
@@ -225,10 +225,24 @@ def test_gluon_on_hopper(
     has_pairs = on_hopper and K != 80 and unaligned not in ("q", "k")
     assert pairs is (hopper_pairs.pair_kernel if has_pairs else pair_kernel)
     if has_pairs and V != 80 and unaligned != "do":
-        assert found == [(hopper.gradient_kernel, 2, i, i > 0) for i in range(3)]
+        assert found == [(hopper_gradients.gradient_kernel, 2, i, i > 0) for i in range(3)]
     else:
         ((kernel, *others),) = found
-        assert kernel is not hopper.gradient_kernel and others == [6, None, None]
+        assert kernel is not hopper_gradients.gradient_kernel and others == [6, None, None]
+
+
+@pytest.mark.parametrize(("group", "kernel"), [(4, hopper_gradients.gradient_kernel), (5, gradient_kernel)])
+def test_gluon_adds_up_few_heads(group: int, kernel: Any) -> None:
+    """Each is a rounding of the sum."""
+    q, v = (
+        torch.zeros(1, 5, 1, 128, dtype=torch.bfloat16),
+        torch.zeros(1, 5, group, 128, dtype=torch.bfloat16),
+    )
+    beta = torch.zeros(1, 5, group)
+    args = q, q, v, beta, None, None, None, None, None, 1.0, v, None, [True] * 4 + [False] * 4
+    with tables_of(HOPPER):
+        launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
+    assert {found for found, x in launches if "dq" in x} == {kernel}
 
 
 @pytest.mark.parametrize("unaligned", [None, "q", "a"])
@@ -263,7 +277,7 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
     found = [(kernel, x.get("MILD")) for kernel, x in launches if "pairs" in x]
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
-        assert found == [(channel_hopper.channel_kernel, None), (channel_kernel, False)]
+        assert found == [(hopper_channels.channel_kernel, None), (channel_kernel, False)]
     else:
         assert found == [(pair_gradient_kernel, None), (channel_kernel, True), (channel_kernel, False)]
 

@@ -1,8 +1,8 @@
 """Thin calls: the PyTorch calls and launches of an implementation, recorded once and then repeated without it.
 
-An implementation on CUDA reads no values, so arguments of the same shapes, strides and dtypes always lead to the same
-allocations, operations and launches. Most of a short call is the Python that decides on them, and Triton's search for
-the compiled kernel. Both are done once for each kind of arguments.
+An implementation on CUDA reads no values, so arguments of the same shapes, strides, dtypes and alignment always lead to
+the same allocations, operations and launches. Most of a short call is the Python that decides on them, and Triton's
+search for the compiled kernel. Both are done once for each kind of arguments.
 """
 
 from __future__ import annotations

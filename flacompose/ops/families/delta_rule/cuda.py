@@ -12,7 +12,7 @@ from flacompose.ops._launching import launch, launches_into_graph
 from flacompose.ops.families import _hopper, _launch
 from flacompose.ops.families._launch import block, launch_by_gates, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
-from flacompose.ops.families.delta_rule import channel_hopper, hopper, hopper_pairs
+from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients, hopper_pairs
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
     channel_pair_kernel,
@@ -92,6 +92,11 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
     return gk if g is None else gk.float() + g.unsqueeze(-1)
 
 
+# Of heads of values that share keys, whose gradients the kernel for Hopper adds up in the dtype of the inputs. Of more
+# heads, the roundings of these sums would add up to more than the kernel's own error.
+LARGEST_GROUP = 4
+
+
 class _Launches(Sweeps):
     """The launches of one call, and what they have in common."""
 
@@ -127,8 +132,8 @@ class _Launches(Sweeps):
         if self.row.split and self.gates["sums"] is not None:
             self.growth = self.per_chunk(self.HV)
         grid = (self.chunks * self.HV,)
-        arguments = self.vectors | products | self.arguments | {"K": self.K, "C": self.C}
-        arguments |= {"sums": self.gates["sums"], "growth": self.growth}
+        gates = {"sums": self.gates["sums"], "growth": self.growth}
+        arguments = dict(**self.vectors, **products, **gates, **self.arguments, K=self.K, C=self.C)
         if _hopper.takes(self.chip, (self.q, self.k), self.K):
             del arguments["DOT"]
             launch(hopper_pairs.pair_kernel, grid, **arguments, num_warps=4, maxnreg=168)
@@ -168,7 +173,11 @@ class _Launches(Sweeps):
         sizes = {"V": self.V, "C": self.C}
         products: dict[str, Tensor] = {}
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
-        on_hopper = dS is not None and _hopper.takes(self.chip, (self.q, self.k, do), self.K, self.V)
+        on_hopper = (
+            dS is not None
+            and HV // H <= LARGEST_GROUP
+            and _hopper.takes(self.chip, (self.q, self.k, do), self.K, self.V)
+        )
         if on_hopper:
             config = {"BK": 64, "num_warps": 4}
         elif stores_pairs(self.bfloat16, self.K):
@@ -186,17 +195,26 @@ class _Launches(Sweeps):
             outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
         of_values = {"r": r, "do": do, "dv": dv, "states": S, "d_states": dS}
         made_here = {name: x for name, x in outputs.items() if name != "da"}
-        arguments = self.vectors | of_values | made_here | self.arguments | sizes | config
-        arguments |= {"K": self.K, "d_sums": d_sums, "d_total": d_total}
+        of_gates = {"sums": self.gates["sums"], "d_sums": d_sums, "d_total": d_total}
+        arguments = dict(
+            **self.vectors,
+            **of_values,
+            **made_here,
+            **of_gates,
+            **self.arguments,
+            **sizes,
+            **config,
+            K=self.K,
+        )
         if on_hopper:
-            arguments |= {"sums": gates_of_heads["sums"]}
             del arguments["DOT"]
             # One of the heads of values that share keys after the other: each adds to what was stored before.
             for i in range(HV // H):
                 grid = (tiles * self.chunks * H,)
-                launch(hopper.gradient_kernel, grid, **arguments, of_group=i, ADDS=i > 0)
+                launch(hopper_gradients.gradient_kernel, grid, **arguments, of_group=i, ADDS=i > 0)
         else:
-            launch(kernel, (tiles * self.chunks * HV,), **arguments, **gates_of_heads, **products)
+            grid = (tiles * self.chunks * HV,)
+            launch(kernel, grid, **arguments, **products, rest=self.gates["rest"])
         made = self.added_up(outputs)
         if gates:
             assert d_sums is not None and d_total is not None
@@ -245,15 +263,22 @@ class _Launches(Sweeps):
         parts = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(parts, HV)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
-        arguments = (
-            self.vectors | {"a": self.a, "gk": self.gk} | of_values | products | outputs | self.arguments
+        given = {"a": self.a, "gk": self.gk, "states": S, "d_states": dS}
+        of_gates = {"dgk": dgk, "mild": self.per_chunk(HV, parts, dtype=torch.int8)}
+        arguments = dict(
+            **self.vectors,
+            **given,
+            **of_values,
+            **products,
+            **outputs,
+            **of_gates,
+            **self.arguments,
+            K=self.K,
         )
-        arguments |= {"states": S, "d_states": dS, "dgk": dgk, "K": self.K}
-        arguments["mild"] = self.per_chunk(HV, parts, dtype=torch.int8)
         programs = parts * self.chunks * HV
         if on_hopper:
             taken = {name: x for name, x in arguments.items() if name != "DOT"}
-            launch(channel_hopper.channel_kernel, (programs,), **taken, BK=config["BK"], num_warps=4)
+            launch(hopper_channels.channel_kernel, (programs,), **taken, BK=config["BK"], num_warps=4)
             launch(channel_kernel, (programs,), **arguments, **config, MILD=False)
         else:
             launch_by_gates(channel_kernel, programs, arguments, config)
