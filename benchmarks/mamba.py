@@ -197,12 +197,11 @@ def load(part: str) -> Any:
         if spec is None or spec.submodule_search_locations is None:
             files = f"the Python files of {side}, and einops," if module else f"the package {package}"
             raise SystemExit(f"--parts {part} needs {files} on the path")
-        if not module:
-            return importlib.import_module(package)
-        # In place of the package, a module that only says where its files are.
-        stand_in = types.ModuleType(package)
-        stand_in.__path__ = list(spec.submodule_search_locations)
-        sys.modules[package] = stand_in
+        if module:
+            # In place of the package, a module that only says where its files are.
+            stand_in = types.ModuleType(package)
+            stand_in.__path__ = list(spec.submodule_search_locations)
+            sys.modules[package] = stand_in
     return importlib.import_module(f"{package}.{module}" if module else package)
 
 
@@ -278,9 +277,8 @@ def main() -> None:
         warm.compile_only(tuner, index, workers)
     # At full length, since Triton compiles anew where a number of chunks is divisible by 16.
     shapes = [Shape.parse(text) for text in arguments.shapes.split(",")]
-    if (
-        part.slow_to_compile
-    ):  # without candidates to share out, each worker calls the kernels at some of the shapes
+    if part.slow_to_compile:
+        # Without candidates to share out, each worker calls the kernels at some of the shapes.
         shapes = shapes[index::workers]
     for op in part.ops:
         warm.steps(op, SimpleNamespace(scan=module), shapes, states=False)

@@ -278,6 +278,8 @@ def test_heads_of_any_size_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ssd, "ssd", lambda inputs: inputs)
     assert_close(ssd.chunk_ssd(C, C, x, dt, -A, D, x, **options), expected)
     assert ssd.chunk_ssd(C, C, x[..., :6], dt, -A, D, x[..., :6], **options).x.shape[-1] == 6
+    with pytest.raises(TypeError, match="unexpected keyword argument 'output_states'"):
+        ssd.chunk_ssd(C, C, x[..., :6], dt, -A, D, None, output_states=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

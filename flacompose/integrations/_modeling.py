@@ -81,6 +81,7 @@ def convolve_step(
     y, last = short_conv.update(hidden_states.transpose(1, 2), weight, bias, before, None, fused)
     if L != W:
         last = last[..., -L:] if L < W else torch.cat([conv_state, hidden_states], -1)[..., -L:]
+    # The op widens the state that it has written in place. The compiler cancels that with `to`, and not with `copy_`.
     conv_state.copy_(last.to(conv_state.dtype))
     return _activated(y, None if fused else activation).transpose(1, 2)
 
@@ -125,8 +126,9 @@ def delta_rule_step(gate: str) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        # The compiler makes one kernel for both gates, as they are stacked.
-        if g.shape == beta.shape:
+        # The compiler makes one kernel for both gates, as they are stacked. Neither may be rounded for that.
+        exact = g.shape == beta.shape and torch.promote_types(g.dtype, beta.dtype) == g.dtype
+        if exact and torch.compiler.is_compiling():
             g, beta = torch.stack((g, beta.to(g.dtype))).unbind()
         given: Any = {gate: g, "initial_state": initial_state, "cu_seqlens": _bounds(kwargs)}
         inputs = delta_op.Inputs(query, key, value, beta, scale=query.shape[-1] ** -0.5, **given)

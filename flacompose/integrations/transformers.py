@@ -119,7 +119,8 @@ AROUND = _of_classes(
     }
 )
 
-# The projections of a class that read the same input, those with few outputs last.
+# The projections of a class that read the same input, those with few outputs last. Kimi's `f_a_proj` reads it too, but
+# the module of the forget gate calls it.
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 JOINABLE = {
     "KimiLinearAttention": ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
@@ -144,7 +145,8 @@ def join_projections(model: nn.Module) -> None:
     """Make those projections of each layer in a model of transformers that read the same input one matrix product.
 
     It is [join_projections][flacompose.layers.join_projections] for Qwen3-Next, Qwen3.5 and Kimi Linear: their layers
-    of the delta rule, their softmax attention and their dense feed-forward networks. It changes `model` in place, which
+    of the delta rule, their softmax attention and their dense feed-forward networks. Only `f_a_proj` of
+    Kimi Linear, which is within the module of its forget gate, stays by itself. It changes `model` in place, which
     computes what it computed before, up to rounding, with fewer kernels: a token of a small batch takes most of its
     time to launch them. Each of these layers then has a ``joint_proj`` for its projections, so its state dict is not
     that of transformers: load a checkpoint before this call, and save none after it. Where the model is neither enabled
@@ -160,17 +162,24 @@ def join_projections(model: nn.Module) -> None:
     """
     _check(model)
     found: dict[str, Any] = {}
+    new: list[Any] = []
     for path, module in model.named_modules():
         for owner in _files_classes(type(module)):
             if owner.__name__ in JOINABLE:
                 found[path] = module
-                module.joinable = JOINABLE[owner.__name__]
-                module.joint_sizes = getattr(module, "joint_sizes", ())
+                if not hasattr(module, "joinable"):
+                    new.append(module)
+                    module.joinable, module.joint_sizes = JOINABLE[owner.__name__], ()
     if not found:
         raise ValueError(
             f"model must contain a layer whose projections can be joined, got {type(model).__name__}"
         )
-    join(model, found)
+    try:
+        join(model, found)
+    except (TypeError, ValueError):  # of the checks, before anything is joined
+        for module in new:
+            del module.joinable, module.joint_sizes
+        raise
 
 
 class Row(NamedTuple):

@@ -20,7 +20,10 @@ from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._dtensor import flatten, split
 from flacompose.ops._dtype import upcast
 from flacompose.ops._gates import time_step
-from flacompose.ops.ssd import LARGEST_LOG_RATE, check_dt_limit, chunk_ssd, recurrent_ssd
+from flacompose.ops.ssd import check_dt_limit, chunk_ssd, recurrent_ssd
+
+# The exponential of a greater A_log may be infinite, of which neither a gradient nor a decay can be made.
+LARGEST_LOG_RATE = 80.0
 
 
 class Mamba2(RecurrentLayer):
@@ -171,11 +174,16 @@ class Mamba2(RecurrentLayer):
         A = -upcast(self.A_log, dt).clamp(max=LARGEST_LOG_RATE).exp()
         B, C = sharded_like_values(B, dt, H), sharded_like_values(C, dt, H)
         gated_after = self.norm is not None and self.norm_before_gate
-        gate = None if gated_after else in_heads(z, H)
+        # What the op gates has the dtype of x, and a large gate takes it out of float16's range. A norm brings it back,
+        # so in front of one float16 is gated here, in float32.
+        gated_here = self.norm is not None and not gated_after and x.dtype == torch.float16
+        gate = None if gated_after or gated_here else in_heads(z, H)
 
         ssd = self._op(chunk_ssd, recurrent_ssd, u, past.recurrent, tokens)
         o, recurrent = ssd(C, B, x, dt, A, self.D.reshape(H, -1), gate)
         o = o.flatten(-2)
+        if gated_here:
+            o = upcast(o) * F.silu(upcast(z))
         if self.norm is not None:
             o = self.norm(o, z if gated_after else None).to(x.dtype)
         return self.out_proj(o), RecurrentState(recurrent, conv)

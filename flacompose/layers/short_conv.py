@@ -27,13 +27,14 @@ class ShortConvolution(nn.Module):
 
     $$y_t = \operatorname{activation}\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \odot x_{t-(W-1)+w}\Bigr)$$
 
-    Tokens before the first come from the state, or are zeros. Sums are taken in float32 (float64 for float64). Of many
-    tokens on a GPU, the op `flacompose.ops.causal_conv1d` computes them, one kernel in each direction, where gradients
-    are wanted or nothing is compiled. Elsewhere it is written as ``W`` shifted multiply-adds, which compile to one
-    kernel (and a small one for the new state) together with what is around it. Their gradient would be many kernels,
-    and keep a copy of the inputs. `torch.nn.functional.conv1d` is a kernel that nothing fuses with, and does not
-    compile for training with a dynamic ``T`` at batch 1. Compiled for a CPU, the op would take twice the time of the
-    multiply-adds for many tokens, and four times for one.
+    Tokens before the first come from the state, or are zeros. Sums are taken in float32 (float64 for float64). For
+    more than one token on a GPU, the op `flacompose.ops.causal_conv1d` computes them, one kernel in each direction,
+    unless a graph is compiled under `torch.no_grad`. It has no kernel for float64, nor for ``W`` above 8. There, and
+    elsewhere, it is written as ``W`` shifted multiply-adds, which compile to one kernel (and a small one for the new
+    state) together with what is around it. Their gradient would be many kernels, and keep a copy of the inputs.
+    `torch.nn.functional.conv1d` is a kernel that nothing fuses with, and does not compile for training with a dynamic
+    ``T`` at batch 1. Compiled for a CPU, the op would take twice the time of the multiply-adds for many tokens, and
+    four times for one.
 
     Args:
         hidden_size: Number of channels ``D``.
@@ -177,10 +178,11 @@ class ShortConvolution(nn.Module):
         return y if sizes is None else y.split(list(sizes), -1), new
 
     def _takes_op(self, x: Tensor, num_states: int | None) -> bool:
-        """Whether the op computes many tokens: on a GPU, but not where the compiler makes a forward pass alone."""
+        """Whether the op computes many tokens: on a GPU by a kernel, but not where a forward pass alone is compiled."""
         alone = is_compiling() and not torch.is_grad_enabled()
         is_plain = num_states is None and not hasattr(x, "device_mesh") and not _check.is_one(x.shape[1])
-        return x.is_cuda and is_plain and not alone and autocast_dtype(x.device) in (None, x.dtype)
+        runs_kernel = x.is_cuda and op.has_kernel(x.dtype, self.kernel_size)
+        return runs_kernel and is_plain and not alone and autocast_dtype(x.device) in (None, x.dtype)
 
     def _by_op(
         self,

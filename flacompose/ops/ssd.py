@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -183,27 +184,43 @@ def selective_state_update(
     return y.to(x.dtype), new.to(state.dtype)
 
 
-# Of layers: the exponential of a greater one may be infinite, of which neither a gradient nor a decay can be made.
-LARGEST_LOG_RATE = 80.0
-
-
 def chunk_ssd(
-    C: Tensor, B: Tensor, x: Tensor, dt: Tensor, A: Tensor, D: Tensor, z: Tensor | None, **options: Any
+    C: Tensor,
+    B: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[True] = True,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The scan as the layer takes it: time steps are ready, heads may be of any size, states are ``[N, H, S, P]``.
 
-    `options` are those of `chunk_simple_gla`, of which it is made where a head does not fit in the operator.
+    Layers always want the states. Where a head does not fit in the operator, the scan is made of `chunk_simple_gla`.
     """
     if not fits(x):
-        return _composed(chunk_simple_gla, C, B, x, dt, A, D, z, **options)
-    return ssd(Inputs(x, dt, A, B, C, D, z, None, options["initial_state"], options["cu_seqlens"]))
+        return _composed(chunk_simple_gla, C, B, x, dt, A, D, z, initial_state, cu_seqlens)
+    return ssd(Inputs(x, dt, A, B, C, D, z, None, initial_state, cu_seqlens))
 
 
 def recurrent_ssd(
-    C: Tensor, B: Tensor, x: Tensor, dt: Tensor, A: Tensor, D: Tensor, z: Tensor | None, **options: Any
+    C: Tensor,
+    B: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    initial_state: Tensor | None = None,
+    output_final_state: Literal[True] = True,
+    cu_seqlens: Tensor | None = None,
+    output_states: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`chunk_ssd` token by token, with the options of `fused_recurrent_simple_gla`."""
-    return _composed(fused_recurrent_simple_gla, C, B, x, dt, A, D, z, **options)
+    """`chunk_ssd` token by token. With `output_states` it returns that many states, as `fused_recurrent_simple_gla`."""
+    op = partial(fused_recurrent_simple_gla, output_states=output_states)
+    return _composed(op, C, B, x, dt, A, D, z, initial_state, cu_seqlens)
 
 
 def _composed(
@@ -216,12 +233,9 @@ def _composed(
     D: Tensor,
     z: Tensor | None,
     initial_state: Tensor | None,
-    cu_seqlens: Tensor | None = None,
-    **options: Any,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    if cu_seqlens is not None:
-        options["cu_seqlens"] = cu_seqlens
-    g = bounded(log_decay(dt, A))
+    g, options = bounded(log_decay(dt, A)), {"output_final_state": True, "cu_seqlens": cu_seqlens}
     y, states = by_values(op, initial_state, C, B, x, g, scale=1.0, beta=dt, **options)
     return gated_skip(y, x, D, None, z, cu_seqlens), states
 

@@ -120,3 +120,17 @@ def test_what_is_compiled_without_a_mask(case: dict[str, Any], monkeypatch: pyte
     assert found == (
         given if case else {"attention_mask": {"linear_attention": None, "full_attention": None}}
     )
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+@pytest.mark.parametrize("of_g", [torch.float32, torch.bfloat16])
+def test_gates_are_stacked(of_g: torch.dtype, compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the compiler makes one kernel of both, and neither is rounded for that."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    monkeypatch.setattr(_modeling.delta_op, "update", lambda *inputs: (inputs, None))
+    q, g, beta = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, dtype=of_g), torch.randn(2, 1, 3)
+    given, _ = _modeling.delta_rule_step("g")(q, q, q, g, beta)
+    found = given[3:5]
+    assert all(map(torch.equal, found, (beta, g)))
+    in_one = found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
+    assert in_one == (compiling and of_g == torch.float32)

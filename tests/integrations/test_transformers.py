@@ -944,7 +944,9 @@ def test_whole_sequences_are_compiled_without_a_mask(name: str, model: nn.Module
 
 @pytest.mark.parametrize("name", slow_but("qwen3_next", names=["kimi_linear", "qwen3_5", "qwen3_next"]))
 def test_joined_projections(name: str, model: nn.Module) -> None:
-    """The model computes what it did, gradients of the joint weights included; not enabled, it says what is missing."""
+    """The model computes what it did, gradients of the joint weights included; not enabled, it says what is missing.
+
+    Where a projection cannot be joined, nothing is changed."""
     ids = prompt(model, 9, batch=2)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -955,6 +957,13 @@ def test_joined_projections(name: str, model: nn.Module) -> None:
         model(ids, attention_mask=mask).logits[mask > 0].square().mean().backward()
         return {name: p.grad for name, p in model.named_parameters()}
 
+    before = [set(vars(m)) for m in model.modules()]
+    *_, projection = (m for name, m in model.named_modules() if name.endswith("k_proj"))
+    hook = projection.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="k_proj must have no hooks"):
+        join_projections(model)
+    hook.remove()
+    assert [set(vars(m)) for m in model.modules()] == before
     with enable():
         expected, tokens = gradients(), generated(model, ids, mask)
         join_projections(model)

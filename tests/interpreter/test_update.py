@@ -15,8 +15,10 @@ from flacompose.ops.families.short_conv import cuda as short_conv
 from flacompose.ops.families.short_conv.inputs import Inputs as ConvInputs
 
 
-def updated(update: Any, state: Tensor, into_graph: bool, *args: Any) -> tuple[Tensor, Tensor]:
-    """What `update` gives of `args`; only within a graph does the kernel write where it reads, a copy of `state`."""
+def updated(
+    update: Any, state: Tensor, launched: list[bool], into_graph: bool, *args: Any
+) -> tuple[Tensor, Tensor]:
+    """What `update` gives of `args`; `launched` says of each kernel whether it writes where it reads, a copy."""
     before, in_place = state.clone(), []
 
     def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
@@ -26,7 +28,7 @@ def updated(update: Any, state: Tensor, into_graph: bool, *args: Any) -> tuple[T
 
     with launching_by(launch, into_graph):
         results = update(*args)
-    assert in_place == [into_graph] and torch.equal(state, before)
+    assert in_place == launched and torch.equal(state, before)
     return results
 
 
@@ -40,7 +42,7 @@ def test_delta_rule(gate: str, into_graph: bool) -> None:
     g, state = -torch.rand(B, 1, HV, *[K] * (gate == "gk")), torch.randn(B, HV, K, V)
     for normalize in (0, 1):
         inputs = Inputs(q, k, v, beta, **{gate: g}, initial_state=state, scale=0.7)
-        o, final_state = updated(delta_rule.update, state, into_graph, inputs, normalize)
+        o, final_state = updated(delta_rule.update, state, [into_graph], into_graph, inputs, normalize)
         for b in range(B):
             for h in range(HV):
                 q_, k_, v_, b_, g_, S = (
@@ -55,17 +57,20 @@ def test_delta_rule(gate: str, into_graph: bool) -> None:
                 torch.testing.assert_close(o[b, 0, h].double(), 0.7 * S.T @ q_, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("of_state", [torch.float16, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("into_graph", [False, True])
-def test_short_conv(into_graph: bool) -> None:
-    """The state has the dtype of a cache, and as many channels as take two programs."""
+def test_short_conv(into_graph: bool, of_state: torch.dtype) -> None:
+    """The state has the dtype of a cache, and as many channels as take two programs. One that would round the input is
+    not written to: in a graph no kernel runs then, and the new state is the same as without a graph."""
     D, W = 300, 4
     torch.manual_seed(0)
     x, weight = torch.randn(2, 1, D, dtype=torch.float16), torch.randn(D, W)
-    state = torch.randn(2, D, W, dtype=torch.float16)
+    state = torch.randn(2, D, W).to(of_state)
     inputs = ConvInputs(x, weight, initial_state=state, silu=True)
-    y, final_state = updated(short_conv.update, state, into_graph, inputs)
-    window = torch.cat([state[:, :, 1:], x.mT], -1)
-    assert final_state.dtype == torch.float32 and torch.equal(final_state, window.float())
+    launched = [] if into_graph and of_state == torch.bfloat16 else [into_graph]
+    y, final_state = updated(short_conv.update, state, launched, into_graph, inputs)
+    window = torch.cat([state[:, :, 1:].float(), x.mT.float()], -1)
+    assert final_state.dtype == torch.float32 and torch.equal(final_state, window)
     a = (window.double() * weight).sum(-1)
     expected = (a * a.sigmoid()).unsqueeze(1)
     torch.testing.assert_close(y.double(), expected, atol=1e-3, rtol=1e-3)  # the output is in float16

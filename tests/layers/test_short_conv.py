@@ -122,13 +122,20 @@ def test_the_op(layout, monkeypatch):
 
 
 def test_who_takes_the_op(monkeypatch):
-    """Many tokens on a GPU: not one, nor states after several, nor a dtype that autocast would change. A forward pass
-    alone is left to the compiler."""
+    """Many tokens on a GPU: not one, nor states after several, nor a dtype that autocast would change, nor a dtype or
+    a width that has no kernel. A forward pass alone is left to the compiler."""
     with FakeTensorMode():  # no GPU is needed
         x, token = (torch.empty(2, T, 6, device="cuda") for T in (5, 1))
+        wide = torch.empty(2, 5, 6, device="cuda", dtype=torch.float64)
     takes = build(3, "cpu")._takes_op
     assert takes(x, None)
-    assert not takes(x, 2) and not takes(token, None) and not takes(torch.ones(2, 5, 6), None)
+    assert build(8, "cpu")._takes_op(x, None) and not build(9, "cpu")._takes_op(x, None)
+    assert (
+        not takes(wide, None)
+        and not takes(x, 2)
+        and not takes(token, None)
+        and not takes(torch.ones(2, 5, 6), None)
+    )
     monkeypatch.setattr("flacompose.layers.short_conv.is_compiling", lambda: True)
     assert takes(x, None)
     with torch.no_grad():

@@ -119,11 +119,12 @@ def recurrent(
     sequences = Sequences(q, cu_seqlens)
     dtype = torch.float32 if full_precision else v.dtype
     o = torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format)
-    final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
     if in_place and initial_state is not None:
         initial_state = final_state = initial_state.to(
             torch.float32, copy=True, memory_format=torch.contiguous_format
         )
+    else:
+        final_state = sequences.per_sequence(*([] if count is None else [count]), HV, K, V)
     BK = block(K, MAX_HEAD_SIZE)  # a program has all keys
     BV = block(V, 4096 // BK)
     gates_and_state = map(operand, (beta, g, g_gamma, gk, gv, u, a, b, initial_state))

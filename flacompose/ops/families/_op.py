@@ -28,12 +28,8 @@ if TYPE_CHECKING:
     from flacompose.ops.families._replay import Replay
 
 CUDA = torch.version.cuda is not None and find_spec("triton") is not None
-ONE_KERNEL = (
-    "recurrent",
-    "update",
-    "steps",
-    "token",
-)  # these are compiled at their launch, the others ahead of it
+# These forms are compiled at their launch, the others ahead of it.
+ONE_KERNEL = ("recurrent", "update", "steps", "token")
 
 
 @dataclass(frozen=True)
@@ -114,8 +110,8 @@ def define_ops(
     has a backward of its own.
 
     A form "update" is for one token of a caller that writes the final state over the initial one. It computes what
-    the other forms do; in the graph that Inductor gets, its kernel writes the state where it reads it, which saves a
-    copy. Where the initial state is kept, Inductor copies that.
+    the other forms do; in the graph that Inductor gets, its kernel writes the state where it reads it, if that rounds
+    nothing, which saves a copy. Where the initial state is kept, Inductor copies that.
 
     Args:
         family: the name of the family, and of its folder. Its module `cuda` has a function for each of the forms, and
@@ -130,16 +126,16 @@ def define_ops(
         flops: of a form, as `define_op` takes it; the backward has twice as many.
     """
     if not hasattr(eager, "backward"):
-        return {form: define_form(family, form, signature, eager, flops) for form in forms}
+        return {form: define_form(family, form, signature, eager.forward, flops) for form in forms}
     backward = _define_backward(family, "backward", signature, eager, flops)
-    ops = {form: define_form(family, form, signature, eager, flops, backward) for form in forms}
+    ops = {form: define_form(family, form, signature, eager.forward, flops, backward) for form in forms}
     if "recurrent" in forms:
         steps = Steps(signature, ops["recurrent"])
-        ops["steps"] = define_form(family, "steps", steps.signature, steps, flops)
+        ops["steps"] = define_form(family, "steps", steps.signature, steps.forward, flops)
     if gates is not None:
         ends = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
         of_ends = _define_backward(family, "ends_backward", ends.signature, ends, flops)
-        ops["ends"] = define_form(family, "ends", ends.signature, ends, flops, of_ends)
+        ops["ends"] = define_form(family, "ends", ends.signature, ends.forward, flops, of_ends)
     return ops | {"backward": backward}
 
 
@@ -168,7 +164,7 @@ def define_form(
     family: str,
     form: str,
     signature: Signature[Any],
-    eager: Any,
+    eager: Callable[..., tuple[Tensor, ...]],
     flops: Callable[..., int],
     backward: OpOverload | None = None,
 ) -> OpOverload:
@@ -176,7 +172,7 @@ def define_form(
     return define_op(
         f"{family}_{form}",
         f"({signature.arguments}) -> ({signature.results})",
-        eager=signature.flat(eager.forward),
+        eager=signature.flat(eager),
         triton=load,
         one_launch=None if form in ("chunk", "ends") else _has_one_token,
         fake=signature.fake if form in ONE_KERNEL else _compiling(signature.fake, load),

@@ -51,14 +51,11 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return segments.forward(inputs, _Rule)
 
 
-class Update:
+def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
     """What the form "update" is: one of the others, of queries and keys that it may divide by their norms."""
-
-    @staticmethod
-    def forward(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
-        if normalize:
-            inputs = inputs._replace(q=normalized(inputs.q), k=normalized(inputs.k))
-        return forward(inputs)
+    if normalize:
+        inputs = inputs._replace(q=normalized(inputs.q), k=normalized(inputs.k))
+    return forward(inputs)
 
 
 def normalized(x: Tensor) -> Tensor:

@@ -24,5 +24,5 @@ def _flops(q, k, v, *_, **__) -> int:
 _forms: Forms[Inputs] = define_forms("delta_rule", SIGNATURE, eager, gates=(), flops=_flops)
 chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps
 # `recurrent`, for a caller that writes the final state over the initial one: see `define_ops`.
-update = define_form("delta_rule", "update", Signature(Inputs, Outputs, ("normalize",)), eager.Update, _flops)
+update = define_form("delta_rule", "update", Signature(Inputs, Outputs, ("normalize",)), eager.update, _flops)
 stretch, d_start = _forms.stretch, _forms.d_start

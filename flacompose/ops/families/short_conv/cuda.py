@@ -13,11 +13,9 @@ from flacompose.ops.families._launch import block, tile_count
 from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.short_conv import eager
-from flacompose.ops.families.short_conv.inputs import Inputs
+from flacompose.ops.families.short_conv.inputs import MAX_WIDTH, Inputs
 from flacompose.ops.families.short_conv.kernels import backward_kernel, forward_kernel
 
-# The kernels have a register for each column, and take long to compile with many; PyTorch computes what is wider.
-MAX_WIDTH = 8
 # For each walk: its steps in a chunk, how many steps are loaded together, and how many columns of the weight a thread
 # holds for all of its channels together. A thread has 16 bytes of channels or, where the convolution is wide, fewer.
 FORWARD, TOKEN, BACKWARD = (64, 4, 32), (1, 1, 32), (128, 4, 16)
@@ -26,14 +24,15 @@ FORWARD, TOKEN, BACKWARD = (64, 4, 32), (1, 1, 32), (128, 4, 16)
 def forward(inputs: Inputs, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """``(y [B, T, D], final_state [N, D, W])``.
 
-    `in_place` has the kernel write the final state of one token where it reads a copy of the initial one: a thread
-    reads all of the state of its channels before it writes any of it.
+    `in_place` has the kernel write the final state of one token where it reads a copy of the initial one. That is safe
+    because a program is a single warp, whose threads all load before any of them stores what depends on the loads. It
+    is done where the dtype of the state holds inputs as they are: the final state is then the same in a graph and not.
     """
     x, weight, bias, initial_state, cu_seqlens, silu = inputs
     one_token = always_true(x.shape[1] == 1)
     # In a graph, Inductor makes one token's few products a part of its own kernels, which are three if the state is
     # written where it was read.
-    state = initial_state if in_place and one_token else None
+    state = initial_state if in_place and one_token and _holds(initial_state, x) else None
     apart = one_token and cu_seqlens is None and launches_into_graph() and state is None
     if apart or _has_no_kernel(x, weight):
         return eager.forward(inputs)
@@ -101,6 +100,7 @@ class _Launches(Sequences):
         BD = block(self.D, 32 * channels)
         self.tiles = tile_count(self.D, BD)
         sizes = {"D": self.D, "W": self.W, "C": C, "U": together, "BD": BD}
+        # It must stay one warp: with several, one may write a state in place that another has not read yet.
         self.arguments |= {**sizes, "SILU": silu, "num_warps": 1}
 
     def __call__(
@@ -131,6 +131,11 @@ class _Launches(Sequences):
 def _has_no_kernel(x: Tensor, weight: Tensor) -> bool:
     """Too many columns, or no tokens, as on a rank whose piece is empty: rows then have no chunk that writes."""
     return weight.shape[1] > MAX_WIDTH or always_true(x.shape[1] == 0)
+
+
+def _holds(state: Tensor | None, x: Tensor) -> bool:
+    """Whether the dtype of the state has all numbers of that of `x`."""
+    return state is not None and torch.promote_types(state.dtype, x.dtype) == state.dtype
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
 
+# The kernels have a register for each column, and take long to compile with many; PyTorch computes what is wider.
+MAX_WIDTH = 8
+
 
 class Inputs(NamedTuple):
     """The arguments of the op, in the order of the schema."""
