@@ -149,8 +149,8 @@ def join_projections(model: nn.Module) -> None:
     Kimi Linear, which is within the module of its forget gate, stays by itself. It changes `model` in place, which
     computes what it computed before, up to rounding, with fewer kernels: a token of a small batch takes most of its
     time to launch them. Each of these layers then has a ``joint_proj`` for its projections, so its state dict is not
-    that of transformers: load a checkpoint before this call, and save none after it. Where the model is neither enabled
-    nor accelerated, a call of it raises TypeError.
+    that of transformers: load a checkpoint before this call, after which ``save_pretrained`` raises RuntimeError. Where
+    the model is neither enabled nor accelerated, a call of it raises TypeError.
 
     Args:
         model: A model of transformers, or any module that contains layers of one.
@@ -180,6 +180,16 @@ def join_projections(model: nn.Module) -> None:
         for module in new:
             del module.joinable, module.joint_sizes
         raise
+    if hasattr(model, "save_pretrained"):
+        vars(model)["save_pretrained"] = _refuse_to_save
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    # Loaded again, transformers would draw the projections that it does not find, and only log that.
+    raise RuntimeError(
+        "save_pretrained must be called before join_projections, whose model has joint projections, which transformers "
+        "does not load; save its state_dict with torch.save, and load it after join_projections"
+    )
 
 
 class Row(NamedTuple):

@@ -22,6 +22,11 @@ from flacompose.ops._varlen import bounds, sequence_of
 from flacompose.ops.families.short_conv import op
 
 
+def _are_sizes(sizes: Any, D: int) -> bool:
+    are_numbers = isinstance(sizes, (tuple, list)) and all(isinstance(n, int) and n >= 0 for n in sizes)
+    return are_numbers and sum(sizes) == D
+
+
 class ShortConvolution(nn.Module):
     r"""Depthwise causal convolution over time, with explicit state.
 
@@ -147,8 +152,8 @@ class ShortConvolution(nn.Module):
                 raise ValueError(f"num_states must not be given with lengths, got {num_states}")
         if cu_seqlens is not None:
             N = _check.packed("x", x, cu_seqlens)
-        if sizes is not None and sum(sizes) != D:
-            raise ValueError(f"sizes must be those of {D} channels in all, got {tuple(sizes)}")
+        if sizes is not None and not _are_sizes(sizes, D):
+            raise ValueError(f"sizes must be numbers of channels, {D} in all, got {sizes}")
         if state is not None:
             _check.like(x, "state", state, (N, D, W))
             state = state.to(x.dtype)

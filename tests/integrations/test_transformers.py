@@ -982,6 +982,8 @@ def test_joined_projections(name: str, model: nn.Module) -> None:
     torch.testing.assert_close({x: found[x] for x in unjoined}, {x: expected[x] for x in unjoined}, **CLOSE)
     with pytest.raises(TypeError, match="must be called with the parts"):
         model(ids)
+    with pytest.raises(RuntimeError, match="save_pretrained must be called before join_projections"):
+        model.save_pretrained("nowhere")
     with pytest.raises(ValueError, match="whose projections can be joined, got a? ?Linear"):
         join_projections(nn.Linear(2, 2))
 

@@ -179,7 +179,9 @@ REFUSED = [
     ({"cu_seqlens": BOUNDS}, "cu_seqlens needs x of one row (B = 1), got B = 2"),
     ({"x": X[:1], "cu_seqlens": BOUNDS[:1]}, "cu_seqlens must have shape [N + 1] with N >= 1, got (1,)"),
     ({"x": X[:1], "cu_seqlens": BOUNDS.float()}, "cu_seqlens must be int32 or int64, got float32", TypeError),
-    ({"sizes": (2, 3)}, "sizes must be those of 6 channels in all, got (2, 3)"),
+    ({"sizes": (2, 3)}, "sizes must be numbers of channels, 6 in all, got (2, 3)"),
+    ({"sizes": (7, -1)}, "sizes must be numbers of channels, 6 in all, got (7, -1)"),
+    ({"sizes": 6}, "sizes must be numbers of channels, 6 in all, got 6"),
     ({"lengths": BOUNDS, "cu_seqlens": BOUNDS}, "lengths and cu_seqlens exclude each other"),
 ]
 
