@@ -33,7 +33,7 @@ def takes(chip: Chip, operands: tuple[Tensor, ...], *sizes: int) -> bool:
     """
     is_hopper = chip.capability == HOPPER.capability and not knobs.runtime.interpret
     fits = all(size in (64, 128) for size in sizes) and all(x.dtype == torch.bfloat16 for x in operands)
-    if not is_hopper or not fits or launches_into_graph():
+    if not is_hopper or not fits or launches_into_graph():  # in a graph, tensors have no memory yet
         return False
     return all(x.data_ptr() % 16 == 0 for x in operands)
 
@@ -54,8 +54,8 @@ def copy(to, x, stride, size):
 
 
 @gluon.jit
-def kept():
-    """Have products see what was stored in shared memory."""
+def make_visible():
+    """Let products read what this program has stored in shared memory."""
     fence_async_shared()
     barrier()
 
@@ -64,7 +64,7 @@ def kept():
 def arrived(later: gl.constexpr):
     """Wait for what was asked for, but the last `later` groups. Products may read it then."""
     async_copy.wait_group(later)
-    kept()
+    make_visible()
 
 
 @gluon.jit
@@ -89,8 +89,8 @@ def parts(x):
 
 
 @gluon.jit
-def keep(to, x, PARTS: gl.constexpr = 2):
-    """Leave `x` in the shared memory ``to [2, ...]``, rounded or in two parts, for products after the next `kept`."""
+def store_parts(to, x, PARTS: gl.constexpr = 2):
+    """Store `x` in the shared memory ``to [2, ...]``, rounded or in two parts. `make_visible` has to follow."""
     if PARTS == 1:
         to.index(0).store(x.to(gl.bfloat16))
     else:

@@ -92,8 +92,8 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
     return gk if g is None else gk.float() + g.unsqueeze(-1)
 
 
-# Of heads of values that share keys, whose gradients the kernel for Hopper adds up in the dtype of the inputs. Of more
-# heads, the roundings of these sums would add up to more than the kernel's own error.
+# The most heads of values that share keys for which the kernel for Hopper adds up the gradients of queries and keys. It
+# rounds each sum to the dtype of the inputs, and with more heads these roundings would exceed the kernel's own error.
 LARGEST_GROUP = 4
 
 

@@ -15,10 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from flacompose.ops.families._hopper import (
     arrived,
     copy,
-    keep,
-    kept,
+    make_visible,
     rows_of,
     store,
+    store_parts,
     tile_of_program,
 )
 from flacompose.ops.families.vector_decay import gates
@@ -71,8 +71,8 @@ def _sums_of_gates(g, g_s, L: gl.constexpr):
     C: gl.constexpr = g.shape[0]
     PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
     g = g.to(gl.float32)
-    keep(g_s, g, PARTS)
-    kept()
+    store_parts(g_s, g, PARTS)
+    make_visible()
     t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
     middle = _selected(from_middle(t, s), g_s, gl.zeros([C, g.shape[1]], gl.float32, L), PARTS)
@@ -114,12 +114,12 @@ def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, writt
     L: gl.constexpr = x.type.layout
     t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))[:, None]
     s = gl.arange(0, x.shape[0], gl.SliceLayout(0, L))[None, :]
-    keep(x_s, x)
+    store_parts(x_s, x)
     pairs, read = _read(do_s, r_s, S_s, gl.zeros(x.shape, gl.float32, L))
     pairs *= weight
     on_diagonal = gl.sum(gl.where(s == t, pairs, 0.0), 1)[:, None]
-    keep(pairs_s, gl.where(s < t, pairs, 0.0))
-    kept()
+    store_parts(pairs_s, gl.where(s < t, pairs, 0.0))
+    make_visible()
     read *= weight * gl.convert_layout(from_start, gl.SliceLayout(0, L))[None, :]
     ROWS: gl.constexpr = from_start.type.layout.parent
     by_state = _sum_over_tokens(_sum_of_parts(x_s, L) * read, ROWS)
@@ -230,7 +230,7 @@ def channel_kernel(
     # 2. What keys write, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     to_middle = gl.exp(middle)
-    keep(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
+    store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
     written = warpgroup_mma_wait(0, [written]) * gl.convert_layout(to_end, COLUMNS)[None, :]
     if dgk is not None:
         of_late = of_early + _sum_over_tokens(_sum_of_parts(writer_s, L) * written, ROWS)
@@ -267,8 +267,8 @@ def channel_kernel(
     # 5. The gradients of gates, `beta` and keys.
     if dgk is not None:
         # A row of `d_gates` is the gradient of the sum of gates from the middle to its token.
-        keep(x_s, d_gates + d_gates_s.load(L) - _sum_of_parts(writer_s, L) * written)
-        kept()
+        store_parts(x_s, d_gates + d_gates_s.load(L) - _sum_of_parts(writer_s, L) * written)
+        make_visible()
         d_gates = gl.convert_layout(_selected(from_middle(s, t[:, None]), x_s, zeros, 2), ROWS)
         d_gates += gl.where(is_early, (of_early + by_state)[None, :], of_late[None, :])
         store(dgk + of_gates, d_gates, HV * K, size)

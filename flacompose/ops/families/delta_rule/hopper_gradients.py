@@ -10,11 +10,11 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from flacompose.ops.families._hopper import (
     arrived,
     copy,
-    keep,
-    kept,
+    make_visible,
     parts,
     rows_of,
     store,
+    store_parts,
     tile_of_program,
 )
 from flacompose.ops.families.scalar_decay.gates import BEGINNING, ENDING, LEAVING
@@ -37,8 +37,8 @@ def _through_pairs(pairs, beta, pairs_s, reader_s, k_s, read, written):
 
     They are ``pairs diag(beta) k`` and ``pairs^T reader``.
     """
-    keep(pairs_s, pairs)
-    kept()
+    store_parts(pairs_s, pairs)
+    make_visible()
     high, low = parts(pairs * beta)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, pairs.type.layout, 2)
     written = warpgroup_mma(pairs_s.index(1).permute((1, 0)), reader_s, written, is_async=True)

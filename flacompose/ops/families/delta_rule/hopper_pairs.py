@@ -12,7 +12,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flacompose.ops.families._hopper import arrived, copy, keep, kept, parts, store, tile_of_program
+from flacompose.ops.families._hopper import (
+    arrived,
+    copy,
+    make_visible,
+    parts,
+    store,
+    store_parts,
+    tile_of_program,
+)
 
 B = gl.constexpr(16)  # tokens of a block that is solved by substitution
 ROWS = gl.constexpr(16)  # of a column of its inverse, which one thread has
@@ -75,7 +83,7 @@ def _in_second(x):
 
 @gluon.jit
 def _rows(x, first: gl.constexpr, count: gl.constexpr):
-    """Some rows of both parts that `keep` has left."""
+    """Some rows of both parts that `store_parts` has stored."""
     return x.index(0).slice(first, count), x.index(1).slice(first, count)
 
 
@@ -102,8 +110,8 @@ def _inverse(upper):
     # 1. Blocks of 16 tokens, `own`, and what is `beside` them in blocks of 32.
     left, right = _halves(upper)
     beyond = gl.allocate_shared_memory(gl.bfloat16, [2, C, D], HALF)
-    keep(beyond, right)
-    kept()
+    store_parts(beyond, right)
+    make_visible()
     left, right = _halves(gl.where(_in_second(left), right, left))
     own = gl.allocate_shared_memory(gl.float32, [C // D, D // B, B, B], BLOCKS)
     beside = gl.allocate_shared_memory(gl.float32, [C // D, D // B, B, B], BLOCKS)
@@ -127,8 +135,8 @@ def _inverse(upper):
     second = _in_second(Y)
     left, right = gl.where(second, 0.0, Y), gl.where(second, Y, 0.0)
     right_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, D], HALF)
-    keep(right_s, right)
-    kept()
+    store_parts(right_s, right)
+    make_visible()
     read = _multiply(left, _rows(beyond, 0, D), gl.zeros([C, D], gl.float32, _products(D)))
     right = _multiply(-read, _rows(right_s, D, D), right)
     return _joined(left, right)
@@ -199,8 +207,8 @@ def pair_kernel(
     of_q_s = gl.allocate_shared_memory(
         gl.bfloat16, [2, C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     )
-    keep(of_q_s, of_q)
-    kept()
+    store_parts(of_q_s, of_q)
+    make_visible()
 
     # 2. Y and P.
     solved = _inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
