@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
+
+turn: Path | None = None
+"""A file that is locked by the one of several processes on a GPU that takes a time at the moment."""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Within it, no other process takes a time that has the same `turn`."""
+    if turn is None:
+        yield
+        return
+    import fcntl  # not on Windows
+
+    with turn.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def step(fn: Callable[..., tuple], inputs: Mapping[str, Tensor], do: Tensor) -> Callable[[], tuple]:
@@ -120,16 +138,17 @@ def host_us(fn: Callable[[], object], calls: int = 200, rounds: int = 7, warm: i
 
 def wall_us(fn: Callable[[], object], calls: int = 50, rounds: int = 5) -> float:
     """Wall-clock microseconds per call, for calls back to back, until the device has finished the last."""
-    for _ in range(5):
-        fn()
-    taken = []
-    for _ in range(rounds):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+    with alone():
+        for _ in range(5):
             fn()
-        synchronize()
-        taken.append((time.perf_counter() - start) / calls)
+        taken = []
+        for _ in range(rounds):
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            synchronize()
+            taken.append((time.perf_counter() - start) / calls)
     return median(taken) * 1e6
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from . import measure, tuned, warm
 from .models import NAMES, PEERS, SOFTMAX, PeerModel, build, first_states
-from .processes import Process, answer, command, empty_caches
+from .processes import Process, answer, command, empty_caches, side_by_side
 from .public import attempt
 from .report import Row
 
@@ -256,15 +254,15 @@ def take(
     `warm_peer` is for how many seconds, and in how many processes, the candidates of a peer's model are compiled
     beforehand, and `tune_ms` for how long it times each of them.
     """
-    tasks: queue.SimpleQueue[tuple[str, str, Path | None]] = queue.SimpleQueue()
+    tasks: list[tuple[str, str, Path | None]] = []
     for name in names:
-        tasks.put((name, "flacompose", None))
+        tasks.append((name, "flacompose", None))
         if before is not None and name not in (SOFTMAX, *PEERS):
-            tasks.put((name, BEFORE, before))
-    found: queue.SimpleQueue[Figure | str | None] = queue.SimpleQueue()
-    running: list[Process] = []
+            tasks.append((name, BEFORE, before))
 
-    def run(name: str, side: str, package: Path | None) -> None:
+    def run(
+        name: str, side: str, package: Path | None, start: Callable[..., Process]
+    ) -> Iterator[Figure | str]:
         options = ["--device", device, "--backend", backend, "--quantities", *wanted, *size.arguments()]
         options += [] if tune_ms is None else ["--tune-ms", str(tune_ms)]
         label = name if side == "flacompose" else f"{name} {side}"
@@ -272,40 +270,16 @@ def take(
         with contextlib.ExitStack() as stack:
             env = stack.enter_context(empty_caches())
             if name in PEERS and warm_peer is not None:
-                found.put(f"{name}: {warm.side_by_side(asked, *warm_peer, option='--share', env=env)}")
-            p = stack.enter_context(contextlib.closing(Process(asked, env)))
-            running.append(p)
+                yield f"{name}: {warm.side_by_side(asked, *warm_peer, option='--share', env=env)}"
+            p = stack.enter_context(contextlib.closing(start(asked, env)))
             end = time.monotonic() + timeout_s
             try:
                 while reply := p.receive(max(1.0, end - time.monotonic())):
-                    found.put(f"{label}, {reply['note']}" if "note" in reply else Figure(name, side, **reply))
+                    yield f"{label}, {reply['note']}" if "note" in reply else Figure(name, side, **reply)
             except (RuntimeError, TimeoutError) as error:
-                found.put(f"{label} failed: {error}")
+                yield f"{label} failed: {error}"
 
-    def work() -> None:
-        try:
-            while not tasks.empty():
-                run(*tasks.get_nowait())
-        except queue.Empty:
-            pass
-        finally:
-            found.put(None)
-
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
-    for worker in workers:
-        worker.start()
-    try:
-        for _ in workers:
-            while (figure := found.get()) is not None:
-                yield figure
-    finally:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                tasks.get_nowait()
-        for process in running:
-            process.popen.kill()
-        for worker in workers:
-            worker.join(10)
+    yield from side_by_side([partial(run, *task) for task in tasks], jobs)
 
 
 def candidates_only(model: nn.Module, size: Size, device: str, index: int, workers: int) -> None:

@@ -137,6 +137,7 @@ PEERS = {"fla-gla": "GLA", "fla-rwkv7": "RWKV7"}
 MIXERS: dict[str, Callable[[int], nn.Module]] = {
     SOFTMAX: SoftmaxAttention,
     "gla": _layer("GatedLinearAttention"),
+    "gated_deltanet": _layer("GatedDeltaNet"),
     "gsa": _layer("GatedSlotAttention", num_slots=64),
     "mamba2": _layer("Mamba2"),
     "rwkv6": _layer("RWKV6Attention"),

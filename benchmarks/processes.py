@@ -10,15 +10,16 @@ import contextlib
 import importlib
 import json
 import os
+import queue
 import re
 import runpy
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[1]
 """Where ``python -m benchmarks...`` finds this package."""
@@ -94,6 +95,52 @@ class Process:
             if file is not None:
                 with contextlib.suppress(BrokenPipeError):
                     file.close()
+
+
+Found = TypeVar("Found")
+Task = Callable[[Callable[..., Process]], Iterator[Found]]
+
+
+def side_by_side(tasks: Sequence[Task[Found]], jobs: int) -> Iterator[Found]:
+    """What the tasks give, as it comes, `jobs` of them at the same time.
+
+    A task gets what it starts a `Process` with. These are killed when no more is asked for.
+    """
+    todo: queue.SimpleQueue[Task[Found]] = queue.SimpleQueue()
+    for task in tasks:
+        todo.put(task)
+    found: queue.SimpleQueue[tuple[Found] | None] = queue.SimpleQueue()
+    running: list[Process] = []
+
+    def start(*args: Any) -> Process:
+        running.append(Process(*args))
+        return running[-1]
+
+    def work() -> None:
+        try:
+            while not todo.empty():
+                for each in todo.get_nowait()(start):
+                    found.put((each,))
+        except queue.Empty:
+            pass
+        finally:
+            found.put(None)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    try:
+        for _ in workers:
+            while (each := found.get()) is not None:
+                yield each[0]
+    finally:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                todo.get_nowait()
+        for process in running:
+            process.popen.kill()
+        for worker in workers:
+            worker.join(10)
 
 
 def _error(text: str) -> str:

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import measure, peer, tuned, warm
-from .processes import Process, answer, command
+from .processes import Process, answer, command, side_by_side
 from .report import Row
 
 PEER = "fla"
@@ -232,29 +233,33 @@ def take(
     sides: Sequence[str],
     options: Sequence[str],
     *,
+    jobs: int = 1,
     warm_peer: tuple[float, int] | None = None,
     timeout_s: float = 400.0,
 ) -> Iterator[Figure | str]:
-    """Figures and notes as they come, one process after another.
+    """Figures and notes as they come, `jobs` processes at the same time, which take turns where they take times.
 
     `warm_peer` is for how many seconds, and in how many processes, the peer's candidates are compiled beforehand.
     """
-    for name in names:
-        for side in sides:
-            asked = [name, "--side", side, *options]
-            if side == PEER and warm_peer is not None:
-                yield f"{name}: {warm.side_by_side(command('public', asked), *warm_peer, option='--share')}"
-            with contextlib.closing(Process(command("public", asked))) as process:
-                end = time.monotonic() + timeout_s
-                try:
-                    while reply := process.receive(max(1.0, end - time.monotonic())):
-                        yield (
-                            f"{name} {side}, {reply['note']}"
-                            if "note" in reply
-                            else Figure(name, side, **reply)
-                        )
-                except (RuntimeError, TimeoutError) as error:
-                    yield f"{name} {side} failed: {error}"
+
+    def run(name: str, side: str, turn: str, start: Callable[..., Process]) -> Iterator[Figure | str]:
+        asked = [name, "--side", side, *options, *(["--turn", turn] if jobs > 1 else [])]
+        if side == PEER and warm_peer is not None:
+            yield f"{name}: {warm.side_by_side(command('public', asked), *warm_peer, option='--share')}"
+        with contextlib.closing(start(command("public", asked))) as process:
+            end = time.monotonic() + timeout_s
+            try:
+                while reply := process.receive(max(1.0, end - time.monotonic())):
+                    yield (
+                        f"{name} {side}, {reply['note']}" if "note" in reply else Figure(name, side, **reply)
+                    )
+            except (RuntimeError, TimeoutError) as error:
+                yield f"{name} {side} failed: {error}"
+
+    with tempfile.TemporaryDirectory() as folder:
+        turn = str(Path(folder) / "turn")
+        tasks = [partial(run, name, side, turn) for name in names for side in sides]
+        yield from side_by_side(tasks, jobs)
 
 
 def rows(figures: Sequence[Figure]) -> list[Row]:
@@ -284,6 +289,7 @@ def main() -> None:
     add("--backend", default="inductor")
     add("--calls", type=int, default=20, help="decoded tokens that are timed together")
     add("--small", action="store_true", help="a tiny model, to look at the benchmark itself")
+    add("--turn", type=Path, help="a file that is locked while times are taken, by one process at a time")
     add(
         "--peer-configs",
         type=Path,
@@ -297,6 +303,7 @@ def main() -> None:
         help="compile the I-th of N shares of the peer's candidates",
     )
     arguments = parser.parse_args()
+    measure.turn = arguments.turn
     side, size = arguments.side, SMALL if arguments.small else Size()
     if side != PEER:
         # Without an effect on `enable()`, which does not ask what transformers has found.

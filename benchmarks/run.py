@@ -97,7 +97,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--quantities", nargs="+", choices=model.QUANTITIES, default=["compile", "step"])
     add(
-        "--jobs", type=int, default=1, help="models compiled at the same time; only with --quantities compile"
+        "--jobs",
+        type=int,
+        default=1,
+        help="models at the same time; with --parts model only for --quantities compile",
     )
     add("--backend", default="inductor", help="torch.compile's (default: %(default)s)")
     add("--model-timeout", type=float, default=400.0, metavar="S", help="seconds for a model (default: 400)")
@@ -262,7 +265,9 @@ def of_transformers(run: Run, device: str, arguments: argparse.Namespace) -> Non
     options += ["--peer-configs", str((arguments.out / "peer-configs.json").resolve())]
     warm_peer = (arguments.warm_timeout, arguments.workers) if arguments.warm_peer else None
     names, sides, timeout_s = arguments.public_models, arguments.sides, arguments.model_timeout
-    taken = public.take(names, sides, options, warm_peer=warm_peer, timeout_s=timeout_s)
+    if arguments.jobs > 1:
+        run.note("all sides compile side by side, and take turns where times are taken")
+    taken = public.take(names, sides, options, jobs=arguments.jobs, warm_peer=warm_peer, timeout_s=timeout_s)
     follow(run, taken, public.rows)
 
 
@@ -373,7 +378,8 @@ def main(argv: list[str] | None = None) -> None:
         p.error(f"--against {arguments.against} is not measured on {arguments.device}")
     if device == "cuda" and not torch.cuda.is_available():
         p.error("a GPU is needed; on a CPU: --against reference, or --parts host model --device cpu")
-    if arguments.jobs < 1 or (arguments.jobs > 1 and arguments.quantities != ["compile"]):
+    timed = "model" in parts and arguments.quantities != ["compile"]
+    if arguments.jobs < 1 or (arguments.jobs > 1 and timed):
         p.error("--jobs above 1 needs --quantities compile: steps that run side by side cannot be timed")
     ops = [OPS[name] for name in arguments.ops]
     if not only_apart:

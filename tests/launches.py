@@ -73,7 +73,8 @@ SIZES = (
     (384, 384),
     (512, 512),
 )
-LENGTHS = (130, 64 * 260)  # of the latter, rows are cut into segments
+# Rows of the third are cut into segments, and those of the second where sweeps restart.
+LENGTHS = (130, 64 * 70, 64 * 260)
 
 
 @dataclass(frozen=True)

@@ -909,7 +909,7 @@ class FakeModel:
 
 @pytest.mark.parametrize("jobs", ["1", "3"])
 def test_model_run(jobs: str, monkeypatch, tmp_path: Path):
-    monkeypatch.setattr(model, "Process", FakeModel)
+    monkeypatch.setattr(processes, "Process", FakeModel)
     arguments = ["--parts", "model", "--device", "cpu", "--models", "softmax", "gla", "--peer-model"]
     arguments += ["--quantities", "compile", "--jobs", jobs, "--before", str(tmp_path / "before")]
     run.main([*arguments, "--out", str(tmp_path)])
@@ -937,7 +937,7 @@ def test_a_model_of_the_peer_compiles_its_candidates_first(monkeypatch, capsys, 
         assert all(name in env for name in processes.CACHES)
         return "compiled"
 
-    monkeypatch.setattr(model, "Process", FakeModel)
+    monkeypatch.setattr(processes, "Process", FakeModel)
     monkeypatch.setattr(warm, "side_by_side", side_by_side)
     arguments = ["--parts", "model", "--device", "cpu", "--models", "gla", "--peer-model", "--warm-peer"]
     arguments += ["--warm-timeout", "5", "--workers", "2", "--tune-ms", "8", "--out", str(tmp_path)]
@@ -974,7 +974,7 @@ def test_the_size_reaches_the_process():
 def test_public_run(tmp_path: Path):
     """Tiny models in processes of their own: this library's computes what transformers' does, in one graph."""
     pytest.importorskip("transformers")
-    arguments = ["--parts", "public", "--device", "cpu", "--small", "--backend", "eager"]
+    arguments = ["--parts", "public", "--device", "cpu", "--small", "--backend", "eager", "--jobs", "2"]
     arguments += ["--public-models", "qwen3-next", "--sides", "flacompose", "python", "--out", str(tmp_path)]
     run.main(arguments)
     saved = Results.load(tmp_path / "public-qwen3-next-cpu.json")

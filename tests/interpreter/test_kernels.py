@@ -412,14 +412,16 @@ def test_segments_with_little_replaced(
     check(problem.with_tensors(beta=0.05 * problem.tensors["beta"]))
 
 
-@pytest.fixture
-def forgetful(monkeypatch: pytest.MonkeyPatch) -> Problem:
+@pytest.fixture(params=["maps", "restarts"])
+def forgetful(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Problem:
     """Three segments of four chunks, and four heads: two gates of -80 forget a state, and one does not.
 
     There is one amid all chunks of the first head, none of the second, the last two of each segment in the third, and
-    the first two in the fourth.
+    the first two in the fourth. Segments are joined by their maps, or sweeps restart where a state is forgotten.
     """
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    maps = request.param == "maps"
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3 if maps else 1)
+    monkeypatch.setattr(sweeps, "restart_count", lambda *_: 3)
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["beta"].mul_(0.02)  # else keys replace what gates leave
     amid = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 16]
@@ -430,6 +432,29 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> Problem:
 def test_segments_that_forget(forgetful: Problem) -> None:
     """What they are begun with is passed over where it is forgotten, head by head and in either direction."""
     check(forgetful)
+
+
+@pytest.mark.parametrize("lengths", [None, [3, 150, 0, 100, 131]], ids=["dense", "packed"])
+@pytest.mark.parametrize("gates", ["mixed", -3.0, -1e-3])
+def test_sweeps_that_restart(
+    lengths: list[int] | None, gates: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In four segments, of which some have no tokens."""
+    monkeypatch.setattr(sweeps, "restart_count", lambda *_: 4)
+    check(draw(NAMED["chunk_gated_delta_rule"], CPU, B=2, H=1, T=384, K=6, V=5, lengths=lengths, gates=gates))
+
+
+def test_restarts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number depends on the batch size, on which the results of a row must not depend."""
+    problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=384, K=6, V=5, gates=-2.0)
+    problem.tensors["g"][..., 0] /= 100
+
+    def results(count: int) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr(sweeps, "restart_count", lambda *_: count)
+        return evaluate(problem, "both", launched)
+
+    once, restarted = results(1), results(4)
+    assert all(torch.equal(x, restarted[name]) for name, x in once.items())
 
 
 def test_what_is_forgotten_is_not_swept(forgetful: Problem) -> None:

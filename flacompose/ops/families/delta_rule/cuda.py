@@ -129,8 +129,8 @@ class _Launches(Sweeps):
         """Fill the `products` that sweeps take, where gates are of heads, or where there are none."""
         self.HK = self.q.shape[2]
         self.factors |= {"q": self.q, "k": self.k}
-        if self.row.split and self.gates["sums"] is not None:
-            self.growth = self.per_chunk(self.HV)
+        if self.gates["sums"] is not None:
+            self.bound_growth()
         grid = (self.chunks * self.HV,)
         gates = {"sums": self.gates["sums"], "growth": self.growth}
         arguments = dict(**self.vectors, **products, **gates, **self.arguments, K=self.K, C=self.C)

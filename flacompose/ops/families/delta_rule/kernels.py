@@ -36,6 +36,10 @@ Where gates of heads are strong, a segment's end has forgotten the segment's sta
 `growth` of each chunk, the logarithm of a bound of what it multiplies a state by, and those two sweeps go only as far
 back from the end, or on from the start, as something of a state is left.
 
+A row that is too short for two more sweeps over all of it is cut into segments too, if a sweep is given as `SEGMENTS`
+that `RESTARTS`. Where a segment forgets what it is given, the next one has a program of its own, which begins with what
+the last chunks of the former reach from zero. Where it does not, the program of the former goes on through the next.
+
 A gate of a head scales whole rows, so it is applied to the products with the state. A gate of a channel is in `k_read`
 and `q_read` themselves, which `channel_pair_kernel` stores: it takes the place of `pair_kernel` there.
 """
@@ -291,6 +295,31 @@ def forgets(growth, HV, begin, stop, REVERSE: tl.constexpr):
     return tl.minimum(count, chunks), count <= chunks
 
 
+@triton.jit
+def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, REVERSE: tl.constexpr):
+    """The chunks that the program of a segment sweeps where sweeps restart, and whether it sweeps the last segment.
+
+    ``growth [chunks, HV]`` is that of one head and of the row's `chunks`. They are none, if the segment before does not
+    forget what it is given, and reach to the end of the next segment that does.
+    """
+    turn = (SEGMENTS - 1 - segment if REVERSE else segment).to(tl.int32)
+    starts = turn == 0
+    last = SEGMENTS - 1
+    for i in range(tl.maximum(turn - 1, 0), SEGMENTS - 1):
+        begin, stop = find_segment(SEGMENTS - 1 - i if REVERSE else i, SEGMENTS, chunks)
+        _, forgotten = forgets(growth, HV, begin, stop, REVERSE)
+        starts |= forgotten & (i < turn)
+        last = tl.where(forgotten & (i >= turn), tl.minimum(last, i), last)
+    begin, stop = find_segment(segment, SEGMENTS, chunks)
+    if REVERSE:
+        begin, _ = find_segment(SEGMENTS - 1 - last, SEGMENTS, chunks)
+        begin = tl.where(starts, begin, stop)
+    else:
+        _, stop = find_segment(last, SEGMENTS, chunks)
+        stop = tl.where(starts, stop, begin)
+    return begin, stop, starts & (last == SEGMENTS - 1)
+
+
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
     # One kernel sweeps for all rules that erase, and likewise below, because they differ in their factors alone: in
@@ -305,7 +334,7 @@ def sweep_kernel(
     b,  # [tokens, HV, K], keys that write what `k` reads, if it is not taken from the values first
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    growth,  # [chunks, HV], with `ends`: these are found from the chunks that count, as `forgets` says
+    growth,  # [chunks, HV]: `ends` are found from the chunks that count, as `forgets` says
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
@@ -326,12 +355,14 @@ def sweep_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     IDENTITY: tl.constexpr,
+    RESTARTS: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Forwards in time: fills what is given of `o`, `r`, `states`, `ends` and `final`.
 
-    One program sweeps one segment of one sequence. Without `initial` it begins at zero or, with `IDENTITY`, at the
-    identity matrix. Its state is a tuple, of one tile for each `BK` keys.
+    One program sweeps one segment of one sequence, or with `RESTARTS` those that `chunks_of_program` says, and then the
+    `ends` of segments that do not forget are no numbers that count. Without `initial` it begins at zero or, with
+    `IDENTITY`, at the identity matrix. Its state is a tuple, of one tile for each `BK` keys.
     """
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
@@ -346,11 +377,16 @@ def sweep_kernel(
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
     one = 1.0
-    if growth is not None:
+    is_last = segment == SEGMENTS - 1
+    if RESTARTS and ends is None:
+        begin, stop, is_last = chunks_of_program(growth + row0 * HV + h, HV, segment, SEGMENTS, chunks, False)
+    elif growth is not None:
         counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, False)
         if IDENTITY:  # nothing of it is left
             counting = tl.where(forgotten, 0, counting)
             one = tl.where(forgotten, 0.0, 1.0)
+        if RESTARTS:
+            counting = tl.where(forgotten, counting, 0)
         begin = stop - counting
     if IDENTITY:
         S = ()
@@ -423,7 +459,7 @@ def sweep_kernel(
     if ends is not None:
         _store_parts(ends + at_end, S, dv, K, V, BK)
     if final is not None:
-        if segment == SEGMENTS - 1:
+        if is_last:
             _store_parts(final + nh * K * V, S, dv, K, V, BK)
 
 
@@ -457,9 +493,13 @@ def reverse_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    RESTARTS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Backwards in time: fills what is given of `dv`, `du`, `d_states`, `ends` and `d_initial`."""
+    """Backwards in time: fills what is given of `dv`, `du`, `d_states`, `ends` and `d_initial`.
+
+    `RESTARTS` is as in `sweep_kernel`.
+    """
     scale = in_float32(scale)
     tile, h, ns = split_program(tl.cdiv(V, BV), HV)
     segment = ns // N
@@ -471,8 +511,13 @@ def reverse_kernel(
     d2 = numbers_of_tile(tile, BV)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
-    if growth is not None:
-        counting, _ = forgets(growth + row0 * HV + h, HV, begin, stop, True)
+    is_last = segment == 0
+    if RESTARTS and ends is None:
+        begin, stop, is_last = chunks_of_program(growth + row0 * HV + h, HV, segment, SEGMENTS, chunks, True)
+    elif growth is not None:
+        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, True)
+        if RESTARTS:
+            counting = tl.where(forgotten, counting, 0)
         stop = begin + counting
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
@@ -522,7 +567,7 @@ def reverse_kernel(
     if ends is not None:
         _store_parts(ends + at_end, dS, d2, K, V, BK)
     if d_initial is not None:
-        if segment == 0:
+        if is_last:
             _store_parts(d_initial + nh * K * V, dS, d2, K, V, BK)
 
 

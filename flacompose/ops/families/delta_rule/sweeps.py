@@ -3,6 +3,9 @@
 A segment of a row is an affine map of the state: `ends` are where it takes the state zero, and `transitions` what it
 does to any other. The two are joined to the state that each segment begins at, `starts`, and all segments are then
 swept at the same time, forwards or backwards in time.
+
+To find these maps takes two more sweeps, which only rows of many segments gain by. Shorter rows are cut only where the
+gates of a head forget: a sweep restarts there from what the last chunks before it reach from zero.
 """
 
 from __future__ import annotations
@@ -50,6 +53,14 @@ class Sweeps(MatrixSequences):
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
         self.growth: Tensor | None = None
+        self.restarts = 1  # the segments of a row in which sweeps restart where something is forgotten
+
+    def bound_growth(self) -> None:
+        """Have the `growth` of chunks made, if sweeps pass over what is forgotten, or restart behind it."""
+        if not self.row.split:
+            self.restarts = restart_count(self.chunks_of_row, self.N * self.HV * tile_count(self.V, 64))
+        if self.row.split or self.restarts > 1:
+            self.growth = self.per_chunk(self.HV)
 
     def chunk(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``(o [B, T, HV, V], final_state [N, HV, K, V])``, the former of this `dtype`."""
@@ -69,10 +80,18 @@ class Sweeps(MatrixSequences):
     def sweep(self, **tensors: Tensor | None) -> None:
         """Forwards in time: fill what is given of `o`, `r`, `states` and `final`."""
         sweep: Sweep = partial(self._sweep, v=self.v)
-        sweep(initial=self.row.starts(sweep, self.initial, join=self._join), **tensors)
+        starts: Tensor | None
+        if self.restarts > 1:
+            starts = self.per_segment(self.restarts, self.HV, self.K, self.V)
+            fill(starts[0], self.initial)
+            sweep(ends=starts[1:])
+        else:
+            starts = self.row.starts(sweep, self.initial, join=self._join)
+        sweep(initial=starts, **tensors)
 
     def map(self) -> tuple[Tensor, Tensor]:
         """What each sequence, begun at zero, does to a state: ``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
+        self.restarts = 1  # the matrix has to be multiplied by all chunks
         end, matrix = self.state(torch.float32), self.per_sequence(self.HV, self.K, self.K)
         self.sweep(final=end)
         eye = torch.eye(self.K, dtype=torch.float32, device=self.device).repeat(self.N, self.HV, 1, 1)
@@ -95,7 +114,15 @@ class Sweeps(MatrixSequences):
     def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
         """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
         sweep = partial(self._reverse, do)
-        sweep(d_final=self.row.starts(sweep, d_final, join=partial(self._join, reverse=True)), **tensors)
+        starts: Tensor | None
+        if self.restarts > 1:
+            of_segments = self.per_segment(self.restarts, self.HV, self.K, self.V)
+            fill(of_segments[self.restarts], d_final)
+            sweep(ends=of_segments)
+            starts = of_segments[1:]
+        else:
+            starts = self.row.starts(sweep, d_final, join=partial(self._join, reverse=True))
+        sweep(d_final=starts, **tensors)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
         given: dict[str, Tensor | None] = dict.fromkeys(
@@ -118,8 +145,15 @@ class Sweeps(MatrixSequences):
 
     def _of_sweeps(self, ends: Tensor | None) -> dict[str, Any]:
         """What both sweeps take besides. Those for `ends` pass over what is forgotten."""
-        sizes = {"HK": self.HK, "SEGMENTS": self.row.count, "K": self.K, "C": self.C}
-        return dict(**self.arguments, **sizes, growth=None if ends is None else self.growth)
+        sizes = {"HK": self.HK, "SEGMENTS": self.parts, "K": self.K, "C": self.C}
+        restarts = self.restarts > 1
+        growth = self.growth if restarts or ends is not None else None
+        return dict(**self.arguments, **sizes, growth=growth, RESTARTS=restarts)
+
+    @property
+    def parts(self) -> int:
+        """The segments of a row, of either kind."""
+        return self.restarts if self.restarts > 1 else self.row.count
 
     def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it.
@@ -133,7 +167,7 @@ class Sweeps(MatrixSequences):
         starts = self.per_segment(self.row.count, self.HV, self.K, V)
         config = join_config(self.chip, self.bfloat16, self.K)
         tensors = {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
-        others = ("HK", "scale", "growth")
+        others = ("HK", "scale", "growth", "RESTARTS")
         arguments = {name: x for name, x in self._of_sweeps(None).items() if name not in others}
         grid = (tile_count(V, config["BV"]) * self.HV * self.N,)
         launch(join_kernel, grid, **tensors, **arguments, V=V, REVERSE=reverse, **config)
@@ -141,10 +175,31 @@ class Sweeps(MatrixSequences):
 
     def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
         """The grid of a sweep over states of `V` values, and its configuration."""
-        states = self.row.count * self.N * self.HV
+        states = self.parts * self.N * self.HV
         low_rank = self.factors["b"] is not None
         config = sweep_config(self.chip, self.bfloat16, self.K, V, states, low_rank)
         return (tile_count(V, config["BV"]) * states,), config
+
+
+def restart_count(chunks: int, programs: int) -> int:
+    """In how many segments to sweep rows of `chunks` where sweeps restart, if so many `programs` sweep all of them.
+
+    As many as fill a large chip, of 32 chunks at least, beside which those that count take little time. Unlike the
+    number of segments that are joined by their maps, it may depend on the batch size: what is forgotten is so far below
+    the rounding of a state that it is the same to the bit, from wherever it is swept. It is 1 for sizes that the
+    compiler does not know.
+    """
+    if not isinstance(chunks, int) or not isinstance(programs, int):
+        return 1
+    return max(1, min(chunks // 32, 128 // programs))
+
+
+def fill(state: Tensor, given: Tensor | None) -> None:
+    """Write the `given` state, zero if there is none."""
+    if given is None:
+        state.zero_()
+    else:
+        state.copy_(given)
 
 
 def wide_warps(chip: Chip, K: int) -> int:
