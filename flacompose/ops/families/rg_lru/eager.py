@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, inf
 
 from flacompose.ops._dtype import state_dtype
-from flacompose.ops._gates import LOWEST, bounded
 from flacompose.ops._varlen import without_tail
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.rg_lru.inputs import Inputs
@@ -34,13 +33,15 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     wanted = [wants("x", "r", "i", "a_param"), wants("r", "a_param"), wants("initial_state")]
     scanned = of_scan.SIGNATURE.backward_call(*gates.scanned(), call.do, call.arriving.final_state, wanted)
     found = scan.backward(scanned)
+    if wants("x", "i"):
+        dx = found["x"] * gates.strength * gates.i
     if wants("r", "a_param"):
-        dg = found["g"] + found["x"] * gates.i * gates.x * gates.slope
-        dg = torch.where(gates.is_fixed, 0, dg)
+        of_strength = torch.where(gates.kept, gates.u * (2 * gates.g).exp() / gates.root, 0)
+        dg = found["g"] - found["x"] * of_strength
     return call.made(
-        x=lambda: found["x"] * gates.strength * gates.i,
+        x=lambda: dx,
         r=lambda: dg * gates.rate * gates.r * (1 - gates.r),
-        i=lambda: found["x"] * gates.strength * gates.x * gates.i * (1 - gates.i),
+        i=lambda: dx * gates.x * (1 - gates.i),
         a_param=lambda: (dg * gates.r).sum((0, 1)) * (-8 * gates.a_param.sigmoid()),
         initial_state=found.get("initial_state"),
     )
@@ -56,29 +57,29 @@ class _Gates:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        dtype, reset = state_dtype(inputs.x.dtype), inputs.reset
+        dtype = state_dtype(inputs.x.dtype)
         # Contiguous: the bits of a sum over tokens, and of some functions, depend on strides.
         x, r, i, self.a_param = (y.to(dtype).contiguous() for y in inputs[:4])
         self.x, r, i = without_tail(inputs.cu_seqlens, x, r, i)
         self.r, self.i = r.sigmoid(), i.sigmoid()
+        self.reset = inputs.reset
+        if self.reset is not None and self.reset.shape[2] > 1:
+            self.reset = self.reset.repeat_interleave(x.shape[2] // self.reset.shape[2], 2)
+        self.u = self.i * self.x
         # From the threshold on softplus returns its argument, which from 40 on is exact even in float64.
         self.rate = (-8 * F.softplus(self.a_param, threshold=40)).clamp(min=torch.finfo(dtype).min)
-        g = self.rate * self.r
-        self.is_fixed = g < LOWEST[dtype]  # where `g` does not depend on what it is made of
-        self.g = bounded(g)
+        self.g = self.rate * self.r
         # The square root's derivative at 0 is infinite. That of the whole, by r or by a_param, tends to 0 where the
         # decay tends to 1, so that a root of 0 is given no gradient.
         square = -torch.expm1(2 * self.g)  # 1 - a^2, exact where a is nearly 1
-        kept = square > 0
-        root = torch.where(kept, square, 1).sqrt()
-        self.strength = torch.where(kept, root, 0)
-        self.slope = torch.where(kept, -(2 * self.g).exp() / root, 0)  # the derivative of the strength by `g`
-        if reset is not None:
-            groups = reset.shape[2]
-            reset = reset if groups == 1 else reset.repeat_interleave(x.shape[2] // groups, 2)
-            self.is_fixed = reset | self.is_fixed
-            self.g, self.strength = torch.where(reset, -inf, self.g), torch.where(reset, 1, self.strength)
+        self.kept = square > 0
+        self.root = torch.where(self.kept, square, 1).sqrt()
+        self.strength = torch.where(self.kept, self.root, 0)
+        if self.reset is not None:
+            self.g = torch.where(self.reset, -inf, self.g)
+            self.strength = torch.where(self.reset, 1, self.strength)
 
     def scanned(self) -> of_scan.Inputs:
-        entering = self.strength * self.i * self.x
-        return of_scan.Inputs(entering, self.g, self.inputs.initial_state, self.inputs.cu_seqlens)
+        """The arguments of the elementwise scan that is the same."""
+        given = self.inputs
+        return of_scan.Inputs(self.strength * self.u, self.g, given.initial_state, given.cu_seqlens)
