@@ -340,7 +340,7 @@ CASES = [
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
     entry("chunk_rg_lru", ops.chunk_rg_lru, ops.fused_recurrent_rg_lru, "rg_lru", "x r i a_param",
-          draws={"a_param": lambda x: x - 4}),
+          draws={"a_param": lambda x: x - 4}, inductor=True),
     entry("fused_recurrent_rg_lru", ops.fused_recurrent_rg_lru, ops.chunk_rg_lru, "rg_lru", "x r i a_param",
           draws={"a_param": lambda x: x - 4}),
     entry("causal_conv1d-silu", partial(ops.causal_conv1d, activation="silu"), None, "short_conv", "x weight bias",

@@ -34,10 +34,8 @@ steps = recurrent
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
-    inputs, wants = call.inputs, call.wants
-    run = _Launches(inputs)
-    do = call.do.contiguous()
-    before = None
+    wants, run = call.wants, _Launches(call.inputs)
+    do, row, before = call.do.contiguous(), run.row, None
     if wants("r", "a_param"):
         before = run.per_chunk(run.C // PART, run.D)
         run.forwards(before=before)
@@ -47,19 +45,17 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         of_tokens[name] = None if y is None else run.per_token(run.D, dtype=y.dtype)
     start = call.wanted_input("initial_state")
     d_initial = None if start is None else run.per_sequence(run.D, dtype=start.dtype)
-    row = run.row
     d_a_param = run.per_segment(row.count, run.D) if wants("a_param") else None
     launch(
         gradient_kernel,
         (run.N * run.tiles * row.count,),
-        **{name: run.arguments[name] for name in ("x", "r", "i")},
+        **run.arguments,
         do=do,
         before=before,
         d_final=row.starts(partial(run.sweep, do, True), call.arriving.final_state),
         **{f"d{name}": y for name, y in of_tokens.items()},
         d_a_param=d_a_param,
         d_initial=d_initial,
-        **{name: y for name, y in run.arguments.items() if name not in ("x", "r", "i")},
         SEGMENTS=row.count,
         num_warps=1,
     )
