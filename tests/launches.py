@@ -27,6 +27,7 @@ from flacompose.ops.families.low_rank import cuda as low_rank
 from flacompose.ops.families.mamba3 import cuda as mamba3
 from flacompose.ops.families.mlstm import cuda as mlstm
 from flacompose.ops.families.normalizer import cuda as normalizer
+from flacompose.ops.families.rg_lru import cuda as rg_lru
 from flacompose.ops.families.rotation import cuda as rotation
 from flacompose.ops.families.running_max import cuda as running_max
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
@@ -43,6 +44,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int8: "*i8",
+    torch.bool: "*i1",
     torch.float64: "*fp64",
     torch.int64: "*i64",
 }
@@ -355,6 +357,10 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
         x, g = new(2, 1, T, D, dtype=dtype)
         args = x, g, new(rows, D), cu_seqlens
         yield from _calls(f"scan D={D} {at}", scan, args, x, _masks("x g initial_state", "x"), new(rows, D))
+        for reset in (None, new(1, T, 1, dtype=torch.bool)) if D == 40 else (None,):
+            gated = x, x, x, new(D), new(rows, D), reset, cu_seqlens
+            masks, given = _masks("x r i a_param initial_state", "x"), "" if reset is None else " reset"
+            yield from _calls(f"rg_lru{given} D={D} {at}", rg_lru, gated, x, masks, new(rows, D))
         for H in (1, D // 8):
             turning = new(1, T, H, 8, dtype=dtype), new(1, T, D // 8), new(rows, D // 8, 8), cu_seqlens
             do, masks = new(1, T, D // 8, 8), _masks("x dt initial_state", "x")

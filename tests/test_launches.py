@@ -26,6 +26,7 @@ from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
+from flacompose.ops.families.rg_lru import cuda as rg_lru
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
 from flacompose.ops.families.scan import cuda as scan
@@ -386,6 +387,21 @@ def test_no_scores_of_mild_chunks() -> None:
     )
     assert mild["P"] is None and scored["P"] is strong["P"]
     assert scored["mild"] is mild["mild"] is strong["mild"] is not None
+
+
+def test_gates_are_read_as_they_come() -> None:
+    """The kernels of RG-LRU get no copy of its inputs, each in a dtype of its own."""
+    dtypes = torch.bfloat16, torch.bfloat16, torch.float32
+    tokens = [torch.empty(2, 5, 8, dtype=dtype, device="meta") for dtype in dtypes]
+    a_param, state = (torch.empty(*shape, device="meta") for shape in ((8,), (2, 8)))
+    reset = torch.empty(2, 5, 1, dtype=torch.bool, device="meta")
+    args = *tokens, a_param, state, reset, None
+    for form, more in (("chunk", ()), ("recurrent", ()), ("backward", (tokens[0], state, [True] * 5))):
+        launches, _ = launched(lambda: flat(rg_lru, form)(*args, *more))  # noqa: B023
+        assert len(launches) == 1 + (form == "backward")
+        for _, arguments in launches:
+            given = [arguments[name] for name in ("x", "r", "i", "a_param", "reset")]
+            assert all(a is b for a, b in zip(given, (*tokens, a_param, reset), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, inf
+from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
-from flacompose.ops._dtype import autocast_dtype, upcast
-from flacompose.ops._gates import bounded
 from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import without_tail
-from flacompose.ops.families.scan import op
+from flacompose.ops.families.rg_lru import op
 
 
 def chunk_rg_lru(
@@ -56,7 +52,7 @@ def chunk_rg_lru(
         ValueError: If a shape or a device is wrong.
         TypeError: If an argument has the wrong type or dtype.
     """
-    return run(op.chunk, _gated(x, r, i, a_param, reset, initial_state, cu_seqlens), output_final_state)
+    return run(op.chunk, _inputs(x, r, i, a_param, reset, initial_state, cu_seqlens), output_final_state)
 
 
 def fused_recurrent_rg_lru(
@@ -80,10 +76,10 @@ def fused_recurrent_rg_lru(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, x, output_final_state, cu_seqlens, output_states)
-    return run(form, _gated(x, r, i, a_param, reset, initial_state, cu_seqlens), wanted)
+    return run(form, _inputs(x, r, i, a_param, reset, initial_state, cu_seqlens), wanted)
 
 
-def _gated(
+def _inputs(
     x: Tensor,
     r: Tensor,
     i: Tensor,
@@ -92,26 +88,13 @@ def _gated(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> op.Inputs:
-    """Check the arguments, and make the inputs and the log decays of the elementwise scan of them."""
-    check(op, op.Inputs(x, r, initial_state, cu_seqlens), {"g": "r"})
-    _check.like(x, "i", i, x.shape, "x")
-    _check.like(x, "a_param", a_param, x.shape[2:], "x")
-    if reset is not None:
-        _check.tensor("reset", reset)
-        if reset.dtype != torch.bool:
-            raise TypeError(f"reset must be bool, got {str(reset.dtype).removeprefix('torch.')}")
-        _check.shape_and_device(x, "reset", reset, x.shape[:2], "x")
-    x, r, i = without_tail(cu_seqlens, x, r, i)
-    g = bounded(-8 * F.softplus(upcast(a_param, x)) * upcast(r, x).sigmoid())
-    # The square root's derivative at 0 is infinite. That of the whole, by r or by a_param, tends to 0 where the decay
-    # tends to 1, so that a root of 0 is given no gradient.
-    square = -torch.expm1(2 * g)  # 1 - a^2, exact where a is nearly 1
-    kept = square > 0
-    strength = torch.where(kept, torch.where(kept, square, 1).sqrt(), 0)
-    if reset is not None:
-        g, strength = (torch.where(reset.unsqueeze(2), y, z) for y, z in ((-inf, g), (1.0, strength)))
-    dtype = autocast_dtype(x.device)
-    if dtype is not None and x.dtype != torch.float64:
-        x = x.to(dtype)
-    entering = (strength * upcast(i, x).sigmoid() * x).to(x.dtype)
-    return op.Inputs(entering, g, initial_state, cu_seqlens)
+    """The arguments of the op, checked."""
+    inputs = op.Inputs(x, r, i, a_param, initial_state, None, cu_seqlens)
+    check(op, inputs)
+    if reset is None:
+        return inputs
+    _check.tensor("reset", reset)
+    if reset.dtype != torch.bool:
+        raise TypeError(f"reset must be bool, got {str(reset.dtype).removeprefix('torch.')}")
+    _check.shape_and_device(x, "reset", reset, x.shape[:2], "x")
+    return inputs._replace(reset=reset.unsqueeze(2))

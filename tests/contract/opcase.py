@@ -188,7 +188,7 @@ DRAWS: Mapping[str, Mapping[str, Draw]] = {
     "selective_scan": {"dt": lambda x: F.softplus(x - 1), "A": lambda x: -x.exp()},
 }
 # Per token and element of the state, 4 in the other families.
-FLOPS = {"delta_rule": 6, "low_rank": 8, "scan": 2, "short_conv": 2, "selective_scan": 7}
+FLOPS = {"delta_rule": 6, "low_rank": 8, "scan": 2, "rg_lru": 7, "short_conv": 2, "selective_scan": 7}
 
 
 def entry(

@@ -15,7 +15,6 @@ from flacompose.ops._call import check
 from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
-from flacompose.ops.families.scan.reference import scan
 from flacompose.ops.families.selective_scan.reference import selective_scan
 from flacompose.ops.families.short_conv.reference import short_conv
 from flacompose.ops.families.slot_attention.reference import slot_attention
@@ -158,14 +157,6 @@ def delta_product(
 def constant_weight(logits: Tensor) -> Tensor:
     """The softmax with the gradient that it has where its denominator is a constant."""
     return (logits - logits.logsumexp(-1, keepdim=True).detach()).exp()
-
-
-def rg_lru(
-    x: Tensor, r: Tensor, i: Tensor, a_param: Tensor, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """``a_t = exp(-8 softplus(a_param) sigmoid(r_t))``; ``h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t) x_t``."""
-    g = -8 * F.softplus(a_param) * r.sigmoid()
-    return scan((-torch.expm1(2 * g)).sqrt() * i.sigmoid() * x, g, initial_state)
 
 
 def mamba(function: Callable[..., object], returned: str, **fixed: object) -> Function:
@@ -348,9 +339,10 @@ CASES = [
                 before=("running_max_forward", "scalar_decay_recurrent")),
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
-    entry("chunk_rg_lru", ops.chunk_rg_lru, ops.fused_recurrent_rg_lru, "scan", "x r i a_param",
-          axes={"r": "B T D", "i": "B T D", "a_param": "D"}, draws={"a_param": lambda x: x - 4}, reference=rg_lru,
-          other_ops=None, prepared=True, softplus=True),
+    entry("chunk_rg_lru", ops.chunk_rg_lru, ops.fused_recurrent_rg_lru, "rg_lru", "x r i a_param",
+          draws={"a_param": lambda x: x - 4}, inductor=True),
+    entry("fused_recurrent_rg_lru", ops.fused_recurrent_rg_lru, ops.chunk_rg_lru, "rg_lru", "x r i a_param",
+          draws={"a_param": lambda x: x - 4}),
     entry("causal_conv1d-silu", partial(ops.causal_conv1d, activation="silu"), None, "short_conv", "x weight bias",
           reference=partial(short_conv, silu=True), inductor=True),
     entry("causal_conv1d", ops.causal_conv1d, None, "short_conv", "x weight"),

@@ -100,7 +100,7 @@ def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         op = part(case.family, "op")
         for form in {"chunk", "recurrent", "forward"} & {*vars(op)}:
-            differentiable = op.Inputs._fields.index("cu_seqlens")
+            differentiable = len(op.SIGNATURE.differentiable)
             patch.setattr(op, form, launch_of(part(case.family, "cuda"), form, differentiable))
         launch_one_token(patch)
         return call(problem, **tensors)
@@ -112,6 +112,7 @@ FORWARD_ALONE = {
     "fused_recurrent_gla-gk": "chunk_gla",
     "fused_recurrent_rwkv6": "chunk_rwkv6",
     "fused_recurrent_hgrn": "chunk_hgrn",
+    "fused_recurrent_rg_lru": "chunk_rg_lru",
     "fused_recurrent_mlstm": "chunk_mlstm",
     "fused_recurrent_simple_gla": "chunk_linear_attn",
 }
@@ -587,11 +588,12 @@ DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34,
         ("low_rank", [*[(1, 34, 1, 5)] * 2, (1, 34, 1, 6), *[(1, 34, 1, 5)] * 3, (1, 1, 5, 6)], (0.7, True)),
         ("normalizer", [*[(1, 34, 1, 5)] * 2, (1, 34, 2, 6), *[(1, 34, 2)] * 3, (1, 2, 5)], (0.7, 0.1)),
         ("scan", [(1, 34, 3), (1, 34, 3), (1, 3)], ()),
+        ("rg_lru", [*[(1, 34, 3)] * 3, (3,), (1, 3)], (None,)),  # without resets
         ("short_conv", [(1, 34, 3), (3, 4), (3,), (1, 3, 4)], (True,)),
         ("selective_scan", [(1, 18, 3), (1, 18, 3), (3, 2), (1, 18, 1, 2), (1, 18, 1, 2), (1, 3, 2)], ()),
     ],
-    ids=["scalar", "vector", "delta", "delta with gates of channels", "low rank", "normaliser", "scan", "convolution",
-         "selective"],
+    ids=["scalar", "vector", "delta", "delta with gates of channels", "low rank", "normaliser", "scan", "RG-LRU",
+         "convolution", "selective"],
 )  # fmt: skip
 def test_one_gradient(
     family: str, shapes: list[tuple[int, ...] | None], constants: tuple[float, ...]

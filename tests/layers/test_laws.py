@@ -439,7 +439,7 @@ FAMILIES = {
     "gla": "vector_decay",
     "rwkv6": "vector_decay",
     "rwkv7": "low_rank",
-    "griffin": "scan",
+    "griffin": "rg_lru",
     "hgrn": "scan",
     "hgrn2": "vector_decay",
     "lightnet": "vector_decay",

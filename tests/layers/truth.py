@@ -109,12 +109,10 @@ EVERY = LAYERS | {
 # These differ from KDA, Gated DeltaNet and Based in formulas of one token.
 ALIKE = ("gdn2", "comba", "rebased")
 # What takes seconds for each layer, compiling, exporting and training in segments, is tested of these alone: cheaper
-# tests see all that the others have of their own. Griffin's block has the operators and the states of HGRN, Rodimus
-# those of GLA, Based those of linear attention, and Mamba-3 with several keys a token those of Mamba-3 with one.
+# tests see all that the others have of their own. Rodimus has the operators and the states of GLA, Based those of
+# linear attention, and Mamba-3 with several keys a token those of Mamba-3 with one.
 DISTINCT = {
-    name: config
-    for name, config in EVERY.items()
-    if name not in (*ALIKE, "griffin", "rodimus", "based", "mamba3 mimo")
+    name: config for name, config in EVERY.items() if name not in (*ALIKE, "rodimus", "based", "mamba3 mimo")
 }
 
 

@@ -112,10 +112,10 @@ def _with_a_token(signature: Signature[Any], inputs: Any) -> Any:
     """
     N = sequence_count(inputs[0], inputs.cu_seqlens)
     tokens = {}
-    for name in signature.differentiable:
+    for name in inputs._fields:
         x = getattr(inputs, name)
-        if x is not None and "T" in signature.axes[name].split():
-            tokens[name] = x.sum((0, 1))[None, None]
+        if x is not None and "T" in signature.axes.get(name, "").split():
+            tokens[name] = x.sum((0, 1))[None, None].to(x.dtype)
     bounds = torch.zeros(N + 1, dtype=torch.int32, device=inputs[0].device)
     return inputs._replace(**tokens, cu_seqlens=bounds)
 

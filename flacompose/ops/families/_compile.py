@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import Context
-from itertools import chain, takewhile
+from itertools import chain
 from threading import RLock
 from typing import Any
 
@@ -37,8 +37,11 @@ class compile_ahead:
     come here: after two calls without gradients, the backward's kernels are compiled at its own first call.
     """
 
-    def __init__(self, implementation: Callable[..., Any], backward: compile_ahead | None = None) -> None:
+    def __init__(
+        self, implementation: Callable[..., Any], differentiable: int, backward: compile_ahead | None = None
+    ) -> None:
         self.implementation = implementation
+        self.differentiable = differentiable  # how many arguments, the first, have a gradient
         self.backward = backward
         self.started: dict[Any, list[Any]] = {}
         self.ready: set[Any] = set()
@@ -62,9 +65,7 @@ class compile_ahead:
         kernels = self.started.pop(kind, None) or self.started.pop((False, *kind[1:]), None)
         if kernels is None:
             differentiated, device, *_ = kind
-            # Tensors come first. The last of them is cu_seqlens, which has no gradient.
-            *inputs, _ = takewhile(lambda x: x is None or isinstance(x, Tensor), args)
-            mask = [x is not None and x.requires_grad for x in inputs]
+            mask = [x is not None and x.requires_grad for x in args[: self.differentiable]]
             args = tuple(map(_meta, args))
             with _compiling_in_threads() as mode:
                 kernels, (o, *others) = self.start(mode, args)

@@ -8,6 +8,7 @@ import triton.language as tl
 # Its exponential is 0 in float32. So a sum of gates that includes it gives a weight of 0, as one with -inf does.
 LOWEST_GATE = tl.constexpr(-128.0)
 LOWEST_RATE = tl.constexpr(-3.4028234663852886e38)  # the lowest number of float32
+SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # from which on PyTorch takes softplus for the identity
 
 
 @triton.jit
@@ -166,6 +167,25 @@ def load_numbers(x, first, token, end, H):
 
 
 @triton.jit
+def of_channels(x, j, left, d, in_d, D, other: tl.constexpr = 0.0):
+    """``x [tokens, D]`` of the token `j`, and `other` where there is no channel or, with `left` tokens, no token."""
+    return tl.load(x + j * D + d, mask=in_d & (j < left), other=other)
+
+
+@triton.jit
+def tile_of_channels(
+    x, token, hi, d, in_d, D: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr, other: tl.constexpr = 0.0
+):  # fmt: skip
+    """``x [tokens, D]`` of each token of a tile in the order of the sweep, `other` from `hi` on."""
+    left = tl.minimum(hi - token, TOKENS).to(tl.int32)
+    tokens = ()
+    for i in tl.static_range(TOKENS):
+        j = TOKENS - 1 - i if REVERSE else i
+        tokens += (of_channels(x + token * D, j, left, d, in_d, D, other),)
+    return tokens
+
+
+@triton.jit
 def load_state(state, d, d2, K, V):
     """``[d2, d]`` of ``state [K, V]``."""
     at = state + d[None, :] * V + d2[:, None]
@@ -249,11 +269,25 @@ def dot_in_parts(a, b, DOT: tl.constexpr, acc=None):
 
 
 @triton.jit
+def expm1_near_0(g):
+    """``exp(g) - 1``, right to float32 from -0.1 to 0."""
+    return g * (1 + g * (1 / 2 + g * (1 / 6 + g * (1 / 24 + g * (1 / 120)))))
+
+
+@triton.jit
 def decayed(h, g):
     """``exp(g) * h``, without an ``exp(g)`` near 1, whose rounding adds up over tokens where gates are constant."""
     g = g.to(tl.float32)
-    expm1 = g * (1 + g * (1 / 2 + g * (1 / 6 + g * (1 / 24 + g * (1 / 120)))))
-    return tl.where(g > -0.1, h + h * expm1, h * tl.exp(g))
+    return tl.where(g > -0.1, h + h * expm1_near_0(g), h * tl.exp(g))
+
+
+@triton.jit
+def softplus(x):
+    """``log(1 + e^x)``, precise where ``e^x`` is lost in the sum: the logarithm is divided by what has rounded it."""
+    e = tl.exp(tl.minimum(x, SOFTPLUS_THRESHOLD))
+    u = 1.0 + e
+    log = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > SOFTPLUS_THRESHOLD, x, log)
 
 
 @triton.jit

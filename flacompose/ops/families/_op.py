@@ -222,10 +222,11 @@ def on_cuda(family: str, form: str, signature: Signature[Any]) -> Replay:
     function = getattr(import_module(f"flacompose.ops.families.{family}.cuda"), form)
     if form in ONE_KERNEL:
         return Replay(signature.flat(function))
+    differentiable = len(signature.differentiable)
     if form == "backward":
-        return Replay(compile_ahead(signature.flat_backward(function)))
+        return Replay(compile_ahead(signature.flat_backward(function), differentiable))
     backward = None if form == "ends" else on_cuda(family, "backward", signature).implementation
-    return Replay(compile_ahead(signature.flat(function), backward))
+    return Replay(compile_ahead(signature.flat(function), differentiable, backward))
 
 
 def _compiling(fake: Callable[..., Any], load: Callable[[], Replay]) -> Callable[..., Any]:

@@ -13,8 +13,9 @@
         o: Annotated[Tensor, "B T H V", Dtype("v")]
         final_state: Annotated[Tensor, "N H K V"]
 
-A tensor with axes has a gradient, and one without them has none. `AUTOCAST` marks an argument that autocast casts. A
-result has the dtype of the argument that `Dtype` names; a state has none, and is float32, or float64 for float64.
+A tensor with axes has a gradient, unless `CONSTANT` marks it, and one without them has none. `AUTOCAST` marks an
+argument that autocast casts. A result has the dtype of the argument that `Dtype` names; a state has none, and is
+float32, or float64 for float64.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class Autocast(NamedTuple):
     unless: str | None = None
 
 
+class Constant(NamedTuple):
+    """Marks an argument that has axes and no gradient, as of bools; the public function checks it by itself."""
+
+
 class Dtype(NamedTuple):
     """Marks a result with the dtype of the argument `of`, or with that of states where the bool `unless` is true."""
 
@@ -48,7 +53,7 @@ class Dtype(NamedTuple):
     unless: str | None = None
 
 
-AUTOCAST = Autocast()
+AUTOCAST, CONSTANT = Autocast(), Constant()
 SCHEMA_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
 
 
@@ -57,6 +62,7 @@ class _Field(NamedTuple):
     type: str  # as a schema has it
     axes: str | None
     autocast: Autocast | None
+    constant: Constant | None
     rule: Dtype | None
 
 
@@ -65,7 +71,7 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
     for name, hint in get_type_hints(named_tuple, include_extras=True).items():
         kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         of_kind: list[Any] = [
-            next((x for x in marks if isinstance(x, mark)), None) for mark in (str, Autocast, Dtype)
+            next((x for x in marks if isinstance(x, mark)), None) for mark in (str, Autocast, Constant, Dtype)
         ]
         if kind not in SCHEMA_TYPES:
             raise TypeError(f"{named_tuple.__qualname__}.{name}: no schema has {kind}")
@@ -80,11 +86,11 @@ Argument = tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]
 
 
 def _tensors(fields: Iterable[_Field]) -> tuple[Argument, ...]:
-    """The arguments that have axes."""
+    """The arguments that have axes, but for constants."""
     found: list[Argument] = []
     seen = {"N"}
     for x in fields:
-        if x.axes is not None:
+        if x.axes is not None and x.constant is None:
             axes = tuple(x.axes.split())
             new = tuple(axis for axis in axes if axis not in seen)
             found.append((x.name, x.type == "Tensor?", axes, new, x.autocast is not None))
@@ -117,14 +123,15 @@ class Signature(Generic[AnyInputs]):
         self._results = results
         self.axes = {x.name: x.axes for x in (*arguments, *results) if x.axes is not None}
         self.autocast = {x.name: x.autocast.unless for x in arguments if x.autocast is not None}
-        self.differentiable = [x.name for x in arguments if x.axes is not None]
+        self.differentiable = [x.name for x in arguments if x.axes is not None and x.constant is None]
         self.arguments = ", ".join([f"{x.type} {x.name}" for x in arguments] + [f"int {x}" for x in numbers])
         self.results = _schema("Tensor", outputs._fields)
         self.arriving = _schema("Tensor?", map(gradient_name, outputs._fields))
         self.gradients = _schema("Tensor", map(gradient_name, self.differentiable))
-        # As `compile_ahead` takes them: the tensors that a call begins with, and the last of them has no gradient.
+        # As `compile_ahead` takes them: a call begins with the tensors that have gradients.
         first = [x.name for x in takewhile(lambda x: x.type.startswith("Tensor"), arguments)]
-        expected = self.differentiable + ["cu_seqlens"] * ("cu_seqlens" in inputs._fields)
+        expected = self.differentiable + [x.name for x in arguments if x.constant is not None]
+        expected += ["cu_seqlens"] * ("cu_seqlens" in inputs._fields)
         assert first == expected, f"inputs begin with their tensors, cu_seqlens last: {expected}, not {first}"
         # As `primal_of` would take it for the argument.
         assert not {*map(gradient_name, self.differentiable)} & {*inputs._fields}

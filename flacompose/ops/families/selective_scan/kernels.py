@@ -24,7 +24,9 @@ from flacompose.ops.families._kernels import (
     decayed,
     finite,
     is_idle,
+    of_channels,
     split_program,
+    tile_of_channels,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -43,12 +45,6 @@ def _place(tile, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, BD: tl.cons
     p = tile * BD + tl.arange(0, BD)
     s = state_tile * BS + tl.arange(0, BS)
     return state_tile, group, tile, group * P + p, p < P, s, s < S
-
-
-@triton.jit
-def _of_channels(x, j, left, d, in_d, D):
-    """``x [tokens, D]`` of the token `j`, and 0 where there is no channel or, with `left` tokens, no token."""
-    return tl.load(x + j * D + d, mask=in_d & (j < left), other=0.0)
 
 
 @triton.jit
@@ -81,17 +77,6 @@ def _load_states(x, state_tile, d, in_d, S: tl.constexpr, BS: tl.constexpr, BD: 
         row = tl.load(x + d * S + s, mask=in_d & (s < S), other=0.0).to(tl.float32)
         states = tl.where((tl.arange(0, BS) == i)[:, None], row[None, :], states)
     return states
-
-
-@triton.jit
-def _tile_of_channels(x, token, hi, d, in_d, D: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr):
-    """``x [tokens, D]`` of each token of a tile in the order of the sweep, 0 from `hi` on."""
-    left = tl.minimum(hi - token, TOKENS).to(tl.int32)
-    tokens = ()
-    for i in tl.static_range(TOKENS):
-        j = TOKENS - 1 - i if REVERSE else i
-        tokens += (_of_channels(x + token * D, j, left, d, in_d, D),)
-    return tokens
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
@@ -147,8 +132,8 @@ def sweep_kernel(
     # 2. What tokens need is loaded with the tile before theirs: of channels into registers, of states by a pipeline of
     # two stages into shared memory, from where every thread reads them.
     next_token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * TOKENS
-    next_x = _tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
-    next_dt = _tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
+    next_x = tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
+    next_dt = tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
     both = s[:, None] + tl.arange(0, 2)[None, :] * S
     for i in tl.range(begin, stop, num_stages=2):
         first = begin + stop - 1 - i if REVERSE else i
@@ -156,8 +141,8 @@ def sweep_kernel(
         left = tl.minimum(hi - token, TOKENS).to(tl.int32)
         next_token = tl.maximum(token - TOKENS, lo) if REVERSE else token + TOKENS
         x_tile, dt_tile = next_x, next_dt
-        next_x = _tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
-        next_dt = _tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
+        next_x = tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
+        next_dt = tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
         if before is not None:
             at_chunk = before + (row + first // (CHUNK // TOKENS)) * D * S + at_state
             tl.store(at_chunk, h, mask=in_state & (first % (CHUNK // TOKENS) == 0))
@@ -265,14 +250,14 @@ def gradient_kernel(
                     left_then = tl.minimum(hi - earlier, TOKENS).to(tl.int32)
                     BC_then = BC + (earlier * G + group) * (2 * S)
                     for j in tl.static_range(TOKENS):
-                        x_ = _of_channels(x + earlier * D, j, left_then, d, in_d, D).to(tl.float32)
-                        dt_ = _of_channels(dt + earlier * D, j, left_then, d, in_d, D).to(tl.float32)
+                        x_ = of_channels(x + earlier * D, j, left_then, d, in_d, D).to(tl.float32)
+                        dt_ = of_channels(dt + earlier * D, j, left_then, d, in_d, D).to(tl.float32)
                         B_ = _of_states(BC_then, j, left_then, s, in_s, G, S, BS)
                         h = _decay(A_, dt_[:, None]) * h + (dt_ * x_)[:, None] * B_[None, :]
                 states = (h,)
                 for j in tl.static_range(TOKENS):
-                    x_ = _of_channels(x + token * D, j, left, d, in_d, D).to(tl.float32)
-                    dt_ = _of_channels(dt + token * D, j, left, d, in_d, D).to(tl.float32)
+                    x_ = of_channels(x + token * D, j, left, d, in_d, D).to(tl.float32)
+                    dt_ = of_channels(dt + token * D, j, left, d, in_d, D).to(tl.float32)
                     B_ = _of_states(BC_tile, j, left, s, in_s, G, S, BS)
                     h = _decay(A_, dt_[:, None]) * h + (dt_ * x_)[:, None] * B_[None, :]
                     states += (h,)
@@ -280,9 +265,9 @@ def gradient_kernel(
             dx_, ddt_ = tl.zeros([BD, TOKENS], tl.float32), tl.zeros([BD, TOKENS], tl.float32)
             dB_, dC_ = tl.zeros([TOKENS, BS], tl.float32), tl.zeros([TOKENS, BS], tl.float32)
             for j in tl.static_range(TOKENS - 1, -1, -1):
-                x_ = _of_channels(x + token * D, j, left, d, in_d, D).to(tl.float32)
-                dt_ = _of_channels(dt + token * D, j, left, d, in_d, D).to(tl.float32)
-                dy_ = _of_channels(dy + token * D, j, left, d, in_d, D).to(tl.float32)
+                x_ = of_channels(x + token * D, j, left, d, in_d, D).to(tl.float32)
+                dt_ = of_channels(dt + token * D, j, left, d, in_d, D).to(tl.float32)
+                dy_ = of_channels(dy + token * D, j, left, d, in_d, D).to(tl.float32)
                 B_ = _of_states(BC_tile, j, left, s, in_s, G, S, BS)
                 C_ = _of_states(BC_tile + S, j, left, s, in_s, G, S, BS)
                 a_ = _decay(A_, dt_[:, None])

@@ -10,20 +10,10 @@ import triton
 import triton.language as tl
 
 from flacompose.ops._gates import LOWEST
-from flacompose.ops.families._kernels import LOWEST_RATE, bounded, find_chunk, finite, in_float32
+from flacompose.ops.families._kernels import LOWEST_RATE, bounded, find_chunk, finite, in_float32, softplus
 from flacompose.ops.families.scalar_decay.gates import store_sums
 
 LEAST_GATE = tl.constexpr(LOWEST[torch.float32])
-THRESHOLD = tl.constexpr(20.0)  # from which on PyTorch takes softplus for the identity
-
-
-@triton.jit
-def _softplus(x):
-    """``log(1 + e^x)``, precise where ``e^x`` is lost in the sum: the logarithm is divided by what has rounded it."""
-    e = tl.exp(tl.minimum(x, THRESHOLD))
-    u = 1.0 + e
-    log = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.where(x > THRESHOLD, x, log)
 
 
 @triton.jit
@@ -32,7 +22,7 @@ def _time_steps(dt, dt_bias, at, h, mask, in_h, least, most, SOFTPLUS: tl.conste
     x = tl.load(dt + at, mask=mask, other=0.0).to(tl.float32)
     if dt_bias is not None:
         x += tl.load(dt_bias + h, mask=in_h, other=0.0).to(tl.float32)[None, :]
-    free = _softplus(x) if SOFTPLUS else x
+    free = softplus(x) if SOFTPLUS else x
     delta = tl.where(free < least, least, tl.where(free > most, most, free))
     return x, free, delta
 
