@@ -116,6 +116,7 @@ BREAKS = [
     Break("ops/families/delta_rule/eager.py", "keepdim=True) + NORM_EPS)", "keepdim=True))", "test_delta_rule.py"),
     Break("ops/gated_delta_rule.py", "(2 if neg_eigval else 1)", "1", "test_delta_rule.py"),
     Break("ops/gated_delta_product.py", "(T, n))[:, :, -1]", "(T, n))[:, :, 0]", VALUES, "lengths and product"),
+    Break("ops/_dtype.py", "x.dtype == y.dtype:", "False:", "test_dtype.py"),
     Break("ops/comba.py", "p, -written, gk", "p, written, gk", VALUES, "lengths and comba-before"),
     Break("ops/comba.py", "_replace(q=q, k=k, a=p, g=None, gk=gk)", "_replace(q=q, k=k, a=k, g=None, gk=gk)", VALUES, "lengths and comba"),
     Break("ops/linear_recurrence.py", "gv = _with(g, gv)", "gv = gv", "test_linear_recurrence.py", "without_a_function"),
