@@ -27,7 +27,8 @@ class Sweeps(MatrixSequences):
     They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, which have `HK`
     heads, the keys "W" that write values, "b" that write what "k" reads if it is not taken from the values before, and
     the products "P" and "Y" of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
-    A family that bounds what each chunk multiplies a state by gives the `growth`, which `kernels` explains too.
+    A family that bounds what each chunk multiplies a state by gives the `growth`, which `kernels` explains too. With
+    `read_before`, "k" reads a state before the gate of a head decays it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Sweeps(MatrixSequences):
         self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
         self.growth: Tensor | None = None
+        self.read_before = False
 
     def chunk(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """``(o [B, T, HV, V], final_state [N, HV, K, V])``, the former of this `dtype`."""
@@ -119,7 +121,8 @@ class Sweeps(MatrixSequences):
     def _of_sweeps(self, ends: Tensor | None) -> dict[str, Any]:
         """What both sweeps take besides. Those for `ends` pass over what is forgotten."""
         sizes = {"HK": self.HK, "SEGMENTS": self.row.count, "K": self.K, "C": self.C}
-        return dict(**self.arguments, **sizes, growth=None if ends is None else self.growth)
+        growth = None if ends is None else self.growth
+        return dict(**self.arguments, **sizes, growth=growth, READ_BEFORE=self.read_before)
 
     def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
         """The state before each segment, from the first one's, or with `reverse` its gradient after it.
@@ -133,7 +136,7 @@ class Sweeps(MatrixSequences):
         starts = self.per_segment(self.row.count, self.HV, self.K, V)
         config = join_config(self.chip, self.bfloat16, self.K)
         tensors = {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
-        others = ("HK", "scale", "growth")
+        others = ("HK", "scale", "growth", "READ_BEFORE")
         arguments = {name: x for name, x in self._of_sweeps(None).items() if name not in others}
         grid = (tile_count(V, config["BV"]) * self.HV * self.N,)
         launch(join_kernel, grid, **tensors, **arguments, V=V, REVERSE=reverse, **config)
