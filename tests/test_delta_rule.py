@@ -115,7 +115,8 @@ def test_keys_that_are_alike(
         assert error(y.detach(), truth.detach()) <= (of_values if i < 2 else of_gradients), i
 
 
-def test_both_gates(device: torch.device) -> None:
+@pytest.mark.parametrize("read_before", [False, True], ids=["after", "before"])
+def test_both_gates(read_before: bool, device: torch.device) -> None:
     x = inputs(device)
     g, gk = -torch.rand_like(x["beta"]), -torch.rand(B, T, HV, K, dtype=torch.float64, device=device)
     leaves = [*x.values(), g, gk]
@@ -123,7 +124,7 @@ def test_both_gates(device: torch.device) -> None:
         y.requires_grad_()
 
     def evaluate(function) -> list[Tensor]:
-        o, state = function({**x, "g": g, "gk": gk, "scale": 0.3})
+        o, state = function({**x, "g": g, "gk": gk, "scale": 0.3, "read_before": read_before})
         return [o, state, *torch.autograd.grad(o.sin().sum() + state.cos().sum(), leaves)]
 
     expected = evaluate(lambda given: delta_rule(**given))

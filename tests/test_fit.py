@@ -42,6 +42,8 @@ LARGEST = [
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 6400, {"BV": 128}), (90,)),
     (("delta_rule g", "gradient_kernel", BFLOAT16, 64, 64, {"ADDS": True}), (90,)),
     (("delta_rule ", "pair_kernel", BFLOAT16, 64, 64, {}), (90,)),
+    (("delta_rule g a before", "pair_kernel", BFLOAT16, 128, 128, {}), (90, 120)),
+    (("delta_rule g a before", "gradient_kernel", BFLOAT16, 128, 128, {}), (90, 120)),
     ((*CHANNELS, BFLOAT16, 64, 64, {}), (80, 89)),
     ((*CHANNELS, BFLOAT16, 128, 128, {}), (90,)),
     ((*CHANNELS, FLOAT32, 16, 16, {}), (120,)),

@@ -178,7 +178,7 @@ def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> Non
     q, k, v, do = torch.zeros(4, 1, 5, 2, 16)
     beta, g = torch.zeros(2, 1, 5, 2)
     mask = [name == wanted for name in ("q", "k", "v", "beta", "g", "gk", "a", "initial_state")]
-    args = q, k, v, beta, g, None, None, torch.zeros(1, 2, 16, 16), None, 1.0, do, None, mask
+    args = q, k, v, beta, g, None, None, torch.zeros(1, 2, 16, 16), None, 1.0, False, do, None, mask
     launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
     assert {kernel for kernel, _ in launches} == expected | {gate_kernel, pair_kernel}
 
@@ -214,7 +214,7 @@ def test_gluon_on_hopper(
 
     q, k, v, do = zeros("q", 2, K), zeros("k", 2, K), zeros("v", 6, V), zeros("do", 6, V)
     beta, g = torch.zeros(2, 1, 5, 6)
-    args = q, k, v, beta, g, None, None, None, None, 1.0, do, None, [True] * 5 + [False] * 3
+    args = q, k, v, beta, g, None, None, None, None, 1.0, False, do, None, [True] * 5 + [False] * 3
     with tables_of(chip):
         launches, (dq, *_) = launched(lambda: flat(delta_rule, "backward")(*args), into_graph)
     assert dq.shape == q.shape
@@ -240,10 +240,23 @@ def test_gluon_adds_up_few_heads(group: int, kernel: Any) -> None:
         torch.zeros(1, 5, group, 128, dtype=torch.bfloat16),
     )
     beta = torch.zeros(1, 5, group)
-    args = q, q, v, beta, None, None, None, None, None, 1.0, v, None, [True] * 4 + [False] * 4
+    args = q, q, v, beta, None, None, None, None, None, 1.0, False, v, None, [True] * 4 + [False] * 4
     with tables_of(HOPPER):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
     assert {found for found, x in launches if "dq" in x} == {kernel}
+
+
+@pytest.mark.parametrize(("with_a", "read_before"), [(True, False), (True, True), (False, True)])
+def test_gluon_reads_with_the_key_after_the_decay(with_a: bool, read_before: bool) -> None:
+    """Where gates are of heads. What reads otherwise does so in Triton's kernels."""
+    q = torch.zeros(1, 5, 1, 128, dtype=torch.bfloat16)
+    gates, mask = torch.zeros(2, 1, 5, 1), [True] * 5 + [False, with_a, False]
+    args = q, q, q, *gates, None, q if with_a else None, None, None, 1.0, read_before, q, None, mask
+    with tables_of(HOPPER):
+        launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
+    assert {pair_kernel, gradient_kernel} <= {kernel for kernel, _ in launches}
+    told = {x["READ_BEFORE"] for _, x in launches if "READ_BEFORE" in x}
+    assert told == {read_before}
 
 
 @pytest.mark.parametrize("unaligned", [None, "q", "a"])
@@ -270,6 +283,7 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         None,
         None,
         1.0,
+        False,
         do,
         None,
         [True] * 4 + [False, True, True, False],

@@ -95,8 +95,16 @@ def test_rows_are_equal(call: str, choice: str) -> None:
 CHOICES = {
     "scalar_decay": ["g"],
     "vector_decay": ["g gv", "g gk", "g gk gv", "g before u", "before", "gv before u"],
-    "delta_rule": ["g gk beta", "beta a", "gk beta a"],
-    "low_rank": ["g gk a b", "beta erase", "g gk beta a erase", "a b erase"],
+    "delta_rule": [
+        "g gk beta",
+        "beta a",
+        "gk beta a",
+        "g beta a",
+        "beta erase",
+        "g beta erase",
+        "g beta a erase",
+    ],
+    "low_rank": ["g gk a b", "gk beta erase", "g gk beta a erase", "a b erase"],
 }
 each_choice = pytest.mark.parametrize(
     ("family", "names"), [(family, names) for family in CHOICES for names in CHOICES[family]]

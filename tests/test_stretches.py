@@ -107,6 +107,8 @@ CASES = [
     Case("selective_scan"),
     Case("delta_rule"),
     Case("delta_rule", ("g",)),
+    Case("delta_rule", ("g", "a")),
+    Case("delta_rule", ("g", "a"), (("read_before", True),)),
     Case("delta_rule", ("g", "gk", "a")),
     Case("low_rank"),
     Case("low_rank", ("gk",)),

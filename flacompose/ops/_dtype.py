@@ -19,6 +19,13 @@ def upcast(x: Tensor, *others: Tensor) -> Tensor:
     return x.to(state_dtype(widest))
 
 
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """``x * y`` for `y` of the shape of `x`, rounded once, to the dtype of `x`."""
+    if x.dtype == y.dtype:  # PyTorch multiplies in float32, and the backward keeps no wider copies of both
+        return x * y
+    return (upcast(x, y) * y).to(x.dtype)
+
+
 def autocast_on(device: torch.device) -> bool:
     """Whether autocast is on for `device`. PyTorch raises an error when it is asked about a device without autocast."""
     return device.type in AUTOCAST_DEVICES and torch.is_autocast_enabled(device.type)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
-from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
-from flacompose.ops.families.delta_rule import op as delta_rule
+from flacompose.ops.families.delta_rule import op
 from flacompose.ops.families.delta_rule.eager import normalized
-from flacompose.ops.families.low_rank import op as low_rank
 
 
 def chunk_comba(
@@ -71,10 +67,10 @@ def chunk_comba(
             not one of the two.
         TypeError: If an argument has the wrong type or dtype.
     """
-    form = family_of(erase).chunk
+    before = reads_before(erase)
     scale = _check.scale(scale, q)
-    given = delta_rule.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale)
-    return run(form, _inputs(given, use_qk_l2norm_in_kernel, erase), output_final_state)
+    given = op.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale, before)
+    return run(op.chunk, _inputs(given, use_qk_l2norm_in_kernel), output_final_state)
 
 
 def fused_recurrent_comba(
@@ -101,53 +97,26 @@ def fused_recurrent_comba(
             [fused_recurrent_gla][flacompose.ops.fused_recurrent_gla] does: ``[N, n, HV, K, V]``.
             Default: the final state alone.
     """
-    form, wanted = recurrent_form(family_of(erase), q, output_final_state, cu_seqlens, output_states)
+    before = reads_before(erase)
+    form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = _check.scale(scale, q)
-    given = delta_rule.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale)
-    return run(form, _inputs(given, use_qk_l2norm_in_kernel, erase), wanted)
+    given = op.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale, before)
+    return run(form, _inputs(given, use_qk_l2norm_in_kernel), wanted)
 
 
-def _inputs(
-    given: delta_rule.Inputs, use_qk_l2norm_in_kernel: bool, erase: str
-) -> delta_rule.Inputs | low_rank.Inputs:
-    """Check the arguments, normalise, and return the inputs of the family that computes this `erase`.
-
-    `given` has the arguments as those of the delta rule, `p` as its `a`.
-    """
-    check(delta_rule, given, {"a": "p"}, required=("g", "a"))
-    assert given.a is not None and given.g is not None
-    q, k, p, g = given.q, given.k, given.a, given.g
+def _inputs(given: op.Inputs, use_qk_l2norm_in_kernel: bool) -> op.Inputs:
+    """Check the arguments, `p` among them as the `a` of the delta rule, and normalise."""
+    check(op, given, {"a": "p"}, required=("g", "a"))
+    assert given.a is not None
+    q, k, p = given.q, given.k, given.a
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         q, k, p = map(normalized, without_tail(given.cu_seqlens, q, k, p))
-    gk = g.unsqueeze(-1).expand(*g.shape, q.shape[3])
-    return erasing(given._replace(q=q, k=k, a=p, g=None, gk=gk), erase)
+    return given._replace(q=q, k=k, a=p)
 
 
-def family_of(erase: Any) -> ModuleType:
-    """The family whose kernels read what is replaced after the decay, or before it."""
+def reads_before(erase: Any) -> bool:
+    """Whether what is replaced is read before the decay, or after it."""
     if not _check.is_one_of(erase, "after", "before"):
         raise ValueError(f'erase must be "after" or "before", got {_check.shown(erase)}')
-    return delta_rule if erase == "after" else low_rank
-
-
-def erasing(inputs: delta_rule.Inputs, erase: str) -> delta_rule.Inputs | low_rank.Inputs:
-    """The delta rule's `inputs`, with ``a [B, T, H, K]``, as inputs of ``family_of(erase)``.
-
-    The kernels of the delta rule read after the decay, ``gk [B, T, HV, K]``. Before it, the rule is one of low rank,
-    which has as many queries, keys and ``a`` as values.
-    """
-    if erase == "after":
-        return inputs
-    q, k, v, beta, _, gk, p, initial_state, cu_seqlens, scale = inputs
-    assert p is not None
-    dtype = autocast_dtype(q.device)
-    if dtype is not None and q.dtype != torch.float64:
-        q, k, v, p = (x.to(dtype) for x in (q, k, v, p))
-    groups = v.shape[2] // q.shape[2]
-    if groups > 1:
-        q, k, p = (x.repeat_interleave(groups, 2) for x in (q, k, p))
-    # `beta` would have a gradient from tokens that are in no sequence, and that need not be finite.
-    k, beta = without_tail(cu_seqlens, k, beta)
-    written = (upcast(k, beta) * beta.unsqueeze(-1)).to(k.dtype)
-    return low_rank.Inputs(q, written, v, p, -written, gk, initial_state, cu_seqlens, scale)
+    return bool(erase == "before")

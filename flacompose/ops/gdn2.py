@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
-from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._dtype import autocast_dtype, product
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
 from flacompose.ops.families.delta_rule import op
@@ -159,8 +159,7 @@ def _run(
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    erased = (upcast(k, b) * b).to(k.dtype)
-    written = (upcast(v, w) * w).to(v.dtype)
+    erased, written = product(k, b), product(v, w)
     beta = torch.ones_like(written[..., 0])
     inputs = op.Inputs(q, k, written, beta, None, g, erased, initial_state, cu_seqlens, scale)
     return run(form, inputs, output_final_state)

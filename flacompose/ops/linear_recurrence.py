@@ -11,9 +11,11 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import always_true
-from flacompose.ops.comba import erasing, family_of
+from flacompose.ops._varlen import without_tail
+from flacompose.ops.comba import reads_before
 from flacompose.ops.families.delta_rule import op as delta_rule
 from flacompose.ops.families.low_rank import op as low_rank
 from flacompose.ops.families.scalar_decay import op as scalar_decay
@@ -98,7 +100,7 @@ def linear_recurrence(
             _check.like(q, name, x, q.shape)
             _check.same_dtype(q, name, x)
     _check.optional(q, "u", u, (H, K))
-    eraser = family_of(erase)
+    before = reads_before(erase)
     _check_combination(gv, beta, a, b, erase, u, read)
 
     options = initial_state, cu_seqlens, scale
@@ -117,19 +119,32 @@ def linear_recurrence(
             _form(vector_decay, T), vector_decay.Inputs(q, k, v, gk, gv, u, *options), output_final_state
         )
     if beta is not None:
-        if a is None and erase == "after":
-            rule = delta_rule.Inputs(q, k, v, beta, g, gk, None, *options)
-            return run(_form(delta_rule, T), rule, output_final_state)
-        decay = _with(g, gk, K)
-        # Only the kernels for gates of channels read with a vector other than the key.
-        if decay is None and erase == "after":
-            decay = beta.new_zeros(B, T, HV, K)
-        rule = delta_rule.Inputs(q, k, v, beta, None, decay, k if a is None else a, *options)
-        return run(_form(eraser, T), erasing(rule, erase), output_final_state)
+        rule = delta_rule.Inputs(q, k, v, beta, g, gk, a, *options, read_before=before)
+        if before and gk is not None:  # which the kernels of the delta rule do not read before
+            return run(_form(low_rank, T), _as_low_rank(rule), output_final_state)
+        return run(_form(delta_rule, T), rule, output_final_state)
     assert a is not None and b is not None
     q, k, a, b = _for_each_value(groups, q, k, a, b)
-    writes = low_rank.Inputs(q, k, v, a, b, _with(g, gk, K), *options, read_before=erase == "before")
+    writes = low_rank.Inputs(q, k, v, a, b, _with(g, gk, K), *options, read_before=before)
     return run(_form(low_rank, T), writes, output_final_state)
+
+
+def _as_low_rank(rule: delta_rule.Inputs) -> low_rank.Inputs:
+    """The delta rule's inputs that read before the decay, with gates of channels, as those of low rank.
+
+    This has as many queries, keys and ``a`` as values.
+    """
+    q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale, read_before = rule
+    a = k if a is None else a
+    dtype = autocast_dtype(q.device)
+    if dtype is not None and q.dtype != torch.float64:
+        q, k, v, a = (x.to(dtype) for x in (q, k, v, a))
+    q, k, a = _for_each_value(v.shape[2] // q.shape[2], q, k, a)
+    # `beta` would have a gradient from tokens that are in no sequence, and that need not be finite.
+    k, beta = without_tail(cu_seqlens, k, beta)
+    written = (upcast(k, beta) * beta.unsqueeze(-1)).to(k.dtype)
+    gates = _with(g, gk)
+    return low_rank.Inputs(q, written, v, a, -written, gates, initial_state, cu_seqlens, scale, read_before)
 
 
 def _check_combination(

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from .opcase import OpCase
-from .recurrences import CASES, GATES_ON_BOTH_AXES, MAMBA3, SOFTMAX, SSD
+from .recurrences import CASES, GATES_ON_BOTH_AXES, KEY_READS_BEFORE, MAMBA3, SOFTMAX, SSD
 
 __all__ = [
     "CASES",
     "GATES_ON_BOTH_AXES",
+    "KEY_READS_BEFORE",
     "MAMBA3",
     "NAMED",
     "ONE_EACH",

@@ -13,7 +13,6 @@ from torch import Tensor
 from flacompose import ops
 from flacompose.ops._call import check
 from flacompose.ops.families.delta_rule.reference import delta_rule
-from flacompose.ops.families.low_rank.reference import low_rank
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.selective_scan.reference import selective_scan
 from flacompose.ops.families.short_conv.reference import short_conv
@@ -21,7 +20,7 @@ from flacompose.ops.families.slot_attention.reference import slot_attention
 from flacompose.ops.families.vector_decay import op
 from flacompose.ops.families.vector_decay.reference import vector_decay
 
-from .opcase import Function, State, entry, unit_vectors, without_overwriting
+from .opcase import Function, State, entry, without_overwriting
 
 # References and functions whose arguments differ from those of a family's. Their own have the names of operands.
 
@@ -116,15 +115,6 @@ def gdn2(
     q: Tensor, k: Tensor, v: Tensor, gk: Tensor, b: Tensor, w: Tensor, **options
 ) -> tuple[Tensor, Tensor]:
     return delta_rule(q, k, w * v, torch.ones_like(v[..., 0]), gk=gk, a=b * k, **options)
-
-
-def comba_before(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, beta: Tensor, g: Tensor, **options
-) -> tuple[Tensor, Tensor]:
-    """Comba that reads what it replaces before the decay."""
-    q, k, a = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k, a))
-    k = beta[..., None] * k
-    return low_rank(q, k, v, a, -k, g[..., None].expand(q.shape), **options)
 
 
 def by_steps(form: Function) -> Function:
@@ -294,7 +284,9 @@ two_keys = partial(
     entry, family="delta_rule", arguments="q k v b w g=gk", axes={"b": "B T H K", "w": "B T HV V"},
     draws={"b": torch.sigmoid, "w": torch.sigmoid}, reference=gdn2, other_ops=None, prepared=True,
 )  # fmt: skip
-comba = partial(entry, groups=2, other_ops=None, prepared=True)
+comba = partial(
+    entry, family="delta_rule", arguments="q k v p=a beta g", groups=2, draws={"beta": torch.sigmoid}
+)
 
 # fmt: off
 CASES = [
@@ -359,13 +351,11 @@ CASES = [
     entry("fused_recurrent_kda", ops.fused_recurrent_kda, ops.chunk_kda, "delta_rule", "q k v beta g=gk"),
     two_keys("chunk_gdn2", ops.chunk_gdn2, ops.fused_recurrent_gdn2, groups=2),
     two_keys("fused_recurrent_gdn2", ops.fused_recurrent_gdn2, ops.chunk_gdn2),
-    comba("chunk_comba", ops.chunk_comba, ops.fused_recurrent_comba, "delta_rule", "q k v p=a beta g",
-          draws={"beta": torch.sigmoid}),
+    comba("chunk_comba", ops.chunk_comba, ops.fused_recurrent_comba),
     comba("chunk_comba-before", partial(ops.chunk_comba, erase="before"),
-          partial(ops.fused_recurrent_comba, erase="before"), "low_rank", "q k v p=a beta g",
-          axes={"v": "B T HV V", "beta": "B T HV", "g": "B T HV"}, states={"initial_state": "N HV K V"},
-          output_axes="B T HV V", draws={"k": unit_vectors, "beta": torch.sigmoid}, reference=comba_before,
-          uncancelled=without_overwriting(comba_before)),
+          partial(ops.fused_recurrent_comba, erase="before"), reference=partial(delta_rule, read_before=True)),
+    comba("fused_recurrent_comba-before", partial(ops.fused_recurrent_comba, erase="before"),
+          partial(ops.chunk_comba, erase="before"), reference=partial(delta_rule, read_before=True)),
     entry("chunk_dplr_delta_rule", ops.chunk_dplr_delta_rule, ops.fused_recurrent_dplr_delta_rule, "low_rank",
           "q k v a b gk", inductor=True),
     entry("fused_recurrent_dplr_delta_rule", ops.fused_recurrent_dplr_delta_rule, ops.chunk_dplr_delta_rule,
@@ -389,10 +379,12 @@ CASES = [
           # Slots that hold the same are read as one, however they are weighed.
           uncancelled=partial(slot_attention, weights=constant_weight), other_ops=None),
 ]
-# These four are not under the whole contract. The first two are the operator with arguments that public functions
+# These five are not under the whole contract. The first three are the operator with arguments that public functions
 # reach only together with others, or through `linear_recurrence`; the scans of Mamba-2
 # and Mamba-3 are more than their operator.
 GATES_ON_BOTH_AXES = entry("chunk-gk-gv", chunk, recurrent, "vector_decay", "q k v gk gv")
+KEY_READS_BEFORE = entry("chunk-erase-before", partial(ops.linear_recurrence, erase="before"), None, "delta_rule",
+                         "q k v beta g", groups=2, reference=partial(delta_rule, read_before=True))
 SOFTMAX = [
     entry(f"softmax-{form}", partial(direct, form=form, softmax=True), None, "vector_decay", "q k v gk",
           reference=softmax_of_q)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from contract.accuracy import VALUES, assert_accurate, assert_equal
 from contract.cases import CASES as ALL_CASES
-from contract.cases import GATES_ON_BOTH_AXES, OpCase, each_softmax, every
+from contract.cases import GATES_ON_BOTH_AXES, KEY_READS_BEFORE, OpCase, each_softmax, every
 from contract.problems import Problem, call, call_reference, draw, evaluate, permuted, side_by_side
 from contract.test_pure import head_first
 from families import flat, part
@@ -281,7 +281,7 @@ def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
 # One of each kernel that works in tiles of heads of more than 256, and in what these add up.
 LARGE = [
     "chunk_gla", "chunk_gsa", "chunk_simple_gla-g", "chunk_linear_attn", "chunk_delta_rule", "chunk_gated_delta_rule",
-    "chunk_kda", "fused_recurrent_gated_delta_rule", "chunk_dplr_delta_rule", "chunk_mlstm",
+    "chunk_kda", "fused_recurrent_gated_delta_rule", "chunk_comba-before", "chunk_dplr_delta_rule", "chunk_mlstm",
 ]  # fmt: skip
 
 
@@ -467,7 +467,12 @@ def test_what_is_forgotten_is_not_swept(forgetful: Problem) -> None:
     assert results["dv"][:, -32:, 0].isnan().any() and results["dv"][:, :256, 0].isfinite().all()
 
 
-@every([NAMED[name] for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda")])
+@every(
+    [
+        NAMED[name]
+        for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba-before", "chunk_kda")
+    ]
+)
 @pytest.mark.parametrize(
     ("segments", "lengths"), [(1, None), (3, None), (3, [3, 100, 0])], ids=["one", "three", "packed"]
 )
@@ -481,7 +486,12 @@ def test_states_in_parts(
     check(draw(case, CPU, B=1, H=1, T=100, K=20, V=20, lengths=lengths, gates=-1e-3))
 
 
-@every([NAMED[name] for name in ("chunk_delta_rule", "chunk_gated_delta_rule")])
+@every(
+    [
+        NAMED[name]
+        for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba", "chunk_comba-before")
+    ]
+)
 @pytest.mark.parametrize("loss", ["both", "o", "state"])
 def test_gradients_from_stored_pairs(case: OpCase, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in bfloat16 with more than 128 keys: the gradients of pairs are stored for several tiles of keys."""
@@ -489,6 +499,17 @@ def test_gradients_from_stored_pairs(case: OpCase, loss: str, monkeypatch: pytes
     config = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 1}
     monkeypatch.setattr(delta_rule, "gradient_from_pairs_config", lambda *_: config)
     check(draw(case, CPU, B=1, H=1, T=70, K=20, V=37, gates="mixed"), loss)
+
+
+@pytest.mark.parametrize("gates", ["mild", "mixed", -30.0])
+@pytest.mark.parametrize("lengths", [None, [3, 0, 70, 65]], ids=["dense", "packed"])
+@pytest.mark.parametrize("stored", [False, True], ids=["at once", "from stored pairs"])
+def test_key_that_reads_before_the_decay(
+    stored: bool, lengths: list[int] | None, gates: str | float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no other vector that reads."""
+    monkeypatch.setattr(delta_rule, "stores_pairs", lambda *_: stored)
+    check(draw(KEY_READS_BEFORE, CPU, B=1, H=1, T=70, K=5, V=6, lengths=lengths, gates=gates))
 
 
 @every(
@@ -583,8 +604,9 @@ DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34,
         ("vector_decay",
          [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 1, 6), (1, 34, 1, 5), (1, 34, 1, 6), (1, 5), (1, 1, 5, 6)],
          (0.7, False, False)),
-        ("delta_rule", [*DELTA_TOKENS, None, None, (1, 2, 5, 6)], (0.7,)),
-        ("delta_rule", [*DELTA_TOKENS, (1, 34, 2, 5), (1, 34, 1, 5), (1, 2, 5, 6)], (0.7,)),
+        ("delta_rule", [*DELTA_TOKENS, None, None, (1, 2, 5, 6)], (0.7, False)),
+        ("delta_rule", [*DELTA_TOKENS, None, (1, 34, 1, 5), (1, 2, 5, 6)], (0.7, True)),
+        ("delta_rule", [*DELTA_TOKENS, (1, 34, 2, 5), (1, 34, 1, 5), (1, 2, 5, 6)], (0.7, False)),
         ("low_rank", [*[(1, 34, 1, 5)] * 2, (1, 34, 1, 6), *[(1, 34, 1, 5)] * 3, (1, 1, 5, 6)], (0.7, True)),
         ("normalizer", [*[(1, 34, 1, 5)] * 2, (1, 34, 2, 6), *[(1, 34, 2)] * 3, (1, 2, 5)], (0.7, 0.1)),
         ("scan", [(1, 34, 3), (1, 34, 3), (1, 3)], ()),
@@ -592,8 +614,8 @@ DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34,
         ("short_conv", [(1, 34, 3), (3, 4), (3,), (1, 3, 4)], (True,)),
         ("selective_scan", [(1, 18, 3), (1, 18, 3), (3, 2), (1, 18, 1, 2), (1, 18, 1, 2), (1, 3, 2)], ()),
     ],
-    ids=["scalar", "vector", "delta", "delta with gates of channels", "low rank", "normaliser", "scan", "RG-LRU",
-         "convolution", "selective"],
+    ids=["scalar", "vector", "delta", "delta that reads before", "delta with gates of channels", "low rank",
+         "normaliser", "scan", "RG-LRU", "convolution", "selective"],
 )  # fmt: skip
 def test_one_gradient(
     family: str, shapes: list[tuple[int, ...] | None], constants: tuple[float, ...]
@@ -620,5 +642,6 @@ def test_one_gradient(
 def test_one_gradient_from_stored_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a gradient of queries needs is given to the kernels, if it is the only one."""
     monkeypatch.setattr(delta_rule, "stores_pairs", lambda *_: True)
-    shapes = [*DELTA_TOKENS, None, None, (1, 2, 5, 6)]
-    test_one_gradient("delta_rule", shapes, (0.7,))
+    for a, read_before in ((None, False), ((1, 34, 1, 5), True)):
+        shapes = [*DELTA_TOKENS, None, a, (1, 2, 5, 6)]
+        test_one_gradient("delta_rule", shapes, (0.7, read_before))

@@ -451,7 +451,7 @@ FAMILIES = {
     "kda": "delta_rule",
     "mlstm": "normalizer",
     "gdn2": "delta_rule",
-    "comba": "low_rank",
+    "comba": "delta_rule",
     "rodimus": "vector_decay",
 }
 

@@ -378,9 +378,11 @@ def recurrent_kernel(
         v_ = tl.load(v + token * v_token + hv * V + dv, mask=in_v, other=0.0).to(tl.float32)
         if u is not None:
             o_ = tl.sum(S * q_[:, None], 0) + tl.sum(q_ * u_ * k_, 0) * v_
-        # 3. The state decays. What `a` has read of it, before or after that, `b` writes back.
-        if b is not None and READ_BEFORE:
-            a_ = tl.load(a + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
+        # 3. The state decays. What `a` reads of it, before or after that, `b` writes back or the delta rule replaces.
+        if READ_BEFORE and (b is not None or DELTA_RULE):
+            a_ = k_
+            if a is not None:
+                a_ = tl.load(a + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
             read = tl.sum(S * a_[:, None], 0)
         if g is not None:
             g_ = tl.load(g + token * HV + hv).to(tl.float32)
@@ -401,10 +403,12 @@ def recurrent_kernel(
             S += b_[:, None] * read[None, :]
         # 4. The token is written, by the delta rule in the place of what its key, or `a`, reads.
         if DELTA_RULE:
-            a_ = k_
-            if a is not None:
-                a_ = tl.load(a + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
-            v_ -= tl.sum(S * a_[:, None], 0)
+            if not READ_BEFORE:
+                a_ = k_
+                if a is not None:
+                    a_ = tl.load(a + (token * H + h) * K + dk, mask=in_k, other=0.0).to(tl.float32)
+                read = tl.sum(S * a_[:, None], 0)
+            v_ -= read
         if beta is not None:
             v_ *= tl.load(beta + token * HV + hv).to(tl.float32)
         S += k_[:, None] * v_[None, :]

@@ -109,10 +109,10 @@ def recurrent(
     The gates are ``g [B, T, HV]`` and ``g_gamma [HV]``, which add, ``gk [B, T, HG, K]`` for HG heads that divide HV,
     and ``gv [B, T, HV, V]``; the bonus is ``u [H, K]``. ``beta [B, T, HV]`` is how strongly a token is written, and
     with `delta_rule` how much it replaces of what is there, which ``a [B, T, H, K]`` or else the key reads. ``b`` of
-    the shape of `a` writes back what that reads, before the state decays if `read_before`. `softmax` reads with the
-    softmax of `q`. `full_precision` gives the output in float32. With `norm_eps` queries and keys are divided by their
-    norms, the roots of it and the sums of their squares. `in_place` has the kernel write the final state where it reads
-    a copy of the initial one, which Inductor leaves out if the caller writes the one over the other.
+    the shape of `a` writes back what that reads. With `read_before` `a` reads before the state decays. `softmax` reads
+    with the softmax of `q`. `full_precision` gives the output in float32. With `norm_eps` queries and keys are divided
+    by their norms, the roots of it and the sums of their squares. `in_place` has the kernel write the final state where
+    it reads a copy of the initial one, which Inductor leaves out if the caller writes the one over the other.
     """
     H, K = q.shape[2:]
     HV, V = v.shape[2:]

@@ -52,8 +52,8 @@ def token(
     if b is not None and before is not None and S is not None:
         S = S + upcast(b[:, 0]).unsqueeze(-1) * (a.unsqueeze(-2) @ (before if read_before else S))
     # 3. The token is written, by the delta rule in the place of what its key, or `a`, reads.
-    if delta_rule and S is not None:
-        v = v - (a.unsqueeze(-2) @ S).squeeze(-2)
+    if delta_rule and before is not None and S is not None:
+        v = v - (a.unsqueeze(-2) @ (before if read_before else S)).squeeze(-2)
     if beta is not None:
         v = v * beta[:, 0, :, None].to(dtype)
     written = k.unsqueeze(-1) * v.unsqueeze(-2)

@@ -101,8 +101,8 @@ class _Launches(Sweeps):
     """The launches of one call, and what they have in common."""
 
     def __init__(self, inputs: Inputs, with_r: bool = False) -> None:
-        q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale = inputs
-        assert a is None or gk is not None, "the kernels for gates of heads read with the key"
+        q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale, read_before = inputs
+        assert gk is None or not read_before, "the kernels for gates of channels read after the decay"
         C = chunk_size(q.dtype == torch.bfloat16, gk is not None)
         super().__init__(q, v, initial_state, cu_seqlens, scale, C)
         self.q, self.k, self.beta = map(operand, (q, k, beta))
@@ -110,6 +110,8 @@ class _Launches(Sweeps):
         if gk is not None:
             gk, g = _gates_of_channels(g, gk), None
         self.gk = operand(gk)
+        # Without gates, reads before and after the decay are the same.
+        self.read_before = read_before and g is not None
         if g is not None:
             self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
         # What kernels take of each token, and the heads of these.
@@ -128,17 +130,28 @@ class _Launches(Sweeps):
     def head_pairs(self, products: dict[str, Tensor | None]) -> None:
         """Fill the `products` that sweeps take, where gates are of heads, or where there are none."""
         self.HK = self.q.shape[2]
-        self.factors |= {"q": self.q, "k": self.k}
-        if self.gates["sums"] is not None:
+        self.factors |= {"q": self.q, "k": self.k if self.a is None else self.a}
+        if self.gates["sums"] is not None and self.reads_with_key:
             self.bound_growth()
         grid = (self.chunks * self.HV,)
         gates = {"sums": self.gates["sums"], "growth": self.growth}
         arguments = dict(**self.vectors, **products, **gates, **self.arguments, K=self.K, C=self.C)
-        if _hopper.takes(self.chip, (self.q, self.k), self.K):
+        if self.reads_with_key and _hopper.takes(self.chip, (self.q, self.k), self.K):
             del arguments["DOT"]
             launch(hopper_pairs.pair_kernel, grid, **arguments, num_warps=4, maxnreg=168)
         else:
-            launch(pair_kernel, grid, **arguments, rest=self.gates["rest"], **pair_config(self.bfloat16))
+            config = pair_config(self.bfloat16)
+            launch(pair_kernel, grid, **arguments, **self.reading, rest=self.gates["rest"], **config)
+
+    @property
+    def reads_with_key(self) -> bool:
+        """Whether what is replaced is read as in the gated delta rule, by the key, and after the decay."""
+        return self.a is None and not self.read_before
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """What the Triton kernels for gates of heads are told of that, and those for Hopper are not."""
+        return {"a": self.a, "READ_BEFORE": self.read_before}
 
     def channel_pairs(self, products: dict[str, Tensor | None]) -> None:
         """Fill the `products` and the vectors that sweeps take, where gates are of channels."""
@@ -167,14 +180,15 @@ class _Launches(Sweeps):
         dS: Tensor | None,
         gates: bool,
     ) -> dict[str, Tensor]:
-        """The gradients of queries and, with `dS`, of keys, `beta` and, if wanted, gates of heads, by their names."""
+        """The gradients of queries and, with `dS`, keys, `a`, `beta` and, if wanted, gates of heads, by their names."""
         H, HV = self.q.shape[2], self.HV
         gates_of_heads = {name: self.gates[name] for name in ("sums", "rest")}
         sizes = {"V": self.V, "C": self.C}
-        products: dict[str, Tensor] = {}
+        products: dict[str, Tensor | None] = {}
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
         on_hopper = (
             dS is not None
+            and self.reads_with_key
             and HV // H <= LARGEST_GROUP
             and _hopper.takes(self.chip, (self.q, self.k, do), self.K, self.V)
         )
@@ -194,12 +208,11 @@ class _Launches(Sweeps):
         if dS is None:  # queries alone
             outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
         of_values = {"r": r, "do": do, "dv": dv, "states": S, "d_states": dS}
-        made_here = {name: x for name, x in outputs.items() if name != "da"}
         of_gates = {"sums": self.gates["sums"], "d_sums": d_sums, "d_total": d_total}
         arguments = dict(
             **self.vectors,
             **of_values,
-            **made_here,
+            **outputs,
             **of_gates,
             **self.arguments,
             **sizes,
@@ -207,26 +220,27 @@ class _Launches(Sweeps):
             K=self.K,
         )
         if on_hopper:
-            del arguments["DOT"]
+            del arguments["DOT"], arguments["da"]
             # One of the heads of values that share keys after the other: each adds to what was stored before.
             for i in range(HV // H):
                 grid = (tiles * self.chunks * H,)
                 launch(hopper_gradients.gradient_kernel, grid, **arguments, of_group=i, ADDS=i > 0)
         else:
             grid = (tiles * self.chunks * HV,)
-            launch(kernel, grid, **arguments, **products, rest=self.gates["rest"])
+            launch(kernel, grid, **arguments, **products, **self.reading, rest=self.gates["rest"])
         made = self.added_up(outputs)
         if gates:
             assert d_sums is not None and d_total is not None
             made["g"] = scalar_decay.gate_gradient(self, d_sums, (tiles,) * 3, d_total, 1.0, torch.float32)
         return made
 
-    def pair_gradients(self, **arguments: Any) -> dict[str, Tensor]:
+    def pair_gradients(self, **arguments: Any) -> dict[str, Tensor | None]:
         """The gradients of the products of queries and keys with keys, as `gradient_from_pairs_kernel` takes them."""
         HV = self.HV
         products = {
             "pairs": self.per_chunk(HV, 2, 2 if self.bfloat16 else 1, self.C, self.C, dtype=self.dtype),
             "diagonal": self.per_chunk(HV, self.C),
+            "of_before": self.per_chunk(HV, self.C) if self.read_before else None,
         }
         launch(
             decayed_pair_gradient_kernel,
@@ -234,6 +248,7 @@ class _Launches(Sweeps):
             **arguments,
             **products,
             **self.arguments,
+            READ_BEFORE=self.read_before,
             **pair_gradient_config(self.bfloat16),
         )
         return products

@@ -1,8 +1,8 @@
 """Chunked PyTorch for the delta rule: what every device without a Triton kernel runs.
 
-    S' = diag(exp g_t) S_{t-1}      u_t = beta_t (v_t - S'^T a_t)      S_t = S' + k_t u_t^T      o_t = scale * S_t^T q_t
+    S' = diag(exp g_t) S_{t-1}      u_t = beta_t (v_t - S*^T a_t)      S_t = S' + k_t u_t^T      o_t = scale * S_t^T q_t
 
-where `a` is the key, if it is not given.
+where `a` is the key, if it is not given, and S* is the state that it reads, after its decay or before it.
 
 Given ``u``, this is linear attention with the values ``u``. Within a chunk that begins with the state S, the tokens'
 equations are one triangular system, ``(I + diag(beta) A) u = diag(beta) (v - k_read S)``, where ``A[t, s]`` is the
@@ -99,15 +99,21 @@ def _segment_gradients(
         of_q = pair_gradient(rule.q, rule.k, rule.P, (do @ u.mT).tril(), rule.gate)
     if wants("k", "a", *GATES):
         minus_dv = -dv
-        dk_read, dk_write = rule.read(minus_dv @ S.mT), rule.write(u @ dS.mT)
-        of_k = pair_gradient(rule.a, rule.k, rule.A, (minus_dv @ u.mT).tril(-1), rule.gate)
+        dk_read, dk_write = rule.read_a(minus_dv @ S.mT), rule.write(u @ dS.mT)
+        of_k = pair_gradient(rule.a, rule.k, rule.A, (minus_dv @ u.mT).tril(-1), rule.gate_a)
     if wants(*GATES):
-        reads, writes = rule.q * dq_read + rule.a * dk_read, rule.k * dk_write
+        reads, reads_of_a, writes = rule.q * dq_read, rule.a * dk_read, rule.k * dk_write
         total = rule.gate.total * (S * dS).sum(-1).unsqueeze(-2)
         if rule.gate.total.shape[-1] != rule.k.shape[-1]:
-            reads, writes, total = (x.sum(-1, keepdim=True) for x in (reads, writes, total))
-        exponents = pytree.tree_map(torch.add, of_q.exponents, of_k.exponents)
-        made["gates"] = rule.gate.gradient(exponents, reads, writes, total)
+            of_head = (x.sum(-1, keepdim=True) for x in (reads, reads_of_a, writes, total))
+            reads, reads_of_a, writes, total = of_head
+        if rule.gate_a is rule.gate:
+            exponents = pytree.tree_map(torch.add, of_q.exponents, of_k.exponents)
+            made["gates"] = rule.gate.gradient(exponents, reads + reads_of_a, writes, total)
+        else:
+            zeros = torch.zeros_like(writes), torch.zeros_like(total)
+            made["gates"] = rule.gate.gradient(of_q.exponents, reads, writes, total)
+            made["gates"] = made["gates"] + rule.gate_a.gradient(of_k.exponents, reads_of_a, *zeros)
     if wants("q"):
         made["q"] = rule.of_group(dq_read + of_q.a) * rule.scale
     if wants("k"):
@@ -122,13 +128,14 @@ class _Rule(Segment):
     """The tokens of a segment in chunks, ``[B, H, n, R, C, D]``, and what each chunk does to a state."""
 
     def __init__(self, inputs: Inputs, chunks: Chunks) -> None:
-        q, k, v, beta, g, gk, a, _, _, self.scale = inputs
-        super().__init__(chunks, q, v, _gate(inputs, chunks))
+        q, k, v, beta, _, _, a, _, _, self.scale, read_before = inputs
+        super().__init__(chunks, q, v, _gate(inputs, chunks, read_before=False))
+        self.gate_a = _gate(inputs, chunks, read_before) if read_before else self.gate
         self.k, self.beta = self.split(k), self.split(beta.unsqueeze(-1))
         self.a = self.k if a is None else self.split(a)
-        self.A = pair(self.a, self.k, self.gate, -1)
+        self.A = pair(self.a, self.k, self.gate_a, -1)
         self.Y = inverse(self.beta * self.A)
-        self.k_read, self.k_write = self.read(self.a), self.write(self.k)
+        self.k_read, self.k_write = self.read_a(self.a), self.write(self.k)
 
     @cached_property
     def q(self) -> Tensor:
@@ -141,12 +148,15 @@ class _Rule(Segment):
     def outputs(self, S: Tensor, u: Tensor) -> Tensor:
         return self.read(self.q) @ S + self.P @ u
 
+    def read_a(self, x: Tensor) -> Tensor:
+        return x * self.gate_a.read
+
     def of_group(self, x: Tensor) -> Tensor:
         """The gradient of queries or keys that `n` heads of values share: the sum over these heads."""
         return x.sum(2, True) if x.shape[2] > 1 else x
 
     def errors(self, S: Tensor, u: Tensor) -> Tensor:
-        """``v_t - S'^T a_t``: what each value differs by from the one that is read in its place."""
+        """``v_t - S*^T a_t``: what each value differs by from the one that is read in its place."""
         return self.v - self.k_read @ S - self.A @ u
 
     def states(self, sweep: Sweep) -> tuple[Tensor, Tensor]:
@@ -159,13 +169,13 @@ class _Rule(Segment):
         return self.sweep(sweep, self.Y.mT, x, self.k_write, -self.beta * self.k_read, added)
 
 
-def _gate(inputs: Inputs, chunks: Chunks) -> Gate | Decay:
+def _gate(inputs: Inputs, chunks: Chunks, read_before: bool) -> Gate | Decay:
     q, g, gk = inputs.q, inputs.g, inputs.gk
     if gk is None:
-        return Decay(chunks, q, g, None)
+        return Decay(chunks, q, g, None, read_before)
 
     def split(x: Tensor) -> Tensor:
         return chunks.split(x).unflatten(1, (q.shape[2], -1))
 
     gates = split(gk)
-    return Gate(gates if g is None else gates + split(g.unsqueeze(-1)), read_before=False)
+    return Gate(gates if g is None else gates + split(g.unsqueeze(-1)), read_before)

@@ -6,7 +6,8 @@ With the names of `kernels`, and S the state before a chunk, dS the gradient of 
     dq = d(q . k) diag(beta) k + scale * do S^T
     dk = d(k . k) diag(beta) k - dv S^T + diag(beta) (d(q . k)^T q + d(k . k)^T k + r dS^T)
 
-The last term is `beta` times the gradient of what the keys write, whose product with the keys is that of `beta`.
+The last term is `beta` times the gradient of what the keys write, whose product with the keys is that of `beta`. Where
+``a`` reads in the place of the keys, it does so in ``d(a . k)``, and its gradient is all that comes before that term.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from flacompose.ops.families.scalar_decay.gates import (
     ENDING,
     LEAVING,
     decayed_pairs,
+    decayed_pairs_before,
     decayed_rows,
+    decays_of_reads,
 )
 
 
@@ -57,12 +60,27 @@ def _reads(
     return pairs, transposed, of_state
 
 
+@triton.jit
+def of_next(x):
+    """Of each token the number that ``x [C]`` has for the next one, and 0 for the last."""
+    i = tl.arange(0, x.shape[0])
+    return tl.sum(tl.where(i[None, :] == i[:, None] + 1, x[None, :], 0.0), 1)
+
+
+@triton.jit
+def load_before(x, token, end, d, H, D):
+    """The vectors of the tokens before `token` of one head of ``x [tokens, H, D]``, zero for the first of the chunk."""
+    tile = load_tile(x, tl.maximum(token - 1, 0), end, 0, d, H, D)
+    return tl.where((token > 0)[:, None], tile, 0.0)
+
+
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def gradient_kernel(
     # One kernel makes the gradients of queries and of keys, because both take the same vectors and states. So it has
     # more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
+    a,  # [tokens, H, K], the keys that read; `k` if it is None
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
@@ -73,6 +91,7 @@ def gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it
     dq,  # [tokens, HV, K]
     dk,  # [tokens, HV, K]
+    da,  # [tokens, HV, K], with `a`
     dbeta,  # [tokens, tiles of K, HV], to be added up
     d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
     d_total,  # [chunks, HV, K]
@@ -87,12 +106,13 @@ def gradient_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
 
-    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_total`. Registers are scarce, so that
-    queries and keys read one after the other, and inputs and weights are loaded again rather than kept.
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `da`, `d_sums` and `d_total`. Registers are scarce, so
+    that queries and keys read one after the other, and inputs and weights are loaded again rather than kept.
     """
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
@@ -108,6 +128,8 @@ def gradient_kernel(
     of_keys = (lo * H + h // (HV // H)) * K
     q += of_keys
     k += of_keys
+    if a is not None:
+        a += of_keys
     r += first * V
     states += rh * K * V
     beta_i = load_numbers(beta, first, i, size, HV)
@@ -139,20 +161,34 @@ def gradient_kernel(
         in_chunk = split_dot(transposed, q_, DOT)
         ending = tl.sum(dq_read * q_, 1)
 
-        # 2. Keys read with the gradient -dv.
+        # 2. Keys, or `a`, read with the gradient -dv.
         pairs, transposed, dk_read = _reads(dv + first * V, r, states, size, d, HV, K, V, C, BV, DOT)
         pairs = tl.where(s < t, pairs * -beta_i[None, :], 0.0)
         transposed = tl.where(t < s, -transposed, 0.0)
         dk_read = -dk_read
-        if sums is not None:
+        if READ_BEFORE:
+            # No gate decays what is read of the token before. It joins last, too.
+            of_before = tl.sum(tl.where(s == t - 1, pairs, 0.0), 1)[:, None]
+            by_next = tl.sum(tl.where(s == t + 1, transposed, 0.0), 1)[:, None]
+            pairs = tl.where(s == t - 1, 0.0, pairs) * decayed_pairs_before(sums, rest, C, 0)
+            transposed = tl.where(s == t + 1, 0.0, transposed) * decayed_pairs_before(sums, rest, C, 1)
+            dk_read *= decays_of_reads(sums, rest, from_start, True, C)[:, None]
+        elif sums is not None:
             weights = decayed_pairs(sums, rest, C)
             pairs *= weights
             transposed *= weights
             dk_read *= from_start[:, None]
         k_ = load_tile(k, i, size, 0, d, H, K)
+        a_ = k_ if a is None else load_tile(a, i, size, 0, d, H, K)
         dk_read = split_dot(pairs, k_, DOT, dk_read)
-        in_chunk = split_dot(transposed, k_, DOT, in_chunk)
-        ending += tl.sum(dk_read * k_, 1)
+        in_chunk = split_dot(transposed, a_, DOT, in_chunk)
+        if READ_BEFORE:
+            ending += of_next(tl.sum(dk_read * a_, 1))
+            dk_read += of_before * load_before(k, i, size, d, H, K)
+        else:
+            ending += tl.sum(dk_read * a_, 1)
+        if a is not None:
+            store_tile(da + first * K, dk_read, i, size, 0, d, HV, K)
 
         # 3. What keys write also reaches the chunk's end.
         written = tl.zeros([C, BK], dtype=tl.float32)
@@ -177,6 +213,11 @@ def gradient_kernel(
             tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
             tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
         written += in_chunk + diagonal * q_
+        if READ_BEFORE:
+            written += by_next * load_tile(k if a is None else a, i + 1, size, 0, d, H, K)
         d_beta = tl.sum(written * k_, 1)
         tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
-        store_tile(dk + first * K, dk_read + written * beta_t, i, size, 0, d, HV, K)
+        if a is None:
+            store_tile(dk + first * K, dk_read + written * beta_t, i, size, 0, d, HV, K)
+        else:
+            store_tile(dk + first * K, written * beta_t, i, size, 0, d, HV, K)

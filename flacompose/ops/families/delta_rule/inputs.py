@@ -18,10 +18,13 @@ class Inputs(NamedTuple):
     beta: Annotated[Tensor, "B T HV"]  # how much of a value is replaced
     g: Annotated[Tensor | None, "B T HV"] = None  # a decay per token and head
     gk: Annotated[Tensor | None, "B T HV K"] = None  # a decay per token, head and channel of the key
-    a: Annotated[Tensor | None, "B T H K", AUTOCAST] = None  # with gk: reads what is replaced; else the key
+    a: Annotated[Tensor | None, "B T H K", AUTOCAST] = None  # reads what is replaced; else the key
     initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0
+    read_before: bool = (
+        False  # whether `a` reads the state before its decay (by kernels without gk alone), or after it
+    )
 
 
 class Outputs(NamedTuple):

@@ -3,7 +3,8 @@
 Within a chunk that begins with the state S, ``r_t = v_t - S'^T a_t``, what a value differs by from the one that is read
 in its place, solves ``(I + A diag(beta)) r = e`` with ``e = v - k_read S``. Here ``A[t, s]`` is the product of the
 reading key ``a`` of token `t`, mostly its key, and the key of ``s < t``, decayed by the gates between them, and
-`k_read` are the reading keys, decayed by the gates since the chunk's start. So what the chunk adds to the state and to
+`k_read` are the reading keys, decayed by the gates since the chunk's start. (Where ``a`` reads S before its decay, not
+S', the sums of gates of a reading key end at the token before it.) So what the chunk adds to the state and to
 the outputs is linear in ``e``:
 
     r = Y e, with Y = (I + A diag(beta))^-1        W = Y^T diag(beta) k_write        P = scale * (q . k) diag(beta) Y
@@ -68,7 +69,12 @@ from flacompose.ops.families._kernels import (
     store_tile,
     tile_of_program,
 )
-from flacompose.ops.families.scalar_decay.gates import decayed_pairs, decayed_rows
+from flacompose.ops.families.scalar_decay.gates import (
+    decayed_pairs,
+    decayed_pairs_before,
+    decayed_rows,
+    decays_of_reads,
+)
 from flacompose.ops.families.vector_decay.gates import siblings
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
@@ -127,13 +133,14 @@ def solve(of_q, of_k, beta, P, Y, DOT: tl.constexpr):
 def pair_kernel(
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
+    a,  # [tokens, H, K], the keys that read; `k` if it is None
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C], running sums of the gates of heads, as `gate_kernel` of scalar decay gives them
     rest,  # [chunks, HV, C]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    growth,  # [chunks, HV], as `forgets` takes it, with `sums`
+    growth,  # [chunks, HV], as `forgets` takes it, with `sums` and without `a`
     cu_seqlens,
     T,
     N,
@@ -143,6 +150,7 @@ def pair_kernel(
     K: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Fills `W`, `P` and, if given, `Y` and `growth`."""
@@ -169,7 +177,8 @@ def pair_kernel(
         q_ = load_tile(q + of_keys, i, size, 0, d, H, K)
         k_ = load_tile(k + of_keys, i, size, 0, d, H, K)
         of_q += dot(k_, tl.trans(q_), DOT)
-        of_k += dot(k_, tl.trans(k_), DOT)
+        a_ = k_ if a is None else load_tile(a + of_keys, i, size, 0, d, H, K)
+        of_k += dot(k_, tl.trans(a_), DOT)
         if growth is not None:
             # Not the diagonal of `of_k`: Triton 3.6 does not compile its sum for Blackwell.
             of_itself += tl.sum(k_.to(tl.float32) * k_.to(tl.float32), 1)
@@ -180,6 +189,8 @@ def pair_kernel(
             rest += rh * C
         between = decayed_pairs(sums, rest, C)
         of_q *= between
+        if READ_BEFORE:
+            between = decayed_pairs_before(sums, rest, C, 1)
         of_k *= between
     if growth is not None:
         # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
@@ -356,6 +367,7 @@ def sweep_kernel(
     BV: tl.constexpr,
     IDENTITY: tl.constexpr,
     RESTARTS: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Forwards in time: fills what is given of `o`, `r`, `states`, `ends` and `final`.
@@ -422,7 +434,7 @@ def sweep_kernel(
         if sums is not None:
             rest_ = None if rest is None else rest + rh * C
             from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
-            e *= from_start[None, :]
+            e *= decays_of_reads(sums + rh * C, rest_, from_start, READ_BEFORE, C)[None, :]
         if v is not None:
             e += _load_transposed(v + start * v_token + h * V, i, size, v_token, dv, V)
         # 2. r and o.
@@ -494,6 +506,7 @@ def reverse_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
     RESTARTS: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Backwards in time: fills what is given of `dv`, `du`, `d_states`, `ends` and `d_initial`.
@@ -551,7 +564,7 @@ def reverse_kernel(
             rest_ = None if rest is None else rest + rh * C
             from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
             do_ *= from_start[None, :]
-            dv_ *= from_start[None, :]
+            dv_ *= decays_of_reads(sums + rh * C, rest_, from_start, READ_BEFORE, C)[None, :]
         # 2. The gradient of the state before the chunk.
         after, dS = dS, ()
         for part in tl.static_range((K + BK - 1) // BK):

@@ -1,9 +1,10 @@
 """The registered ops of the delta rule: a chunked form and a recurrent one, of the same function, with one backward.
 
-    S' = diag(exp(g_t + gk_t)) S_{t-1}      S_t = S' + beta_t k_t (v_t - S'^T a_t)^T      o_t = scale * S_t^T q_t
+    S' = diag(exp(g_t + gk_t)) S_{t-1}      S_t = S' + beta_t k_t (v_t - S*^T a_t)^T      o_t = scale * S_t^T q_t
 
-`g` is a decay per token and head, `gk` one per channel of the keys besides. `a` is `k` where it is not given. `v`,
-`beta`, the gates and states may have a multiple of the heads of `q` and `k`.
+`g` is a decay per token and head, `gk` one per channel of the keys besides. `a` is `k` where it is not given. ``S*``
+is what `a` reads: S', or ``S_{t-1}`` if `read_before`. `v`, `beta`, the gates and states may have a multiple of the
+heads of `q` and `k`.
 """
 
 from __future__ import annotations

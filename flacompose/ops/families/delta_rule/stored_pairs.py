@@ -24,12 +24,15 @@ from flacompose.ops.families._kernels import (
     store_tile,
     tile_of_program,
 )
+from flacompose.ops.families.delta_rule.gradients import load_before, of_next
 from flacompose.ops.families.scalar_decay.gates import (
     BEGINNING,
     ENDING,
     LEAVING,
     decayed_pairs,
+    decayed_pairs_before,
     decayed_rows,
+    decays_of_reads,
 )
 
 
@@ -42,6 +45,7 @@ def decayed_pair_gradient_kernel(
     dv,  # [tokens, HV, V], where keys get gradients
     pairs,  # [chunks, HV, 2, PARTS, C, C]: `of_q` and `of_k`, without their diagonals
     diagonal,  # [chunks, HV, C]: the diagonal of `of_q`
+    of_before,  # [chunks, HV, C], with `READ_BEFORE`: what no gate decays of `of_k`, the pairs with the token before
     cu_seqlens,
     T,
     N,
@@ -50,12 +54,13 @@ def decayed_pair_gradient_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s``, decayed by the gates between the tokens.
 
-    They are the gradients of the products of queries and keys with the keys that write, without the factor beta. In
-    bfloat16 they are stored in two parts, one after the other.
+    They are the gradients of the products of the queries and keys that read with the keys that write, without the
+    factor beta. In bfloat16 they are stored in two parts, one after the other.
     """
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
@@ -80,8 +85,15 @@ def decayed_pair_gradient_kernel(
     of_q = tl.where(s < t, of_q, 0.0)
     of_k = tl.where(s < t, -of_k, 0.0)
     if sums is not None:
-        weights = decayed_pairs(sums + rh * C, None if rest is None else rest + rh * C, C)
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
+        weights = decayed_pairs(sums, rest, C)
         of_q *= weights
+        if READ_BEFORE:
+            tl.store(of_before + rh * C + i, tl.sum(tl.where(s == t - 1, of_k, 0.0), 1))
+            of_k = tl.where(s == t - 1, 0.0, of_k)
+            weights = decayed_pairs_before(sums, rest, C, 0)
         of_k *= weights
     PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
     _store_in_parts(pairs + rh * 2 * (PARTS * C * C), of_q, DOT)
@@ -122,18 +134,21 @@ def gradient_from_pairs_kernel(
     # more than 25 parameters: those of `gradient_kernel`, and what is stored of the pairs.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
+    a,  # [tokens, H, K], the keys that read; `k` if it is None
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     rest,  # [chunks, HV, C]
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, PARTS, C, C], from `decayed_pair_gradient_kernel`, as `diagonal` is
+    pairs,  # [chunks, HV, 2, PARTS, C, C], from `decayed_pair_gradient_kernel`, as the next two are
     diagonal,  # [chunks, HV, C]
+    of_before,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
     dq,  # [tokens, HV, K]
     dk,  # [tokens, HV, K]
+    da,  # [tokens, HV, K], with `a`
     dbeta,  # [tokens, tiles of K, HV], to be added up
     d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
     d_total,  # [chunks, HV, K]
@@ -148,11 +163,12 @@ def gradient_from_pairs_kernel(
     C: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """The gradients of queries, keys, `beta` and sums of gates, for a chunk and a tile of the key axis.
 
-    Fills `dq` and, if given, `dk` and `dbeta`, and with these `d_sums` and `d_total`.
+    Fills `dq` and, if given, `dk` and `dbeta`, and with these `da`, `d_sums` and `d_total`.
     """
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK
@@ -167,14 +183,19 @@ def gradient_from_pairs_kernel(
     of_keys = (lo * H + h // (HV // H)) * K
     q += of_keys
     k += of_keys
+    if a is not None:
+        a += of_keys
     r += first * V
     do += first * V
     states += rh * K * V
     PARTS: tl.constexpr = 1 if DOT == tl.float32 else 2
     pairs += rh * 2 * (PARTS * C * C)
     if sums is not None:
-        from_start, to_end, of_chunk = decayed_rows(sums + rh * C, None if rest is None else rest + rh * C, C)
-    # 1. Through the states: what queries and keys read, and what keys write.
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
+        from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
+    # 1. Through the states: what queries and keys, or `a`, read, and what keys write.
     dq_read = tl.zeros([C, BK], dtype=tl.float32)
     dk_read = tl.zeros([C, BK], dtype=tl.float32)
     written = tl.zeros([C, BK], dtype=tl.float32)
@@ -199,9 +220,9 @@ def gradient_from_pairs_kernel(
     dq_read *= scale
     if sums is not None:
         dq_read *= from_start[:, None]
-        dk_read *= from_start[:, None]
+        dk_read *= decays_of_reads(sums, rest, from_start, READ_BEFORE, C)[:, None]
         written *= to_end[:, None]
-    # 2. Through the pairs: what queries and keys read.
+    # 2. Through the pairs: what these read.
     beta_i = load_numbers(beta, first, i, size, HV)
     diagonal_t = tl.load(diagonal + rh * C + i)[:, None]
     k_ = load_tile(k, i, size, 0, d, H, K)
@@ -212,18 +233,35 @@ def gradient_from_pairs_kernel(
         of_k = pairs + PARTS * C * C
         dk_read = _dot_with_stored(of_k, writer, -dk_read, False, DOT)
         q_ = load_tile(q, i, size, 0, d, H, K)
+        a_ = k_ if a is None else load_tile(a, i, size, 0, d, H, K)
         if d_sums is not None:
             at = d_sums + ((row * 3 * tiles + tile) * HV + h) * C + i
-            tl.store(at + ENDING * tiles * HV * C, tl.sum(dq_read * q_, 1) + tl.sum(dk_read * k_, 1))
+            ending = tl.sum(dq_read * q_, 1)
+            if READ_BEFORE:
+                ending += of_next(tl.sum(dk_read * a_, 1))
+            else:
+                ending += tl.sum(dk_read * a_, 1)
+            tl.store(at + ENDING * tiles * HV * C, ending)
             tl.store(at + LEAVING * tiles * HV * C, tl.sum(written * k_, 1) * beta_i)
         # 3. What keys write, and the gradients of `beta` and of keys.
         in_chunk = tl.zeros([C, BK], dtype=tl.float32)
         in_chunk = _dot_with_stored(pairs, (q_,), in_chunk, True, DOT)
-        in_chunk = _dot_with_stored(of_k, (k_,), in_chunk, True, DOT)
+        in_chunk = _dot_with_stored(of_k, (a_,), in_chunk, True, DOT)
         if d_sums is not None:
             tl.store(at + BEGINNING * tiles * HV * C, tl.sum(in_chunk * k_, 1) * beta_i)
         # The pair of a token with itself joins last: it would drown the others in the gate's gradient.
         written += in_chunk + diagonal_t * q_
+        if READ_BEFORE:  # So does that of a token with the one before it.
+            of_before += rh * C
+            by_next = tl.load(of_before + i + 1, mask=i < C - 1, other=0.0)[:, None]
+            written += by_next * load_tile(k if a is None else a, i + 1, size, 0, d, H, K)
+            beta_before = load_numbers(beta, first, tl.maximum(i - 1, 0), size, HV)
+            weight = tl.load(of_before + i) * beta_before
+            dk_read += weight[:, None] * load_before(k, i, size, d, H, K)
         d_beta = tl.sum(written * k_, 1)
         tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
-        store_tile(dk + first * K, dk_read + written * beta_i[:, None], i, size, 0, d, HV, K)
+        if a is None:
+            store_tile(dk + first * K, dk_read + written * beta_i[:, None], i, size, 0, d, HV, K)
+        else:
+            store_tile(da + first * K, dk_read, i, size, 0, d, HV, K)
+            store_tile(dk + first * K, written * beta_i[:, None], i, size, 0, d, HV, K)

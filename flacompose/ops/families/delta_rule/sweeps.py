@@ -30,7 +30,8 @@ class Sweeps(MatrixSequences):
     They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, which have `HK`
     heads, the keys "W" that write values, "b" that write what "k" reads if it is not taken from the values before, and
     the products "P" and "Y" of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
-    A family that bounds what each chunk multiplies a state by gives the `growth`, which `kernels` explains too.
+    A family that bounds what each chunk multiplies a state by gives the `growth`, which `kernels` explains too. With
+    `read_before`, "k" reads a state before the gate of a head decays it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Sweeps(MatrixSequences):
         self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
         self.growth: Tensor | None = None
         self.restarts = 1  # the segments of a row in which sweeps restart where something is forgotten
+        self.read_before = False
 
     def bound_growth(self) -> None:
         """Have the `growth` of chunks made, if sweeps pass over what is forgotten, or restart behind it."""
@@ -148,7 +150,7 @@ class Sweeps(MatrixSequences):
         sizes = {"HK": self.HK, "SEGMENTS": self.parts, "K": self.K, "C": self.C}
         restarts = self.restarts > 1
         growth = self.growth if restarts or ends is not None else None
-        return dict(**self.arguments, **sizes, growth=growth, RESTARTS=restarts)
+        return dict(**self.arguments, **sizes, growth=growth, RESTARTS=restarts, READ_BEFORE=self.read_before)
 
     @property
     def parts(self) -> int:
@@ -167,7 +169,7 @@ class Sweeps(MatrixSequences):
         starts = self.per_segment(self.row.count, self.HV, self.K, V)
         config = join_config(self.chip, self.bfloat16, self.K)
         tensors = {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
-        others = ("HK", "scale", "growth", "RESTARTS")
+        others = ("HK", "scale", "growth", "RESTARTS", "READ_BEFORE")
         arguments = {name: x for name, x in self._of_sweeps(None).items() if name not in others}
         grid = (tile_count(V, config["BV"]) * self.HV * self.N,)
         launch(join_kernel, grid, **tensors, **arguments, V=V, REVERSE=reverse, **config)

@@ -11,6 +11,7 @@ All is functional and differentiable to any order.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops.families._chunks import Chunks
@@ -104,10 +105,19 @@ class Decay:
     """The weights within each chunk, exponentials of sums of gates; without gates all 1.
 
     `pair` ``[..., t, s]`` joins a write to a later read, and is 1 where there is none; `read` and `write`
-    ``[..., t, 1]`` join a token to the start and the end of the chunk, `total` ``[..., 1, 1]`` those two.
+    ``[..., t, 1]`` join a token to the start and the end of the chunk, `total` ``[..., 1, 1]`` those two. With
+    `read_before` a token reads before its own decay, so that its sums of gates are those of the token before it.
     """
 
-    def __init__(self, chunks: Chunks, q: Tensor, g: Tensor | None, g_gamma: Tensor | None) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        q: Tensor,
+        g: Tensor | None,
+        g_gamma: Tensor | None,
+        read_before: bool = False,
+    ) -> None:
+        self.read_before = read_before
         ones = torch.ones(chunks.size, chunks.size, dtype=chunks.dtype, device=q.device)
         self.before = ones.tril(-1)  # [t, s], 1 where s < t
         if g is None and g_gamma is None:
@@ -119,13 +129,17 @@ class Decay:
         # Padding is no token, and does not decay.
         g = chunks.split(gates).unflatten(1, (q.shape[2], -1))
         sums = torch.where(self.before > 0, g, 0).cumsum(-2)  # [..., t, s], gates s + 1 to t
-        self.pair = sums.exp()
-        self.read = g.cumsum(-2).exp()
+        since_start = g.cumsum(-2)
         self.write = sums[..., -1:, :].mT.exp()
-        self.total = self.read[..., -1:, :]
+        self.total = since_start[..., -1:, :].exp()
+        if read_before:
+            sums, since_start = (F.pad(x, (0, 0, 1, -1)) for x in (sums, since_start))
+        self.pair, self.read = sums.exp(), since_start.exp()
 
     def gradient(self, pair: Tensor, read: Tensor, write: Tensor, total: Tensor) -> Tensor:
         """The gradient of every gate ``[..., C, 1]``, from those of the sums that hold it."""
+        if self.read_before:
+            pair, read = (F.pad(x, (0, 0, -1, 1)) for x in (pair, read))
         until_here = 1 - self.before.mT  # [t, j], 1 where t >= j
         # Vectors are multiplied as rows of one matrix, not each as a column by its own copy of the sums.
         pairs = (pair @ self.before.mT * until_here).sum(-2, True)

@@ -186,6 +186,40 @@ def decayed_rows(sums, rest, C: tl.constexpr):
 
 
 @triton.jit
+def decays_of_reads(sums, rest, from_start, BEFORE: tl.constexpr, C: tl.constexpr):
+    """The decays ``[C]`` from a chunk's start to what its tokens read: `from_start`, or those `BEFORE` their gates."""
+    if BEFORE:
+        until = _sums_before(sums, C)
+        if rest is not None:
+            until += _sums_before(rest, C)
+        from_start = tl.exp2(until)
+    return from_start
+
+
+@triton.jit
+def _sums_before(sums, C: tl.constexpr):
+    """The sums of gates before each token's own: those up to the token before it, and 0 for the first of the chunk."""
+    i = tl.arange(0, C)
+    return tl.load(sums + i - 1, mask=i > 0, other=0.0)
+
+
+@triton.jit
+def decayed_pairs_before(sums, rest, C: tl.constexpr, READS: tl.constexpr):
+    """The decays ``[C, C]`` from tokens that write to later ones, of which each reads before its own gate.
+
+    The tokens that read are along the axis `READS`. Tokens that do not write before they are read have a number that is
+    1 at most.
+    """
+    WRITES: tl.constexpr = 1 - READS
+    until = tl.expand_dims(_sums_before(sums, C), WRITES)
+    between = until - tl.expand_dims(tl.load(sums + tl.arange(0, C)), READS)
+    if rest is not None:
+        rest_until = tl.expand_dims(_sums_before(rest, C), WRITES)
+        between += rest_until - tl.expand_dims(tl.load(rest + tl.arange(0, C)), READS)
+    return tl.exp2(-tl.abs(between))
+
+
+@triton.jit
 def decayed_pairs(sums, rest, C: tl.constexpr):
     """The decays ``[C, C]`` between tokens, whichever is the later one."""
     sum_i = tl.load(sums + tl.arange(0, C))
