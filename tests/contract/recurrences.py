@@ -14,6 +14,7 @@ from flacompose import ops
 from flacompose.ops._call import check
 from flacompose.ops.families.delta_rule.reference import delta_rule
 from flacompose.ops.families.low_rank.reference import low_rank
+from flacompose.ops.families.rwkv4.reference import rwkv4
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.scan.reference import scan
 from flacompose.ops.families.selective_scan.reference import selective_scan
@@ -168,6 +169,14 @@ def rg_lru(
     return scan((-torch.expm1(2 * g)).sqrt() * i.sigmoid() * x, g, initial_state)
 
 
+def wkv(
+    initial_state: tuple[Tensor, ...] | None = None, **inputs: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """RWKV-4 with its state in one tuple."""
+    o, *state = rwkv4(**inputs, **dict(zip(("initial_a", "initial_b", "initial_m"), initial_state or ())))
+    return o, tuple(state)
+
+
 def mamba(function: Callable[..., object], returned: str, **fixed: object) -> Function:
     """A scan of Mamba, its two keywords for states as the other functions have them."""
 
@@ -303,6 +312,12 @@ two_keys = partial(
     entry, family="delta_rule", arguments="q k v b w g=gk", axes={"b": "B T H K", "w": "B T HV V"},
     draws={"b": torch.sigmoid, "w": torch.sigmoid}, reference=gdn2, other_ops=None, prepared=True,
 )  # fmt: skip
+mean = partial(
+    entry, family="rwkv4", arguments="v k u w", gates=("w",), reference=wkv,
+    states={"initial_state[0]": "N D", "initial_state[1]": "N D", "initial_state[2]": "N D"},
+    draws={"initial_state": lambda x: x.abs() + 0.1},  # sums of weights are above 0
+    empty={"initial_state[2]": -1e38}, flops=3, other_ops=None,
+)  # fmt: skip
 comba = partial(entry, groups=2, other_ops=None, prepared=True)
 
 # fmt: off
@@ -348,6 +363,8 @@ CASES = [
                 before=("running_max_forward", "scalar_decay_recurrent")),
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
+    mean("chunk_rwkv4", ops.chunk_rwkv4, ops.fused_recurrent_rwkv4, inductor=True),
+    mean("fused_recurrent_rwkv4", ops.fused_recurrent_rwkv4, ops.chunk_rwkv4),
     entry("chunk_rg_lru", ops.chunk_rg_lru, ops.fused_recurrent_rg_lru, "scan", "x r i a_param",
           axes={"r": "B T D", "i": "B T D", "a_param": "D"}, draws={"a_param": lambda x: x - 4}, reference=rg_lru,
           other_ops=None, prepared=True, softplus=True),
