@@ -168,6 +168,7 @@ BREAKS = [
     Break("ops/families/rwkv4/op.py", "eager.join(states[-1]", "eager.join(states[0]", SHARED, "ranks and 2"),
     Break("ops/families/rwkv4/kernels.py", "tl.where(b > 0, m, LOWEST), u + k", "m, u + k", "interpreter/test_rwkv4.py", "small"),
     Break("ops/families/rwkv4/kernels.py", "after = tl.maximum(m_ + tokens * w_, own_m)", "after = tl.maximum(m_, own_m)", "interpreter/test_rwkv4.py", "segments"),
+    Break("ops/families/rwkv4/kernels.py", "begun_m + tl.minimum(j + 1, left).to(tl.float32) * w, own)", "m + decay, own)", "interpreter/test_rwkv4.py", "roundings"),
     Break("ops/families/rwkv4/kernels.py", "d_past = left_over * past *", "d_past = past *", "interpreter/test_rwkv4.py", "segments"),
     Break("ops/families/rwkv4/kernels.py", "a, b = decayed(begun_a, total) + added_a, decayed(begun_b, total) + added_b", "a, b = added_a, added_b", "interpreter/test_rwkv4.py", "lengths"),
     Break("ops/families/scan/kernels.py", "at_end = (segment * N + n) * D + d", "at_end = n * D + d", KERNELS, "test_segments and hgrn"),

@@ -57,6 +57,14 @@ def test_weights_that_are_all_small(form: Callable[..., Any]) -> None:
     torch.testing.assert_close(form(*inputs)[0], inputs.v)
 
 
+def test_roundings_do_not_add_up() -> None:
+    """Over a slow decay, in which the maximum does nothing but decay."""
+    inputs = draw(400, D=3, state=False)
+    k = inputs.k - torch.linspace(0, 0.1, 400)[:, None]
+    k[:, 0] = 5
+    assert_right(chunk, inputs._replace(k=k, w=torch.tensor([-1e-4, -1e-3, -3e-3])), 1e-6)
+
+
 def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: 2)
     assert_right(chunk, draw(11, D=70), 1e-5)
