@@ -30,6 +30,7 @@ from flacompose.ops.families.normalizer import cuda as normalizer
 from flacompose.ops.families.rg_lru import cuda as rg_lru
 from flacompose.ops.families.rotation import cuda as rotation
 from flacompose.ops.families.running_max import cuda as running_max
+from flacompose.ops.families.rwkv4 import cuda as rwkv4
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scan import cuda as scan
 from flacompose.ops.families.selective_scan import cuda as selective_scan
@@ -204,16 +205,16 @@ def _masks(names: str, *wanted: str) -> Iterator[list[bool]]:
 
 
 def _calls(
-    at: str, family: Any, args: tuple[Any, ...], do: Tensor, masks: Iterable[list[bool]], state: Tensor
+    at: str, family: Any, args: tuple[Any, ...], do: Tensor, masks: Iterable[list[bool]], *states: Tensor
 ) -> Iterator[Call]:
-    """All forms of a family, and its backward for each of `masks`."""
+    """All forms of a family, and its backward for each of `masks`; there, gradients of `do` and of `states` arrive."""
     name = family.__name__.split(".")[-2]
     forms = ("forward", ()), ("chunk", ()), ("recurrent", ()), ("steps", (3, 1)), ("ends", ())
     for form, more in (*forms, ("update", (1,) if name == "delta_rule" else ())):
         if hasattr(family, form) and not (form == "ends" and "g_gamma" in at):
             yield Call(at, flat(family, form), f"{name}_{form}", (*args, *more))
     for mask in masks:
-        yield Call(at, flat(family, "backward"), f"{name}_backward", (*args, do, state, mask))
+        yield Call(at, flat(family, "backward"), f"{name}_backward", (*args, do, *states, mask))
 
 
 def _described(dtype: torch.dtype, T: Size, bounds: Size | None, *sizes: str) -> str:
@@ -367,6 +368,10 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
             do, masks = new(1, T, D // 8, 8), _masks("x dt initial_state", "x")
             yield from _calls(f"turns H={H} of {D // 8} {at}", turns, turning, do, masks, turning[2])
         yield Call(f"running_max D={D} {at}", flat(running_max, "forward"), "running_max_forward", args)
+        states = [new(rows, D) for _ in range(3)]
+        args = x, g, new(D), new(D), *states, cu_seqlens
+        masks = _masks("v k w u initial_a initial_b initial_m", "v", "k", "w", "u", "initial_a")
+        yield from _calls(f"rwkv4 D={D} {at}", rwkv4, args, x, masks, *states)
         for W in (2, 4, 8):
             state = new(rows, D, W)
             args = x, new(D, W), new(D), state, cu_seqlens, True

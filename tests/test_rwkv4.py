@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from contract.accuracy import error
@@ -12,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 
 from flacompose.ops import chunk_rwkv4, fused_recurrent_rwkv4
+from flacompose.ops.families.rwkv4 import op
+from flacompose.ops.families.rwkv4.inputs import LOWEST
+from flacompose.ops.families.rwkv4.reference import rwkv4
 
 FORMS = [chunk_rwkv4, fused_recurrent_rwkv4]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -38,6 +43,88 @@ def drawn(
     w, u, k, v = torch.randn(D).exp() / -8, torch.randn(D), size * torch.randn(B, T, D), torch.randn(B, T, D)
     state = torch.randn(B, D), torch.rand(B, D) + 0.1, torch.randn(B, D)
     return [x.to(dtype).requires_grad_() for x in (w, u, k, v, *state)]
+
+
+def draw(
+    T: int,
+    bounds: list[int] | None = None,
+    D: int = 7,
+    size: float = 1.0,
+    state: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> op.Inputs:
+    """Decays from none to -inf, of one channel each. Tokens that are in no sequence are not finite."""
+    generator = torch.Generator().manual_seed(T)
+    N = 2 if bounds is None else len(bounds) - 1
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    v, k = normal(2 if bounds is None else 1, T, D), size * normal(2 if bounds is None else 1, T, D)
+    w = torch.tensor([0, -1e-6, -0.3, -5, -30, -1e4, -torch.inf]).repeat(D)[:D]
+    initial = (normal(N, D), normal(N, D).abs() + 0.1, size * normal(N, D)) if state else (None,) * 3
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    if bounds is not None:
+        for x in (v, k):
+            x[:, : bounds[0]] = torch.nan
+            x[:, bounds[-1] :] = torch.inf
+    return op.Inputs(v.to(dtype), k.to(dtype), w, normal(D), *initial, cu_seqlens)
+
+
+def assert_right(form: Callable[..., tuple[Tensor, ...]], inputs: op.Inputs, bound: float) -> None:
+    """`form` gives the values of the recurrence in float64, and its gradients, of all inputs and of each alone.
+
+    A state is compared by what it stands for: maxima may be rounded. Where one token has all of the weight, a gradient
+    is a small difference of numbers of size 1.
+    """
+    *tensors, cu_seqlens = inputs
+    given = [x if x is None else x.detach().requires_grad_() for x in tensors]
+    double = [x if x is None else x.detach().double().requires_grad_() for x in tensors]
+    v, k, w, u, *initial = double
+    B, T, D = v.shape
+    bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
+    parts, ends = [], []
+    for n, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        rows = slice(None) if cu_seqlens is None else slice(n, n + 1)
+        start = [x if x is None else x[rows] for x in initial]
+        if lo == hi:
+            nothing = [v.new_full((1, D), x) for x in (0, 0, LOWEST)]
+            ends.append(nothing if initial[0] is None else start)
+            continue
+        o, *end = rwkv4(v[:, lo:hi], k[:, lo:hi], w, u, *start)
+        parts.append(o)
+        ends.append(end)
+    expected = torch.cat(parts, 1), *(torch.cat(x) for x in zip(*ends, strict=True))
+    o, a, b, m = form(*given, cu_seqlens)
+    assert o.dtype == inputs.v.dtype and not o[:, : bounds[0]].any() and not o[:, bounds[-1] :].any()
+    found = o[:, bounds[0] : bounds[-1]], a, b, m
+    (scale,) = torch.exp(m.detach().double() - expected[3].detach())[None]
+    for x, y in zip(found, (expected[0], expected[1] / scale, expected[2] / scale, expected[3])):
+        assert_near(x, y, bound)
+    do, d_final = torch.randn_like(found[0]), [torch.randn_like(x) for x in (a, b)]
+    of = [i for i, x in enumerate(given[:6]) if x is not None]
+    # The maximum is a constant, of the value that the results have.
+    losses = (expected[0], expected[1] / scale, expected[2] / scale)
+    exact = torch.autograd.grad(
+        losses, [double[i] for i in of], [x.double() for x in (do, *d_final)], retain_graph=True
+    )
+    exact = dict(zip(of, exact, strict=True))
+    for wanted in (of, *([i] for i in of)):
+        gradients = torch.autograd.grad(
+            found[:3], [given[i] for i in wanted], (do, *d_final), retain_graph=True
+        )
+        for i, x in zip(wanted, gradients, strict=True):
+            assert_near(x, exact[i], 4 * bound)
+    if given[6] is not None:
+        (dm,) = torch.autograd.grad(m, [given[6]], torch.ones_like(m), retain_graph=True)
+        kept = torch.tensor([lo == hi for lo, hi in zip(bounds, bounds[1:])])
+        assert torch.equal(
+            dm, torch.zeros_like(dm) if cu_seqlens is None else kept[:, None].expand_as(dm).float()
+        )
+
+
+def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
+    assert (found.double() - expected).norm() <= bound * (expected.norm() + 1), (found, expected)
 
 
 def means(state: State) -> tuple[Tensor, Tensor]:
@@ -210,3 +297,16 @@ def test_states_have_the_dtype_of_sums(form) -> None:
     w, u, k, v = (x.detach().float() for x in drawn(3)[:4])
     _, state = form(w, u, k.double(), v, output_final_state=True)
     assert {x.dtype for x in state} == {torch.float32}
+
+
+@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+@pytest.mark.parametrize(
+    ("T", "bounds", "state"),
+    [(1, None, True), (9, None, False), (150, None, True), (75, [0, 3, 3, 55, 60], True),
+     (150, [2, 2, 130, 141], False)],
+    ids=str,
+)  # fmt: skip
+def test_the_operator(form: str, T: int, bounds: list[int] | None, state: bool) -> None:
+    inputs = draw(T, bounds, state=state, dtype=torch.float64)
+    inputs = op.Inputs(*(x if x is None or x is inputs.cu_seqlens else x.double() for x in inputs))
+    assert_right(getattr(op, form), inputs, 1e-11)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check
-from flacompose.ops._dtype import autocast_dtype, state_dtype
-from flacompose.ops._states import last, recurrent_form
-from flacompose.ops._token_shift import token_shift
-from flacompose.ops._varlen import without_tail
-from flacompose.ops.families.running_max import op as running_max
-from flacompose.ops.families.scan import op
+from flacompose.ops._states import recurrent_form
+from flacompose.ops.families.rwkv4 import op
 
 State = tuple[Tensor, Tensor, Tensor]
 
@@ -84,11 +78,11 @@ def fused_recurrent_rwkv4(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, v, output_final_state, cu_seqlens, output_states)
-    return _run(form, w, u, k, v, initial_state, wanted, cu_seqlens, output_states)
+    return _run(form, w, u, k, v, initial_state, wanted, cu_seqlens)
 
 
 def _run(
-    form: Callable[..., tuple[Tensor, Tensor]],
+    form: Callable[..., tuple[Tensor, ...]],
     w: Tensor,
     u: Tensor,
     k: Tensor,
@@ -96,47 +90,15 @@ def _run(
     initial_state: State | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
-    output_states: int | None = None,
 ) -> tuple[Tensor, State | None]:
-    """Check the arguments, find the maxima, and scan numerator and denominator together."""
-    check(op, op.Inputs(v, k, None, cu_seqlens), {"x": "v", "g": "k"})
-    N, D = _check.sequences(v, cu_seqlens), v.shape[2]
-    _check.like(v, "w", w, (D,), "v")
-    _check.like(v, "u", u, (D,), "v")
+    a = b = m = None
     if initial_state is not None:
         if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 3:
             raise TypeError(f"initial_state must be a tuple (a, b, m), got {_check.kind(initial_state)}")
+        a, b, m = initial_state
         for i, x in enumerate(initial_state):
-            _check.like(v, f"initial_state[{i}]", x, (N, D), "v")
-    # It stands for -inf, as in the running maximum. Dynamo would take a constant of the module for an input, and
-    # compile twice.
-    lowest = -1e38
-    cast = autocast_dtype(v.device)
-    dtype = v.dtype if cast is None or v.dtype == torch.float64 else cast
-    with nullcontext() if cast is None else torch.autocast(v.device.type, enabled=False):
-        k, v = without_tail(cu_seqlens, k, v.to(dtype))
-        w, u, k, v = (x.to(state_dtype(dtype)) for x in (w, u, k, v))
-        if initial_state is None:
-            start = v.new_zeros(N, 2 * D)
-            m_0 = v.new_full((N, D), lowest)
-        else:
-            a, b, m_0 = (x.to(v.dtype) for x in initial_state)
-            start = torch.cat([a, b], -1)
-        gates, m, m_end = running_max.forward(
-            *running_max.Inputs(k.detach(), w.expand_as(k), m_0, cu_seqlens)
-        )
-        weight = (k - m).exp()
-        written, gates = torch.cat([weight * v, weight], -1), torch.cat([gates, gates], -1)
-        states, end = form(*op.Inputs(written, gates, start, cu_seqlens))
-        a, b = token_shift(states, start, cu_seqlens=cu_seqlens)[0].chunk(2, -1)
-        # Where nothing has been written, its maximum says nothing.
-        m_before, _ = token_shift(m, m_0, cu_seqlens=cu_seqlens)
-        before, now = torch.where(b > 0, m_before.detach(), lowest), u + k
-        top = torch.maximum(before, now).detach()
-        past, present = (before - top).exp(), (now - top).exp()
-        o = (past * a + present * v) / (past * b + present)
-        (o,) = without_tail(cu_seqlens, o.to(dtype))
-    if not output_final_state:
-        return o, None
-    a, b = (x.clone() for x in end.chunk(2, -1))  # states are no views
-    return o, (a, b, m_end if output_states is None else last(m, output_states))
+            _check.tensor(f"initial_state[{i}]", x)
+    inputs = op.Inputs(v, k, w, u, a, b, m, cu_seqlens)
+    check(op, inputs, {f"initial_{x}": f"initial_state[{i}]" for i, x in enumerate("abm")})
+    o, *state = form(*inputs)
+    return o, (state[0], state[1], state[2]) if output_final_state else None

@@ -13,6 +13,7 @@ from torch import Tensor
 from flacompose import ops
 from flacompose.ops._call import check
 from flacompose.ops.families.delta_rule.reference import delta_rule
+from flacompose.ops.families.rwkv4.reference import rwkv4
 from flacompose.ops.families.scalar_decay.reference import scalar_decay
 from flacompose.ops.families.selective_scan.reference import selective_scan
 from flacompose.ops.families.short_conv.reference import short_conv
@@ -147,6 +148,14 @@ def delta_product(
 def constant_weight(logits: Tensor) -> Tensor:
     """The softmax with the gradient that it has where its denominator is a constant."""
     return (logits - logits.logsumexp(-1, keepdim=True).detach()).exp()
+
+
+def wkv(
+    initial_state: tuple[Tensor, ...] | None = None, **inputs: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """RWKV-4 with its state in one tuple."""
+    o, *state = rwkv4(**inputs, **dict(zip(("initial_a", "initial_b", "initial_m"), initial_state or ())))
+    return o, tuple(state)
 
 
 def mamba(function: Callable[..., object], returned: str, **fixed: object) -> Function:
@@ -287,6 +296,12 @@ two_keys = partial(
 comba = partial(
     entry, family="delta_rule", arguments="q k v p=a beta g", groups=2, draws={"beta": torch.sigmoid}
 )
+mean = partial(
+    entry, family="rwkv4", arguments="v k u w", gates=("w",), reference=wkv,
+    states={"initial_state[0]": "N D", "initial_state[1]": "N D", "initial_state[2]": "N D"},
+    draws={"initial_state": lambda x: x.abs() + 0.1},  # sums of weights are above 0
+    empty={"initial_state[2]": -1e38}, flops=3, other_ops=None,
+)  # fmt: skip
 
 # fmt: off
 CASES = [
@@ -331,6 +346,8 @@ CASES = [
                 before=("running_max_forward", "scalar_decay_recurrent")),
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
+    mean("chunk_rwkv4", ops.chunk_rwkv4, ops.fused_recurrent_rwkv4, inductor=True),
+    mean("fused_recurrent_rwkv4", ops.fused_recurrent_rwkv4, ops.chunk_rwkv4),
     entry("chunk_rg_lru", ops.chunk_rg_lru, ops.fused_recurrent_rg_lru, "rg_lru", "x r i a_param",
           draws={"a_param": lambda x: x - 4}, inductor=True),
     entry("fused_recurrent_rg_lru", ops.fused_recurrent_rg_lru, ops.chunk_rg_lru, "rg_lru", "x r i a_param",

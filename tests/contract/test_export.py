@@ -73,7 +73,7 @@ def check_node(module: GraphModule, problem: Problem) -> None:
         case.nodes == 1 or ("initial_state" not in problem.tensors and problem.cu_seqlens is None)
     ):
         assert other_ops(module) == list(case.other_ops)
-    if len(case.ops) != 1 or case.prepared:
+    if len(case.ops) != 1 or case.prepared or len(case.states) > 1:
         return
     made_of: dict[str, set[str]] = {}
     for name in [*problem.tensors, *([] if problem.cu_seqlens is None else ["cu_seqlens"])]:

@@ -28,7 +28,7 @@ OPS = {
     "mamba2": ["short_conv_update"] * 2,
     "minimax": ["scalar_decay_recurrent"],
     "qwen3_next": ["short_conv_update", "delta_rule_update"],
-    "rwkv": ["running_max_forward", "scan_recurrent"] * 2,
+    "rwkv": ["rwkv4_recurrent"] * 2,
 }
 
 

@@ -113,6 +113,7 @@ FORWARD_ALONE = {
     "fused_recurrent_rwkv6": "chunk_rwkv6",
     "fused_recurrent_hgrn": "chunk_hgrn",
     "fused_recurrent_rg_lru": "chunk_rg_lru",
+    "fused_recurrent_rwkv4": "chunk_rwkv4",
     "fused_recurrent_mlstm": "chunk_mlstm",
     "fused_recurrent_simple_gla": "chunk_linear_attn",
 }

@@ -12,7 +12,7 @@ from flacompose.ops.families.running_max.eager import backward as backward
 from flacompose.ops.families.running_max.inputs import Inputs
 from flacompose.ops.families.running_max.kernels import running_max_kernel
 
-# (tokens, channels, warps) of a tile: for few channels, as the heads of mLSTM, and for many, as those of RWKV-4.
+# (tokens, channels, warps) of a tile: for few channels, such as the heads of mLSTM mostly are, and for many.
 HEADS_CONFIG, CHANNELS_CONFIG = (2048, 2, 8), (256, 16, 4)
 
 

@@ -1,7 +1,6 @@
 """The recurrence token by token: the specification of this family.
 
-It is the stabiliser of mLSTM, https://arxiv.org/abs/2405.04517, equations 15 to 17, and of RWKV-4, 2305.13048,
-appendix D.
+It is the stabiliser of mLSTM, https://arxiv.org/abs/2405.04517, equations 15 to 17.
 """
 
 from __future__ import annotations
