@@ -119,7 +119,7 @@ CHOSEN = (
     ("Simple gated linear attention", "simple_gla", PEER, STEP),
     ("Mamba-2's scan, without D and z", "mamba2", MAMBA, STEP),
     ("Gated delta rule", "gated_delta_rule", PEER, STEP),
-    ("Kimi Linear, a whole model", "kimi-linear model", PEER, PUBLIC_STEP),
+    ("Qwen3-Next, a whole model", "qwen3-next model", PEER, PUBLIC_STEP),
     ("A model of gated linear attention", "gla model", SOFTMAX, MODEL_STEP),
 )
 """The rows of the README: what is told of them, the op, the other side, the quantity."""
@@ -137,17 +137,22 @@ def few(figures: Figures) -> str:
 
 
 RECURRENCES = (
-    ("[Linear attention](ops/linear_attn.md)", "linear_attn", PEER),
+    ("[RG-LRU](ops/rg_lru.md)", "rg_lru", PEER),
     ("[HGRN](ops/hgrn.md)", "hgrn", PEER),
+    ("[RWKV4](ops/rwkv4.md)", "rwkv4", PEER),
+    ("[Linear attention](ops/linear_attn.md)", "linear_attn", PEER),
     ("[Retention](ops/retention.md)", "retention", PEER),
     ("[Simple gated linear attention](ops/simple_gla.md)", "simple_gla", PEER),
     ("[SSD of Mamba-2](ops/ssd.md)", "mamba2", MAMBA),
     ("[Delta rule](ops/delta_rule.md)", "delta_rule", PEER),
     ("[Gated delta rule](ops/gated_delta_rule.md)", "gated_delta_rule", PEER),
+    ("[Comba](ops/comba.md)", "comba", PEER),
     ("[Gated linear attention](ops/gla.md)", "gla", PEER),
     ("[RWKV6](ops/rwkv6.md)", "rwkv6", PEER),
     ("[Kimi Delta Attention](ops/kda.md)", "kda", PEER),
+    ("[Gated DeltaNet-2](ops/gdn2.md)", "gdn2", PEER),
     ("[Gated slot attention](ops/gsa.md)", "gsa", PEER),
+    ("[RWKV7](ops/rwkv7.md)", "rwkv7", PEER),
 )
 """What the page on choosing calls each recurrence, the op, and the side that it was measured beside."""
 

@@ -1352,7 +1352,6 @@ def test_summary_needs_its_markers(tmp_path: Path):
 def test_the_shipped_results_have_a_summary():
     figures = summary.collect([Results.load(path) for path in report.saved(report.RESULTS)])
     absent = {"mlstm", "selective_scan"}  # which flash-linear-attention does not have
-    absent |= {"comba", "gdn2", "rwkv4", "rg_lru"}  # of which no run is saved yet
     beside_fla = [name for name in OPS if name not in absent]
     assert list(summary.ops(figures, "fla", summary.STEP)) == beside_fla
 
