@@ -119,7 +119,7 @@ CHOSEN = (
     ("Simple gated linear attention", "simple_gla", PEER, STEP),
     ("Mamba-2's scan, without D and z", "mamba2", MAMBA, STEP),
     ("Gated delta rule", "gated_delta_rule", PEER, STEP),
-    ("Qwen3-Next, a whole model", "qwen3-next model", PEER, PUBLIC_STEP),
+    ("Kimi Linear, a whole model", "kimi-linear model", PEER, PUBLIC_STEP),
     ("A model of gated linear attention", "gla model", SOFTMAX, MODEL_STEP),
 )
 """The rows of the README: what is told of them, the op, the other side, the quantity."""

@@ -259,6 +259,21 @@ def test_gluon_reads_with_the_key_after_the_decay(with_a: bool, read_before: boo
     assert told == {read_before}
 
 
+@pytest.mark.parametrize(
+    ("B", "chunks", "into_graph", "segments"),
+    [(1, 64, False, 2), (1, 63, False, 1), (1, 64, True, 1), (32, 64, False, 2), (64, 64, False, 1)],
+)
+def test_few_rows_restart(B: int, chunks: int, into_graph: bool, segments: int) -> None:
+    """Sweeps of rows of 64 chunks and more restart where these leave multiprocessors idle, but in no graph."""
+    q, gates = torch.zeros(B, 64 * chunks, 2, 64, dtype=torch.bfloat16), torch.zeros(2, B, 64 * chunks, 2)
+    args = q, q, q, *gates, None, None, None, None, 1.0, False
+    with tables_of(HOPPER):
+        launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args), into_graph)
+    sweeps = [(x["SEGMENTS"], x["RESTARTS"]) for _, x in launches if "RESTARTS" in x]
+    # One launch for the ends, if there are any, and one for all tokens.
+    assert sweeps == [(segments, segments > 1)] * min(segments, 2)
+
+
 @pytest.mark.parametrize("unaligned", [None, "q", "a"])
 @pytest.mark.parametrize(("K", "V"), [(128, 64), (80, 64), (64, 80)])
 @pytest.mark.parametrize("chip", [AMPERE, HOPPER], ids=["Ampere", "Hopper"])

@@ -73,6 +73,7 @@ def check_node(module: GraphModule, problem: Problem) -> None:
         case.nodes == 1 or ("initial_state" not in problem.tensors and problem.cu_seqlens is None)
     ):
         assert other_ops(module) == list(case.other_ops)
+    # The parts of a state that is a tuple have names of their own in a graph.
     if len(case.ops) != 1 or case.prepared or len(case.states) > 1:
         return
     made_of: dict[str, set[str]] = {}

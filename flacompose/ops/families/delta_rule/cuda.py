@@ -102,7 +102,10 @@ class _Launches(Sweeps):
 
     def __init__(self, inputs: Inputs, with_r: bool = False) -> None:
         q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale, read_before = inputs
-        assert gk is None or not read_before, "the kernels for gates of channels read after the decay"
+        if read_before and gk is not None:
+            raise ValueError(
+                "read_before needs gates of heads, got gates of channels: their kernels read after the decay"
+            )
         C = chunk_size(q.dtype == torch.bfloat16, gk is not None)
         super().__init__(q, v, initial_state, cu_seqlens, scale, C)
         self.q, self.k, self.beta = map(operand, (q, k, beta))

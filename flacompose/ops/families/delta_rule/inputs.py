@@ -22,9 +22,7 @@ class Inputs(NamedTuple):
     initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0
-    read_before: bool = (
-        False  # whether `a` reads the state before its decay (by kernels without gk alone), or after it
-    )
+    read_before: bool = False  # whether `a` reads the state before it decays; not with gk
 
 
 class Outputs(NamedTuple):

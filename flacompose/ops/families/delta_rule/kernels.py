@@ -531,7 +531,8 @@ def reverse_kernel(
         counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, True)
         if RESTARTS:
             counting = tl.where(forgotten, counting, 0)
-        stop = begin + counting
+        # A segment without chunks may begin past the last chunk, before which a load looks ahead.
+        stop = tl.minimum(begin + counting, stop)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
     # Loaded a chunk ahead into registers, as the shared memory of a pipeline is full of what is contracted with states.

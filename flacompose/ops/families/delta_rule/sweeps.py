@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._chip import HOPPER, Chip
-from flacompose.ops._launching import launch
+from flacompose.ops._launching import launch, launches_into_graph
 from flacompose.ops.families._launch import block, operand, operand_by_token, tile_count
 from flacompose.ops.families._segments import Segments, Sweep
 from flacompose.ops.families._sequences import MatrixSequences
@@ -59,7 +59,8 @@ class Sweeps(MatrixSequences):
 
     def bound_growth(self) -> None:
         """Have the `growth` of chunks made, if sweeps pass over what is forgotten, or restart behind it."""
-        if not self.row.split:
+        # Not in a graph, whose compiler would copy memory that is filled segment by segment.
+        if not self.row.split and not launches_into_graph():
             self.restarts = restart_count(self.chunks_of_row, self.N * self.HV * tile_count(self.V, 64))
         if self.row.split or self.restarts > 1:
             self.growth = self.per_chunk(self.HV)
@@ -187,9 +188,9 @@ def restart_count(chunks: int, programs: int) -> int:
     """In how many segments to sweep rows of `chunks` where sweeps restart, if so many `programs` sweep all of them.
 
     As many as fill a large chip, of 32 chunks at least, beside which those that count take little time. Unlike the
-    number of segments that are joined by their maps, it may depend on the batch size: what is forgotten is so far below
-    the rounding of a state that it is the same to the bit, from wherever it is swept. It is 1 for sizes that the
-    compiler does not know.
+    number of segments that are joined by their maps, it may depend on the batch size. What is forgotten of a finite
+    state below 2^43 is so far below the rounding of what follows that this is the same to the bit, from wherever it is
+    swept. Other states are forgotten only by restarts. It is 1 for sizes that the compiler does not know.
     """
     if not isinstance(chunks, int) or not isinstance(programs, int):
         return 1

@@ -53,7 +53,7 @@ def _resets(
     return resets
 
 
-@triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
+@triton.jit(do_not_specialize=["T", "N", "SEGMENTS", "count", "stride"])
 def sweep_kernel(
     x,  # [tokens, D]; backwards do
     r,  # [tokens, D]

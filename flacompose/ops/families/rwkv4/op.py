@@ -58,11 +58,14 @@ def _across(ranks: Ranks, inputs: Inputs) -> Results:
     sums = of_all(ranks, torch.stack([a, b]))
     others = gathered(ranks, torch.stack([m.detach(), count]))
     if initial[0] is None:
+        # `LOWEST` by its value: Dynamo would take the constant of another module for an input.
         initial = [torch.zeros_like(a), torch.zeros_like(b), torch.full_like(m, -1e38)]
     states = [eager.State(*(x.to(dtype) for x in initial))]
     for (a, b), (m, tokens) in zip(sums, others):
         states.append(eager.join(states[-1], eager.State(a, b, m), w.to(dtype), tokens))
-    o, *_ = _ops["chunk"](v, k, w, u, *states[ranks.rank], cu_seqlens)
+    # Selected from all, so that the first rank too has the gather in its graph, whose backward is one of all ranks.
+    start = (torch.stack(x)[ranks.rank] for x in zip(*states, strict=True))
+    o, *_ = _ops["chunk"](v, k, w, u, *start, cu_seqlens)
     a, b, m = states[-1]
     m = torch.where(others[:, 1].sum(0) > 0, m, states[0].m)
     return o[:, :0].expand(B, -1, D) if empty else o, a, b, m
