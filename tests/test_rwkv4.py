@@ -249,6 +249,27 @@ def test_weights_that_are_all_small(form) -> None:
 
 
 @each_form
+def test_a_state_of_zeros_is_none(form) -> None:
+    w, u, k, v, *state = (x.detach() for x in drawn(6))
+    k -= 200
+    zeros = tuple(torch.zeros_like(x) for x in state)
+    o, end = form(w, u, k, v, zeros, True)
+    expected, expected_end = form(w, u, k, v, None, True)
+    assert torch.equal(o, expected) and all(torch.equal(x, y) for x, y in zip(end, expected_end))
+
+
+@each_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_masks_are_keys(form, dtype: torch.dtype) -> None:
+    """The lowest number of a dtype is what masks are filled with: such tokens have no weight beside others."""
+    w, u, k, v = (x.detach() for x in drawn(6, dtype=dtype)[:4])
+    k[:, :2] = torch.finfo(dtype).min
+    o, _ = form(w, u, k, v)
+    torch.testing.assert_close(o[:, 2:], form(w, u, k[:, 2:], v[:, 2:])[0])
+    assert torch.equal(o[:, 0], v[:, 0])
+
+
+@each_form
 def test_a_maximum_is_a_constant(form) -> None:
     w, u, k, v, a, b, m = drawn(3)
     form(w, u, k, v, (a, b, m))[0].sum().backward()

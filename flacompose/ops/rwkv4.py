@@ -36,10 +36,10 @@ def chunk_rwkv4(
         w: Decay of each channel, ``[D]``, as natural logarithms from 0 to -inf; any float dtype. In RWKV-4 it is
             ``-exp(time_decay)``.
         u: Bonus of the present token, ``[D]``, in any float dtype.
-        k: Keys, the logarithms of weights, ``[B, T, D]``, finite, in any float dtype.
+        k: Keys, the logarithms of weights, ``[B, T, D]``, finite, in any float dtype. Those below -1e38 count as -1e38.
         v: Values, ``[B, T, D]``, in float32, bfloat16, float16 or float64.
         initial_state: State before the first token, the tuple ``(a, b, m)``, ``[N, D]`` each, in any float dtype.
-            Default: zeros, and ``m`` of -1e38.
+            Default: zeros, and ``m`` of -1e38. Where ``b`` is 0, nothing has been written, and ``m`` does not count.
         output_final_state: Whether to return the state after the last token.
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences

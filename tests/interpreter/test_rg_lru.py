@@ -87,8 +87,8 @@ def test_rates_of_any_size() -> None:
     r[:, 1::3] = -torch.inf
     rates = torch.tensor([3e38, 50.0, 0.0, -20.0, -60.0])
     args = x, r, i, rates, state, reset, None
-    results = *flat(cuda, "chunk")(*args), *flat(cuda, "backward")(*args, x, state, [True] * 5)
-    expected = *flat(eager, "forward")(*args), *flat(eager, "backward")(*args, x, state, [True] * 5)
+    results = *flat(cuda, "chunk")(*args), *flat(cuda, "backward")(*args, 1e3 * x, state, [True] * 5)
+    expected = *flat(eager, "forward")(*args), *flat(eager, "backward")(*args, 1e3 * x, state, [True] * 5)
     for found, truth in zip(results, expected, strict=True):
         assert found.isfinite().all()
         assert error(found, truth.double()) <= 1e-5

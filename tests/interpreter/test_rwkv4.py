@@ -65,6 +65,16 @@ def test_roundings_do_not_add_up() -> None:
     assert_right(chunk, inputs._replace(k=k, w=torch.tensor([-1e-4, -1e-3, -3e-3])), 1e-6)
 
 
+def test_lowest_maxima() -> None:
+    """Of a state in which nothing has been written, and of the lowest keys, after which others count alone."""
+    inputs = draw(12)
+    inputs.initial_a[:, 0] = inputs.initial_b[:, 0] = 0
+    inputs.initial_m[:, 0] = 500
+    inputs.k[:, :9, 1] = inputs.k[:, ::3, 2] = torch.finfo(torch.float32).min
+    for form in (chunk, recurrent):
+        assert_right(form, inputs, 1e-5)
+
+
 def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: 2)
     assert_right(chunk, draw(11, D=70), 1e-5)

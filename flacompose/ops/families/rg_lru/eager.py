@@ -40,7 +40,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         dg = found["g"] - found["x"] * of_strength
     return call.made(
         x=lambda: dx,
-        r=lambda: dg * gates.rate * gates.r * (1 - gates.r),
+        r=lambda: dg * (gates.rate * (gates.r * (1 - gates.r))),  # a rate may be as large as a number can be
         i=lambda: dx * gates.x * (1 - gates.i),
         a_param=lambda: (dg * gates.r).sum((0, 1)) * (-8 * gates.a_param.sigmoid()),
         initial_state=found.get("initial_state"),

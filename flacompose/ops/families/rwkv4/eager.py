@@ -154,7 +154,7 @@ class _Step(NamedTuple):
 def _token(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`forward` of rows of one token each."""
     dtype = state_dtype(inputs.v.dtype)
-    v, k = (x[:, 0].to(dtype) for x in (inputs.v, inputs.k))
+    v, k = inputs.v[:, 0].to(dtype), inputs.k[:, 0].to(dtype).clamp(min=LOWEST)
     w, u = (x.to(dtype) for x in (inputs.w, inputs.u))
     start = _start(inputs, v)
     m = torch.maximum(w + start.m, k).clamp(min=LOWEST).detach()
@@ -168,7 +168,8 @@ def _start(inputs: Inputs, like: Tensor) -> State:
     if a is None or b is None or m is None:
         zeros = like.new_zeros(sequence_count(inputs.v, inputs.cu_seqlens), inputs.v.shape[2])
         return State(zeros, zeros, torch.full_like(zeros, LOWEST))
-    return State(a.to(like.dtype), b.to(like.dtype), m.detach().to(like.dtype).clamp(min=LOWEST))
+    a, b, m = a.to(like.dtype), b.to(like.dtype), m.detach().to(like.dtype).clamp(min=LOWEST)
+    return State(a, b, torch.where(b == 0, LOWEST, m))
 
 
 class _WKV:
@@ -177,7 +178,7 @@ class _WKV:
     def __init__(self, inputs: Inputs) -> None:
         v, k, w, u, *_, cu_seqlens = inputs
         self.chunks = Chunks(v, cu_seqlens)
-        self.v, self.k = self.split(v), self.split(k)
+        self.v, self.k = self.split(v), [x.clamp(min=LOWEST) for x in self.split(k)]
         self.w, self.u = (x.to(self.chunks.dtype) for x in (w, u))
         ones = self.split(torch.ones_like(v[:1, :, :1], dtype=self.chunks.dtype))
         self.elapsed = torch.stack(ones).cumsum(0)  # tokens of the chunk up to each, [C, 1, 1, R, 1]

@@ -44,8 +44,16 @@ def _state(a, b, m, at, in_d, BD: tl.constexpr):
     if a is not None:
         a_ += _load(a, at, in_d)
         b_ += _load(b, at, in_d)
-        m_ = tl.maximum(_load(m, at, in_d), LOWEST)
+        # A state in which nothing has been written has the lowest maximum, whatever it says.
+        m_ = tl.where(b_ == 0.0, LOWEST, tl.maximum(_load(m, at, in_d), LOWEST))
     return a_, b_, m_
+
+
+@triton.jit
+def _key(k, at, mask):
+    """No key is below `LOWEST`, the lowest maximum: the weight of a lower one would be 0 even if it were alone."""
+    k_ = _load(k, at, mask)
+    return tl.where(k_ < LOWEST, LOWEST, k_)
 
 
 @triton.jit
@@ -145,7 +153,7 @@ def sweep_kernel(
         for j in tl.static_range(C):
             # 2. The output of a token.
             mask = in_d & (j < left)
-            k_, v_ = _load(k + at, j * D, mask), _load(v + at, j * D, mask)
+            k_, v_ = _key(k + at, j * D, mask), _load(v + at, j * D, mask)
             if READS:
                 past, _present, o_ = _read(a, b, m, k_, v_, u_)
                 if o is not None:
@@ -341,7 +349,7 @@ def gradient_kernel(
         of_as, of_bs, of_presents, of_weights = (), (), (), ()
         for j in tl.static_range(C):
             mask = in_d & (j < left)
-            k_, v_, do_ = _load(k + at, j * D, mask), _load(v + at, j * D, mask), _load(do + at, j * D, mask)
+            k_, v_, do_ = _key(k + at, j * D, mask), _load(v + at, j * D, mask), _load(do + at, j * D, mask)
             past, present, o_ = _read(a, b, m, k_, v_, u_)
             kept, written, own, m = _write(j, left, k_, w_, own, begun_m, m)
             as_, bs, vs = as_ + (a,), bs + (b,), vs + (v_,)

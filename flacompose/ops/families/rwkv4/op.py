@@ -57,10 +57,9 @@ def _across(ranks: Ranks, inputs: Inputs) -> Results:
         count = bounds(cu_seqlens, T).diff().to(dtype)[:, None].expand_as(m)
     sums = of_all(ranks, torch.stack([a, b]))
     others = gathered(ranks, torch.stack([m.detach(), count]))
-    if initial[0] is None:
-        # `LOWEST` by its value: Dynamo would take the constant of another module for an input.
-        initial = [torch.zeros_like(a), torch.zeros_like(b), torch.full_like(m, -1e38)]
-    states = [eager.State(*(x.to(dtype) for x in initial))]
+    first_a, first_b, first_m = (torch.zeros_like(m) if x is None else x.to(dtype) for x in initial)
+    # `LOWEST` by its value: Dynamo would take the constant of another module for an input.
+    states = [eager.State(first_a, first_b, torch.where(first_b == 0, -1e38, first_m))]
     for (a, b), (m, tokens) in zip(sums, others):
         states.append(eager.join(states[-1], eager.State(a, b, m), w.to(dtype), tokens))
     # Selected from all, so that the first rank too has the gather in its graph, whose backward is one of all ranks.

@@ -24,6 +24,7 @@ def rwkv4(
     a = torch.zeros_like(v[:, 0]) if initial_a is None else initial_a
     b = torch.zeros_like(a) if initial_b is None else initial_b
     m = torch.full_like(a, LOWEST) if initial_m is None else initial_m.detach().clamp(min=LOWEST)
+    k, m = k.clamp(min=LOWEST), torch.where(b == 0, LOWEST, m)
     o = []
     for t in range(v.shape[1]):
         before, now = torch.where(b > 0, m, LOWEST), u + k[:, t]
