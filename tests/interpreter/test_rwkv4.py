@@ -70,7 +70,7 @@ def test_lowest_maxima() -> None:
     inputs = draw(12)
     inputs.initial_a[:, 0] = inputs.initial_b[:, 0] = 0
     inputs.initial_m[:, 0] = 500
-    inputs.k[:, :9, 1] = inputs.k[:, ::3, 2] = torch.finfo(torch.float32).min
+    inputs.k[:, :9, 0] = inputs.k[:, ::3, 2] = torch.finfo(torch.float32).min
     for form in (chunk, recurrent):
         assert_right(form, inputs, 1e-5)
 

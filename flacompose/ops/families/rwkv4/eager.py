@@ -74,7 +74,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         step, (of_a, of_b, of_present) = steps[j], reads[j]
         of_weight = of_present * (wkv.v[j] - step.o)
         dv.append(step.written * da + of_present)
-        dk.append(step.written * (da * wkv.v[j] + db) + of_weight)
+        dk.append(torch.where(wkv.is_low[j], 0, step.written * (da * wkv.v[j] + db) + of_weight))
         dw.append(torch.where(wkv.exists[j], step.kept * (da * step.a + db * step.b), 0))
         du.append(of_weight)
         da, db = step.kept * da + of_a, step.kept * db + of_b
@@ -178,7 +178,8 @@ class _WKV:
     def __init__(self, inputs: Inputs) -> None:
         v, k, w, u, *_, cu_seqlens = inputs
         self.chunks = Chunks(v, cu_seqlens)
-        self.v, self.k = self.split(v), [x.clamp(min=LOWEST) for x in self.split(k)]
+        self.v, keys = self.split(v), self.split(k)
+        self.k, self.is_low = [x.clamp(min=LOWEST) for x in keys], [x < LOWEST for x in keys]
         self.w, self.u = (x.to(self.chunks.dtype) for x in (w, u))
         ones = self.split(torch.ones_like(v[:1, :, :1], dtype=self.chunks.dtype))
         self.elapsed = torch.stack(ones).cumsum(0)  # tokens of the chunk up to each, [C, 1, 1, R, 1]

@@ -371,6 +371,7 @@ def gradient_kernel(
                 tl.store(dv + at + j * D, dv_.to(dv.dtype.element_ty), mask=mask)
             if dk is not None:
                 dk_ = written * (da * vs[j] + db) + of_weights[j]
+                dk_ = tl.where(_load(k + at, j * D, mask) < LOWEST, 0.0, dk_)
                 tl.store(dk + at + j * D, dk_.to(dk.dtype.element_ty), mask=mask)
             if dw is not None:
                 dw_ += tl.where(j < left, kept * (da * as_[j] + db * bs[j]), 0.0)
