@@ -162,6 +162,9 @@ BREAKS = [
     Break("ops/families/_op.py", "return 4 * B * T * HV", "return 2 * B * T * HV", "contract/test_transforms.py", "flops and chunk_gla"),
     # Launches
     Break("ops/families/_replay.py", "if first else self.record(kind, args)", "", "test_replay.py"),
+    Break("ops/families/_compile.py", "*(n.bit_length() for n in others), last", "last", "test_compile_ahead.py", "another_kind"),
+    Break("ops/families/_compile.py", "hint = x.node.hint", "hint = 2", "test_compile_ahead.py", "begun"),
+    Break("ops/families/_hopper.py", "<= NEWEST_TRITON", "!= NEWEST_TRITON", "test_launches.py", "newer"),
     Break("ops/families/_compile.py", "differentiated, device, *map(_kind, args)", "differentiated, device", "test_compile_ahead.py"),
     Break("ops/families/delta_rule/sweeps.py", "tile_count(V, 64) <= 128", "tile_count(V, 64) <= 64", "test_fit.py", "tuned"),
     Break("ops/families/_sequences.py", "self.chunks_of_row + self.N", "self.chunks_of_row", KERNELS, "test_packed and chunk_gla"),
@@ -170,7 +173,7 @@ BREAKS = [
     Break("ops/families/rg_lru/eager.py", "self.root = torch.where(self.kept, square, 1).sqrt()", "self.root = square.sqrt()", "test_rg_lru.py", "second_derivatives"),
     Break("ops/families/rg_lru/eager.py", "self.g = torch.where(self.reset, -inf, self.g)", "pass", "test_rg_lru.py", "test_resets"),
     Break("ops/families/rg_lru/kernels.py", "tl.where(g > -0.05, -expm1_near_0(2 * g), 1 - a * a)", "1 - a * a", "interpreter/test_rg_lru.py", "any_size"),
-    Break("ops/families/rg_lru/kernels.py", "(row + chunk) * (C // PART) + j // PART", "(row + chunk) * (C // PART)", "interpreter/test_rg_lru.py", "lengths"),
+    Break("ops/families/rg_lru/kernels.py", "before is not None and j == 0", "before is not None and j == 1", "interpreter/test_rg_lru.py", "lengths"),
     Break("ops/families/rg_lru/kernels.py", "hi, d // (D // H), in_d", "hi, d * 0, in_d", "interpreter/test_rg_lru.py", "groups"),
     Break("ops/families/rg_lru/kernels.py", "dh * (lefts[j] - of_strength)", "dh * lefts[j]", "interpreter/test_rg_lru.py", "packed"),
     Break("ops/families/_across.py", "for name in inputs._fields:", "for name in signature.differentiable:", SHARED, "test_ranks"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import tempfile
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import get_ident
 from types import ModuleType
 from typing import Any
@@ -12,15 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 triton = pytest.importorskip("triton")
 
 from families import signature_of  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from flacompose.ops.families import _compile  # noqa: E402
+from flacompose.ops.families import _compile, _segments  # noqa: E402
 from flacompose.ops.families._op import on_cuda  # noqa: E402
 from flacompose.ops.families.running_max import cuda as running_max  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
@@ -29,7 +34,7 @@ from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E
 from flacompose.ops.families.vector_decay import slots  # noqa: E402
 
 FAMILIES = scalar_decay, scan, vector_decay
-LAUNCHING = *FAMILIES, slots, running_max
+LAUNCHING = *FAMILIES, slots, running_max, _segments
 KERNELS = {x for module in LAUNCHING for x in vars(module).values() if isinstance(x, triton.JITFunction)}
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=["scalar", "scan", "vector"])
@@ -160,16 +165,20 @@ def test_the_forward_alone_where_there_is_no_gradient(family: ModuleType, compil
     assert all(ahead for _, ahead in compiled)
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
 @each_family
-def test_begun_while_a_graph_is_compiled(family: ModuleType, compiled: Compiled) -> None:
+def test_begun_while_a_graph_is_compiled(family: ModuleType, dynamic: bool, compiled: Compiled) -> None:
     args = arguments(family, requires_grad=False)
-    with FakeTensorMode() as mode:
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes) as mode:
         mask = [True] * {scalar_decay: 7, scan: 3, vector_decay: 7}[family]
-        fake = [mode.from_tensor(x) if isinstance(x, Tensor) else x for x in args]
+        fake = [mode.from_tensor(x, static_shapes=not dynamic) if isinstance(x, Tensor) else x for x in args]
+        assert any(isinstance(n, torch.SymInt) for n in fake[0].shape) == dynamic
         ahead(family, "chunk").begin(fake)
         ahead(family, "backward").begin([*fake, fake[0], None, mask])
     begun = len(compiled)
     assert begun > 1
+    assert not shapes.guards
     o, _ = ahead(family, "chunk")(*args)
     ahead(family, "backward")(*args, o, None, mask)
     assert begun == len(compiled)
@@ -203,7 +212,7 @@ def test_once_a_kind(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not ahead(vector_decay, "backward").started
 
 
-@pytest.mark.parametrize("other", ["dtype", "head size", "absent gate", "option"])
+@pytest.mark.parametrize("other", ["dtype", "head size", "absent gate", "option", "length"])
 def test_another_kind(other: str, compiled: Compiled) -> None:
     """Of which other kernels are launched, and compiled ahead."""
     q, k, v, gk, *rest = arguments(vector_decay)
@@ -215,6 +224,8 @@ def test_another_kind(other: str, compiled: Compiled) -> None:
         q, k, gk = q[..., :9].contiguous(), k[..., :9].contiguous(), gk[..., :9].contiguous()
     elif other == "absent gate":
         gk = None
+    elif other == "length":  # with segments, between which other kernels go
+        q, k, v, gk = (x.repeat(1, 200, 1, 1) for x in (q, k, v, gk))
     else:
         *rest, _, wide = rest
         rest = [*rest, True, wide]
@@ -224,7 +235,7 @@ def test_another_kind(other: str, compiled: Compiled) -> None:
 
 
 def test_no_launch_compiles_another_length(compiled: Compiled) -> None:
-    args = arguments(scan)
+    args = arguments(scan, requires_grad=False)
     ahead(scan, "chunk")(*args)
     before = len(compiled)
     ahead(scan, "chunk")(*(x if x is None else x[:, :9].contiguous() for x in args))
@@ -312,9 +323,33 @@ def test_one_thread_loads() -> None:
             loaded_in.append(get_ident())
 
     with ThreadPoolExecutor() as pool:
-        futures = [triton.FutureKernel(lambda _: None, pool.submit(Kernel)) for _ in range(9)]
+        futures = [future_kernel(pool.submit(Kernel)) for _ in range(9)]
+        futures[1].result()
+        futures[1].future = None  # as since Triton 3.9
         _compile._load([Kernel(), *futures, futures[0]])
     assert loaded_in == [get_ident()] * 10
+
+
+def future_kernel(future: Future[Any]) -> triton.FutureKernel:
+    *callbacks, _ = list(inspect.signature(triton.FutureKernel).parameters)
+    return triton.FutureKernel(*[lambda _: None for _ in callbacks], future)
+
+
+@pytest.mark.skipif(not hasattr(nvidia, "make_launcher"), reason="one function launches all kernels")
+def test_launchers_are_built_with_their_kernels(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which loading a kernel then finds. Without a C library of the driver they are built, and cannot be loaded."""
+    built: list[int] = []
+    build_in = triton.runtime.build._build
+    monkeypatch.setattr(
+        triton.runtime.build, "_build", lambda *a: (built.append(get_ident()), build_in(*a))[1]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TRITON_CACHE_DIR", folder)
+        ahead(scan, "chunk")(*arguments(scan))
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and "ThreadPool" in thread.name:
+                thread.join()
+    assert built and get_ident() not in built
 
 
 def test_a_call_within_the_load_of_another(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from launches import matrix_calls, other_calls, recorded, tables_of
 from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
 from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
+from flacompose.ops.families import _hopper
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients, hopper_pairs
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
@@ -230,6 +231,13 @@ def test_gluon_on_hopper(
     else:
         ((kernel, *others),) = found
         assert kernel is not hopper_gradients.gradient_kernel and others == [6, None, None]
+
+
+@pytest.mark.parametrize(("version", "taken"), [("3.9.7", True), ("3.10.0", False), ("4.0.0+git", False)])
+def test_gluon_of_a_newer_triton(version: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have changed what its kernels are written in."""
+    monkeypatch.setattr(_hopper.triton, "__version__", version)
+    assert _hopper.takes(HOPPER, (torch.zeros(64, dtype=torch.bfloat16),), 64) == taken
 
 
 @pytest.mark.parametrize(("group", "kernel"), [(4, hopper_gradients.gradient_kernel), (5, gradient_kernel)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context
 from itertools import chain
 from threading import RLock
@@ -17,6 +17,7 @@ from triton import AsyncCompileMode, FutureKernel
 
 from flacompose._torch import unset_fake_temporarily
 from flacompose.ops._launching import launching, launching_by
+from flacompose.ops.families._launcher import build_launcher
 
 ATTEMPTS = 5  # to compile a kernel
 
@@ -29,7 +30,8 @@ class compile_ahead:
 
     Triton would compile each at its launch, one after the other. To learn which they are, the implementation runs on
     meta tensors and launches none. Calls are of one kind if their devices, dtypes, head sizes and absent arguments are
-    the same; another length or alignment may still need another kernel.
+    the same, and their other sizes lie between the same powers of two; another length or alignment may still need
+    another kernel.
 
     Where an argument requires a gradient, compilation of what `backward` launches for the gradient of `o` alone starts
     too, and is waited for when that is called, or when the process ends. While a graph with the op is traced, `begin`
@@ -80,16 +82,15 @@ class compile_ahead:
     def begin(self, args: tuple[Any, ...]) -> None:
         """Start to compile what a call with fake tensors like `args` will launch, while a graph of it is compiled.
 
-        It does nothing where sizes or numbers are symbolic: graphs that have these come after one without.
+        Symbols stand for what they were traced with. Where only the data know a size, it raises a ValueError.
         """
-        sizes = [n for x in args if isinstance(x, Tensor) for n in (*x.shape, *x.stride())]
-        if any(isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)) for x in (*args, *sizes)):
-            return
-        kind = False, args[0].device, *map(_kind, args)
+        device = args[0].device
         with _lock, unset_fake_temporarily():  # so that new tensors are real
+            args = tuple(map(_meta, args))
+            kind = False, device, *map(_kind, args)
             if kind not in self.ready and kind not in self.started:
                 with _compiling_in_threads() as mode:
-                    self.started[kind], _ = self.start(mode, tuple(map(_meta, args)))
+                    self.started[kind], _ = self.start(mode, args)
 
     def start(self, mode: AsyncCompileMode, args: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """Start to compile what a call with `args` launches: the kernels to be, and what the call returns."""
@@ -110,7 +111,14 @@ class compile_ahead:
 
 class _Pool(ThreadPoolExecutor):
     def submit(self, compile_kernel: Callable[[], Any]) -> Any:  # type: ignore[override]
-        return super().submit(_persistent, compile_kernel)
+        return super().submit(_with_launcher, compile_kernel)
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = _persistent(compile_kernel)
+    with suppress(Exception):  # Triton says what fails here, when it loads the kernel
+        build_launcher(kernel)
+    return kernel
 
 
 def _persistent(compile_kernel: Callable[[], Any]) -> Any:
@@ -147,16 +155,24 @@ def _compiling_in_threads() -> Iterator[AsyncCompileMode]:
 
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x.dtype, x.shape[-1] if x.dim() > 1 else 0
+        *others, last = x.shape if x.dim() > 1 else (0,)
+        return x.dtype, *(n.bit_length() for n in others), last
     if isinstance(x, list):
         return tuple(x)
     return x if isinstance(x, int) else x is None
 
 
 def _meta(x: Any) -> Any:
+    """`x` without memory and without symbols."""
+    if isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        hint = x.node.hint
+        if hint is None:
+            raise ValueError("only the data know this size")
+        return hint
     if not isinstance(x, Tensor):
         return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    sizes, strides = (tuple(map(_meta, of_axes)) for of_axes in (x.shape, x.stride()))
+    return torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
 
 
 def _load(kernels: list[Any]) -> None:
@@ -165,7 +181,11 @@ def _load(kernels: list[Any]) -> None:
     When Triton 3.6 loads a launcher that it has loaded before, it writes that into the module of the last one it has
     loaded, which another thread may be about to read. What is compiled at a launch, it loads there.
     """
-    futures = {kernel.future: kernel for kernel in kernels if isinstance(kernel, FutureKernel)}
-    here = (kernel for kernel in kernels if not isinstance(kernel, FutureKernel))
-    for compiled in chain(here, (futures[done].result() for done in as_completed(futures))):
+    unfinished, others = {}, []
+    for kernel in kernels:
+        if isinstance(kernel, FutureKernel) and kernel.future is not None:
+            unfinished[kernel.future] = kernel
+        else:  # Triton 3.9 takes the future away when the kernel is there
+            others.append(kernel.result() if isinstance(kernel, FutureKernel) else kernel)
+    for compiled in chain(others, (unfinished[done].result() for done in as_completed(unfinished))):
         _ = compiled.run

@@ -11,6 +11,7 @@ graphs for AOTInductor and for other dtypes, sizes of heads and alignments. That
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.experimental import gluon
@@ -22,8 +23,16 @@ from flacompose.ops._chip import HOPPER, Chip
 from flacompose.ops._launching import launches_into_graph
 from flacompose.ops.families import _kernels
 
+# Gluon is experimental, and changes with Triton. For a newer Triton than this, its kernels are not launched.
+NEWEST_TRITON = (3, 9)
+
 tile_of_program = gluon.jit(_kernels.tile_of_program.fn)
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.6 calls it so
+# What Triton 3.6, 3.7 or 3.8 calls otherwise.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
 
 
 def takes(chip: Chip, operands: tuple[Tensor, ...], *sizes: int) -> bool:
@@ -31,7 +40,8 @@ def takes(chip: Chip, operands: tuple[Tensor, ...], *sizes: int) -> bool:
 
     `copy` asks for 16 bytes at a time, which begin at multiples of 16. Heads of such sizes do if the first one does.
     """
-    is_hopper = chip.capability == HOPPER.capability and not knobs.runtime.interpret
+    is_known = tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST_TRITON
+    is_hopper = chip.capability == HOPPER.capability and is_known and not knobs.runtime.interpret
     fits = all(size in (64, 128) for size in sizes) and all(x.dtype == torch.bfloat16 for x in operands)
     if not is_hopper or not fits or launches_into_graph():  # in a graph, tensors have no memory yet
         return False
@@ -50,7 +60,7 @@ def copy(to, x, stride, size):
     layout: gl.constexpr = rows_of(to.shape[1])
     i = gl.arange(0, to.shape[0], gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))[None, :]
-    async_copy.async_copy_global_to_shared(to, x + i * stride + d, mask=(i < size) & (d < to.shape[1]))
+    async_load(to, x + i * stride + d, mask=(i < size) & (d < to.shape[1]))
 
 
 @gluon.jit

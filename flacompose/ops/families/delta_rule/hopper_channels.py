@@ -16,6 +16,7 @@ from flacompose.ops.families._hopper import (
     arrived,
     copy,
     make_visible,
+    reinterpret,
     rows_of,
     store,
     store_parts,
@@ -188,10 +189,10 @@ def channel_kernel(
     of_k_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     writer_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     q_s, k_s = qk_s.index(0), qk_s.index(1)
-    dS_s = x_s._reinterpret(gl.bfloat16, [BK, V], OF_V)
-    do_s = of_q_s._reinterpret(gl.bfloat16, [C, V], OF_V)
+    dS_s = reinterpret(x_s, gl.bfloat16, [BK, V], OF_V)
+    do_s = reinterpret(of_q_s, gl.bfloat16, [C, V], OF_V)
     r_s = gl.allocate_shared_memory(gl.bfloat16, [C, V], OF_V)
-    dv_s = of_k_s._reinterpret(gl.bfloat16, [C, V], OF_V)
+    dv_s = reinterpret(of_k_s, gl.bfloat16, [C, V], OF_V)
     S_s = gl.allocate_shared_memory(gl.bfloat16, [BK, V], OF_V)
     copy(k_s, k + of_keys, H * K, size)
     copy(r_s, r + first * V, HV * V, size)
@@ -250,7 +251,7 @@ def channel_kernel(
     store(dq + of_gates, of_q_s.index(0).load(ROWS), HV * K, size)
     if dgk is not None:
         of_early += by_state
-        d_gates_s = of_q_s._reinterpret(gl.float32, [C, BK], OF_GATES)
+        d_gates_s = reinterpret(of_q_s, gl.float32, [C, BK], OF_GATES)
         d_gates_s.store(d_gates)  # registers are scarce
 
     # 4. What keys, or `a`, read.

@@ -17,6 +17,7 @@ from flacompose.ops.families._hopper import (
     copy,
     make_visible,
     parts,
+    reinterpret,
     store,
     store_parts,
     tile_of_program,
@@ -127,8 +128,8 @@ def _inverse(upper):
     made = _multiply_blocks(gl.convert_layout(read, LEFT), own.slice(1, 1, 1).load(RIGHT))
     beside_.store(-made)
     BLOCK: gl.constexpr = left.type.layout
-    own_ = own._reinterpret(gl.float32, [C, B], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).load(BLOCK)
-    made = beside._reinterpret(gl.float32, [C, B], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).load(BLOCK)
+    own_ = reinterpret(own, gl.float32, [C, B], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).load(BLOCK)
+    made = reinterpret(beside, gl.float32, [C, B], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).load(BLOCK)
     second = _in_second(own_)
     Y = _joined(gl.where(second, 0.0, own_), gl.where(second, own_, made))
     # 3. All.

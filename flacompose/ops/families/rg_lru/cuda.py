@@ -14,9 +14,9 @@ from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.rg_lru.inputs import Inputs
 from flacompose.ops.families.rg_lru.kernels import gradient_kernel, sweep_kernel
 
-# Tokens of a chunk, channels of a tile at most: in chunks, where a thread has one channel, and by token.
+# Tokens of a chunk, before which the backward keeps the state, and channels of a tile at most: in chunks, where a
+# thread has one channel, and by token.
 CHUNK_CONFIG, TOKEN_CONFIG = (16, 32), (1, 256)
-PART = 8  # tokens of a part of a chunk, before which the backward keeps the state and from which it computes it again
 
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     wants, run = call.wants, _Launches(call.inputs)
     do, row, before = call.do.contiguous(), run.row, None
     if wants("r", "a_param"):
-        before = run.per_chunk(run.C // PART, run.D)
+        before = run.per_chunk(run.D)
         run.forwards(before=before)
     of_tokens = {}
     for name in ("x", "r", "i"):
@@ -80,7 +80,7 @@ class _Launches(Sequences):
         given = {name: getattr(inputs, name) for name in names}
         self.arguments |= {name: None if y is None else y.contiguous() for name, y in given.items()}
         self.arguments |= {"D": self.D, "H": 1 if inputs.reset is None else inputs.reset.shape[2]}
-        self.arguments |= {"C": C, "PART": min(PART, C), "BD": BD}
+        self.arguments |= {"C": C, "BD": BD}
         # A segment has 2,048 tokens at least, and so 64 times 32. Programs of one warp are small: twice as many.
         units, programs = 0 if by_token else self.T // 32, tile_count(self.tiles, 2)
         self.row = Segments(self, units, programs, (self.D,), {"gv": "sum_g"})

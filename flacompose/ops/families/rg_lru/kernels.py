@@ -62,7 +62,7 @@ def sweep_kernel(
     reset,  # [tokens, H]
     initial,  # [SEGMENTS, N, D], before each segment
     o,  # [tokens, D]
-    before,  # [chunks, C / PART, D]: the state before each part of a chunk
+    before,  # [chunks, D]: the state before each chunk
     ends,  # [SEGMENTS, N, D], after each segment but the last
     final,  # [N, D], or [N, count, D]
     sum_g,  # [SEGMENTS, N, D], the sum of each segment's log decays
@@ -75,7 +75,6 @@ def sweep_kernel(
     D: tl.constexpr,
     H: tl.constexpr,
     C: tl.constexpr,
-    PART: tl.constexpr,
     BD: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
@@ -125,9 +124,8 @@ def sweep_kernel(
             if REVERSE:
                 added = a_ * (added + x_)
             else:
-                if before is not None and j % PART == 0:
-                    part = (row + chunk) * (C // PART) + j // PART
-                    tl.store(before + part * D + d, h, mask=in_d)
+                if before is not None and j == 0:
+                    tl.store(before + (row + chunk) * D + d, h, mask=in_d)
                 e_ = s_ * tl.sigmoid(i_tile[j].to(tl.float32)) * x_
                 added = a_ * added + e_
                 h = a_ * h + e_
@@ -161,7 +159,7 @@ def gradient_kernel(
     a_param,  # [D]
     reset,  # [tokens, H]
     do,  # [tokens, D]
-    before,  # [chunks, C / PART, D]: the state before each part of a chunk; None where no gradient needs states
+    before,  # [chunks, D]: the state before each chunk; None where no gradient needs states
     d_final,  # [SEGMENTS, N, D], after each segment, of which the first is the last in time
     dx,  # [tokens, D]
     dr,  # [tokens, D]
@@ -175,22 +173,18 @@ def gradient_kernel(
     D: tl.constexpr,
     H: tl.constexpr,
     C: tl.constexpr,
-    PART: tl.constexpr,
     BD: tl.constexpr,
 ):
     """Fill what is given of the gradients, backwards in time, one segment of one sequence in a program.
 
     With ``u_t = sigmoid(i_t) x_t`` and ``dh_t = do_t + c_{t+1}``, where ``c_t = a_t dh_t`` is carried, the gradient of
-    ``g_t`` is ``dh_t (a_t h_{t-1} - a_t^2 u_t / s_t)``. The states of a part of a chunk are computed again, from the
-    one before it.
+    ``g_t`` is ``dh_t (a_t h_{t-1} - a_t^2 u_t / s_t)``. The states of a chunk are computed again, from the one before.
     """
     tile, segment, n = split_program(tl.cdiv(D, BD), SEGMENTS)
     d = (tile * BD).to(tl.int32) + tl.arange(0, BD)
     in_d = d < D
     at_end = (segment * N + n) * D + d
     lo, hi, row, _, begin, stop = chunks_of_segment(n, segment, SEGMENTS, T, cu_seqlens, C, True)
-    begin *= C // PART
-    stop = tl.minimum(stop * (C // PART), tl.cdiv(hi - lo, PART))
 
     # 1. The rates, and the gradient of the state after the segment.
     of_rate = tl.load(a_param + d, mask=in_d, other=0.0).to(tl.float32)
@@ -200,35 +194,35 @@ def gradient_kernel(
         c += tl.load(d_final + at_end, mask=in_d, other=0.0).to(tl.float32)
     d_rate = tl.zeros([BD], tl.float32)
 
-    # 2. The tokens of the last part, and the state before it.
+    # 2. The tokens of the last chunk, and the state before it.
     last = tl.maximum(stop - 1, 0)
-    token = lo + last * PART
-    next_x = tile_of_channels(x, token, hi, d, in_d, D, PART, False)
-    next_r = tile_of_channels(r, token, hi, d, in_d, D, PART, False, float("-inf"))
-    next_i = tile_of_channels(i, token, hi, d, in_d, D, PART, False)
-    next_do = tile_of_channels(do, token, hi, d, in_d, D, PART, False)
-    next_reset = _resets(reset, token, hi, d, in_d, D, H, PART, False)
+    token = lo + last * C
+    next_x = tile_of_channels(x, token, hi, d, in_d, D, C, False)
+    next_r = tile_of_channels(r, token, hi, d, in_d, D, C, False, float("-inf"))
+    next_i = tile_of_channels(i, token, hi, d, in_d, D, C, False)
+    next_do = tile_of_channels(do, token, hi, d, in_d, D, C, False)
+    next_reset = _resets(reset, token, hi, d, in_d, D, H, C, False)
     next_h = tl.zeros([BD], tl.float32)
     if before is not None:
-        next_h = tl.load(before + (row * (C // PART) + last) * D + d, mask=in_d & (begin < stop), other=0.0)
+        next_h = tl.load(before + (row + last) * D + d, mask=in_d & (begin < stop), other=0.0)
     for k in range(begin, stop):
-        part = begin + stop - 1 - k
-        first = lo + part * PART
-        left = tl.minimum(hi - first, PART).to(tl.int32)
-        earlier = tl.maximum(part - 1, 0)
-        token = lo + earlier * PART
+        chunk = begin + stop - 1 - k
+        first = lo + chunk * C
+        left = tl.minimum(hi - first, C).to(tl.int32)
+        earlier = tl.maximum(chunk - 1, 0)
+        token = lo + earlier * C
         x_tile, r_tile, i_tile, do_tile, reset_tile, h = next_x, next_r, next_i, next_do, next_reset, next_h
-        next_x = tile_of_channels(x, token, hi, d, in_d, D, PART, False)
-        next_r = tile_of_channels(r, token, hi, d, in_d, D, PART, False, float("-inf"))
-        next_i = tile_of_channels(i, token, hi, d, in_d, D, PART, False)
-        next_do = tile_of_channels(do, token, hi, d, in_d, D, PART, False)
-        next_reset = _resets(reset, token, hi, d, in_d, D, H, PART, False)
+        next_x = tile_of_channels(x, token, hi, d, in_d, D, C, False)
+        next_r = tile_of_channels(r, token, hi, d, in_d, D, C, False, float("-inf"))
+        next_i = tile_of_channels(i, token, hi, d, in_d, D, C, False)
+        next_do = tile_of_channels(do, token, hi, d, in_d, D, C, False)
+        next_reset = _resets(reset, token, hi, d, in_d, D, H, C, False)
         if before is not None:
-            next_h = tl.load(before + (row * (C // PART) + earlier) * D + d, mask=in_d, other=0.0)
+            next_h = tl.load(before + (row + earlier) * D + d, mask=in_d, other=0.0)
         # 3. Forwards: the gates of each token, and what is left of the state before it.
         gates, decays, strengths, lefts = (), (), (), ()
         begun, added, total = c, tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
-        for j in tl.static_range(PART):
+        for j in tl.static_range(C):
             gate, g_, a_, s_ = _gates(rate, r_tile[j], reset_tile[j])
             gates, decays, strengths, lefts = (
                 gates + (gate,),
@@ -239,7 +233,7 @@ def gradient_kernel(
             h = a_ * h + s_ * (tl.sigmoid(i_tile[j].to(tl.float32)) * x_tile[j].to(tl.float32))
             total += g_
         # 4. Backwards, with the gradients of each token.
-        for j in tl.static_range(PART - 1, -1, -1):
+        for j in tl.static_range(C - 1, -1, -1):
             a_, s_, do_ = decays[j], strengths[j], do_tile[j].to(tl.float32)
             dh = do_ + c
             c = a_ * dh

@@ -1,0 +1,38 @@
+"""The C function that launches a kernel, which Triton 3.6 compiles for each signature when it loads the kernel."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from triton.backends.nvidia import driver
+from triton.runtime import build
+from triton.runtime.cache import get_cache_manager
+
+NAME = "__triton_launcher"
+
+
+def build_launcher(kernel: Any) -> None:
+    """Compile it now, in the thread that calls, for Triton to find it in its cache.
+
+    Triton would call the C compiler for one kernel after the other, which can take longer than to compile all kernels
+    in parallel. Since Triton 3.7 one function launches every kernel, and nothing is done.
+    """
+    if not hasattr(driver, "make_launcher"):
+        return
+    source, names = kernel.src, kernel.src.fn.arg_names
+    constants = {(names.index(x),) if isinstance(x, str) else x: y for x, y in source.constants.items()}
+    described = getattr(kernel.metadata, "tensordesc_meta", None)
+    code = driver.make_launcher(constants, dict(source.signature), described)
+    cache = get_cache_manager(hashlib.sha256((code + build.platform_key()).encode()).hexdigest())
+    file = NAME + sysconfig.get_config_var("EXT_SUFFIX")
+    if cache.get_file(file) is None:
+        with TemporaryDirectory() as folder:
+            path = Path(folder, f"{NAME}.c")
+            path.write_text(code)
+            libraries = driver.library_dirs(), driver.include_dirs, driver.libraries
+            built = build._build(NAME, str(path), folder, *libraries, [])
+            cache.put(Path(built).read_bytes(), file, binary=True)
