@@ -259,7 +259,7 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
         args = q, k, v, g, beta, g, new(N, HV, K), cu_seqlens, 1.0, 0.0
         masks = _masks("q k x g beta floor initial_state", "q", "x", "q k x")
         yield from _calls(f"normalizer groups={groups} {at}", normalizer, args, v, masks, new(N, HV, K))
-        for gates in ("", "g", "g a", "g a before", "gk", "gk a"):
+        for gates in ("", "a", "g", "g a", "g before", "g a before", "gk", "gk a"):
             g_, gk_ = (g if "g" in gates.split() else None), (new(B, T, HV, K) if "gk" in gates else None)
             a = k if "a" in gates.split() else None
             args = q, k, v, beta, g_, gk_, a, states, cu_seqlens, 1.0, "before" in gates

@@ -78,12 +78,13 @@ def test_fits(largest: tuple[Any, ...], capability: int) -> None:
     assert launch_of(CHIPS[capability], *largest).excess(capability) is None
 
 
+@pytest.mark.parametrize("start", ["delta_rule g ", "delta_rule g a before"])
 @pytest.mark.parametrize(
     ("kernel", "constants", "programs"), [("gradient_kernel", {"ADDS": False}, 2), ("pair_kernel", {}, 3)]
 )
-def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs: int) -> None:
+def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs: int, start: str) -> None:
     """A kernel in Gluon leaves room for others on a multiprocessor, where each program takes 1 KiB more."""
-    launch = launch_of(HOPPER, "delta_rule g", kernel, BFLOAT16, 128, 128, constants)
+    launch = launch_of(HOPPER, start, kernel, BFLOAT16, 128, 128, constants)
     assert programs * (launch.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
     assert programs * 128 * dict(launch.options).get("maxnreg", 255) <= 65536
 

@@ -254,17 +254,28 @@ def test_gluon_adds_up_few_heads(group: int, kernel: Any) -> None:
     assert {found for found, x in launches if "dq" in x} == {kernel}
 
 
+@pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize(("with_a", "read_before"), [(True, False), (True, True), (False, True)])
-def test_gluon_reads_with_the_key_after_the_decay(with_a: bool, read_before: bool) -> None:
-    """Where gates are of heads. What reads otherwise does so in Triton's kernels."""
-    q = torch.zeros(1, 5, 1, 128, dtype=torch.bfloat16)
-    gates, mask = torch.zeros(2, 1, 5, 1), [True] * 5 + [False, with_a, False]
-    args = q, q, q, *gates, None, q if with_a else None, None, None, 1.0, read_before, q, None, mask
+def test_gluon_reads_by_any_vector_before_and_after_the_decay(
+    with_a: bool, read_before: bool, first: int
+) -> None:
+    """Where gates are of heads, if the vector is aligned too. Its gradient is that of heads of keys, as theirs is."""
+    q, do = (torch.zeros(1, 5, H, 128, dtype=torch.bfloat16) for H in (1, 2))
+    a = torch.zeros(first + q.numel(), dtype=q.dtype)[first:].view(q.shape) if with_a else None
+    gates, mask = torch.zeros(2, 1, 5, 2), [True] * 5 + [False, with_a, False]
+    args = q, q, do, *gates, None, a, None, None, 1.0, read_before, do, None, mask
     with tables_of(HOPPER):
-        launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
-    assert {pair_kernel, gradient_kernel} <= {kernel for kernel, _ in launches}
-    told = {x["READ_BEFORE"] for _, x in launches if "READ_BEFORE" in x}
-    assert told == {read_before}
+        launches, gradients = launched(lambda: flat(delta_rule, "backward")(*args))
+    kernels = {kernel for kernel, _ in launches}
+    if with_a and first:
+        assert {pair_kernel, gradient_kernel} <= kernels
+    else:
+        assert {hopper_pairs.pair_kernel, hopper_gradients.gradient_kernel} <= kernels
+    told = [x for kernel, x in launches if kernel.__name__ in ("pair_kernel", "gradient_kernel")]
+    assert {x["READ_BEFORE"] for x in told} == {x["READ_BEFORE"] for _, x in launches if "READ_BEFORE" in x}
+    assert {x["READ_BEFORE"] for x in told} == {read_before}
+    assert all(x["a"] is a for x in told)
+    assert not with_a or gradients[6].shape == q.shape
 
 
 @pytest.mark.parametrize(

@@ -92,8 +92,9 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
     return gk if g is None else gk.float() + g.unsqueeze(-1)
 
 
-# The most heads of values that share keys for which the kernel for Hopper adds up the gradients of queries and keys. It
-# rounds each sum to the dtype of the inputs, and with more heads these roundings would exceed the kernel's own error.
+# The most heads of values that share keys for which the kernel for Hopper adds up the gradients of queries, keys and
+# `a`. It rounds each sum to the dtype of the inputs, and with more heads these roundings would exceed the kernel's own
+# error.
 LARGEST_GROUP = 4
 
 
@@ -110,6 +111,8 @@ class _Launches(Sweeps):
         super().__init__(q, v, initial_state, cu_seqlens, scale, C)
         self.q, self.k, self.beta = map(operand, (q, k, beta))
         self.a = operand(a)
+        # Of what kernels for Hopper copy, the inputs: their memory may begin anywhere.
+        self.of_keys = tuple(x for x in (self.q, self.k, self.a) if x is not None)
         if gk is not None:
             gk, g = _gates_of_channels(g, gk), None
         self.gk = operand(gk)
@@ -138,22 +141,27 @@ class _Launches(Sweeps):
             self.bound_growth()
         grid = (self.chunks * self.HV,)
         gates = {"sums": self.gates["sums"], "growth": self.growth}
-        arguments = dict(**self.vectors, **products, **gates, **self.arguments, K=self.K, C=self.C)
-        if self.reads_with_key and _hopper.takes(self.chip, (self.q, self.k), self.K):
+        arguments = dict(
+            **self.vectors, **products, **gates, **self.arguments, **self.reading, K=self.K, C=self.C
+        )
+        if _hopper.takes(self.chip, self.of_keys, self.K):
             del arguments["DOT"]
             launch(hopper_pairs.pair_kernel, grid, **arguments, num_warps=4, maxnreg=168)
         else:
             config = pair_config(self.bfloat16)
-            launch(pair_kernel, grid, **arguments, **self.reading, rest=self.gates["rest"], **config)
+            launch(pair_kernel, grid, **arguments, rest=self.gates["rest"], **config)
 
     @property
     def reads_with_key(self) -> bool:
-        """Whether what is replaced is read as in the gated delta rule, by the key, and after the decay."""
+        """Whether what is replaced is read as in the gated delta rule, by the key, and after the decay.
+
+        The `growth` of chunks bounds that rule alone.
+        """
         return self.a is None and not self.read_before
 
     @property
     def reading(self) -> dict[str, Any]:
-        """What the Triton kernels for gates of heads are told of that, and those for Hopper are not."""
+        """What the kernels for gates of heads are told of that."""
         return {"a": self.a, "READ_BEFORE": self.read_before}
 
     def channel_pairs(self, products: dict[str, Tensor | None]) -> None:
@@ -191,9 +199,8 @@ class _Launches(Sweeps):
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
         on_hopper = (
             dS is not None
-            and self.reads_with_key
             and HV // H <= LARGEST_GROUP
-            and _hopper.takes(self.chip, (self.q, self.k, do), self.K, self.V)
+            and _hopper.takes(self.chip, (*self.of_keys, do), self.K, self.V)
         )
         if on_hopper:
             config = {"BK": 64, "num_warps": 4}
@@ -218,19 +225,20 @@ class _Launches(Sweeps):
             **outputs,
             **of_gates,
             **self.arguments,
+            **self.reading,
             **sizes,
             **config,
             K=self.K,
         )
         if on_hopper:
-            del arguments["DOT"], arguments["da"]
+            del arguments["DOT"]
             # One of the heads of values that share keys after the other: each adds to what was stored before.
             for i in range(HV // H):
                 grid = (tiles * self.chunks * H,)
                 launch(hopper_gradients.gradient_kernel, grid, **arguments, of_group=i, ADDS=i > 0)
         else:
             grid = (tiles * self.chunks * HV,)
-            launch(kernel, grid, **arguments, **products, **self.reading, rest=self.gates["rest"])
+            launch(kernel, grid, **arguments, **products, rest=self.gates["rest"])
         made = self.added_up(outputs)
         if gates:
             assert d_sums is not None and d_total is not None
@@ -270,8 +278,7 @@ class _Launches(Sweeps):
         HV = self.HV
         products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "diagonal": self.per_chunk(HV, self.C)}
         of_values = {"r": r, "do": do, "dv": dv, "V": self.V}
-        copied = (self.q, self.k, do, *([] if self.a is None else [self.a]))
-        on_hopper = _hopper.takes(self.chip, copied, self.K, self.V)
+        on_hopper = _hopper.takes(self.chip, (*self.of_keys, do), self.K, self.V)
         if not on_hopper:
             config = pair_gradient_config(self.bfloat16)
             launch(

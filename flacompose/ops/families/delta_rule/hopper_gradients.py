@@ -17,18 +17,36 @@ from flacompose.ops.families._hopper import (
     store_parts,
     tile_of_program,
 )
+from flacompose.ops.families.scalar_decay import gates
 from flacompose.ops.families.scalar_decay.gates import BEGINNING, ENDING, LEAVING
+
+sums_before = gluon.jit(gates.sums_before.fn)
 
 
 @gluon.jit
-def _decayed_pairs(sums, C: gl.constexpr, L: gl.constexpr):
-    """The decays ``[C, C]`` from a token, in columns, to a later one, in rows; zero for other pairs."""
+def _decayed_pairs(sums, C: gl.constexpr, L: gl.constexpr, BEFORE: gl.constexpr):
+    """The decays ``[C, C]`` from a token, in columns, to a later one, in rows; zero for other pairs.
+
+    If the later one reads `BEFORE` its own gate, no gate decays a pair of neighbours, which is left out too.
+    """
     t = gl.arange(0, C, gl.SliceLayout(1, L))
     s = gl.arange(0, C, gl.SliceLayout(0, L))
     weights = gl.full([C, C], 1.0, gl.float32, L)
-    if sums is not None:
+    if BEFORE:
+        weights = gl.exp2(sums_before(sums, t)[:, None] - gl.load(sums + s)[None, :])
+        t -= 1
+    elif sums is not None:
         weights = gl.exp2(gl.load(sums + t)[:, None] - gl.load(sums + s)[None, :])
     return gl.where(s[None, :] < t[:, None], weights, 0.0)
+
+
+@gluon.jit
+def _of_next(x, L: gl.constexpr):
+    """As `of_next` of `gradients`."""
+    t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))
+    s = gl.arange(0, x.shape[0], gl.SliceLayout(0, L))
+    x = gl.convert_layout(x, gl.SliceLayout(0, L))
+    return gl.sum(gl.where(s[None, :] == t[:, None] + 1, x[None, :], 0.0), 1)
 
 
 @gluon.jit
@@ -53,6 +71,7 @@ def gradient_kernel(
     # The parameters of the kernel of this name in `gradients`, with the same meanings.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
+    a,  # [tokens, H, K]
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     r,  # [tokens, HV, V]
@@ -62,6 +81,7 @@ def gradient_kernel(
     d_states,  # [chunks, HV, K, V], after it
     dq,  # [tokens, H, K]
     dk,  # [tokens, H, K]
+    da,  # [tokens, H, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
     d_total,  # [chunks, HV, K]
@@ -76,12 +96,13 @@ def gradient_kernel(
     V: gl.constexpr,
     C: gl.constexpr,
     BK: gl.constexpr,
+    READ_BEFORE: gl.constexpr,
     ADDS: gl.constexpr,
 ):
     """The gradients of queries, keys, `beta` and sums of gates, for a chunk, a tile of the key axis and a head of keys.
 
     Of the heads of values that share these keys, a launch takes the one of number `of_group`. With `ADDS` its gradients
-    of queries and keys are added to those of the heads before it.
+    of queries, keys and `a` are added to those of the heads before it.
     """
     scale = scale.to(gl.float32)
     tiles: gl.constexpr = K // BK
@@ -136,27 +157,41 @@ def gradient_kernel(
     # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's
     # gradient.
     diagonal = gl.sum(gl.where(s[None, :] == t[:, None], pairs, 0.0), 1)[:, None] * scale
-    pairs *= _decayed_pairs(of_chunk, C, L) * scale
+    pairs *= _decayed_pairs(of_chunk, C, L, False) * scale
     dq_read *= scale
     if sums is not None:
         dq_read *= from_start
     dq_read, in_chunk = _through_pairs(pairs, beta_s, pairs_s, q_s, k_s, dq_read, zeros)
+    a_s = k_s
+    if a is not None:
+        # Not at the start, so that it takes the place of `do_s`: else two programs would not fit side by side.
+        a_s = gl.allocate_shared_memory(gl.bfloat16, [C, BK], OF_K)
+        copy(a_s, a + of_keys, H * K, size)
+        commit_group()
     ending = gl.sum(dq_read * q_s.load(L).to(gl.float32), 1)
     dq_read += diagonal * beta_t[:, None] * k_s.load(L).to(gl.float32)
     store(dq + of_keys, dq_read, H * K, size, ADDS)
 
-    # 2. Keys read with the gradient -dv.
-    arrived(1)
+    # 2. Keys, or `a`, read with the gradient -dv.
+    arrived(1 if a is None else 2)
     pairs = warpgroup_mma(dv_s, r_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     dk_read = warpgroup_mma(dv_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     pairs, dk_read = warpgroup_mma_wait(0, [pairs, dk_read])
-    pairs *= -_decayed_pairs(of_chunk, C, L)
+    if READ_BEFORE:
+        # No gate decays what is read of the token before. It joins last, too.
+        of_before = -gl.sum(gl.where(s[None, :] == t[:, None] - 1, pairs, 0.0), 1)
+    pairs *= -_decayed_pairs(of_chunk, C, L, READ_BEFORE)
     dk_read = -dk_read
-    if sums is not None:
+    if READ_BEFORE:
+        dk_read *= gl.exp2(sums_before(of_chunk, t))[:, None]
+    elif sums is not None:
         dk_read *= from_start
-    dk_read, in_chunk = _through_pairs(pairs, beta_s, pairs_s, k_s, k_s, dk_read, in_chunk)
+    if a is not None:
+        arrived(0)
+    dk_read, in_chunk = _through_pairs(pairs, beta_s, pairs_s, a_s, k_s, dk_read, in_chunk)
+    of_sums = gl.sum(dk_read * a_s.load(L).to(gl.float32), 1)
+    ending += _of_next(of_sums, L) if READ_BEFORE else of_sums
     k_ = k_s.load(L).to(gl.float32)
-    ending += gl.sum(dk_read * k_, 1)
 
     # 3. What keys write also reaches the chunk's end.
     arrived(0)
@@ -175,7 +210,15 @@ def gradient_kernel(
         gl.store(at + BEGINNING * tiles * HV * C, gl.sum(in_chunk * k_, 1) * beta_t)
         gl.store(at + LEAVING * tiles * HV * C, gl.sum(written * k_, 1) * beta_t)
     written += in_chunk + diagonal * q_s.load(L).to(gl.float32)
+    if READ_BEFORE:
+        pairs = gl.where(s[None, :] == t[:, None] - 1, of_before[:, None], 0.0)
+        dk_read, written = _through_pairs(pairs, beta_s, pairs_s, a_s, k_s, dk_read, written)
+        k_ = k_s.load(L).to(gl.float32)  # again, as registers are scarce
     d_beta = gl.sum(written * k_, 1)
     gl.store(dbeta + (lo * tiles + tile) * HV + h + t * tiles * HV, d_beta, mask=t < size)
-    dk_read += written * beta_t[:, None]
-    store(dk + of_keys, dk_read, H * K, size, ADDS)
+    written *= beta_t[:, None]
+    if a is None:
+        written += dk_read
+    else:
+        store(da + of_keys, dk_read, H * K, size, ADDS)
+    store(dk + of_keys, written, H * K, size, ADDS)

@@ -22,6 +22,9 @@ from flacompose.ops.families._hopper import (
     store_parts,
     tile_of_program,
 )
+from flacompose.ops.families.scalar_decay import gates
+
+sums_before = gluon.jit(gates.sums_before.fn)
 
 B = gl.constexpr(16)  # tokens of a block that is solved by substitution
 ROWS = gl.constexpr(16)  # of a column of its inverse, which one thread has
@@ -148,6 +151,7 @@ def pair_kernel(
     # The parameters of the kernel of this name in `kernels`, with the same meanings.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
+    a,  # [tokens, H, K]
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     W,  # [tokens, HV, K]
@@ -162,6 +166,7 @@ def pair_kernel(
     HV,
     K: gl.constexpr,
     C: gl.constexpr,
+    READ_BEFORE: gl.constexpr,
 ):
     """Fills `W`, `P` and, if given, `Y` and `growth`."""
     of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
@@ -176,6 +181,10 @@ def pair_kernel(
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], OF_K)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], OF_K)
     copy(k_s, k + of_keys, H * K, size)
+    a_s = k_s
+    if a is not None:
+        a_s = gl.allocate_shared_memory(gl.bfloat16, [C, K], OF_K)
+        copy(a_s, a + of_keys, H * K, size)
     commit_group()
     copy(q_s, q + of_keys, H * K, size)
     commit_group()
@@ -191,7 +200,7 @@ def pair_kernel(
 
     # 1. The products of pairs of tokens. Rows are tokens that write, columns tokens that read.
     arrived(1)
-    of_k = warpgroup_mma(k_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    of_k = warpgroup_mma(k_s, a_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     arrived(0)
     of_q = warpgroup_mma(k_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     of_k, of_q = warpgroup_mma_wait(0, [of_k, of_q])
@@ -202,7 +211,10 @@ def pair_kernel(
     weights = (beta_s * scale.to(gl.float32))[:, None]
     if sums is not None:
         between = gl.exp2(-gl.abs(sum_s[:, None] - gl.load(sums + t)[None, :]))
-        of_k *= between
+        if READ_BEFORE:
+            of_k *= gl.exp2(-gl.abs(sum_s[:, None] - sums_before(sums, t)[None, :]))
+        else:
+            of_k *= between
         weights = weights * between
     of_q = gl.where(s[:, None] <= t[None, :], of_q * weights, 0.0)
     of_q_s = gl.allocate_shared_memory(

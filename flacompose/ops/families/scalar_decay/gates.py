@@ -189,17 +189,17 @@ def decayed_rows(sums, rest, C: tl.constexpr):
 def decays_of_reads(sums, rest, from_start, BEFORE: tl.constexpr, C: tl.constexpr):
     """The decays ``[C]`` from a chunk's start to what its tokens read: `from_start`, or those `BEFORE` their gates."""
     if BEFORE:
-        until = _sums_before(sums, C)
+        i = tl.arange(0, C)
+        until = sums_before(sums, i)
         if rest is not None:
-            until += _sums_before(rest, C)
+            until += sums_before(rest, i)
         from_start = tl.exp2(until)
     return from_start
 
 
 @triton.jit
-def _sums_before(sums, C: tl.constexpr):
-    """The sums of gates before each token's own: those up to the token before it, and 0 for the first of the chunk."""
-    i = tl.arange(0, C)
+def sums_before(sums, i):
+    """The sums of gates before those of tokens `i`: up to the token before each, and 0 for the first of the chunk."""
     return tl.load(sums + i - 1, mask=i > 0, other=0.0)
 
 
@@ -211,11 +211,10 @@ def decayed_pairs_before(sums, rest, C: tl.constexpr, READS: tl.constexpr):
     1 at most.
     """
     WRITES: tl.constexpr = 1 - READS
-    until = tl.expand_dims(_sums_before(sums, C), WRITES)
-    between = until - tl.expand_dims(tl.load(sums + tl.arange(0, C)), READS)
+    i = tl.arange(0, C)
+    between = tl.expand_dims(sums_before(sums, i), WRITES) - tl.expand_dims(tl.load(sums + i), READS)
     if rest is not None:
-        rest_until = tl.expand_dims(_sums_before(rest, C), WRITES)
-        between += rest_until - tl.expand_dims(tl.load(rest + tl.arange(0, C)), READS)
+        between += tl.expand_dims(sums_before(rest, i), WRITES) - tl.expand_dims(tl.load(rest + i), READS)
     return tl.exp2(-tl.abs(between))
 
 
