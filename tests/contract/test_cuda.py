@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from flacompose.ops.families import _sequences
 
@@ -32,8 +33,8 @@ def test_more_elements_than_int32_counts(case: OpCase) -> None:
         )
         for name, axes in {**case.inputs, **case.gates}.items()
     }
-    for name, transform in case.draws.items():
-        tensors[name] = transform(tensors[name])
+    for name in tensors.keys() & case.draws.keys():
+        tensors[name] = case.draws[name](tensors[name])
     for name in case.gates:
         tensors[name].abs_().mul_(-0.1)
     with torch.no_grad():
@@ -47,7 +48,8 @@ def test_more_elements_than_int32_counts(case: OpCase) -> None:
     assert last.isfinite().all() and expected.norm() > 0
     # bfloat16's own rounding is 2e-3.
     assert error(last, expected) <= 4e-3
-    assert error(state, final) <= 4e-3
+    for found, truth in zip(tree_leaves(state), tree_leaves(final), strict=True):
+        assert error(found, truth) <= 4e-3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
