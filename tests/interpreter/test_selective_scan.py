@@ -9,7 +9,7 @@ import pytest
 import torch
 from contract.accuracy import assert_equal
 from contract.cases import SELECTIVE, SELECTIVE_GROUPS, OpCase, every
-from contract.problems import draw, evaluate, permuted, tokens_last
+from contract.problems import draw, evaluate, permuted, side_by_side, tokens_last
 from contract.test_not_finite import check as check_reach
 from test_selective_scan import OPTIONS, WITH, case_of
 
@@ -122,9 +122,11 @@ def test_rates_of_minus_infinity() -> None:
     check(problem.with_tensors(A=A, delta=delta))
 
 
-@pytest.mark.parametrize("layout", [permuted, tokens_last])
-def test_layouts(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    problem = draw(SELECTIVE_GROUPS, CPU, T=10, K=2, V=2)
+@pytest.mark.parametrize("layout", [permuted, tokens_last, side_by_side])
+def test_layouts(layout: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "selective_scan", lambda inputs: op.forward(*inputs))
+    problem = draw(case_of(True, *OPTIONS, case=SELECTIVE_GROUPS), CPU, torch.float16, T=10, K=2, V=2)
+    check(problem)
     other = problem.with_tensors(**{name: layout(x) for name, x in problem.tensors.items()})
     other = replace(other, do=layout(problem.do), d_final_state=layout(problem.d_final_state))
     assert_equal(evaluate(other, function=launched), evaluate(problem, function=launched))
