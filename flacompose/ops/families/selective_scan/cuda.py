@@ -72,7 +72,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     start = wanted("initial_state")
     d_initial = None if start is None else scan.per_sequence(D, S, dtype=start.dtype)
     outputs = {"dx": dx, "ddt": ddt, "dA": dA, "d_bias": d_bias, "dB": dB, "dC": dC, "d_initial": d_initial}
-    if any(y is not None for y in outputs.values()):
+    if any(y is not None for y in outputs.values()):  # the sweep has those of D and z
         scan.gradients(x, dy, call.arriving.final_state, before=before, **outputs)
     return call.made(
         x=None if dx is None else scan.summed(dx, x.dtype),
@@ -111,8 +111,8 @@ class _Launches(Sequences):
         if z is not None:
             z, token = by_token(z.unsqueeze(2))
             self.around |= {"z": z, "z_token": token}
-        assert self.state_tiles == 1 or not self.around, (
-            "a program gates what it reads, which must be all of it"
+        assert self.state_tiles == 1 or not (self.around or self.makes_steps), (
+            "a program must have a whole state"
         )
 
     def per_channel(self, dtype: torch.dtype) -> Tensor:
