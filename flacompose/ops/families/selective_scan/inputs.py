@@ -18,7 +18,12 @@ class Inputs(NamedTuple):
     B: Annotated[Tensor, "B T H S", AUTOCAST]  # each of the H groups of channels has its own
     C: Annotated[Tensor, "B T H S", AUTOCAST]
     initial_state: Annotated[Tensor | None, "N D S"] = None
+    # What follows surrounds the scan. The ends do not take it.
+    D: Annotated[Tensor | None, "D"] = None
+    z: Annotated[Tensor | None, "B T D"] = None  # the gate before its silu
+    dt_bias: Annotated[Tensor | None, "D"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
+    softplus: bool = False
 
 
 class Outputs(NamedTuple):
