@@ -96,7 +96,7 @@ MORE = (
 GROUPED = Shape(8, 2048, 4, 128, 64, group=4)
 SHARED_KEYS = (Shape(4, 8192, 16, 128, 128, group=2), Shape(1, 32768, 16, 128, 128, group=2))
 """Heads as models with the gated delta rule have them, at which other projects publish their times."""
-FLASH_QLA = (SHARED_KEYS[1], *(Shape(1, 8192, 16, 128, 128, group=n) for n in (2, 4)), SHARED_KEYS[0])
+FLASH_QLA = (SHARED_KEYS[1], *(Shape(B, 8192, 16, 128, 128, group=n) for B in (1, 4) for n in (2, 4)))
 """What is measured beside FlashQLA, which takes heads of 128 alone, after one of the shapes of all ops."""
 HEADS_OF_256 = Shape(8, 2048, 8, 256, 256)
 LARGER_HEADS = (
