@@ -114,6 +114,15 @@ def of_operator(device: torch.device, dtype: torch.dtype = torch.float64) -> tup
     return tuple(named(problem)[name].to(dtype).requires_grad_() for name in names)
 
 
+def test_nan_is_not_hidden_by_the_softplus(device: torch.device) -> None:
+    """On a GPU the smaller of NaN and a number is the number."""
+    u, B, C = torch.ones(3, 1, 5, 1, device=device)
+    delta = torch.zeros_like(u)
+    delta[0, 2] = torch.nan
+    y = selective_scan_fn(u, delta, -u[0, :1], B, C, delta_softplus=True)
+    assert y.isnan().squeeze().tolist() == [False, False, True, True, True]
+
+
 def test_the_operator_is_a_good_one(device: torch.device) -> None:
     """Also under `vmap`, and in its second derivatives."""
     tensors, rest = of_operator(device), (None, True)

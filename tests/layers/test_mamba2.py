@@ -1,12 +1,14 @@
-"""The layer of Mamba-2."""
+"""The layer of Mamba-2, and rates of that of Mamba."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
+import pytest
 import torch
 
-from flacompose.layers import Mamba2
+from flacompose.layers import Mamba, Mamba2
 
 
 def test_first_values():
@@ -37,9 +39,11 @@ def test_limits_of_the_time_step_that_are_set_later():
     assert torch.equal(layer(u)[0], limited(u)[0])
 
 
-def test_rates_that_overflow():
+@pytest.mark.parametrize("layer", [Mamba, partial(Mamba2, head_dim=8)], ids=["Mamba", "Mamba2"])
+def test_rates_that_overflow(layer):
     """They forget everything, as great ones do, and their gradient is 0, and not NaN."""
-    layer = Mamba2(hidden_size=24, head_dim=8, state_size=5, dtype=torch.float64, A_init_range=(1e30, 1e31))
+    layer = layer(hidden_size=24, state_size=5, dtype=torch.float64)
+    torch.nn.init.constant_(layer.A_log, 70.0)
     u = torch.randn(1, 6, 24, dtype=torch.float64)
     expected, _ = layer(u)
     torch.nn.init.constant_(layer.A_log, 1000.0)

@@ -155,8 +155,7 @@ def _compiling_in_threads() -> Iterator[AsyncCompileMode]:
 
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
-        *others, last = x.shape if x.dim() > 1 else (0,)
-        return x.dtype, *(n.bit_length() for n in others), last
+        return x.dtype, x.shape[-1] if x.dim() > 1 else 0, *map(int.bit_length, x.shape)
     if isinstance(x, list):
         return tuple(x)
     return x if isinstance(x, int) else x is None
@@ -183,9 +182,14 @@ def _load(kernels: list[Any]) -> None:
     """
     unfinished, others = {}, []
     for kernel in kernels:
-        if isinstance(kernel, FutureKernel) and kernel.future is not None:
-            unfinished[kernel.future] = kernel
-        else:  # Triton 3.9 takes the future away when the kernel is there
-            others.append(kernel.result() if isinstance(kernel, FutureKernel) else kernel)
+        future = kernel.future if isinstance(kernel, FutureKernel) else None
+        if future is not None:
+            unfinished[future] = kernel
+        elif not isinstance(kernel, FutureKernel):
+            others.append(kernel)
+        elif (
+            kernel.kernel is not None
+        ):  # Triton 3.9 takes the future away from what is compiled, or has failed
+            others.append(kernel.kernel)
     for compiled in chain(others, (unfinished[done].result() for done in as_completed(unfinished))):
         _ = compiled.run

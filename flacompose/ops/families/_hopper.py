@@ -1,4 +1,4 @@
-"""What the kernels for Hopper are made of, which are written in Gluon: there a program says where its operands lie.
+"""When kernels for Hopper are launched, which are written in Gluon.
 
 In Triton every load waits in registers for the product that takes it, and few loads are under way while products are
 computed. A kernel of Gluon asks for all that it reads at its start, straight into shared memory, where products take it
@@ -14,96 +14,29 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from flacompose.ops._chip import HOPPER, Chip
 from flacompose.ops._launching import launches_into_graph
-from flacompose.ops.families import _kernels
 
-# Gluon is experimental, and changes with Triton. For a newer Triton than this, its kernels are not launched.
+# Gluon is experimental, and changes with Triton. So its kernels are imported where they are launched, and they are not
+# launched by a newer Triton than this.
 NEWEST_TRITON = (3, 9)
-
-tile_of_program = gluon.jit(_kernels.tile_of_program.fn)
-# What Triton 3.6, 3.7 or 3.8 calls otherwise.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-reinterpret = (
-    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-)
 
 
 def takes(chip: Chip, operands: tuple[Tensor, ...], *sizes: int) -> bool:
     """Whether a kernel of Gluon is launched with these `operands`, of heads of these `sizes`.
 
-    `copy` asks for 16 bytes at a time, which begin at multiples of 16. Heads of such sizes do if the first one does.
+    They are copied 16 bytes at a time, which begin at multiples of 16. Heads of such sizes do if the first one does.
     """
-    is_known = tuple(map(int, triton.__version__.split(".")[:2])) <= NEWEST_TRITON
-    is_hopper = chip.capability == HOPPER.capability and is_known and not knobs.runtime.interpret
+    if chip.capability != HOPPER.capability or knobs.runtime.interpret or not is_known(triton.__version__):
+        return False
     fits = all(size in (64, 128) for size in sizes) and all(x.dtype == torch.bfloat16 for x in operands)
-    if not is_hopper or not fits or launches_into_graph():  # in a graph, tensors have no memory yet
+    if not fits or launches_into_graph():  # in a graph, tensors have no memory yet
         return False
     return all(x.data_ptr() % 16 == 0 for x in operands)
 
 
-@gluon.constexpr_function
-def rows_of(width):
-    """How threads share out rows of `width` numbers of 16 bits: each has 16 bytes of a row."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
-
-
-@gluon.jit
-def copy(to, x, stride, size):
-    """Ask for the rows of `x`, `stride` elements apart, in the shared memory `to`: zeros from row `size` on."""
-    layout: gl.constexpr = rows_of(to.shape[1])
-    i = gl.arange(0, to.shape[0], gl.SliceLayout(1, layout))[:, None]
-    d = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))[None, :]
-    async_load(to, x + i * stride + d, mask=(i < size) & (d < to.shape[1]))
-
-
-@gluon.jit
-def make_visible():
-    """Let products read what this program has stored in shared memory."""
-    fence_async_shared()
-    barrier()
-
-
-@gluon.jit
-def arrived(later: gl.constexpr):
-    """Wait for what was asked for, but the last `later` groups. Products may read it then."""
-    async_copy.wait_group(later)
-    make_visible()
-
-
-@gluon.jit
-def store(x, value, stride, size, ADDS: gl.constexpr = False):
-    """Store the rows of `value` before `size`, `stride` elements apart, or with `ADDS` their sum with what is there."""
-    layout: gl.constexpr = rows_of(value.shape[1])
-    i = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))[:, None]
-    d = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))[None, :]
-    inside = (i < size) & (d < value.shape[1])
-    x += i * stride + d
-    value = gl.convert_layout(value.to(x.dtype.element_ty), layout)
-    if ADDS:
-        value += gl.load(x, mask=inside, other=0.0)
-    gl.store(x, value, mask=inside)
-
-
-@gluon.jit
-def parts(x):
-    """Two bfloat16 numbers whose sum is float32 `x` to 16 bits, as in `_kernels`."""
-    high = (x.to(gl.int32, bitcast=True) & -0x10000).to(gl.float32, bitcast=True)
-    return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
-
-
-@gluon.jit
-def store_parts(to, x, PARTS: gl.constexpr = 2):
-    """Store `x` in the shared memory ``to [2, ...]``, rounded or in two parts. `make_visible` has to follow."""
-    if PARTS == 1:
-        to.index(0).store(x.to(gl.bfloat16))
-    else:
-        high, low = parts(x)
-        to.index(0).store(high)
-        to.index(1).store(low)
+def is_known(version: str) -> bool:
+    """Whether Gluon of this version of Triton is what its kernels are written in."""
+    major, minor, *_ = version.split(".")
+    return (int(major), int(minor)) <= NEWEST_TRITON

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
+from collections import defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any
 
 from triton.backends.nvidia import driver
@@ -13,6 +15,8 @@ from triton.runtime import build
 from triton.runtime.cache import get_cache_manager
 
 NAME = "__triton_launcher"
+# Kernels that differ in constants alone share a launcher, which one thread compiles.
+_locks: dict[str, Lock] = defaultdict(Lock)
 
 
 def build_launcher(kernel: Any) -> None:
@@ -27,10 +31,10 @@ def build_launcher(kernel: Any) -> None:
     constants = {(names.index(x),) if isinstance(x, str) else x: y for x, y in source.constants.items()}
     described = getattr(kernel.metadata, "tensordesc_meta", None)
     code = driver.make_launcher(constants, dict(source.signature), described)
-    cache = get_cache_manager(hashlib.sha256((code + build.platform_key()).encode()).hexdigest())
-    file = NAME + sysconfig.get_config_var("EXT_SUFFIX")
-    if cache.get_file(file) is None:
-        with TemporaryDirectory() as folder:
+    key = hashlib.sha256((code + build.platform_key()).encode()).hexdigest()
+    cache, file = get_cache_manager(key), NAME + sysconfig.get_config_var("EXT_SUFFIX")
+    with _locks[key], TemporaryDirectory() as folder:
+        if cache.get_file(file) is None:
             path = Path(folder, f"{NAME}.c")
             path.write_text(code)
             libraries = driver.library_dirs(), driver.include_dirs, driver.libraries

@@ -12,7 +12,6 @@ from flacompose.ops._launching import launch, launches_into_graph
 from flacompose.ops.families import _hopper, _launch
 from flacompose.ops.families._launch import block, launch_by_gates, operand, tile_count
 from flacompose.ops.families._signature import BackwardCall, Gradients
-from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients, hopper_pairs
 from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_kernel,
     channel_pair_kernel,
@@ -145,6 +144,8 @@ class _Launches(Sweeps):
             **self.vectors, **products, **gates, **self.arguments, **self.reading, K=self.K, C=self.C
         )
         if _hopper.takes(self.chip, self.of_keys, self.K):
+            from flacompose.ops.families.delta_rule import hopper_pairs
+
             del arguments["DOT"]
             launch(hopper_pairs.pair_kernel, grid, **arguments, num_warps=4, maxnreg=168)
         else:
@@ -231,6 +232,8 @@ class _Launches(Sweeps):
             K=self.K,
         )
         if on_hopper:
+            from flacompose.ops.families.delta_rule import hopper_gradients
+
             del arguments["DOT"]
             # One of the heads of values that share keys after the other: each adds to what was stored before.
             for i in range(HV // H):
@@ -302,6 +305,8 @@ class _Launches(Sweeps):
         )
         programs = parts * self.chunks * HV
         if on_hopper:
+            from flacompose.ops.families.delta_rule import hopper_channels
+
             taken = {name: x for name, x in arguments.items() if name != "DOT"}
             launch(hopper_channels.channel_kernel, (programs,), **taken, BK=config["BK"], num_warps=4)
             launch(channel_kernel, (programs,), **arguments, **config, MILD=False)

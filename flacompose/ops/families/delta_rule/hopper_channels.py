@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flacompose.ops.families._hopper import (
+from flacompose.ops.families._gluon import (
     arrived,
     copy,
     make_visible,

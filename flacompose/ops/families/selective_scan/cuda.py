@@ -17,19 +17,17 @@ from flacompose.ops.families._launch import by_token, tile_count
 from flacompose.ops.families._segments import Segments
 from flacompose.ops.families._sequences import Sequences
 from flacompose.ops.families._signature import BackwardCall, Gradients
-from flacompose.ops.families.selective_scan.inputs import Inputs
+from flacompose.ops.families.selective_scan.inputs import STATES, Inputs
 from flacompose.ops.families.selective_scan.kernels import gradient_kernel, sweep_kernel
 
 # Tokens of a chunk, before which the backward keeps the state: S / 16 float32 numbers for each input.
 CHUNK = 16
-# Numbers of a state in a tile at most; the sums of several tiles are added up outside the kernels.
-STATES = 16
 # Tokens of a tile, a divisor of `CHUNK`, and its channels at most.
 SWEEP, GRADIENT = (16, 32), (8, 16)
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(y [B, T, D], final_state [N, D, S])``."""
+    """``(o [B, T, D], final_state [N, D, S])``."""
     x, scan = inputs.x, _Launches(inputs)
     y = scan.per_channel(x.dtype)
     final_state = scan.per_sequence(scan.D, scan.S)
@@ -52,8 +50,10 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     D, S = scan.D, scan.S
     do = dy = call.do.contiguous()
     before = dz = d_skip = None
-    if inputs.z is not None or scan.makes_steps or wants("dt", "A", "C", "D"):
-        before, given = scan.per_chunk(D, S), scan.around | ({"do": do} if scan.around else {})
+    by_states = wants("dt", "A", "C", "dt_bias")
+    if inputs.z is not None or scan.makes_steps or by_states or wants("D"):
+        before = scan.per_chunk(D, S) if by_states else None
+        given = scan.around | ({"do": do} if scan.around else {})
         if inputs.z is not None:
             dy = given["dy"] = scan.per_token(D, dtype=do.dtype)
         if z is not None:
@@ -137,7 +137,7 @@ class _Launches(Sequences):
         return BD, tile_count(P, BD)
 
     def forwards(self, x: Tensor, initial: Tensor | None, **tensors: Tensor | None) -> None:
-        """Fill what is given of `y`, `before` and `final`."""
+        """Launch `sweep_kernel`, in segments of long rows, which fills what is given."""
         row = self.row(SWEEP)
         sweep = partial(self.sweep, row.count, x, False)
         sweep(initial=row.starts(sweep, initial), **tensors)

@@ -36,7 +36,7 @@ def composed(inputs: Inputs, scan: Callable[..., tuple[Tensor, Tensor]]) -> tupl
     if skip is None:
         return y, final_state
     (o,) = gated_skip.forward(skip._replace(y=y.unsqueeze(2), x=upcast(skip.x)))
-    return o.squeeze(2).to(y.dtype), final_state  # rounded once, to the dtype of autocast if it is on
+    return o.squeeze(2).to(y.dtype), final_state  # the dtype of autocast, if it is on
 
 
 def _parts(inputs: Inputs) -> tuple[Inputs, Skip | None]:

@@ -8,6 +8,10 @@ from torch import Tensor
 
 from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
 
+# Numbers of a state that a program of the kernels has. The output of a larger one is a sum over several programs, which
+# is to be gated after it.
+STATES = 16
+
 
 class Inputs(NamedTuple):
     """The arguments of the op, in the order of the schema."""

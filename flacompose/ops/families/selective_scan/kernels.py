@@ -126,7 +126,7 @@ def sweep_kernel(
     """``h <- exp(dt_t A) * h + dt_t x_t B_t^T``, or with `REVERSE`, backwards, ``c <- exp(dt_t A) * (c + dy_t C_t^T)``.
 
     One program sweeps one segment of one sequence. It begins at zero if there is no `initial`, and stores what is given
-    of `y`, `before`, `ends` and `final`. Backwards, segment 0 is the last in time.
+    of `y`, `before`, `ends`, `sum_dt` and `final`. Backwards, segment 0 is the last in time.
 
     Of what is given, the time steps are ``softplus(dt + dt_bias)`` and the output is ``(y + skip x) * silu(z)``. Before
     the gradients, a sweep stores what is given of `delta`, `dy`, `dz` and `d_skip`.
@@ -134,7 +134,8 @@ def sweep_kernel(
     From tile to tile, `h` is decayed by all of the tile at once, and what its tokens add, `added`, is computed apart.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
-    if is_idle(segment, SEGMENTS, ends, y is not None or before is not None):
+    stores: tl.constexpr = (y is not None) or (before is not None) or (do is not None) or (delta is not None)
+    if is_idle(segment, SEGMENTS, ends, stores):
         return
     state_tile, group, _, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
     in_state = in_s[:, None] & in_d[None, :]

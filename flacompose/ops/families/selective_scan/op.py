@@ -20,10 +20,7 @@ from flacompose.ops.families._across import across_ranks
 from flacompose.ops.families._op import define_ops, start_gradient
 from flacompose.ops.families._stretches import Decay
 from flacompose.ops.families.selective_scan import eager
-from flacompose.ops.families.selective_scan.inputs import SIGNATURE, Inputs
-
-# Numbers of a state: the output of a larger one is a sum over several programs, which is to be gated after it.
-LARGEST = 16
+from flacompose.ops.families.selective_scan.inputs import SIGNATURE, STATES, Inputs
 
 
 def _flops(x, dt, A, *_, **__) -> int:
@@ -58,7 +55,7 @@ def selective_scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
     hand on the state. Autocast does not cast `x` in the skip.
     """
     x = inputs.x
-    kernels = x.is_cuda and x.dtype != torch.float64 and inputs.A.shape[1] <= LARGEST
+    kernels = x.is_cuda and x.dtype != torch.float64 and inputs.A.shape[1] <= STATES
     if (
         is_compiling()
         or not kernels

@@ -1,0 +1,79 @@
+"""What kernels for Hopper are made of, which are written in Gluon: there a program says where its operands lie."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from flacompose.ops.families import _kernels
+
+tile_of_program = gluon.jit(_kernels.tile_of_program.fn)
+# What Triton 3.6, 3.7 or 3.8 calls otherwise.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+)
+
+
+@gluon.constexpr_function
+def rows_of(width):
+    """How threads share out rows of `width` numbers of 16 bits: each has 16 bytes of a row."""
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def copy(to, x, stride, size):
+    """Ask for the rows of `x`, `stride` elements apart, in the shared memory `to`: zeros from row `size` on."""
+    layout: gl.constexpr = rows_of(to.shape[1])
+    i = gl.arange(0, to.shape[0], gl.SliceLayout(1, layout))[:, None]
+    d = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))[None, :]
+    async_load(to, x + i * stride + d, mask=(i < size) & (d < to.shape[1]))
+
+
+@gluon.jit
+def make_visible():
+    """Let products read what this program has stored in shared memory."""
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def arrived(later: gl.constexpr):
+    """Wait for what was asked for, but the last `later` groups. Products may read it then."""
+    async_copy.wait_group(later)
+    make_visible()
+
+
+@gluon.jit
+def store(x, value, stride, size, ADDS: gl.constexpr = False):
+    """Store the rows of `value` before `size`, `stride` elements apart, or with `ADDS` their sum with what is there."""
+    layout: gl.constexpr = rows_of(value.shape[1])
+    i = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))[:, None]
+    d = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))[None, :]
+    inside = (i < size) & (d < value.shape[1])
+    x += i * stride + d
+    value = gl.convert_layout(value.to(x.dtype.element_ty), layout)
+    if ADDS:
+        value += gl.load(x, mask=inside, other=0.0)
+    gl.store(x, value, mask=inside)
+
+
+@gluon.jit
+def parts(x):
+    """Two bfloat16 numbers whose sum is float32 `x` to 16 bits, as in `_kernels`."""
+    high = (x.to(gl.int32, bitcast=True) & -0x10000).to(gl.float32, bitcast=True)
+    return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
+
+
+@gluon.jit
+def store_parts(to, x, PARTS: gl.constexpr = 2):
+    """Store `x` in the shared memory ``to [2, ...]``, rounded or in two parts. `make_visible` has to follow."""
+    if PARTS == 1:
+        to.index(0).store(x.to(gl.bfloat16))
+    else:
+        high, low = parts(x)
+        to.index(0).store(high)
+        to.index(1).store(low)
