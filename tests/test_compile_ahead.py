@@ -24,7 +24,7 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from flacompose.ops.families import _compile, _segments  # noqa: E402
+from flacompose.ops.families import _compile, _launcher, _segments  # noqa: E402
 from flacompose.ops.families._op import on_cuda  # noqa: E402
 from flacompose.ops.families.running_max import cuda as running_max  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
@@ -347,11 +347,15 @@ def test_launchers_are_built_with_their_kernels(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Which this thread finds when it loads the kernels."""
-    built: list[int] = []
+    built = []
     build_in = triton.runtime.build._build
-    monkeypatch.setattr(
-        triton.runtime.build, "_build", lambda *a: (built.append(get_ident()), build_in(*a))[1]
-    )
+
+    def noted(name: str, *others: Any) -> Any:
+        if name == _launcher.NAME:
+            built.append(get_ident())
+        return build_in(name, *others)
+
+    monkeypatch.setattr(triton.runtime.build, "_build", noted)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ahead(scan, "chunk")(*arguments(scan))
     assert built and get_ident() not in built

@@ -153,6 +153,15 @@ def test_a_bias_of_another_shape(device: torch.device) -> None:
         assert torch.equal(x, y)
 
 
+def test_nan_is_not_hidden_by_the_softplus(device: torch.device) -> None:
+    """On a GPU the smaller of NaN and a number is the number."""
+    x, B, C = torch.ones(3, 1, 5, 1, 1, device=device)
+    dt = torch.zeros(1, 5, 1, device=device)
+    dt[0, 2] = torch.nan
+    y = scan(x=x, dt=dt, A=-torch.ones(1, device=device), B=B, C=C, dt_softplus=True)
+    assert y[0, 2:].isnan().all()
+
+
 def test_negative_time_steps_are_clamped_to_0(device: torch.device) -> None:
     """By the default limits, where no softplus makes them positive."""
     tensors = draw(device)
