@@ -33,7 +33,8 @@ def alone() -> Iterator[None]:
 def step(fn: Callable[..., tuple], inputs: Mapping[str, Tensor], do: Tensor) -> Callable[[], tuple]:
     """A training step: the forward and the gradient of every input, which is not added to ``.grad``."""
     wanted = list(inputs.values())
-    return lambda: torch.autograd.grad(fn(**inputs)[0], wanted, do)
+    # Of one token from no state, some inputs have no gradient.
+    return lambda: torch.autograd.grad(fn(**inputs)[0], wanted, do, allow_unused=True)
 
 
 def host_s(fn: Callable[[], object]) -> float:
