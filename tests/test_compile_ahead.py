@@ -239,7 +239,8 @@ def test_another_number_of_sequences() -> None:
 
 
 def test_no_launch_compiles_another_length(compiled: Compiled) -> None:
-    args = arguments(scan, requires_grad=False)
+    # Triton 3.6 would compile kernels of the backward again that are compiled and not loaded yet.
+    args = arguments(scan, requires_grad=not hasattr(nvidia, "make_launcher"))
     ahead(scan, "chunk")(*args)
     before = len(compiled)
     ahead(scan, "chunk")(*(x if x is None else x[:, :9].contiguous() for x in args))

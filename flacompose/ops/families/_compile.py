@@ -180,6 +180,7 @@ def _load(kernels: list[Any]) -> None:
     When Triton 3.6 loads a launcher that it has loaded before, it writes that into the module of the last one it has
     loaded, which another thread may be about to read. What is compiled at a launch, it loads there.
     """
+    # Triton 3.9 takes the future away from a kernel that is compiled, and from one whose compilation has failed.
     unfinished, others = {}, []
     for kernel in kernels:
         future = kernel.future if isinstance(kernel, FutureKernel) else None
@@ -187,9 +188,7 @@ def _load(kernels: list[Any]) -> None:
             unfinished[future] = kernel
         elif not isinstance(kernel, FutureKernel):
             others.append(kernel)
-        elif (
-            kernel.kernel is not None
-        ):  # Triton 3.9 takes the future away from what is compiled, or has failed
+        elif kernel.kernel is not None:
             others.append(kernel.kernel)
     for compiled in chain(others, (unfinished[done].result() for done in as_completed(unfinished))):
         _ = compiled.run

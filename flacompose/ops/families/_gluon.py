@@ -10,12 +10,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from flacompose.ops.families import _kernels
 
 tile_of_program = gluon.jit(_kernels.tile_of_program.fn)
-# What Triton 3.6, 3.7 or 3.8 calls otherwise.
+# Functions that have other names in Triton 3.6, or in all versions before 3.9.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
-async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-reinterpret = (
-    getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-)
+newest = hasattr(async_copy, "async_load")
+async_load = async_copy.async_load if newest else async_copy.async_copy_global_to_shared
+memory = gl.shared_memory_descriptor
+reinterpret = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
 
 
 @gluon.constexpr_function

@@ -10,6 +10,8 @@ graphs for AOTInductor and for other dtypes, sizes of heads and alignments. That
 
 from __future__ import annotations
 
+import re
+
 import torch
 import triton
 from torch import Tensor
@@ -38,5 +40,5 @@ def takes(chip: Chip, operands: tuple[Tensor, ...], *sizes: int) -> bool:
 
 def is_known(version: str) -> bool:
     """Whether Gluon of this version of Triton is what its kernels are written in."""
-    major, minor, *_ = version.split(".")
-    return (int(major), int(minor)) <= NEWEST_TRITON
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and tuple(map(int, numbers.groups())) <= NEWEST_TRITON

@@ -287,7 +287,7 @@ def softplus(x):
     e = tl.exp(tl.minimum(x, SOFTPLUS_THRESHOLD))
     u = 1.0 + e
     log = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.where(x <= SOFTPLUS_THRESHOLD, log, x)  # NaN of NaN, which the minimum drops
+    return tl.where(x <= SOFTPLUS_THRESHOLD, log, x)  # NaN if x is, which the minimum above drops
 
 
 @triton.jit

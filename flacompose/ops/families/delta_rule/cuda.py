@@ -110,7 +110,7 @@ class _Launches(Sweeps):
         super().__init__(q, v, initial_state, cu_seqlens, scale, C)
         self.q, self.k, self.beta = map(operand, (q, k, beta))
         self.a = operand(a)
-        # Of what kernels for Hopper copy, the inputs: their memory may begin anywhere.
+        # The inputs that kernels for Hopper copy, whose memory may begin anywhere.
         self.of_keys = tuple(x for x in (self.q, self.k, self.a) if x is not None)
         if gk is not None:
             gk, g = _gates_of_channels(g, gk), None

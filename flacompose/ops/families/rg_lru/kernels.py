@@ -251,9 +251,8 @@ def gradient_kernel(
                 dg_ = dh * (lefts[j] - of_strength)
                 d_rate += dg_ * gates[j]
                 if dr is not None:
-                    dr_ = dg_ * (
-                        rate * (gates[j] * (1 - gates[j]))
-                    )  # a rate may be as large as a number can be
+                    # In this order, as a rate may be as large as a number can be.
+                    dr_ = dg_ * (rate * (gates[j] * (1 - gates[j])))
                     tl.store(dr + at, dr_.to(dr.dtype.element_ty), mask=is_token)
         c = decayed(begun, total) + added
 
