@@ -32,6 +32,7 @@ class Break(NamedTuple):
 
 VALUES, PACKED = "contract/test_values.py", "contract/test_packed.py"
 KERNELS = "interpreter/test_kernels.py"
+GLUON = "test_gluon_kernels.py"
 SHARED, COMPOSED = "distributed/test_context_parallel.py", "distributed/test_context_composition.py"
 BREAKS = [
     # The recurrences in PyTorch
@@ -46,6 +47,18 @@ BREAKS = [
     Break("ops/families/delta_rule/cuda.py", '"READ_BEFORE": self.read_before}', '"READ_BEFORE": False}', "test_launches.py", "gluon_reads"),
     Break("ops/families/delta_rule/hopper_gradients.py", "[C, BK], OF_K)\n        copy(a_s", "[2, C, BK], OF_K).index(0)\n        copy(a_s", "test_fit.py", "side_by_side"),
     Break("ops/families/delta_rule/cuda.py", "HV // H <= LARGEST_GROUP", "True", "test_launches.py", "gluon_adds"),
+    Break("ops/families/_gluon.py", "mask=(i < size) & (d < to.shape[1])", "mask=(i < to.shape[0]) & (d < to.shape[1])", GLUON, "packed"),
+    Break("ops/families/_gluon.py", "    fence_async_shared()\n", "", GLUON, "dense"),
+    Break("ops/families/delta_rule/hopper_pairs.py", "blocks.slice(i, 1, 2).permute((0, 1, 3, 2))", "blocks.slice(i, 1, 3)", GLUON, "dense"),
+    Break("ops/families/delta_rule/hopper_pairs.py", "    arrived(0)\n    of_q", "    of_q", GLUON, "dense"),
+    Break("ops/families/delta_rule/hopper_pairs.py", "gl.maximum(along_key, 1.0)", "along_key", GLUON, "segments"),
+    Break("ops/families/delta_rule/hopper_gradients.py", "arrived(1 if a is None else 2)", "arrived(2 if a is None else 3)", GLUON, "dense"),
+    Break("ops/families/delta_rule/hopper_gradients.py", "warpgroup_mma(pairs_s.index(0).permute((1, 0))", "warpgroup_mma(pairs_s.index(0)", GLUON, "dense"),
+    Break("ops/families/delta_rule/hopper_gradients.py", "of_state * gl.exp2(total)", "of_state", GLUON, "dense"),
+    Break("ops/families/delta_rule/hopper_channels.py", "            a = a.permute((1, 0))\n", "            a = a\n", GLUON, "kda and dense"),
+    Break("ops/families/delta_rule/hopper_channels.py", "    arrived(0)\n\n    # 3.", "\n    # 3.", GLUON, "kda and dense"),
+    Break("ops/families/delta_rule/hopper_channels.py", "gl.store(at, tf32_rounded(gl.where(earlier, of_q, 0.0)", "gl.store(at, tf32_rounded(gl.where(earlier, of_k, 0.0)", GLUON, "kda and dense"),
+    Break("ops/families/delta_rule/hopper_channels.py", "(of_early + by_state)[None, :]", "of_early[None, :]", GLUON, "kda and dense"),
     Break("ops/families/_token.py", "else read + before", "else read", VALUES, "token and rwkv6"),
     Break("ops/families/scalar_decay/eager.py", "((q_ @ k_.mT).tril() * decay.pair) @ v_", "(q_ @ k_.mT).tril() @ v_", VALUES, "lengths and simple_gla"),
     Break("ops/families/_token.py", "((q * scale).unsqueeze(-2)", "(q.unsqueeze(-2)", VALUES, "token_by and simple_gla"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from inspect import getmembers, signature
 from typing import Any
 
 import pytest
 from triton.runtime import interpreter
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
 
 
 @cache

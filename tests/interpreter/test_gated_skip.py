@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from test_gated_skip import GIVEN, assert_right
+from unregistered import launch_of
 
 from flacompose.ops.families.gated_skip import cuda
 from flacompose.ops.families.gated_skip.inputs import SIGNATURE
-
-from .test_kernels import launch_of
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])

@@ -6,11 +6,8 @@ interpreter has no bfloat16 products and takes about 2 ms a program: float32 and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,11 +17,12 @@ import triton.language as tl
 from contract.accuracy import VALUES, assert_accurate, assert_equal
 from contract.cases import CASES as ALL_CASES
 from contract.cases import GATES_ON_BOTH_AXES, KEY_READS_BEFORE, OpCase, each_softmax, every
-from contract.problems import Problem, call, call_reference, draw, evaluate, permuted, side_by_side
+from contract.problems import Problem, call_reference, draw, evaluate, permuted, side_by_side
 from contract.test_pure import head_first
 from families import flat, part
 from launches import tables_of
 from torch import Tensor
+from unregistered import launched
 
 from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
@@ -32,9 +30,6 @@ from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule import sweeps
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.vector_decay.gates import lets_through
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    raise RuntimeError("TRITON_INTERPRET=1 must be set before Triton is imported")
 
 CPU = torch.device("cpu")
 # The interpreter composes the steps of a tile number by number, so the selective scan has smaller ones in tests of its
@@ -54,56 +49,6 @@ each_scaled_op = every([case for case in DISTINCT if case.scaled])
 
 # In chunks whose gates turn out not to be mild, or above the diagonal: both are dropped.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-
-
-class Launched(torch.autograd.Function):
-    """The forward of one form and the shared backward of a family, without registration.
-
-    The first `differentiable` arguments may have gradients.
-    """
-
-    @staticmethod
-    def forward(ctx, cuda, form, differentiable, *args):
-        ctx.set_materialize_grads(False)
-        # Tensors, or None, come before numbers.
-        ctx.cuda, ctx.differentiable = cuda, differentiable
-        ctx.tensors = sum(x is None or isinstance(x, Tensor) for x in args)
-        ctx.save_for_backward(*args[: ctx.tensors])
-        ctx.constants = args[ctx.tensors :]
-        return flat(cuda, form)(*args)
-
-    @staticmethod
-    def backward(ctx, *arriving):
-        args = *ctx.saved_tensors, *ctx.constants
-        wanted = list(ctx.needs_input_grad[3 : 3 + ctx.differentiable])
-        grads = flat(ctx.cuda, "backward")(*args, *arriving, wanted)
-        grads = [dx if x else None for x, dx in zip(wanted, grads, strict=True)]
-        return None, None, None, *grads, *[None] * (len(args) - ctx.differentiable)
-
-
-def launch_of(cuda: ModuleType, form: str, differentiable: int) -> Callable[..., Any]:
-    """A form of an `op` that is not registered."""
-    return partial(Launched.apply, cuda, form, differentiable)
-
-
-def launch_one_token(patch: pytest.MonkeyPatch) -> None:
-    """The launches of slot attention and mLSTM in the place of their ops, which are those of one token."""
-    for family in ("slot_attention", "mlstm"):
-        op = part(family, "op")
-        differentiable = op.Inputs._fields.index("scale")
-        patch.setattr(op, "token", launch_of(part(family, "cuda"), "token", differentiable))
-
-
-def launched(problem: Problem, **tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """The op on the problem's inputs, the family's launches in the place of what is registered."""
-    case = problem.case
-    with pytest.MonkeyPatch.context() as patch:
-        op = part(case.family, "op")
-        for form in {"chunk", "recurrent", "forward"} & {*vars(op)}:
-            differentiable = len(op.SIGNATURE.differentiable)
-            patch.setattr(op, form, launch_of(part(case.family, "cuda"), form, differentiable))
-        launch_one_token(patch)
-        return call(problem, **tensors)
 
 
 NAMED = {case.name: case for case in CASES}

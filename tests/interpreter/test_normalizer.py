@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from test_normalizer import assert_right
+from unregistered import launch_of
 
 from flacompose.ops.families.normalizer import cuda, op
-
-from .test_kernels import launch_of
 
 # In the branch of `decayed` that a gate of -inf does not take.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

@@ -7,8 +7,9 @@ import torch
 from contract.cases import CASES, OpCase, every
 from contract.problems import draw
 from contract.test_not_finite import check
+from unregistered import launched
 
-from .test_kernels import CPU, forward_alone, launched
+from .test_kernels import CPU, forward_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 BOTH_WAYS = (

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from test_rotation import assert_right
+from unregistered import launch_of
 
 from flacompose.ops.families.rotation import cuda, op
-
-from .test_kernels import launch_of
 
 # In tokens that are in no sequence, and whose results are not stored.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

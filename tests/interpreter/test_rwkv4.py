@@ -11,11 +11,10 @@ from contract.problems import permuted, tokens_last
 from families import flat
 from test_rwkv4 import assert_right, draw
 from torch import Tensor
+from unregistered import launch_of
 
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.rwkv4 import cuda, op
-
-from .test_kernels import launch_of
 
 # What a decay of -inf leaves is computed in two ways, of which one is chosen.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")

@@ -11,11 +11,12 @@ from contract.accuracy import assert_equal
 from contract.cases import SELECTIVE, SELECTIVE_GROUPS, OpCase, every
 from contract.problems import draw, evaluate, permuted, tokens_last
 from contract.test_not_finite import check as check_reach
+from unregistered import launched
 
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.selective_scan import cuda
 
-from .test_kernels import CPU, check, launched
+from .test_kernels import CPU, check
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 each = every([SELECTIVE, SELECTIVE_GROUPS])

@@ -13,11 +13,12 @@ from contract.problems import draw, evaluate, permuted
 from families import flat
 from torch import Tensor
 from triton.runtime import interpreter
+from unregistered import launch_of, launched
 
 from flacompose.ops.families.short_conv import cuda
 from flacompose.ops.families.short_conv.inputs import Inputs
 
-from .test_kernels import CPU, check, launch_of, launched
+from .test_kernels import CPU, check
 
 SILU = NAMED["causal_conv1d-silu"]
 each = every([SILU, NAMED["causal_conv1d"]])

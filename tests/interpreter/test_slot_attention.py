@@ -12,10 +12,11 @@ from contract.cases import OpCase, every
 from contract.problems import Problem, draw, evaluate, permuted, side_by_side
 from test_slot_attention import CASES, by_two_calls
 from torch import Tensor
+from unregistered import launched
 
 from flacompose.ops.families.slot_attention import cuda
 
-from .test_kernels import CPU, launched
+from .test_kernels import CPU
 
 # What a gate of -inf leaves is computed in two ways, of which one is chosen.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from test_ssd import assert_extremes_right, assert_right
+from unregistered import launch_of
 
 from flacompose.ops import ssd
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.ssd import cuda
 from flacompose.ops.families.ssd.inputs import SIGNATURE
-
-from .test_kernels import launch_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 

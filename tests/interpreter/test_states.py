@@ -10,8 +10,9 @@ from contract.problems import Problem, draw
 from contract.states import WITH_STATES, by_calls, with_states
 from families import flat, part
 from torch import Tensor
+from unregistered import launch_one_token
 
-from .test_kernels import CPU, launch_one_token
+from .test_kernels import CPU
 
 # What a gate of -inf leaves is computed in two ways, of which one is chosen.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")

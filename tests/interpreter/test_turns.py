@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from test_turns import assert_right
+from unregistered import launch_of
 
 from flacompose.ops.families.turns import cuda, op
-
-from .test_kernels import launch_of
 
 # In the branch of an exponential that is not taken, and in tokens that are in no sequence.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")

@@ -1,0 +1,113 @@
+"""Kernels in Gluon, run by an emulator as they are launched on Hopper, and Triton's around them.
+
+In bfloat16 all that a family makes, values and gradients, is right by the measure of the contract.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from contract.accuracy import assert_accurate, assert_equal
+from contract.cases import NAMED
+from contract.problems import Call, Problem, Results, draw, evaluate
+from contract.test_pure import nan_in_new_memory  # noqa: F401
+from gluon_emulator import run
+from launches import tables_of
+from unregistered import launched
+
+from flacompose.ops import families
+from flacompose.ops._chip import AMPERE, HOPPER, Chip
+from flacompose.ops._launching import launching_by
+from flacompose.ops.families import _sequences
+from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients, hopper_pairs
+from flacompose.ops.families.delta_rule.inputs import Inputs
+
+CPU = torch.device("cpu")
+OF_HEADS = {hopper_pairs.pair_kernel, hopper_gradients.gradient_kernel}
+OF_CHANNELS = {hopper_channels.channel_kernel}
+KERNELS = {
+    "chunk_delta_rule": OF_HEADS,
+    "chunk_gated_delta_rule": OF_HEADS,
+    "chunk_comba": OF_HEADS,
+    "chunk_comba-before": OF_HEADS,
+    "chunk_kda": OF_CHANNELS,
+    "chunk_gdn2": OF_CHANNELS,
+}
+
+
+def test_every_kernel_is_run() -> None:
+    kernels = set()
+    for path in Path(families.__file__).parent.glob("*/hopper_*.py"):
+        module = import_module(f"{families.__name__}.{path.parent.name}.{path.stem}")
+        kernels |= {x for name, x in vars(module).items() if name.endswith("_kernel")}
+    assert kernels == set().union(*KERNELS.values())
+
+
+def emulated(problem: Problem, function: Call) -> tuple[Results, set[Any]]:
+    """What `function` computes on Hopper, and the kernels in Gluon that it launches."""
+    in_gluon = set()
+
+    def emulate(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        if kernel.is_gluon():
+            in_gluon.add(kernel)
+        run(kernel, grid, *args, **kwargs)
+
+    with tables_of(HOPPER), launching_by(emulate):
+        return evaluate(problem, function=function), in_gluon
+
+
+@pytest.mark.parametrize("gates", ["mild", "rare", "resets"])
+@pytest.mark.parametrize(
+    ("H", "K", "V", "lengths"), [(2, 64, 128, None), (1, 128, 64, [3, 70, 0, 64])], ids=["dense", "packed"]
+)
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_accurate(name: str, H: int, K: int, V: int, lengths: list[int] | None, gates: str) -> None:
+    """Of a chunk and a part of the next, and of packed rows that have tokens after them. Most heads share keys."""
+    problem = draw(
+        NAMED[name], CPU, torch.bfloat16, B=1, T=70, H=H, K=K, V=V, lengths=lengths, tail=5, gates=gates
+    )
+    results, in_gluon = emulated(problem, launched)
+    assert in_gluon == KERNELS[name]
+    assert_accurate(problem, results)
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_kda"])
+def test_gates_without_gradient(name: str) -> None:
+    """The other gradients are the same to the bit."""
+    problem = draw(NAMED[name], CPU, torch.bfloat16, B=1, T=70, H=1, K=64, V=64)
+    g = problem.tensors["g"]
+    results, _ = emulated(problem, lambda problem, **tensors: launched(problem, **{**tensors, "g": g}))
+    expected, _ = emulated(problem, launched)
+    assert_equal(results, expected | {"dg": torch.zeros_like(g)})
+
+
+def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inverse, and the bound of what a chunk multiplies a state by, which is made for rows of segments alone.
+
+    They are those of Triton's kernel.
+    """
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    q, k, v = torch.randn(3, 1, 140, 1, 64, dtype=torch.bfloat16)
+    beta, g = torch.rand(2, 1, 140, 1)
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    inputs = Inputs(q, k, v, 2.5 * beta, -g, scale=0.3)  # beyond 2 a token enlarges the state
+
+    def pairs(chip: Chip) -> tuple[Tensor, Tensor]:
+        with tables_of(chip), launching_by(run):
+            made = delta_rule._Launches(inputs, with_r=True)
+        assert made.growth is not None
+        return made.growth[:3], made.factors["Y"][:3]
+
+    for x, expected in zip(pairs(HOPPER), pairs(AMPERE), strict=True):
+        # Products of two parts keep 16 bits.
+        assert (x - expected).norm() <= 2**-16 * expected.norm()
