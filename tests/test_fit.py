@@ -89,6 +89,19 @@ def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs:
     assert programs * 128 * dict(launch.options).get("maxnreg", 255) <= 65536
 
 
+@pytest.mark.parametrize(("rows", "warps"), [(1, 4), (64, 8)])
+def test_sweep_in_gluon_fits(rows: int, warps: int) -> None:
+    """With many states, two groups of warps share most of the memory of a multiprocessor."""
+    q = torch.empty(rows, 130, 2, 128, dtype=BFLOAT16, device="meta")
+    beta = torch.empty(rows, 130, 2, device="meta")
+    args = q, q, q, beta, beta, None, None, None, None, 1.0, False
+    with tables_of(HOPPER):
+        found = recorded([Call("", flat(delta_rule, "chunk"), "delta_rule_chunk", args)])
+    (sweep,) = (launch for launch in found if launch.name == "sweep_kernel")
+    assert sweep.module.endswith("hopper_sweep") and dict(sweep.options)["num_warps"] == warps
+    assert sweep.excess(90) is None
+
+
 def test_what_does_not_fit_is_seen() -> None:
     """The table of large chips is not for small ones."""
     assert launch_of(HOPPER, *STATE).excess(120) == "106496 bytes of shared memory, of 101376"

@@ -25,7 +25,7 @@ from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _hopper
 from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients, hopper_pairs
+from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients, hopper_pairs, hopper_sweep
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
@@ -233,6 +233,54 @@ def test_gluon_on_hopper(
     else:
         ((kernel, *others),) = found
         assert kernel is not hopper_gradients.gradient_kernel and others == [6, None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ("", True),
+        ("no gates", True),
+        ("long", True),
+        ("wide", True),  # tokens of v are parts of wider ones
+        ("odd", False),  # and these do not begin at multiples of 16 bytes
+        ("v", False),
+        ("k", False),
+        ("V=80", False),
+        ("float16", False),
+        ("Ampere", False),
+        ("graph", False),
+        ("a", False),
+        ("before", False),
+        ("channels", False),
+    ],
+)
+def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
+    """With the inverses of chunks alone, where the key reads what is replaced, after a decay of the whole head."""
+    T, V = 64 * 260 if change == "long" else 5, 80 if change == "V=80" else 128
+    dtype = torch.float16 if change == "float16" else torch.bfloat16
+
+    def zeros(name: str, H: int, D: int) -> Tensor:
+        first, more = 4 * (name == change), {"wide": 8, "odd": 4}.get(change, 0) * (name == "v")
+        x = torch.zeros(T * (H * D + more) + first, dtype=dtype)[first:]
+        return x.view(1, T, H * D + more)[..., : H * D].unflatten(2, (H, D))
+
+    q, k, v, a = zeros("q", 2, 128), zeros("k", 2, 128), zeros("v", 4, V), zeros("a", 2, 128)
+    beta, g, gk = torch.zeros(1, T, 4), torch.zeros(1, T, 4), torch.zeros(1, T, 4, 128)
+    g_ = None if change in ("no gates", "channels") else g
+    args = q, k, v, beta, g_, gk if change == "channels" else None, a if change == "a" else None
+    args += None, None, 1.0, change == "before"
+    with tables_of(AMPERE if change == "Ampere" else HOPPER):
+        launches, (o, _) = launched(lambda: flat(delta_rule, "chunk")(*args), change == "graph")
+    assert o.shape == v.shape
+    kernels = {kernel for kernel, _ in launches}
+    assert (hopper_pairs.inverse_kernel in kernels) == (hopper_sweep.sweep_kernel in kernels) == taken
+    assert (sweep_kernel in kernels) != taken
+    sweeps = [x for kernel, x in launches if kernel is hopper_sweep.sweep_kernel]
+    assert all(x["v_token"] % 8 == 0 and x["q"] is q and x["k"] is k for x in sweeps)
+    # Of a long row, the states that segments end at, what they do to any other, and the outputs.
+    assert [(x["IDENTITY"], x["o"] is not None) for x in sweeps] == (
+        [(False, False), (True, False)] * (change == "long") + [(False, True)]
+    ) * taken
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 In Triton every load waits in registers for the product that takes it, and few loads are under way while products are
 computed. A kernel of Gluon asks for all that it reads at its start, straight into shared memory, where products take it
-from. Two or three programs side by side then keep the memory and the tensor cores of a multiprocessor busy.
+from. Two or three programs side by side then keep the memory and the tensor cores of a multiprocessor busy. A sweep has
+a multiprocessor to itself, and asks for later chunks.
 
-Each of these kernels computes what one of Triton's does, which runs on all other chips, in Triton's interpreter, in
-graphs for AOTInductor and for other dtypes, sizes of heads and alignments. That one remains the specification.
+Each of these kernels computes what one of Triton's does, or two of them what two do. Those run on all other chips, in
+Triton's interpreter, in graphs for AOTInductor and for other dtypes, sizes of heads and alignments, and remain the
+specification.
 """
 
 from __future__ import annotations

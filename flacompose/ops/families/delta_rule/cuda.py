@@ -31,7 +31,7 @@ from flacompose.ops.families.vector_decay import cuda as vector_decay
 
 def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
-    return _Launches(inputs).chunk(inputs.v.dtype)
+    return _Launches(inputs, forward=True).chunk(inputs.v.dtype)
 
 
 def ends(inputs: Inputs) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ LARGEST_GROUP = 4
 class _Launches(Sweeps):
     """The launches of one call, and what they have in common."""
 
-    def __init__(self, inputs: Inputs, with_r: bool = False) -> None:
+    def __init__(self, inputs: Inputs, with_r: bool = False, forward: bool = False) -> None:
         q, k, v, beta, g, gk, a, initial_state, cu_seqlens, scale, read_before = inputs
         if read_before and gk is not None:
             raise ValueError(
@@ -121,6 +121,17 @@ class _Launches(Sweeps):
             self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
         # What kernels take of each token, and the heads of these.
         self.vectors = {"q": self.q, "k": self.k, "beta": self.beta, "H": q.shape[2]}
+        # Whether the sweeps of a `forward` pass are those of `hopper_sweep`, which take inverses alone.
+        self.takes_inverses = (
+            forward
+            and self.gk is None
+            and self.reads_with_key
+            and _hopper.takes(self.chip, (*self.of_keys, self.v), self.K, self.V)
+            and self.v_token % 8 == 0
+        )
+        if self.takes_inverses:
+            self.inverses()
+            return
         products = {
             "W": self.scratch(self.HV, self.K),
             "P": self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype),
@@ -131,6 +142,58 @@ class _Launches(Sweeps):
             self.head_pairs(products)
         else:
             self.channel_pairs(products)
+
+    def inverses(self) -> None:
+        """Fill the `Y` that the sweeps of `hopper_sweep` take."""
+        from flacompose.ops.families.delta_rule import hopper_pairs
+
+        self.HK = self.q.shape[2]
+        Y = self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype)
+        self.factors |= {"q": self.q, "k": self.k, "Y": Y}
+        if self.gates["sums"] is not None:
+            self.bound_growth()
+        launch(
+            hopper_pairs.inverse_kernel,
+            (self.chunks * self.HV,),
+            k=self.k,
+            beta=self.beta,
+            sums=self.gates["sums"],
+            Y=Y,
+            growth=self.growth,
+            **self.positions,
+            H=self.HK,
+            HV=self.HV,
+            K=self.K,
+            C=self.C,
+            num_warps=4,
+            maxnreg=96,
+        )
+
+    def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
+        if not self.takes_inverses:
+            super()._sweep(V, IDENTITY, **tensors)
+            return
+        from flacompose.ops.families.delta_rule import hopper_sweep
+
+        V = self.V if V is None else V
+        given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "ends", "final"))
+        given |= tensors
+        factors = {name: self.factors[name] for name in ("q", "k", "Y")}
+        grid, config = self.sweep_launch(V)
+        sizes = {"v_token": self.v_token, "V": V, "BV": config["BV"], "IDENTITY": IDENTITY}
+        shared = self._of_sweeps(given["ends"])
+        del shared["DOT"], shared["READ_BEFORE"]
+        launch(
+            hopper_sweep.sweep_kernel,
+            grid,
+            **given,
+            **factors,
+            **shared,
+            **sizes,
+            beta=self.beta,
+            sums=self.gates["sums"],
+            num_warps=config["num_warps"],
+        )
 
     def head_pairs(self, products: dict[str, Tensor | None]) -> None:
         """Fill the `products` that sweeps take, where gates are of heads, or where there are none."""

@@ -1,6 +1,6 @@
-"""The kernel of pairs for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys.
+"""The kernels of pairs for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys.
 
-It inverts ``I + U``, with `U` above the diagonal, from small blocks to large ones, as `inverse` of `kernels` does. But
+They invert ``I + U``, with `U` above the diagonal, from small blocks to large ones, as `inverse` of `kernels` does. But
 blocks of 16 tokens are solved by substitution, and those of 32 made of them, both in float32: a thread has columns of
 the inverse in its registers, and reads the rest from shared memory. Only then come products in parts on tensor cores.
 """
@@ -146,6 +146,17 @@ def _inverse(upper):
     return _joined(left, right)
 
 
+@gluon.jit
+def _store_growth(growth, of_k, beta_s, total):
+    """Of a chunk, from the products of its keys: the bound of what it multiplies a state by."""
+    C: gl.constexpr = of_k.shape[0]
+    s = gl.arange(0, C, gl.SliceLayout(1, of_k.type.layout))[:, None]
+    t = gl.arange(0, C, gl.SliceLayout(0, of_k.type.layout))[None, :]
+    # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
+    along_key = gl.abs(1.0 - beta_s * gl.sum(gl.where(s == t, of_k, 0.0), 1))
+    gl.store(growth, total + gl.sum(gl.log2(gl.maximum(along_key, 1.0)), 0))
+
+
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def pair_kernel(
     # The parameters of the kernel of this name in `kernels`, with the same meanings.
@@ -205,9 +216,7 @@ def pair_kernel(
     of_q = warpgroup_mma(k_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     of_k, of_q = warpgroup_mma_wait(0, [of_k, of_q])
     if growth is not None:
-        # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
-        along_key = gl.abs(1.0 - beta_s * gl.sum(gl.where(s[:, None] == t[None, :], of_k, 0.0), 1))
-        gl.store(growth + rh, total + gl.sum(gl.log2(gl.maximum(along_key, 1.0)), 0))
+        _store_growth(growth + rh, of_k, beta_s, total)
     weights = (beta_s * scale.to(gl.float32))[:, None]
     if sums is not None:
         between = gl.exp2(-gl.abs(sum_s[:, None] - gl.load(sums + t)[None, :]))
@@ -237,3 +246,61 @@ def pair_kernel(
     # 3. W.
     written = _multiply(solved * weights_t[None, :], (k_s,), gl.zeros([C, K], gl.float32, _products(K)))
     store(W + first * K, written, HV * K, size)
+
+
+@gluon.jit(do_not_specialize=["T", "N", "H", "HV"])
+def inverse_kernel(
+    k,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    sums,  # [chunks, HV, C]
+    Y,  # [chunks, HV, C, C], transposed, in bfloat16
+    growth,  # [chunks, HV]
+    cu_seqlens,
+    T,
+    N,
+    H,
+    HV,
+    K: gl.constexpr,
+    C: gl.constexpr,
+):
+    """Fills `Y` and, if given, `growth`, for a sweep that makes the rest itself.
+
+    `Y` is in two parts. The larger ones are where it is not zero, and the smaller ones, transposed, where it is.
+    """
+    of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
+    h = hk * (HV // H) + of_group
+    if lo >= hi:
+        return
+    size = gl.minimum(hi - lo, C).to(gl.int32)
+    rh = row * HV + h
+    first = lo * HV + h
+    k_s = gl.allocate_shared_memory(
+        gl.bfloat16, [C, K], gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    )
+    copy(k_s, k + (lo * H + hk) * K, H * K, size)
+    commit_group()
+    L: gl.constexpr = _products(C)
+    s = gl.arange(0, C, gl.SliceLayout(1, L))
+    t = gl.arange(0, C, gl.SliceLayout(0, L))
+    beta_s = gl.load(beta + first + s * HV, mask=s < size, other=0.0).to(gl.float32)
+    if sums is not None:
+        sums += rh * C
+        between = gl.exp2(-gl.abs(gl.load(sums + s)[:, None] - gl.load(sums + t)[None, :]))
+        total = gl.load(sums + C - 1)
+    arrived(0)
+    of_k = warpgroup_mma(
+        k_s, k_s.permute((1, 0)), gl.zeros([C, C], gl.float32, L), use_acc=False, is_async=True
+    )
+    of_k = warpgroup_mma_wait(0, [of_k])
+    if growth is not None:
+        _store_growth(growth + rh, of_k, beta_s, total)
+    if sums is not None:
+        of_k *= between
+    solved = _inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
+    high, low = parts(solved)
+    low_s = gl.allocate_shared_memory(
+        gl.bfloat16, [C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    )
+    low_s.store(low)
+    low = low_s.permute((1, 0)).load(L)
+    store(Y + rh * C * C, gl.where(s[:, None] <= t[None, :], high, low), C, C)

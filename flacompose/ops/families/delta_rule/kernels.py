@@ -286,18 +286,20 @@ def _read_parts(
 
 
 @triton.jit
-def forgets(growth, HV, begin, stop, REVERSE: tl.constexpr):
+def forgets(growth, HV, begin, stop, turns, REVERSE: tl.constexpr):
     """The fewest of the chunks `begin` to `stop`, counted from the last, that forget a state, and whether any do.
 
     The state after them is then, in float32, what they reach from zero. ``growth [chunks, HV]``, of one head, has the
     base-2 logarithm of a bound of the norm of the matrix by which each chunk multiplies a state. With `REVERSE` chunks
     are counted from the first. If not even all of them forget, their number is returned.
+
+    `turns` are the numbers of chunks that are looked at together, from 0 on.
     """
     chunks = stop - begin
     count = chunks + 1
-    before = tl.zeros([], tl.float32)
-    for first in range(0, chunks, 64):
-        i = first + tl.arange(0, 64)
+    before = 0.0
+    for first in range(0, chunks, turns.shape[0]):
+        i = first + turns
         chunk = begin + i if REVERSE else stop - 1 - i
         of_chunk = tl.load(growth + chunk * HV, mask=i < chunks, other=0.0)
         is_enough = before + tl.cumsum(of_chunk, 0) <= FORGOTTEN
@@ -307,7 +309,7 @@ def forgets(growth, HV, begin, stop, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, REVERSE: tl.constexpr):
+def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, turns, REVERSE: tl.constexpr):
     """The chunks that the program of a segment sweeps where sweeps restart, and whether it sweeps the last segment.
 
     ``growth [chunks, HV]`` is that of one head and of the row's `chunks`. They are none, if the segment before does not
@@ -318,7 +320,7 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, REVERSE: tl.constex
     last = SEGMENTS - 1
     for i in range(tl.maximum(turn - 1, 0), SEGMENTS - 1):
         begin, stop = find_segment(SEGMENTS - 1 - i if REVERSE else i, SEGMENTS, chunks)
-        _, forgotten = forgets(growth, HV, begin, stop, REVERSE)
+        _, forgotten = forgets(growth, HV, begin, stop, turns, REVERSE)
         starts |= forgotten & (i < turn)
         last = tl.where(forgotten & (i >= turn), tl.minimum(last, i), last)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
@@ -391,9 +393,11 @@ def sweep_kernel(
     one = 1.0
     is_last = segment == SEGMENTS - 1
     if RESTARTS and ends is None:
-        begin, stop, is_last = chunks_of_program(growth + row0 * HV + h, HV, segment, SEGMENTS, chunks, False)
+        begin, stop, is_last = chunks_of_program(
+            growth + row0 * HV + h, HV, segment, SEGMENTS, chunks, tl.arange(0, 64), False
+        )
     elif growth is not None:
-        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, False)
+        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, tl.arange(0, 64), False)
         if IDENTITY:  # nothing of it is left
             counting = tl.where(forgotten, 0, counting)
             one = tl.where(forgotten, 0.0, 1.0)
@@ -526,9 +530,11 @@ def reverse_kernel(
     dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
     is_last = segment == 0
     if RESTARTS and ends is None:
-        begin, stop, is_last = chunks_of_program(growth + row0 * HV + h, HV, segment, SEGMENTS, chunks, True)
+        begin, stop, is_last = chunks_of_program(
+            growth + row0 * HV + h, HV, segment, SEGMENTS, chunks, tl.arange(0, 64), True
+        )
     elif growth is not None:
-        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, True)
+        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, tl.arange(0, 64), True)
         if RESTARTS:
             counting = tl.where(forgotten, counting, 0)
         # A segment without chunks may begin past the last chunk, before which a load looks ahead.
