@@ -28,15 +28,23 @@ from flacompose.ops._chip import AMPERE, HOPPER, Chip
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients, hopper_pairs
+from flacompose.ops.families.delta_rule import (
+    eager,
+    hopper_channels,
+    hopper_gradients,
+    hopper_pairs,
+    hopper_sweep,
+    sweeps,
+)
 from flacompose.ops.families.delta_rule.inputs import Inputs
 
 CPU = torch.device("cpu")
 OF_HEADS = {hopper_pairs.pair_kernel, hopper_gradients.gradient_kernel}
+FORWARDS = {hopper_pairs.inverse_kernel, hopper_sweep.sweep_kernel}
 OF_CHANNELS = {hopper_channels.channel_kernel}
 KERNELS = {
-    "chunk_delta_rule": OF_HEADS,
-    "chunk_gated_delta_rule": OF_HEADS,
+    "chunk_delta_rule": OF_HEADS | FORWARDS,
+    "chunk_gated_delta_rule": OF_HEADS | FORWARDS,
     "chunk_comba": OF_HEADS,
     "chunk_comba-before": OF_HEADS,
     "chunk_kda": OF_CHANNELS,
@@ -111,3 +119,63 @@ def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     for x, expected in zip(pairs(HOPPER), pairs(AMPERE), strict=True):
         # Products of two parts keep 16 bits.
         assert (x - expected).norm() <= 2**-16 * expected.norm()
+
+
+@pytest.mark.parametrize("gates", ["mild", "resets", -15.0])
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize(
+    ("K", "V", "lengths"), [(64, 128, None), (128, 64, [200, 0, 300])], ids=["dense", "packed"]
+)
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_sweeps_in_segments(
+    K: int, V: int, lengths: list[int] | None, restarts: int, gates: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That are joined by their maps, or where sweeps restart."""
+    monkeypatch.setattr(sweeps, "restart_count", lambda *_: restarts)
+    if restarts == 1:
+        monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    problem = draw(
+        NAMED["chunk_gated_delta_rule"],
+        CPU,
+        torch.bfloat16,
+        B=1,
+        T=500,
+        H=1,
+        K=K,
+        V=V,
+        lengths=lengths,
+        gates=gates,
+    )
+    results, in_gluon = emulated(problem, launched)
+    assert in_gluon >= FORWARDS
+    assert_accurate(problem, results)
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5])
+def test_keys_that_are_alike(beta: float) -> None:
+    """Most of what products add up cancels there: outputs and states are as exact as those of Triton's kernels."""
+    q, k, v = torch.randn(3, 1, 200, 2, 64)
+    k = torch.nn.functional.normalize(k[:, :1] + 0.1 * k, dim=-1)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    inputs = Inputs(q, k, v, torch.full((1, 200, 2), beta), scale=0.125)
+    exact = eager.forward(Inputs(*(x.double() if isinstance(x, Tensor) else x for x in inputs)))
+    errors = []
+    for chip in (HOPPER, AMPERE):
+        with tables_of(chip), launching_by(run):
+            found = delta_rule.chunk(inputs)
+        errors.append([((x - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)])
+    # 2^-10 of a number is what rounding the output adds to both.
+    assert all(mine <= 1.1 * other + 2**-14 for mine, other in zip(*errors, strict=True)), errors
+
+
+def test_tiles_of_values_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many states a program has 128 values, and otherwise 64."""
+    q, k, v = torch.randn(3, 1, 140, 1, 128, dtype=torch.bfloat16)
+    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
+    beta, g = torch.rand(2, 1, 140, 1)
+    config, found = sweeps.sweep_config, []
+    for states in (1, 1000):
+        monkeypatch.setattr(sweeps, "sweep_config", lambda *args, states=states: config(*args[:4], states))
+        with tables_of(HOPPER), launching_by(run):
+            found.append(delta_rule.chunk(Inputs(q, k, v, beta, -g, scale=0.1)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))

@@ -11,6 +11,9 @@ apart. The maximum after a token is made of the one before the chunk, decayed at
 tokens. So no rounding of a token adds up over all of a slow decay.
 
 Long rows are swept in segments, which are computed at the same time, each from the state before it.
+
+Backwards, `tl.fma` names the product that is fused with a sum. The compiler would choose by what else is made of a
+product, and the bits of a gradient would depend on which others are wanted.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ def _write(j, left, k, w, own, begun_m, m):
     k = tl.where(j < left, k, float("-inf"))
     decay = tl.where(j < left, w, 0.0)
     own = tl.maximum(own + decay, k)
-    after = tl.maximum(tl.maximum(begun_m + tl.minimum(j + 1, left).to(tl.float32) * w, own), LOWEST)
+    after = tl.maximum(tl.maximum(tl.fma(tl.minimum(j + 1, left).to(tl.float32), w, begun_m), own), LOWEST)
     return tl.exp(decay + (m - after)), tl.exp(k - after), own, after
 
 
@@ -83,9 +86,9 @@ def _read(a, b, m, k, v, u):
     before, now = tl.where(b > 0, m, LOWEST), u + k
     top = tl.maximum(before, now)
     past, present = tl.exp(before - top), tl.exp(now - top)
-    share = 1 / (past * b + present)
+    share = 1 / tl.fma(past, b, present)
     past, present = past * share, present * share
-    return past, present, past * a + present * v
+    return past, present, tl.fma(past, a, present * v)
 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS", "count", "stride"])
@@ -346,7 +349,7 @@ def gradient_kernel(
         m = _load(before, at_chunk + 2 * D, in_d)
         begun_m, own = m, tl.full([BD], LOWEST, tl.float32)
         as_, bs, vs, kepts, writtens = (), (), (), (), ()
-        of_as, of_bs, of_presents, of_weights = (), (), (), ()
+        of_as, of_bs, of_presents, errors = (), (), (), ()
         for j in tl.static_range(C):
             mask = in_d & (j < left)
             k_, v_, do_ = _key(k + at, j * D, mask), _load(v + at, j * D, mask), _load(do + at, j * D, mask)
@@ -355,11 +358,8 @@ def gradient_kernel(
             as_, bs, vs = as_ + (a,), bs + (b,), vs + (v_,)
             kepts, writtens = kepts + (kept,), writtens + (written,)
             of_as, of_bs = of_as + (past * do_,), of_bs + (-past * do_ * o_,)
-            of_presents, of_weights = (
-                of_presents + (present * do_,),
-                of_weights + (present * do_ * (v_ - o_),),
-            )
-            a, b = kept * a + written * v_, kept * b + written
+            of_presents, errors = of_presents + (present * do_,), errors + (v_ - o_,)
+            a, b = tl.fma(kept, a, written * v_), tl.fma(kept, b, written)
         # 3. Backwards from token to token.
         begun_a, begun_b = da, db
         added_a, added_b = tl.zeros([BD], tl.float32), tl.zeros([BD], tl.float32)
@@ -367,18 +367,18 @@ def gradient_kernel(
             mask = in_d & (j < left)
             kept, written = kepts[j], writtens[j]
             if dv is not None:
-                dv_ = written * da + of_presents[j]
+                dv_ = tl.fma(written, da, of_presents[j])
                 tl.store(dv + at + j * D, dv_.to(dv.dtype.element_ty), mask=mask)
             if dk is not None:
-                dk_ = written * (da * vs[j] + db) + of_weights[j]
+                dk_ = tl.fma(written, tl.fma(da, vs[j], db), of_presents[j] * errors[j])
                 dk_ = tl.where(_load(k + at, j * D, mask) < LOWEST, 0.0, dk_)
                 tl.store(dk + at + j * D, dk_.to(dk.dtype.element_ty), mask=mask)
             if dw is not None:
-                dw_ += tl.where(j < left, kept * (da * as_[j] + db * bs[j]), 0.0)
-            du_ += of_weights[j]
-            da, db = kept * da + of_as[j], kept * db + of_bs[j]
-            added_a, added_b = kept * added_a + of_as[j], kept * added_b + of_bs[j]
-        total = left.to(tl.float32) * w_ + (begun_m - m)
+                dw_ = tl.where(j < left, tl.fma(kept, tl.fma(da, as_[j], db * bs[j]), dw_), dw_)
+            du_ = tl.fma(of_presents[j], errors[j], du_)
+            da, db = tl.fma(kept, da, of_as[j]), tl.fma(kept, db, of_bs[j])
+            added_a, added_b = tl.fma(kept, added_a, of_as[j]), tl.fma(kept, added_b, of_bs[j])
+        total = tl.fma(left.to(tl.float32), w_, begun_m - m)
         da, db = decayed(begun_a, total) + added_a, decayed(begun_b, total) + added_b
 
     # 4. What is wanted of the segment.
