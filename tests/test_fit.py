@@ -89,17 +89,31 @@ def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs:
     assert programs * 128 * dict(launch.options).get("maxnreg", 255) <= 65536
 
 
-@pytest.mark.parametrize(("rows", "warps"), [(1, 4), (64, 8)])
-def test_sweep_in_gluon_fits(rows: int, warps: int) -> None:
-    """With many states, two groups of warps share most of the memory of a multiprocessor."""
-    q = torch.empty(rows, 130, 2, 128, dtype=BFLOAT16, device="meta")
-    beta = torch.empty(rows, 130, 2, device="meta")
+def test_sweep_in_gluon_fits() -> None:
+    """Two groups of warps share most of the memory of a multiprocessor."""
+    q, beta = (
+        torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta"),
+        torch.empty(1, 130, 2, device="meta"),
+    )
     args = q, q, q, beta, beta, None, None, None, None, 1.0, False
     with tables_of(HOPPER):
         found = recorded([Call("", flat(delta_rule, "chunk"), "delta_rule_chunk", args)])
     (sweep,) = (launch for launch in found if launch.name == "sweep_kernel")
-    assert sweep.module.endswith("hopper_sweep") and dict(sweep.options)["num_warps"] == warps
+    assert sweep.module.endswith("hopper_sweep") and dict(sweep.options)["num_warps"] == 8
     assert sweep.excess(90) is None
+
+
+@pytest.mark.parametrize(("rows", "D"), [(66, 128), (132, 64)])
+def test_joint_kernel_in_gluon_fits(rows: int, D: int) -> None:
+    """Of heads of 64, two programs side by side."""
+    q = torch.empty(rows, 130, 2, D, dtype=BFLOAT16, device="meta")
+    beta = torch.empty(rows, 130, 2, device="meta")
+    args = q, q, q, beta, beta, None, None, None, None, 1.0, False, q, None, [True] * 5 + [False] * 3
+    with tables_of(HOPPER):
+        found = recorded([Call("", flat(delta_rule, "backward"), "delta_rule_backward", args)])
+    (joint,) = (launch for launch in found if launch.name == "reverse_gradient_kernel")
+    programs = delta_rule.AT_ONCE[D] // 132
+    assert programs * (joint.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
 
 
 def test_what_does_not_fit_is_seen() -> None:

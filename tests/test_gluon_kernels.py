@@ -5,6 +5,7 @@ In bfloat16 all that a family makes, values and gradients, is right by the measu
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from flacompose.ops.families.delta_rule import (
     hopper_channels,
     hopper_gradients,
     hopper_pairs,
+    hopper_reverse,
     hopper_sweep,
     sweeps,
 )
@@ -41,6 +43,7 @@ from flacompose.ops.families.delta_rule.inputs import Inputs
 CPU = torch.device("cpu")
 OF_HEADS = {hopper_pairs.pair_kernel, hopper_gradients.gradient_kernel}
 FORWARDS = {hopper_pairs.inverse_kernel, hopper_sweep.sweep_kernel}
+JOINT = {hopper_reverse.reverse_gradient_kernel}
 OF_CHANNELS = {hopper_channels.channel_kernel}
 KERNELS = {
     "chunk_delta_rule": OF_HEADS | FORWARDS,
@@ -57,7 +60,7 @@ def test_every_kernel_is_run() -> None:
     for path in Path(families.__file__).parent.glob("*/hopper_*.py"):
         module = import_module(f"{families.__name__}.{path.parent.name}.{path.stem}")
         kernels |= {x for name, x in vars(module).items() if name.endswith("_kernel")}
-    assert kernels == set().union(*KERNELS.values())
+    assert kernels == set().union(JOINT, *KERNELS.values())
 
 
 def emulated(problem: Problem, function: Call) -> tuple[Results, set[Any]]:
@@ -168,14 +171,31 @@ def test_keys_that_are_alike(beta: float) -> None:
     assert all(mine <= 1.1 * other + 2**-14 for mine, other in zip(*errors, strict=True)), errors
 
 
-def test_tiles_of_values_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many states a program has 128 values, and otherwise 64."""
-    q, k, v = torch.randn(3, 1, 140, 1, 128, dtype=torch.bfloat16)
-    k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
-    beta, g = torch.rand(2, 1, 140, 1)
-    config, found = sweeps.sweep_config, []
-    for states in (1, 1000):
-        monkeypatch.setattr(sweeps, "sweep_config", lambda *args, states=states: config(*args[:4], states))
-        with tables_of(HOPPER), launching_by(run):
-            found.append(delta_rule.chunk(Inputs(q, k, v, beta, -g, scale=0.1)))
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+@pytest.mark.parametrize("gates", ["mild", "resets"])
+@pytest.mark.parametrize(
+    ("D", "B", "T", "lengths", "segments"),
+    [(64, 2, 150, None, 1), (128, 1, 70, None, 1), (64, 1, 330, [200, 0, 130], 3)],
+    ids=["dense", "wide", "segments"],
+)
+@pytest.mark.parametrize("name", ["chunk_delta_rule", "chunk_gated_delta_rule"])
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_joint_kernel(
+    name: str,
+    D: int,
+    B: int,
+    T: int,
+    lengths: list[int] | None,
+    segments: int,
+    gates: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where programs fill a chip, one kernel makes all gradients: the same to the bit as the two that it replaces."""
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    case = replace(NAMED[name], groups=1)
+    problem = draw(case, CPU, torch.bfloat16, B=B, T=T, H=2, K=D, V=D, lengths=lengths, tail=5, gates=gates)
+    expected, apart = emulated(problem, launched)
+    monkeypatch.setattr(delta_rule, "AT_ONCE", {64: 1, 128: 1})
+    results, joint = emulated(problem, launched)
+    assert JOINT <= joint and not JOINT & apart
+    assert_equal(results, expected)
+    assert_accurate(problem, results)

@@ -25,7 +25,13 @@ from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
 from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _hopper
 from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.delta_rule import hopper_channels, hopper_gradients, hopper_pairs, hopper_sweep
+from flacompose.ops.families.delta_rule import (
+    hopper_channels,
+    hopper_gradients,
+    hopper_pairs,
+    hopper_reverse,
+    hopper_sweep,
+)
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
@@ -281,6 +287,29 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
     assert [(x["IDENTITY"], x["o"] is not None) for x in sweeps] == (
         [(False, False), (True, False)] * (change == "long") + [(False, True)]
     ) * taken
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [("", True), ("64", True), ("rows", False), ("few", False), ("groups", False), ("V=64", False)]
+    + [("a", False), ("before", False), ("channels", False), ("values", False), ("keys", True)],
+)
+def test_gluon_joins_sweep_and_gradients(change: str, taken: bool) -> None:
+    """If its programs fill a chip nearly: 132 of them at a time, and 264 of heads of 64."""
+    B, D = {"few": 59, "rows": 69}.get(change, 60 if change != "64" else 120), 64 if change == "64" else 128
+    H, V = 1 if change == "groups" else 2, 64 if change == "V=64" else D
+    q, v = (torch.zeros(B, 3, heads, size, dtype=torch.bfloat16) for heads, size in ((H, D), (2, V)))
+    beta = torch.zeros(B, 3, 2)
+    gk = beta.unsqueeze(-1).expand(B, 3, 2, D) if change == "channels" else None
+    args = q, q, v, beta, beta, gk, q if change == "a" else None, None, None, 1.0, change == "before"
+    mask = {"values": [False, False, True], "keys": [False, True, False]}.get(change, [True] * 3)
+    with tables_of(HOPPER):
+        launches, _ = launched(
+            lambda: flat(delta_rule, "backward")(*args, v, None, [*mask, False, False, False, False, False])
+        )
+    kernels = {kernel for kernel, _ in launches}
+    assert (hopper_reverse.reverse_gradient_kernel in kernels) == taken
+    assert (reverse_kernel in kernels) != taken
 
 
 @pytest.mark.parametrize(

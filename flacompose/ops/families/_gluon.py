@@ -19,16 +19,26 @@ reinterpret = memory.reinterpret if hasattr(memory, "reinterpret") else memory._
 
 
 @gluon.constexpr_function
-def rows_of(width, warps=4):
-    """How threads share out rows of `width` numbers of 16 bits: each has 16 bytes of a row."""
+def rows_of(width, warps):
+    """How the threads of `warps` share out rows of `width` numbers of 16 bits: each has 16 bytes of a row."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _rows(count: gl.constexpr, size, layout: gl.constexpr):
+    """The numbers of rows, ``[count, 1]``, of which `size` count.
+
+    What is added is 0, but the compiler does not know it. Else it would keep the offsets of rows in registers wherever
+    this is in a loop.
+    """
+    return gl.arange(0, count, gl.SliceLayout(1, layout))[:, None] + (size >> 31)
 
 
 @gluon.jit
 def copy(to, x, stride, size):
     """Ask for the rows of `x`, `stride` elements apart, in the shared memory `to`: zeros from row `size` on."""
     layout: gl.constexpr = rows_of(to.shape[1], gl.num_warps())
-    i = gl.arange(0, to.shape[0], gl.SliceLayout(1, layout))[:, None]
+    i = _rows(to.shape[0], size, layout)
     d = gl.arange(0, to.shape[1], gl.SliceLayout(0, layout))[None, :]
     async_load(to, x + i * stride + d, mask=(i < size) & (d < to.shape[1]))
 
@@ -51,7 +61,7 @@ def arrived(later: gl.constexpr):
 def store(x, value, stride, size, ADDS: gl.constexpr = False):
     """Store the rows of `value` before `size`, `stride` elements apart, or with `ADDS` their sum with what is there."""
     layout: gl.constexpr = rows_of(value.shape[1], gl.num_warps())
-    i = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))[:, None]
+    i = _rows(value.shape[0], size, layout)
     d = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))[None, :]
     inside = (i < size) & (d < value.shape[1])
     x += i * stride + d

@@ -55,6 +55,9 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         rule.factors["Y"] = None  # gives its memory back for what follows
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else rule.state(start.dtype)
+    if by_writes and rule.has_joint_kernel(do):
+        joint = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state, gates=wants("g"))
+        return call.made(**joint, initial_state=d_initial_state)
     if by_writes or (of_channels and by_reads):
         dS = rule.per_chunk_state()
     made: dict[str, Tensor] = {}
@@ -95,6 +98,8 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
 # `a`. It rounds each sum to the dtype of the inputs, and with more heads these roundings would exceed the kernel's own
 # error.
 LARGEST_GROUP = 4
+# How many programs of the kernel of `hopper_reverse` a chip of Hopper runs at a time, by the size of heads.
+AT_ONCE = {64: 264, 128: 132}
 
 
 class _Launches(Sweeps):
@@ -179,20 +184,19 @@ class _Launches(Sweeps):
         given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "ends", "final"))
         given |= tensors
         factors = {name: self.factors[name] for name in ("q", "k", "Y")}
-        grid, config = self.sweep_launch(V)
-        sizes = {"v_token": self.v_token, "V": V, "BV": config["BV"], "IDENTITY": IDENTITY}
+        sizes = {"v_token": self.v_token, "V": V, "IDENTITY": IDENTITY}
         shared = self._of_sweeps(given["ends"])
         del shared["DOT"], shared["READ_BEFORE"]
         launch(
             hopper_sweep.sweep_kernel,
-            grid,
+            (self.parts * self.N * self.HV,),
             **given,
             **factors,
             **shared,
             **sizes,
             beta=self.beta,
             sums=self.gates["sums"],
-            num_warps=config["num_warps"],
+            num_warps=V // 16,
         )
 
     def head_pairs(self, products: dict[str, Tensor | None]) -> None:
@@ -276,9 +280,7 @@ class _Launches(Sweeps):
         tiles = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(tiles, H if on_hopper else HV)
         # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
-        gated = self.gates["sums"] is not None
-        d_sums = self.per_chunk(3 * tiles, HV, self.C) if gated else None
-        d_total = self.per_chunk(HV, self.K) if gated else None
+        d_sums, d_total = self.of_sums(tiles)
         if dS is None:  # queries alone
             outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
         of_values = {"r": r, "do": do, "dv": dv, "states": S, "d_states": dS}
@@ -305,11 +307,83 @@ class _Launches(Sweeps):
         else:
             grid = (tiles * self.chunks * HV,)
             launch(kernel, grid, **arguments, **products, rest=self.gates["rest"])
-        made = self.added_up(outputs)
-        if gates:
-            assert d_sums is not None and d_total is not None
-            made["g"] = scalar_decay.gate_gradient(self, d_sums, (tiles,) * 3, d_total, 1.0, torch.float32)
-        return made
+        return self.added_up(outputs) | self.gate_gradient(d_sums, d_total, gates)
+
+    def of_sums(self, tiles: int) -> tuple[Tensor | None, Tensor | None]:
+        """Memory for the gradients of sums of gates, as `gate_gradient` takes them."""
+        if self.gates["sums"] is None:
+            return None, None
+        return self.per_chunk(3 * tiles, self.HV, self.C), self.per_chunk(self.HV, self.K)
+
+    def gate_gradient(self, d_sums: Tensor | None, d_total: Tensor | None, wanted: bool) -> dict[str, Tensor]:
+        """The gradient of gates of heads, by its name, if it is `wanted`."""
+        if not wanted:
+            return {}
+        assert d_sums is not None and d_total is not None
+        tiles = d_sums.shape[1] // 3
+        return {"g": scalar_decay.gate_gradient(self, d_sums, (tiles,) * 3, d_total, 1.0, torch.float32)}
+
+    def has_joint_kernel(self, do: Tensor) -> bool:
+        """Whether one kernel sweeps backwards in time and makes the gradients of queries and keys.
+
+        A program of it takes long, as it goes through a segment, so that hardly any multiprocessor may be idle in the
+        end. All results are those of the other kernels to the bit, so that this may depend on the batch size.
+        """
+        programs = self.N * self.HV * self.parts
+        if self.gk is not None or not self.reads_with_key or self.restarts > 1:
+            return False
+        if self.K != self.V or self.HV != self.q.shape[2] or not isinstance(programs, int):
+            return False
+        if not _hopper.takes(self.chip, (*self.of_keys, do), self.K):
+            return False
+        at_once = AT_ONCE[self.K]
+        return programs >= 0.9 * at_once * tile_count(programs, at_once)
+
+    def reverse_gradients(
+        self,
+        do: Tensor,
+        d_final: Tensor | None,
+        r: Tensor | None,
+        S: Tensor | None,
+        d_initial: Tensor | None,
+        gates: bool,
+    ) -> dict[str, Tensor]:
+        """`reverse` and `gradients` in one kernel, where `has_joint_kernel` says so, and the gradient of values."""
+        from flacompose.ops.families.delta_rule import hopper_reverse
+
+        HV, tiles = self.HV, self.K // 64
+        starts = self.reverse_starts(do, d_final)
+        outputs = self.of_tiles(tiles, HV)
+        d_sums, d_total = self.of_sums(tiles)
+        dv = self.per_token(HV, self.V, dtype=self.dtype)
+        launch(
+            hopper_reverse.reverse_gradient_kernel,
+            (self.parts * self.N * HV,),
+            q=self.q,
+            k=self.k,
+            beta=self.beta,
+            **{name: self.factors[name] for name in ("W", "P")},
+            **{name: x for name, x in outputs.items() if name != "da"},
+            **self.positions,
+            sums=self.gates["sums"],
+            r=r,
+            do=do,
+            states=S,
+            d_final=starts,
+            dv=dv,
+            d_sums=d_sums,
+            d_total=d_total,
+            d_initial=d_initial,
+            scale=self.arguments["scale"],
+            HV=HV,
+            SEGMENTS=self.parts,
+            D=self.K,
+            C=self.C,
+            num_warps=self.K // 16,
+        )
+        self.free_sweep_memory()
+        made = self.added_up(outputs) | self.gate_gradient(d_sums, d_total, gates)
+        return made | {"v": self.batched(dv)}
 
     def pair_gradients(self, **arguments: Any) -> dict[str, Tensor | None]:
         """The gradients of the products of queries and keys with keys, as `gradient_from_pairs_kernel` takes them."""

@@ -176,8 +176,8 @@ def channel_kernel(
     at_state = (rh * K + tile * BK) * V
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
     COLUMNS: gl.constexpr = gl.SliceLayout(0, L)
-    ROWS: gl.constexpr = rows_of(BK)
-    ROWS_OF_V: gl.constexpr = rows_of(V)
+    ROWS: gl.constexpr = rows_of(BK, gl.num_warps())
+    ROWS_OF_V: gl.constexpr = rows_of(V, gl.num_warps())
     OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
     OF_GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.float32)

@@ -111,7 +111,7 @@ def gradient_kernel(
         return
     size = gl.minimum(hi - lo, C).to(gl.int32)
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
-    ROWS: gl.constexpr = rows_of(V)
+    ROWS: gl.constexpr = rows_of(V, gl.num_warps())
     OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [C, BK], OF_K)

@@ -182,7 +182,6 @@ def sweep_kernel(
     K: gl.constexpr,
     V: gl.constexpr,
     C: gl.constexpr,
-    BV: gl.constexpr,
     IDENTITY: gl.constexpr,
     RESTARTS: gl.constexpr,
 ):
@@ -195,7 +194,7 @@ def sweep_kernel(
     TOKENS: gl.constexpr = gl.SliceLayout(0, L)
     scale = scale.to(gl.float32)
     v_token = v_token // 8 * 8  # so that Triton knows that it copies 16 bytes at a time
-    tile, h, ns = split_program(V // BV, HV)
+    h, ns, _ = split_program(HV, N * SEGMENTS)
     segment = ns // N
     if not IDENTITY:
         if is_idle(segment, SEGMENTS, ends, o is not None):
@@ -220,25 +219,25 @@ def sweep_kernel(
         if RESTARTS:
             counting = gl.where(forgotten, counting, 0)
         begin = stop - counting
-    dv = tile.to(gl.int32) * BV + gl.arange(0, BV, gl.SliceLayout(1, OF_STATE))[:, None]
+    dv = gl.arange(0, V, gl.SliceLayout(1, OF_STATE))[:, None]
     dk = gl.arange(0, K, gl.SliceLayout(0, OF_STATE))[None, :]
     at_state = dk * V + dv
     at_end = (ns * HV + h) * K * V
     if IDENTITY:
         S = gl.where(dv == dk, one, 0.0)
     elif initial is None:
-        S = gl.zeros([BV, K], gl.float32, OF_STATE)
+        S = gl.zeros([V, K], gl.float32, OF_STATE)
     else:
         S = gl.load(initial + at_end + at_state).to(gl.float32)
 
     # 2. What is there before the first chunk. Each part is an array of its own: between two stores to one array, Triton
     # has all threads wait.
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
-    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BV], gl.bfloat16)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_s = gl.allocate_shared_memory(gl.bfloat16, [K_STAGES, C, K], KEYS)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [V_STAGES, C, BV], VALUES)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [V_STAGES, C, V], VALUES)
     Y_s = (
         gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARE),
         gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARE),
@@ -252,25 +251,25 @@ def sweep_kernel(
     q_s, o_s, A_s = k_s, v_s, Y_s
     if o is not None:
         q_s = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES, C, K], KEYS)
-        o_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, BV], VALUES)
+        o_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, V], VALUES)
         A_s = (
             gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARE),
             gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARE),
         )
-    zeros = gl.zeros([BV, C], gl.float32, L)
+    zeros = gl.zeros([V, C], gl.float32, L)
     no_pairs = gl.zeros([C, C], gl.float32, PAIRS)
     begin, stop, tokens = begin.to(gl.int32), stop.to(gl.int32), (hi - lo).to(gl.int32)
-    of_tile = h * V + tile * BV
+    of_head = h * V
     k += (lo * HK + hk) * K
     beta += lo * HV + h
     Y += (row0 * HV + h) * C * C
     if sums is not None:
         sums += (row0 * HV + h) * C
     if v is not None:
-        v += lo * v_token + of_tile
+        v += lo * v_token + of_head
     if o is not None:
         q += (lo * HK + hk) * K
-        o += lo * HV * V + of_tile
+        o += lo * HV * V + of_head
     of_chunk, of_next = 1.0, 1.0
     for i in gl.static_range(3):
         chunk = begin + i

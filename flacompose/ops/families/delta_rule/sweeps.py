@@ -116,16 +116,17 @@ class Sweeps(MatrixSequences):
 
     def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
         """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
+        self._reverse(do, d_final=self.reverse_starts(do, d_final), **tensors)
+
+    def reverse_starts(self, do: Tensor, d_final: Tensor | None) -> Tensor | None:
+        """The gradients of the states after segments, at which the sweeps backwards in time begin."""
         sweep = partial(self._reverse, do)
-        starts: Tensor | None
         if self.restarts > 1:
             of_segments = self.per_segment(self.restarts, self.HV, self.K, self.V)
             fill(of_segments[self.restarts], d_final)
             sweep(ends=of_segments)
-            starts = of_segments[1:]
-        else:
-            starts = self.row.starts(sweep, d_final, join=partial(self._join, reverse=True))
-        sweep(d_final=starts, **tensors)
+            return of_segments[1:]
+        return self.row.starts(sweep, d_final, join=partial(self._join, reverse=True))
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
         given: dict[str, Tensor | None] = dict.fromkeys(
