@@ -379,18 +379,9 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
             yield from _calls(f"short_conv D={D} W={W} {at}", short_conv, args, x, masks, state)
         for S in (1, 16, 200):
             B, state = new(1, T, 1, S, dtype=dtype), new(rows, D, S)
-            around = ("", "D z dt_bias", "D", "dt_bias") if S == 16 else ("",)
-            for given in around:
-                skip, z, bias = (
-                    y if name in given.split() else None
-                    for name, y in (("D", new(D)), ("z", x), ("dt_bias", new(D)))
-                )
-                softplus = bias is not None and z is not None
-                args = x, g, new(D, S), B, B, state, skip, z, bias, cu_seqlens, softplus
-                masks = _masks("x dt A B C initial_state D z dt_bias", "x", "z", "dt_bias")
-                masks = ([want and y is not None for want, y in zip(mask, args)] for mask in masks)
-                name = f"selective_scan {given} D={D} S={S} {at}"
-                yield from _calls(name, selective_scan, args, x, filter(any, masks), state)
+            args = x, g, new(D, S), B, B, state, cu_seqlens
+            masks = _masks("x dt A B C initial_state", "x")
+            yield from _calls(f"selective_scan D={D} S={S} {at}", selective_scan, args, x, masks, state)
 
 
 def every_call(

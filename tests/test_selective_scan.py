@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import ranks
 import torch
 from contract.accuracy import assert_accurate, assert_equal, error
 from contract.cases import SELECTIVE, SELECTIVE_GROUPS, OpCase, every
@@ -15,17 +14,14 @@ from contract.graphs import op_nodes, recorded
 from contract.problems import call, call_reference, draw, evaluate, named
 from contract.recurrences import mamba, mamba1
 from families import flat
-from ranks import check_sharded, on_two_ranks, placement
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flacompose.ops import selective_scan_fn, selective_state_update
 from flacompose.ops.families import _chunks
-from flacompose.ops.families.selective_scan import eager, op
+from flacompose.ops.families.selective_scan import eager
 
 T, D, S = 70, 6, 5
 # Rates as gates, since with none of them nothing is forgotten: what is 0 is measured on that.
@@ -42,15 +38,15 @@ SIZES = {"V": D, "K": S}
 OPTIONS = {"D": ("D",), "z": ("B", "T", "D"), "delta_bias": ("D",)}
 
 
-def case_of(softplus: bool = True, *options: str, case: OpCase = SELECTIVE) -> OpCase:
+def case_of(softplus: bool = True, *options: str) -> OpCase:
     """The scan with these options. Time steps are on both sides of 0 before a softplus, and above it without one."""
     steps = (lambda x: x - 1) if softplus else (lambda x: x.abs() / 4)
     return replace(
-        case,
+        SELECTIVE,
         function=mamba(selective_scan_fn, "return_last_state", delta_softplus=softplus),
         reference=partial(mamba1, softplus=softplus),
-        inputs=case.inputs | {name: OPTIONS[name] for name in options},
-        draws=case.draws | {"delta": steps, "delta_bias": lambda x: x / 2 if softplus else x.abs()},
+        inputs=SELECTIVE.inputs | {name: OPTIONS[name] for name in options},
+        draws=SELECTIVE.draws | {"delta": steps, "delta_bias": lambda x: x / 2 if softplus else x.abs()},
     )
 
 
@@ -80,99 +76,15 @@ WITH = {
 
 @pytest.mark.parametrize(("softplus", "given"), WITH.values(), ids=WITH)
 @pytest.mark.parametrize("lengths", [None, [30, 0, 1, 34]], ids=["dense", "packed"])
-@pytest.mark.parametrize("form", ["composed", "operator"])
 def test_values_and_gradients(
-    form: str,
-    softplus: bool,
-    given: tuple[str, ...],
-    lengths: list[int] | None,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    softplus: bool, given: tuple[str, ...], lengths: list[int] | None, device: torch.device
 ) -> None:
-    """Also of the operator that computes all in eager mode on CUDA."""
-    if form == "operator":
-        monkeypatch.setattr(op, "selective_scan", lambda inputs: op.operator(*inputs))
     case = case_of(softplus, *(name for name in given if name in OPTIONS))
     for dtype in (torch.float32, torch.float64):
         problem = draw(case, device, dtype, **SIZES, lengths=lengths, tail=5, state="initial_states" in given)
         results = evaluate(problem)
         assert_accurate(problem, results)
         assert results["o"].dtype == results["final_state"].dtype == dtype
-
-
-@pytest.mark.parametrize("delta", [-17.0, 30.0])
-def test_time_steps_far_from_0_before_the_softplus(delta: float, device: torch.device) -> None:
-    problem = draw(FULL, device, **SIZES, T=9)
-    problem.tensors["delta"].fill_(delta)
-    assert_accurate(problem, evaluate(problem))
-
-
-def of_operator(device: torch.device, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """The tensors of the operator but for `cu_seqlens`, of one row in two groups."""
-    problem = draw(case_of(True, *OPTIONS, case=SELECTIVE_GROUPS), device, dtype, **SIZES, B=1, T=5, H=2)
-    names = ("u", "delta", "A", "B", "C", "initial_states", "D", "z", "delta_bias")
-    return tuple(named(problem)[name].to(dtype).requires_grad_() for name in names)
-
-
-def test_nan_is_not_hidden_by_the_softplus(device: torch.device) -> None:
-    """On a GPU the smaller of NaN and a number is the number."""
-    u, B, C = torch.ones(3, 1, 5, 1, device=device)
-    delta = torch.zeros_like(u)
-    delta[0, 2] = torch.nan
-    y = selective_scan_fn(u, delta, -u[0, :1], B, C, delta_softplus=True)
-    assert y.isnan().squeeze().tolist() == [False, False, True, True, True]
-
-
-def test_the_operator_is_a_good_one(device: torch.device) -> None:
-    """Also under `vmap`, and in its second derivatives."""
-    tensors, rest = of_operator(device), (None, True)
-    torch.library.opcheck(op.operator, (*of_operator(device, torch.float32), *rest))
-    torch.library.opcheck(op.operator, (*tensors, torch.tensor([0, 4], device=device), True))
-    assert torch.autograd.gradgradcheck(lambda *x: op.operator(*x, *rest), tensors, fast_mode=True)
-    pairs = [torch.stack([x, 2 * x]) for x in tensors]
-    mapped = torch.func.vmap(lambda *x: op.operator(*x, *rest))(*pairs)
-    for i in range(2):
-        alone = op.operator(*(x[i] for x in pairs), *rest)
-        torch.testing.assert_close([x[i] for x in mapped], list(alone))
-
-
-def check_ranks(mesh: DeviceMesh) -> None:
-    axes, tensors = op.SIGNATURE.axes, of_operator(torch.device("cpu"))
-    rows = {name for name in axes if axes[name].startswith(("B", "N"))}
-    tensors = [torch.cat([x, x]).detach() if n in rows else x.detach() for n, x in zip(axes, tensors)]
-    for split in (ranks.BATCH, ranks.HEADS):
-        placements = [placement(axes[name].split(), split) for name in op.SIGNATURE.differentiable]
-        outputs = check_sharded(mesh, lambda *x: op.operator(*x, None, True), tensors, placements)
-        assert outputs == [placement(axes[name].split(), split) for name in ("o", "final_state")]
-
-
-def test_distributed() -> None:
-    on_two_ranks(check_ranks)
-
-
-def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager mode on CUDA, where no rank has a part of the tokens; all others call that of the scan alone."""
-
-    def calls(dtype: torch.dtype = torch.float32, size: int = S) -> list[bool]:
-        """Whether each call has options."""
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            recorded() as calls,
-        ):  # no GPU is needed to trace for one
-            new = partial(torch.empty, dtype=dtype, device="cuda")
-            u, B, skip = new(1, T, D), new(1, T, size), new(D)
-            selective_scan_fn(u, u, new(D, size), B, B, skip, u, skip, delta_softplus=True)
-        return [args[-1] for operator, args, _ in calls if operator._opname == "selective_scan_forward"]
-
-    assert calls() == [True]
-    assert calls(torch.float64) == calls(size=17) == [False]
-    for name, value in ("is_compiling", lambda: True), ("autocast_dtype", lambda device: torch.bfloat16):
-        with monkeypatch.context() as patch:
-            patch.setattr(op, name, value)
-            assert calls() == [False]
-    monkeypatch.setattr(op, "sharing", lambda: True)
-    monkeypatch.setattr(op.eager, "composed", lambda inputs, _: (inputs.x, inputs.x))
-    assert calls() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -309,9 +221,7 @@ class Block(nn.Module):
         return selective_scan_fn(u, delta, A, B, C, D, z, delta_softplus=True, return_last_state=True)
 
 
-def test_exported_with_all_that_surrounds_it(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "is_compiling", lambda: True)  # eager mode computes what graphs do
-
+def test_exported_with_all_that_surrounds_it(device: torch.device) -> None:
     def arguments(T: int) -> tuple[Tensor, ...]:
         return tuple(inputs(device, T=T)[name] for name in ("u", "delta", "A", "B", "C", "D", "z"))
 
@@ -356,9 +266,9 @@ def test_the_states_of_all_tokens_are_never_in_memory(
     problem = draw(SELECTIVE, torch.device("cpu"), B=1, T=512, K=16, V=64, lengths=lengths)
     with recorded() as calls:
         evaluate(problem)
-    for operator, args, _ in calls:
+    for op, args, _ in calls:
         with Largest() as largest:
-            if operator.name().endswith("_backward"):
+            if op.name().endswith("_backward"):
                 flat(eager, "backward")(*args)
             else:
                 flat(eager, "forward")(*args)

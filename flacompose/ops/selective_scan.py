@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._dtype import upcast
+from flacompose.ops._gates import time_step
+from flacompose.ops._varlen import inside
 from flacompose.ops.families.selective_scan import op
 
 
@@ -86,9 +90,27 @@ def selective_scan_fn(
     _check.flags(delta_softplus=delta_softplus)
     _check.optional(u, "initial_states", initial_states, (N, channels, S), q_name="u")
 
+    more_than_scan = D is not None or z is not None or delta_bias is not None or delta_softplus
+    tokens = None
+    if more_than_scan and cu_seqlens is not None:
+        # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of D and delta_bias.
+        tokens = inside(cu_seqlens, T)[:, None]
+        u, delta = u.where(tokens, 0), delta.where(tokens, 0)
+        z = None if z is None else z.where(tokens, 0)
+    if delta_bias is not None or delta_softplus:
+        bias = None if delta_bias is None else delta_bias.reshape(channels)
+        delta = time_step(delta, bias, delta_softplus, u)
     if not grouped:
         B, C = B.unsqueeze(2), C.unsqueeze(2)
-    delta_bias = None if delta_bias is None else delta_bias.reshape(channels)
-    inputs = op.Inputs(u, delta, A, B, C, initial_states, D, z, delta_bias, cu_seqlens, delta_softplus)
-    y, states = op.selective_scan(inputs)
-    return (y, states) if return_last_state else y
+    y, states = op.forward(*op.Inputs(u, delta, A, B, C, initial_states, cu_seqlens))
+    out = y
+    if D is not None:
+        out = upcast(out) + upcast(u) * D
+    if z is not None:
+        out = upcast(out) * F.silu(upcast(z, u))
+    out = out.to(y.dtype)
+    if tokens is not None:
+        # Tokens in no sequence are 0 already. But if `D`, or a gradient that arrives there, is not finite, 0 times it
+        # would be NaN.
+        out = out.where(tokens, 0)
+    return (out, states) if return_last_state else out

@@ -174,7 +174,7 @@ def of_channels(x, j, left, d, in_d, D, other: tl.constexpr = 0.0):
 
 @triton.jit
 def tile_of_channels(
-    x, token, hi, d, in_d, D, TOKENS: tl.constexpr, REVERSE: tl.constexpr, other: tl.constexpr = 0.0
+    x, token, hi, d, in_d, D: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr, other: tl.constexpr = 0.0
 ):  # fmt: skip
     """``x [tokens, D]`` of each token of a tile in the order of the sweep, `other` from `hi` on."""
     left = tl.minimum(hi - token, TOKENS).to(tl.int32)

@@ -2,8 +2,6 @@
 
     h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t^T        y_t = h_t C_t
 
-Before it come the time steps, ``softplus(dt_t + dt_bias)``, and after it the gated skip, ``(y_t + D x_t) silu(z_t)``.
-
 The states of all tokens would be S times as large as the inputs, so they are made of one segment of chunks at a time.
 Within a segment all chunks are swept at once, token by token, twice: from zero, to find what each adds to the state,
 which is then swept from chunk to chunk; and from the state before each. Exponents are products of A and time steps, or
@@ -13,74 +11,16 @@ computed again from the states before its chunks. All is functional and differen
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from flacompose.ops._dtype import upcast
-from flacompose.ops._gates import time_step
-from flacompose.ops._varlen import without_tail
 from flacompose.ops.families._chunks import Chunks, Sweep
 from flacompose.ops.families._signature import BackwardCall, Gradients
-from flacompose.ops.families.gated_skip import eager as gated_skip
-from flacompose.ops.families.gated_skip.inputs import SIGNATURE as SKIP
-from flacompose.ops.families.gated_skip.inputs import Inputs as Skip
-from flacompose.ops.families.selective_scan.inputs import SIGNATURE, Inputs
-
-
-def composed(inputs: Inputs, scan: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, D], final_state [N, D, S])`` of a function that computes the scan alone."""
-    inputs, skip = _parts(inputs)
-    y, final_state = scan(*inputs)
-    if skip is None:
-        return y, final_state
-    (o,) = gated_skip.forward(skip._replace(y=y.unsqueeze(2), x=upcast(skip.x)))
-    return o.squeeze(2).to(y.dtype), final_state  # the dtype of autocast, if it is on
-
-
-def _parts(inputs: Inputs) -> tuple[Inputs, Skip | None]:
-    """The inputs of the scan alone, and those of the gated skip after it, which has all channels as one head."""
-    x, dt, *_, D, z, dt_bias, cu_seqlens, softplus = inputs
-    if softplus or dt_bias is not None:
-        # A token in no sequence may hold anything. As 0 it adds nothing to the gradient of dt_bias.
-        (dt,) = without_tail(cu_seqlens, dt)
-        dt = time_step(dt, dt_bias, softplus, x)
-    scan = inputs._replace(dt=dt, D=None, z=None, dt_bias=None, softplus=False)
-    if D is None and z is None:
-        return scan, None
-    x = x.unsqueeze(2)
-    D, z = None if D is None else D.unsqueeze(0), None if z is None else z.unsqueeze(2)
-    return scan, Skip(x, x, D, None, z, cu_seqlens)
+from flacompose.ops.families.selective_scan.inputs import Inputs
 
 
 def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, D], final_state [N, D, S])``."""
-    return composed(inputs, lambda *scan: _forward(Inputs(*scan)))
-
-
-def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants: those of the scan and of the gated skip, and of time steps."""
-    inputs, dy, of_skip = call.inputs, call.do, {}
-    scan, skip = _parts(inputs)
-    if skip is not None:
-        skip = skip._replace(y=_forward(scan)[0].unsqueeze(2))
-        wanted = call.wanted & {"D", "z"} | {"x", "y"}
-        found = gated_skip.backward(BackwardCall(SKIP, skip, SKIP.outputs(dy.unsqueeze(2)), wanted))
-        of_skip = {name: x.squeeze(0 if name == "D" else 2) for name, x in found.items()}
-        dy = of_skip.pop("y")
-    wanted = call.wanted - {"D", "z", "dt_bias"} | ({"dt"} if call.wants("dt_bias") else set())
-    made = _backward(BackwardCall(SIGNATURE, scan, SIGNATURE.outputs(dy, call.arriving.final_state), wanted))
-    if "x" in made and of_skip:
-        made["x"] = made["x"] + of_skip.pop("x")
-    if "dt" in made and inputs.softplus:
-        (dt,) = without_tail(inputs.cu_seqlens, inputs.dt)
-        made["dt"] = made["dt"] * time_step(dt, inputs.dt_bias, False, inputs.x).sigmoid()
-    return call.made(**made, **of_skip, dt_bias=lambda: made["dt"].sum((0, 1)))
-
-
-def _forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(y [B, T, D], final_state [N, D, S])`` of the scan alone."""
+    """``(y [B, T, D], final_state [N, D, S])``."""
     scan = _Scan(inputs)
     sweep = Sweep(scan.chunks, scan.initial(inputs.initial_state))
     y = []
@@ -92,8 +32,8 @@ def _forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return scan.join(y).flatten(2).to(inputs.x.dtype, copy=True), scan.final(sweep)
 
 
-def _backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants, of the scan alone."""
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
     wants = call.wants
     scan = _Scan(call.inputs, call.do)
     before = []
@@ -143,7 +83,7 @@ class _Scan:
     """The chunks of one call, as `Chunks` cuts them: groups of P channels, with states ``[P, S]``, are its heads."""
 
     def __init__(self, inputs: Inputs, dy: Tensor | None = None) -> None:
-        x, dt, A, B, C, *_, cu_seqlens, _ = inputs
+        x, dt, A, B, C, _, cu_seqlens = inputs
         self.groups = B.shape[2], x.shape[2] // B.shape[2]
         self.x, self.dt = (y.unflatten(2, self.groups) for y in (x, dt))
         self.dy = None if dy is None else dy.unflatten(2, self.groups)

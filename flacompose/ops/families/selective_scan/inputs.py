@@ -8,10 +8,6 @@ from torch import Tensor
 
 from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
 
-# Numbers of a state that a program of the kernels has. The output of a larger one is a sum over several programs, which
-# is to be gated after it.
-STATES = 16
-
 
 class Inputs(NamedTuple):
     """The arguments of the op, in the order of the schema."""
@@ -22,12 +18,7 @@ class Inputs(NamedTuple):
     B: Annotated[Tensor, "B T H S", AUTOCAST]  # each of the H groups of channels has its own
     C: Annotated[Tensor, "B T H S", AUTOCAST]
     initial_state: Annotated[Tensor | None, "N D S"] = None
-    # What follows surrounds the scan. The ends do not take it.
-    D: Annotated[Tensor | None, "D"] = None
-    z: Annotated[Tensor | None, "B T D"] = None  # the gate before its silu
-    dt_bias: Annotated[Tensor | None, "D"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
-    softplus: bool = False
 
 
 class Outputs(NamedTuple):

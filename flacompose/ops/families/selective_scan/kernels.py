@@ -22,11 +22,9 @@ from flacompose.ops.families._kernels import (
     LOWEST_RATE,
     chunks_of_segment,
     decayed,
-    expm1_near_0,
     finite,
     is_idle,
     of_channels,
-    softplus,
     split_program,
     tile_of_channels,
 )
@@ -71,12 +69,6 @@ def _decay(A, dt):
 
 
 @triton.jit
-def _store_channels(x, value, j, left, d, in_d, stride):
-    """Store what `of_channels` loads, of tokens that are `stride` elements apart."""
-    tl.store(x + j * stride + d, value.to(x.dtype.element_ty), mask=in_d & (j < left))
-
-
-@triton.jit
 def _load_states(x, state_tile, d, in_d, S: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr):
     """``x [D, S]`` as a tile ``[BS, BD]`` in float32, a thread with all numbers of its channel."""
     states = tl.zeros([BS, BD], tl.float32)
@@ -89,21 +81,12 @@ def _load_states(x, state_tile, d, in_d, S: tl.constexpr, BS: tl.constexpr, BD: 
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def sweep_kernel(
-    # What surrounds the scan is computed where its numbers are in registers. So it has more than 25 parameters.
     x,  # [tokens, D]; backwards dy
     dt,  # [tokens, D]
-    dt_bias,  # [D]
     A,  # [D, S]
     BC,  # [tokens, G, 2, S], float32: B and C
-    skip,  # [D], how much of x is added to the output
-    z,  # [tokens, D], its gate, from token to token it is z_token elements
-    do,  # [tokens, D], the gradient of the output, of which dy, dz and d_skip are made
     initial,  # [SEGMENTS, N, D, S], before each segment
     y,  # [tokens, state tiles, D]
-    delta,  # [tokens, D], the time steps that are made of dt
-    dy,  # [tokens, D], the gradient before the gate
-    dz,  # [tokens, D]
-    d_skip,  # [SEGMENTS, N, D]: the sum over the tokens of each segment
     before,  # [chunks, D, S]: the state before each chunk
     ends,  # [SEGMENTS, N, D, S], after each segment but the last
     sum_dt,  # [SEGMENTS, N, D], the sum of each segment's time steps
@@ -112,7 +95,6 @@ def sweep_kernel(
     T,
     N,
     SEGMENTS,
-    z_token,
     D: tl.constexpr,
     S: tl.constexpr,
     G: tl.constexpr,
@@ -120,22 +102,17 @@ def sweep_kernel(
     TOKENS: tl.constexpr,
     BS: tl.constexpr,
     BD: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """``h <- exp(dt_t A) * h + dt_t x_t B_t^T``, or with `REVERSE`, backwards, ``c <- exp(dt_t A) * (c + dy_t C_t^T)``.
 
     One program sweeps one segment of one sequence. It begins at zero if there is no `initial`, and stores what is given
-    of `y`, `before`, `ends`, `sum_dt` and `final`. Backwards, segment 0 is the last in time.
-
-    Of what is given, the time steps are ``softplus(dt + dt_bias)`` and the output is ``(y + skip x) * silu(z)``. Before
-    the gradients, a sweep stores what is given of `delta`, `dy`, `dz` and `d_skip`.
+    of `y`, `before`, `ends` and `final`. Backwards, segment 0 is the last in time.
 
     From tile to tile, `h` is decayed by all of the tile at once, and what its tokens add, `added`, is computed apart.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
-    stores: tl.constexpr = (y is not None) or (before is not None) or (do is not None) or (delta is not None)
-    if is_idle(segment, SEGMENTS, ends, stores):
+    if is_idle(segment, SEGMENTS, ends, y is not None or before is not None):
         return
     state_tile, group, _, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
     in_state = in_s[:, None] & in_d[None, :]
@@ -151,22 +128,12 @@ def sweep_kernel(
     if initial is not None:
         h = _load_states(initial + at_end * D * S, state_tile, d, in_d, S, BS, BD)
     steps = tl.zeros([BD], tl.float32)
-    if dt_bias is not None:
-        bias_ = tl.load(dt_bias + d, mask=in_d, other=0.0).to(tl.float32)
-    if skip is not None:
-        skip_ = tl.load(skip + d, mask=in_d, other=0.0).to(tl.float32)
-    if d_skip is not None:
-        d_skip_ = tl.zeros([BD], tl.float32)
 
     # 2. What tokens need is loaded with the tile before theirs: of channels into registers, of states by a pipeline of
     # two stages into shared memory, from where every thread reads them.
     next_token = lo + (tl.maximum(stop - 1, 0) if REVERSE else begin) * TOKENS
     next_x = tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
     next_dt = tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
-    if z is not None:
-        next_z = tile_of_channels(z, next_token, hi, d, in_d, z_token, TOKENS, REVERSE)
-    if do is not None:
-        next_do = tile_of_channels(do, next_token, hi, d, in_d, D, TOKENS, REVERSE)
     both = s[:, None] + tl.arange(0, 2)[None, :] * S
     for i in tl.range(begin, stop, num_stages=2):
         first = begin + stop - 1 - i if REVERSE else i
@@ -176,12 +143,6 @@ def sweep_kernel(
         x_tile, dt_tile = next_x, next_dt
         next_x = tile_of_channels(x, next_token, hi, d, in_d, D, TOKENS, REVERSE)
         next_dt = tile_of_channels(dt, next_token, hi, d, in_d, D, TOKENS, REVERSE)
-        if z is not None:
-            z_tile = next_z
-            next_z = tile_of_channels(z, next_token, hi, d, in_d, z_token, TOKENS, REVERSE)
-        if do is not None:
-            do_tile = next_do
-            next_do = tile_of_channels(do, next_token, hi, d, in_d, D, TOKENS, REVERSE)
         if before is not None:
             at_chunk = before + (row + first // (CHUNK // TOKENS)) * D * S + at_state
             tl.store(at_chunk, h, mask=in_state & (first % (CHUNK // TOKENS) == 0))
@@ -191,14 +152,6 @@ def sweep_kernel(
         for step in tl.static_range(TOKENS):
             j = TOKENS - 1 - step if REVERSE else step
             x_, dt_ = x_tile[step].to(tl.float32), dt_tile[step].to(tl.float32)
-            if dt_bias is not None:
-                dt_ += bias_
-            if SOFTPLUS:
-                dt_ = softplus(dt_)
-            if SOFTPLUS or dt_bias is not None:
-                dt_ = tl.where(j < left, dt_, 0.0)
-            if delta is not None:
-                _store_channels(delta + token * D, dt_, j, left, d, in_d, D)
             at_states = BC + (token * G + group) * (2 * S)
             B_, C_ = tl.split(_of_states(at_states, j, left, both, in_s[:, None], G, S, BS))
             a_ = _decay(A_, dt_[None, :])
@@ -207,30 +160,11 @@ def sweep_kernel(
             else:
                 e_ = (dt_ * x_)[None, :] * B_[:, None]
                 added = a_ * added + e_
-                if (y is not None) or (do is not None):
-                    h = a_ * h + e_
-                    y_ = tl.sum(h * C_[:, None], 0)
-                    if skip is not None:
-                        y_ += skip_ * x_
-                    if z is not None:
-                        z_ = z_tile[step].to(tl.float32)
-                        s_ = tl.sigmoid(z_)
                 if y is not None:
-                    if z is not None:
-                        y_ *= z_ * s_
-                    y_ = y_.to(y.dtype.element_ty)
+                    h = a_ * h + e_
+                    y_ = tl.sum(h * C_[:, None], 0).to(y.dtype.element_ty)
                     y_tile = y + (token * tl.cdiv(S, BS) + state_tile) * D
-                    _store_channels(y_tile, y_, j, left, d, in_d, tl.cdiv(S, BS) * D)
-                if do is not None:
-                    do_ = do_tile[step].to(tl.float32)
-                    if dz is not None:
-                        dz_ = do_ * y_ * (s_ * (1 + z_ * (1 - s_)))
-                        _store_channels(dz + token * D, dz_, j, left, d, in_d, D)
-                    if dy is not None:
-                        do_ *= z_ * s_
-                        _store_channels(dy + token * D, do_, j, left, d, in_d, D)
-                    if d_skip is not None:
-                        d_skip_ += do_ * x_
+                    tl.store(y_tile + j * tl.cdiv(S, BS) * D + d, y_, mask=in_d & (j < left))
             total += dt_
         # 4. The state after it.
         h = decayed(begun, A_ * total[None, :]) + added
@@ -238,8 +172,6 @@ def sweep_kernel(
             steps += total
 
     # 5. What is wanted of the segment.
-    if d_skip is not None:
-        tl.store(d_skip + at_end * D + d, d_skip_, mask=in_d)
     if sum_dt is not None:
         # The tiles of the states all store the same.
         tl.store(sum_dt + at_end * D + d, steps, mask=in_d)
@@ -252,19 +184,16 @@ def sweep_kernel(
 
 @triton.jit(do_not_specialize=["T", "N", "SEGMENTS"])
 def gradient_kernel(
-    # The gradients of all inputs are made of the same states. So it has more than 25 parameters.
     x,  # [tokens, D]
-    dt,  # [tokens, D], after their bias and softplus
+    dt,  # [tokens, D]
     A,  # [D, S]
     BC,  # [tokens, G, 2, S], float32: B and C
-    skip,  # [D]
-    dy,  # [tokens, D], before the gate
+    dy,  # [tokens, D]
     before,  # [chunks, D, S]: the state before each chunk; None where no gradient needs states
     d_final,  # [SEGMENTS, N, D, S], after each segment, of which the first is the last in time
     dx,  # [tokens, state tiles, D]
     ddt,  # [tokens, state tiles, D]
-    d_bias,  # [SEGMENTS, N, D]: the sum over the tokens of each segment
-    dA,  # [SEGMENTS, N, D, S], likewise
+    dA,  # [SEGMENTS, N, D, S]: the sum over the tokens of each segment
     dB,  # [tokens, channel tiles of a group, G, S]
     dC,  # [tokens, channel tiles of a group, G, S]
     d_initial,  # [N, D, S]
@@ -279,14 +208,13 @@ def gradient_kernel(
     TOKENS: tl.constexpr,
     BS: tl.constexpr,
     BD: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
 ):
     """Fill what is given of the gradients, backwards in time, one segment of one sequence in a program.
 
     With ``dh_t = dy_t C_t^T + exp(dt_{t+1} A) * dh_{t+1}``, the gradient of ``dt_t x_t`` is ``dh_t B_t``. What is
     carried is ``c_t = exp(dt_t A) * dh_t``, the gradient of the state before the token, and the gradient of ``dt_t A``
     is ``c_t * h_{t-1}``. The states of a tile of tokens are computed again, from the one before its chunk, and all are
-    kept in registers. The derivative of ``dt = softplus(x)`` is ``1 - exp(-dt)``.
+    kept in registers.
     """
     tile, segment, n = split_program(tl.cdiv(S, BS) * G * tl.cdiv(D // G, BD), SEGMENTS)
     state_tile, group, channel_tile, d, in_d, s, in_s = _place(tile, D // G, S, BS, BD)
@@ -301,8 +229,6 @@ def gradient_kernel(
     if d_final is not None:
         c += tl.load(d_final + at_end * D * S + at_state, mask=in_state, other=0.0).to(tl.float32)
     dA_ = tl.zeros([BD, BS], tl.float32)
-    if d_bias is not None:
-        d_bias_ = tl.zeros([BD], tl.float32)
     t = tl.arange(0, TOKENS)
 
     for i in range(begin, stop):
@@ -354,7 +280,7 @@ def gradient_kernel(
                 if dB is not None:
                     dB_j = tl.sum(dh * (dt_ * x_)[:, None], 0)
                     dB_ = tl.where(row_of_token, dB_j[None, :], dB_)
-                if (dx is not None) or (ddt is not None) or (d_bias is not None):
+                if (dx is not None) or (ddt is not None):
                     d_product = tl.sum(dh * B_[None, :], 1)
                     if dx is not None:
                         dx_ = tl.where(column_of_token, (dt_ * d_product)[:, None], dx_)
@@ -365,7 +291,7 @@ def gradient_kernel(
                     d_exponent = c * states[j]
                     if dA is not None:
                         dA_ += d_exponent * dt_[:, None]
-                    if (ddt is not None) or (d_bias is not None):
+                    if ddt is not None:
                         # A rate of -inf gives a time step no gradient, which would be infinite at one of 0.
                         d_of_dt = tl.where(A_ == LOWEST_RATE, 0.0, d_exponent * A_)
                         ddt_j = x_ * d_product + tl.sum(d_of_dt, 1)
@@ -375,14 +301,6 @@ def gradient_kernel(
             in_channels = in_d[:, None] & (t < left)[None, :]
             at_channels = state_tile * D + t[None, :] * (tl.cdiv(S, BS) * D) + d[:, None]
             at_channels = token * (tl.cdiv(S, BS) * D) + at_channels
-            if (skip is not None) and (dx is not None):
-                skip_ = tl.load(skip + d, mask=in_d, other=0.0).to(tl.float32)
-                dx_ += skip_[:, None] * tl.load(dy + at_channels, mask=in_channels, other=0.0).to(tl.float32)
-            if SOFTPLUS:
-                dt_ = tl.load(dt + at_channels, mask=in_channels, other=0.0)
-                ddt_ *= tl.where(dt_ < 0.1, -expm1_near_0(-dt_), 1 - tl.exp(-dt_))
-            if d_bias is not None:
-                d_bias_ += tl.sum(tl.where(in_channels, ddt_, 0.0), 1)
             if dx is not None:
                 tl.store(dx + at_channels, dx_.to(dx.dtype.element_ty), mask=in_channels)
             if ddt is not None:
@@ -397,8 +315,6 @@ def gradient_kernel(
         c = decayed(begun, A_ * total[:, None]) + added
 
     # 5. What is wanted of the segment.
-    if d_bias is not None:
-        tl.store(d_bias + at_end * D + d, d_bias_, mask=in_d)
     if dA is not None:
         tl.store(dA + at_end * D * S + at_state, dA_, mask=in_state)
     if d_initial is not None:

@@ -12,15 +12,13 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
-from flacompose.ops._dtype import autocast_dtype
-from flacompose.ops._ranks import sharing
 from flacompose.ops.families._across import across_ranks
 from flacompose.ops.families._op import define_ops, start_gradient
 from flacompose.ops.families._stretches import Decay
 from flacompose.ops.families.selective_scan import eager
-from flacompose.ops.families.selective_scan.inputs import SIGNATURE, STATES, Inputs
+from flacompose.ops.families.selective_scan.inputs import SIGNATURE
+from flacompose.ops.families.selective_scan.inputs import Inputs as Inputs  # for the public functions
 
 
 def _flops(x, dt, A, *_, **__) -> int:
@@ -29,7 +27,7 @@ def _flops(x, dt, A, *_, **__) -> int:
 
 
 _ops = define_ops("selective_scan", SIGNATURE, eager, forms=("forward",), gates=("dt",), flops=_flops)
-operator, _ends = _ops["forward"], _ops["ends"]
+_ends = _ops["ends"]
 d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
@@ -44,24 +42,4 @@ def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
     return Decay((log,)), end
 
 
-forward = across_ranks(SIGNATURE, operator, _ops["backward"], stretch, d_start)
-
-
-def selective_scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, D], final_state [N, D, S])``, with time steps, skip and gate.
-
-    In eager mode on CUDA it is one operator, whose kernels compute all of it. A graph gets the operations of PyTorch
-    around that of the scan, which the compiler fuses, and so do other devices, and ranks that share the tokens, which
-    hand on the state. Autocast does not cast `x` in the skip.
-    """
-    x = inputs.x
-    kernels = x.is_cuda and x.dtype != torch.float64 and inputs.A.shape[1] <= STATES
-    if (
-        is_compiling()
-        or not kernels
-        or sharing() is not None
-        or autocast_dtype(x.device) not in (None, x.dtype)
-    ):
-        return eager.composed(inputs, forward)
-    o, final_state = operator(*inputs)
-    return o, final_state
+forward = across_ranks(SIGNATURE, _ops["forward"], _ops["backward"], stretch, d_start)
