@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +56,6 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else rule.state(start.dtype)
     if by_writes and rule.has_joint_kernel(do):
-        assert r is not None and S is not None
         joint = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state, gates=wants("g"))
         return call.made(**joint, initial_state=d_initial_state)
     if by_writes or (of_channels and by_reads):
@@ -345,8 +343,8 @@ class _Launches(Sweeps):
         self,
         do: Tensor,
         d_final: Tensor | None,
-        r: Tensor,
-        S: Tensor,
+        r: Tensor | None,
+        S: Tensor | None,
         d_initial: Tensor | None,
         gates: bool,
     ) -> dict[str, Tensor]:
@@ -355,14 +353,9 @@ class _Launches(Sweeps):
 
         HV, tiles = self.HV, self.K // 64
         starts = self.reverse_starts(do, d_final)
-        new = partial(self.per_token, HV, self.K, dtype=self.dtype)
-        # A program has read W and r of a chunk when it stores dq and dv in their place. Not so where there are packed
-        # sequences, as gradients of tokens outside of them have to be zero.
-        in_place = self.cu_seqlens is None
-        outputs = {"dq": self.factors["W"] if in_place else new(), "dk": new()}
-        outputs["dbeta"] = self.per_token(tiles, HV, dtype=torch.float32)
-        dv = r if in_place else new()
+        outputs = self.of_tiles(tiles, HV)
         d_sums, d_total = self.of_sums(tiles)
+        dv = self.per_token(HV, self.V, dtype=self.dtype)
         launch(
             hopper_reverse.reverse_gradient_kernel,
             (self.parts * self.N * HV,),
@@ -370,7 +363,7 @@ class _Launches(Sweeps):
             k=self.k,
             beta=self.beta,
             **{name: self.factors[name] for name in ("W", "P")},
-            **outputs,
+            **{name: x for name, x in outputs.items() if name != "da"},
             **self.positions,
             sums=self.gates["sums"],
             r=r,
