@@ -76,7 +76,7 @@ def test_operands_are_kept() -> None:
 @gluon.jit
 def layout_kernel(x, out, OTHER: gl.constexpr):
     """What is stored in one layout is read in another one."""
-    L: gl.constexpr = rows_of(64)
+    L: gl.constexpr = rows_of(64, 4)
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     x_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], rows)
     copy(x_s, x, 64, 64)

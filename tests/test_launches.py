@@ -31,6 +31,7 @@ from flacompose.ops.families.delta_rule import (
     hopper_pairs,
     hopper_reverse,
     hopper_sweep,
+    sweeps,
 )
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
@@ -292,20 +293,33 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
 @pytest.mark.parametrize(
     ("change", "taken"),
     [("", True), ("64", True), ("rows", False), ("few", False), ("groups", False), ("V=64", False)]
-    + [("a", False), ("before", False), ("channels", False), ("values", False), ("keys", True)],
+    + [("a", False), ("before", False), ("channels", False), ("values", False), ("keys", True)]
+    + [
+        ("packed", False),
+        ("restarts", False),
+        ("float32", False),
+        ("q", False),
+        ("graph", False),
+        ("Ampere", False),
+    ],
 )
-def test_gluon_joins_sweep_and_gradients(change: str, taken: bool) -> None:
+def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If its programs fill a chip nearly: 132 of them at a time, and 264 of heads of 64."""
-    B, D = {"few": 59, "rows": 69}.get(change, 60 if change != "64" else 120), 64 if change == "64" else 128
+    B, D = {"few": 59, "rows": 69, "64": 120, "packed": 1}.get(change, 60), 64 if change == "64" else 128
     H, V = 1 if change == "groups" else 2, 64 if change == "V=64" else D
-    q, v = (torch.zeros(B, 3, heads, size, dtype=torch.bfloat16) for heads, size in ((H, D), (2, V)))
-    beta = torch.zeros(B, 3, 2)
-    gk = beta.unsqueeze(-1).expand(B, 3, 2, D) if change == "channels" else None
-    args = q, q, v, beta, beta, gk, q if change == "a" else None, None, None, 1.0, change == "before"
+    T, dtype = 120 if change == "packed" else 3, torch.float32 if change == "float32" else torch.bfloat16
+    first = 4 * (change == "q")
+    q = torch.zeros(first + B * T * H * D, dtype=dtype)[first:].view(B, T, H, D)
+    v, beta = torch.zeros(B, T, 2, V, dtype=dtype), torch.zeros(B, T, 2)
+    gk = beta.unsqueeze(-1).expand(B, T, 2, D) if change == "channels" else None
+    cu_seqlens = torch.arange(0, 121, 2) if change == "packed" else None
+    if change == "restarts":
+        monkeypatch.setattr(sweeps, "restart_count", lambda *_: 2)
+    args = q, q, v, beta, beta, gk, q if change == "a" else None, None, cu_seqlens, 1.0, change == "before"
     mask = {"values": [False, False, True], "keys": [False, True, False]}.get(change, [True] * 3)
-    with tables_of(HOPPER):
+    with tables_of(AMPERE if change == "Ampere" else HOPPER):
         launches, _ = launched(
-            lambda: flat(delta_rule, "backward")(*args, v, None, [*mask, False, False, False, False, False])
+            lambda: flat(delta_rule, "backward")(*args, v, None, [*mask, *[False] * 5]), change == "graph"
         )
     kernels = {kernel for kernel, _ in launches}
     assert (hopper_reverse.reverse_gradient_kernel in kernels) == taken

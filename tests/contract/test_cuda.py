@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from flacompose.ops.families import _sequences
@@ -76,6 +79,28 @@ def test_every_run_has_the_same_bits(case: OpCase, gates: float) -> None:
     for _ in range(30):
         for name, x in evaluate(problem).items():
             assert torch.equal(x, first[name]), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")
+@pytest.mark.parametrize("D", [64, 128])
+@every([case for case in CASES if "beta" in case.inputs and case.form == "chunk"])
+def test_a_row_has_its_bits_in_a_large_batch(case: OpCase, D: int) -> None:
+    """Other kernels are launched where their programs fill a chip."""
+    case = replace(case, groups=1)
+    sizes = {"B": 120, "T": 150, "H": 2, "K": D, "V": D}
+    tensors = draw(case, torch.device("cuda"), torch.bfloat16, state=False, **sizes).tensors
+    do = torch.randn(120, 150, 2, D, dtype=torch.bfloat16, device="cuda")
+
+    def computed(rows: slice) -> dict[str, Tensor]:
+        leaves = {name: x.clone().requires_grad_() for name, x in case.at(rows, tensors, "B").items()}
+        o, _ = case.call(**leaves)
+        return {
+            "o": o,
+            **dict(zip(leaves, torch.autograd.grad(o, list(leaves.values()), do[rows]), strict=True)),
+        }
+
+    for name, x in computed(slice(1)).items():
+        assert torch.equal(x, computed(slice(None))[name][:1]), name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a GPU")

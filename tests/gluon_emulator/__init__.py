@@ -11,10 +11,13 @@ What is wrong shows:
 - Shared memory that nothing was stored in, and memory that an asynchronous copy was not waited for, hold NaN.
 - An element that is loaded where the mask is false, with no `other`, is NaN. So is an asynchronous product that a wait
   returns before it is finished.
-- These raise an error: an access outside a tensor, or to what another program or thread stores, a product of what was
-  stored in shared memory without a fence, and a store to what an asynchronous product may still read.
+- These raise an error: an access outside a tensor, or to what a program before this one has stored, two stores of
+  different numbers at one place, a product of what was stored in shared memory without a fence, and a store to what an
+  asynchronous product may still read.
 
-Threads are not emulated: a barrier that is missing is not seen, nor a layout that a compiler refuses.
+Threads are not emulated, and programs run one after the other. So neither a barrier that is missing is seen, nor that a
+program loads what a later one stores, nor a layout that a compiler refuses. A product is of all of its factors at once,
+and nothing depends on the order in which its terms are added up.
 """
 
 from __future__ import annotations

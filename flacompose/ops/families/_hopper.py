@@ -5,8 +5,8 @@ computed. A kernel of Gluon asks for all that it reads at its start, straight in
 from. Two or three programs side by side then keep the memory and the tensor cores of a multiprocessor busy. A sweep has
 a multiprocessor to itself, and asks for later chunks.
 
-Each of these kernels computes what one of Triton's does, or two of them what two do. Those run on all other chips, in
-Triton's interpreter, in graphs for AOTInductor and for other dtypes, sizes of heads and alignments, and remain the
+These kernels compute what kernels of Triton do, mostly one what one does. Those run on all other chips, in Triton's
+interpreter, in graphs for AOTInductor and for other dtypes, sizes of heads and alignments. They remain the
 specification.
 """
 

@@ -327,10 +327,11 @@ class _Launches(Sweeps):
         """Whether one kernel sweeps backwards in time and makes the gradients of queries and keys.
 
         A program of it takes long, as it goes through a segment, so that hardly any multiprocessor may be idle in the
-        end. All results are those of the other kernels to the bit, so that this may depend on the batch size.
+        end. Packed sequences may be of any lengths. All results are those of the other kernels to the bit, so that this
+        may depend on the batch size.
         """
         programs = self.N * self.HV * self.parts
-        if self.gk is not None or not self.reads_with_key or self.restarts > 1:
+        if self.gk is not None or not self.reads_with_key or self.restarts > 1 or self.cu_seqlens is not None:
             return False
         if self.K != self.V or self.HV != self.q.shape[2] or not isinstance(programs, int):
             return False
@@ -364,7 +365,8 @@ class _Launches(Sweeps):
             beta=self.beta,
             **{name: self.factors[name] for name in ("W", "P")},
             **{name: x for name, x in outputs.items() if name != "da"},
-            **self.positions,
+            T=self.T,
+            N=self.N,
             sums=self.gates["sums"],
             r=r,
             do=do,

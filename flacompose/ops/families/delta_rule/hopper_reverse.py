@@ -4,9 +4,9 @@ It computes what `reverse_kernel` of `kernels` and `gradient_kernel` of `hopper_
 each chunk, with the same roundings. So the gradients of states are never stored, and what both read is read once.
 
 Heads of 128 have two groups of four warps: of the state's gradient each holds half of the values, and of the gradients
-of queries and keys half of the channels. Hardly a register is free, and a shared memory of 217 KiB leaves no room for
-what spills. So what a product takes lies in shared memory wherever it can, the next chunk is asked for as soon as
-there is room, and no address is kept from one chunk to the next.
+of queries and keys half of the channels. No register is free, and what spills lies in the L2 cache, since shared memory
+of 217 KiB leaves next to no first-level cache. So what a product takes lies in shared memory wherever it can, the next
+chunk is asked for as soon as there is room, and no address is kept from one chunk to the next.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ def reverse_gradient_kernel(
     d_sums,  # [chunks, 3 * tiles of keys, HV, C]
     d_total,  # [chunks, HV, D]
     d_initial,  # [N, HV, D, D]
-    cu_seqlens,
     T,
     N,
     scale,
@@ -119,7 +118,7 @@ def reverse_gradient_kernel(
     h = h.to(gl.int32)
     segment = ns // N
     nh = ns % N * HV + h
-    lo, hi, row0, _, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
+    lo, hi, row0, _, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, None, C)
     # What is counted in tokens, or in tokens of heads, fits in 32 bits: its vectors would not fit on a GPU otherwise.
     lo, hi, row0 = lo.to(gl.int32), hi.to(gl.int32), row0.to(gl.int32)
     begin, stop = begin.to(gl.int32), stop.to(gl.int32)
@@ -182,7 +181,9 @@ def reverse_gradient_kernel(
         now = (before - begin) % 2
         more = before < stop - 1
         next_rows = ((start - C) * HV + h).to(gl.int64) * D
-        full = gl.minimum(hi - start + C, C)
+        full = gl.minimum(
+            hi - start + C, C
+        )  # C, as a chunk before another is whole; not a constant, as `copy` wants it
         q_, k_ = q_s.index(now), k_s.index(now)
         W_, P_, do_, r_, S_ = (
             W_s.index(here),
@@ -206,6 +207,7 @@ def reverse_gradient_kernel(
         # 1. dv, and the gradient of the state before the chunk, as in `reverse_kernel`. Other products begin.
         rounded = dS.to(gl.bfloat16)
         d_v = gl.zeros([D, C], gl.float32, VALUES)
+        # In this order, which is that of Triton's compiler in `reverse_kernel`: another one would have other bits.
         by_state = gl.convert_layout(rounded, OF_STATE)
         d_v = warpgroup_mma(by_state, W_.permute((1, 0)), d_v, use_acc=False, is_async=True)
         d_v = warpgroup_mma(do_.permute((1, 0)), P_.permute((1, 0)), d_v, is_async=True)
@@ -240,6 +242,7 @@ def reverse_gradient_kernel(
         dq_read *= scale
         if sums is not None:
             dq_read *= gl.exp2(sums_.load(gl.SliceLayout(1, L)))[:, None]
+        # No thread reads W and P any more: all of them have waited for each other in the sum for `diagonal`.
         _store_parts(pairs_, pairs)
         _store_parts(weighted_, pairs * beta_.load(gl.SliceLayout(0, PAIRS))[None, :])
         make_visible()

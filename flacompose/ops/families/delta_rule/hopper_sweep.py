@@ -159,7 +159,7 @@ def _multiply(x, y, smaller, acc, USE_ACC: gl.constexpr = True):
 
 @gluon.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
-    # The parameters of the kernel of this name in `kernels`, with the same meanings, but for Y.
+    # Parameters have the meanings that they have in the kernel of this name in `kernels`, but for Y, and for `beta`.
     q,  # [tokens, HK, K]
     k,  # [tokens, HK, K]
     v,  # [tokens, HV, V]; from token to token it is v_token elements, a multiple of 8

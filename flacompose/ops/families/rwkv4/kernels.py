@@ -12,8 +12,8 @@ tokens. So no rounding of a token adds up over all of a slow decay.
 
 Long rows are swept in segments, which are computed at the same time, each from the state before it.
 
-Backwards, `tl.fma` names the product that is fused with a sum. The compiler would choose by what else is made of a
-product, and the bits of a gradient would depend on which others are wanted.
+`tl.fma` names the products that are fused with sums. The compiler would choose by what else is made of a product, and
+the bits of a gradient would depend on which others are wanted.
 """
 
 from __future__ import annotations
