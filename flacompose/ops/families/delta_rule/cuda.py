@@ -19,12 +19,12 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
 )
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.inputs import NORM_EPS, Inputs
+from flacompose.ops.families.delta_rule.inverse_sweeps import InverseSweeps
 from flacompose.ops.families.delta_rule.kernels import pair_kernel
 from flacompose.ops.families.delta_rule.stored_pairs import (
     decayed_pair_gradient_kernel,
     gradient_from_pairs_kernel,
 )
-from flacompose.ops.families.delta_rule.sweeps import Sweeps
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.vector_decay import cuda as vector_decay
 
@@ -102,7 +102,7 @@ LARGEST_GROUP = 4
 AT_ONCE = {64: 264, 128: 132}
 
 
-class _Launches(Sweeps):
+class _Launches(InverseSweeps):
     """The launches of one call, and what they have in common."""
 
     def __init__(self, inputs: Inputs, with_r: bool = False, forward: bool = False) -> None:
@@ -126,7 +126,6 @@ class _Launches(Sweeps):
             self.gates["sums"], self.gates["rest"] = scalar_decay.sum_gates(self, operand(g), None)
         # What kernels take of each token, and the heads of these.
         self.vectors = {"q": self.q, "k": self.k, "beta": self.beta, "H": q.shape[2]}
-        # Whether the sweeps of a `forward` pass are those of `hopper_sweep`, which take inverses alone.
         self.takes_inverses = (
             forward
             and self.gk is None
@@ -147,57 +146,6 @@ class _Launches(Sweeps):
             self.head_pairs(products)
         else:
             self.channel_pairs(products)
-
-    def inverses(self) -> None:
-        """Fill the `Y` that the sweeps of `hopper_sweep` take."""
-        from flacompose.ops.families.delta_rule import hopper_pairs
-
-        self.HK = self.q.shape[2]
-        Y = self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype)
-        self.factors |= {"q": self.q, "k": self.k, "Y": Y}
-        if self.gates["sums"] is not None:
-            self.bound_growth()
-        launch(
-            hopper_pairs.inverse_kernel,
-            (self.chunks * self.HV,),
-            k=self.k,
-            beta=self.beta,
-            sums=self.gates["sums"],
-            Y=Y,
-            growth=self.growth,
-            **self.positions,
-            H=self.HK,
-            HV=self.HV,
-            K=self.K,
-            C=self.C,
-            num_warps=4,
-            maxnreg=96,
-        )
-
-    def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
-        if not self.takes_inverses:
-            super()._sweep(V, IDENTITY, **tensors)
-            return
-        from flacompose.ops.families.delta_rule import hopper_sweep
-
-        V = self.V if V is None else V
-        given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "ends", "final"))
-        given |= tensors
-        factors = {name: self.factors[name] for name in ("q", "k", "Y")}
-        sizes = {"v_token": self.v_token, "V": V, "IDENTITY": IDENTITY}
-        shared = self._of_sweeps(given["ends"])
-        del shared["DOT"], shared["READ_BEFORE"]
-        launch(
-            hopper_sweep.sweep_kernel,
-            (self.parts * self.N * self.HV,),
-            **given,
-            **factors,
-            **shared,
-            **sizes,
-            beta=self.beta,
-            sums=self.gates["sums"],
-            num_warps=V // 16,
-        )
 
     def head_pairs(self, products: dict[str, Tensor | None]) -> None:
         """Fill the `products` that sweeps take, where gates are of heads, or where there are none."""
