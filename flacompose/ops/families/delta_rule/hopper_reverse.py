@@ -181,17 +181,11 @@ def reverse_gradient_kernel(
         now = (before - begin) % 2
         more = before < stop - 1
         next_rows = ((start - C) * HV + h).to(gl.int64) * D
-        full = gl.minimum(
-            hi - start + C, C
-        )  # C, as a chunk before another is whole; not a constant, as `copy` wants it
+        # C, as a chunk before another one is whole, but no constant, so that `copy` keeps no offsets.
+        full = gl.minimum(hi - start + C, C)
         q_, k_ = q_s.index(now), k_s.index(now)
-        W_, P_, do_, r_, S_ = (
-            W_s.index(here),
-            P_s.index(here),
-            do_s.index(here),
-            r_s.index(here),
-            S_s.index(here),
-        )
+        W_, P_, do_ = W_s.index(here), P_s.index(here), do_s.index(here)
+        r_, S_ = r_s.index(here), S_s.index(here)
         dv_, dS_, beta_, sums_ = dv_s.index(here), dS_s.index(here), beta_s.index(here), sums_s.index(here)
         # Pairs of tokens in two parts. They take the places of W and P, which nothing reads after dv.
         pairs_ = reinterpret(W_s, gl.bfloat16, [TILES, C, C], SQUARE).index(here), P_
