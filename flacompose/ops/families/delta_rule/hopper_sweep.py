@@ -26,8 +26,7 @@ from flacompose.ops.families.delta_rule import kernels
 split_program = gluon.jit(_kernels.split_program.fn)
 is_idle = gluon.jit(_kernels.is_idle.fn)
 chunks_of_segment = gluon.jit(_kernels.chunks_of_segment.fn)
-forgets = gluon.jit(kernels.forgets.fn)
-chunks_of_program = gluon.jit(kernels.chunks_of_program.fn)
+chunks_of_sweep = gluon.jit(kernels.chunks_of_sweep.fn)
 
 # For how many chunks there is room. What comes for a later one takes the place of what no thread needs any more: keys
 # are needed to the end of a chunk, and queries and values until all threads have waited there.
@@ -205,20 +204,10 @@ def sweep_kernel(
 
     # 1. The chunks that are swept, and the state before them.
     turns = gl.arange(0, 64, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    one = 1.0
-    is_last = segment == SEGMENTS - 1
-    if RESTARTS and ends is None:
-        begin, stop, is_last = chunks_of_program(
-            growth + row0 * HV + h, HV, segment, SEGMENTS, chunks, turns, False
-        )
-    elif growth is not None:
-        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, turns, False)
-        if IDENTITY:
-            counting = gl.where(forgotten, 0, counting)
-            one = gl.where(forgotten, 0.0, 1.0)
-        if RESTARTS:
-            counting = gl.where(forgotten, counting, 0)
-        begin = stop - counting
+    of_head = None if growth is None else growth + row0 * HV + h
+    begin, stop, is_last, one = chunks_of_sweep(
+        of_head, HV, segment, SEGMENTS, chunks, begin, stop, turns, ends is not None, IDENTITY, RESTARTS
+    )
     dv = gl.arange(0, V, gl.SliceLayout(1, OF_STATE))[:, None]
     dk = gl.arange(0, K, gl.SliceLayout(0, OF_STATE))[None, :]
     at_state = dk * V + dv

@@ -333,6 +333,40 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, turns, REVERSE: tl.
     return begin, stop, starts & (last == SEGMENTS - 1)
 
 
+@triton.jit
+def chunks_of_sweep(
+    growth,
+    HV,
+    segment,
+    SEGMENTS,
+    chunks,
+    begin,
+    stop,
+    turns,
+    ENDS: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    RESTARTS: tl.constexpr,
+):
+    """Of a segment's chunks `begin` to `stop`, those that a sweep forwards in time goes through.
+
+    Then whether it sweeps the last segment, and what it leaves of the identity matrix where it passes over chunks. With
+    `ENDS` it finds what the segment reaches from zero, or with `IDENTITY` what it does to any state.
+    """
+    one = 1.0
+    is_last = segment == SEGMENTS - 1
+    if RESTARTS and not ENDS:
+        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, turns, False)
+    elif growth is not None:
+        counting, forgotten = forgets(growth, HV, begin, stop, turns, False)
+        if IDENTITY:  # nothing of it is left
+            counting = tl.where(forgotten, 0, counting)
+            one = tl.where(forgotten, 0.0, 1.0)
+        if RESTARTS:
+            counting = tl.where(forgotten, counting, 0)
+        begin = stop - counting
+    return begin, stop, is_last, one
+
+
 @triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
 def sweep_kernel(
     # One kernel sweeps for all rules that erase, and likewise below, because they differ in their factors alone: in
@@ -390,20 +424,20 @@ def sweep_kernel(
     dv = numbers_of_tile(tile, BV)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
-    one = 1.0
-    is_last = segment == SEGMENTS - 1
-    if RESTARTS and ends is None:
-        begin, stop, is_last = chunks_of_program(
-            growth + row0 * HV + h, HV, segment, SEGMENTS, chunks, tl.arange(0, 64), False
-        )
-    elif growth is not None:
-        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, tl.arange(0, 64), False)
-        if IDENTITY:  # nothing of it is left
-            counting = tl.where(forgotten, 0, counting)
-            one = tl.where(forgotten, 0.0, 1.0)
-        if RESTARTS:
-            counting = tl.where(forgotten, counting, 0)
-        begin = stop - counting
+    of_head = None if growth is None else growth + row0 * HV + h
+    begin, stop, is_last, one = chunks_of_sweep(
+        of_head,
+        HV,
+        segment,
+        SEGMENTS,
+        chunks,
+        begin,
+        stop,
+        tl.arange(0, 64),
+        ends is not None,
+        IDENTITY,
+        RESTARTS,
+    )
     if IDENTITY:
         S = ()
         for part in tl.static_range((K + BK - 1) // BK):
