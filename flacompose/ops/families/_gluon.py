@@ -26,10 +26,10 @@ def rows_of(width, warps):
 
 @gluon.jit
 def _rows(count: gl.constexpr, size, layout: gl.constexpr):
-    """The numbers of rows, ``[count, 1]``, of which `size` count.
+    """The numbers of the rows of a tile, ``[count, 1]``, of which the first `size` are copied or stored.
 
-    What is added is 0, but the compiler does not know it. Else it would keep the offsets of rows in registers wherever
-    this is in a loop.
+    The second summand is 0, but the compiler does not know it. Otherwise it would keep the offsets of all rows in
+    registers where a kernel copies or stores tiles in a loop.
     """
     return gl.arange(0, count, gl.SliceLayout(1, layout))[:, None] + (size >> 31)
 

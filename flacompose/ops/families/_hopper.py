@@ -3,11 +3,11 @@
 In Triton every load waits in registers for the product that takes it, and few loads are under way while products are
 computed. A kernel of Gluon asks for all that it reads at its start, straight into shared memory, where products take it
 from. Two or three programs side by side then keep the memory and the tensor cores of a multiprocessor busy. A sweep has
-a multiprocessor to itself, and asks for later chunks.
+a multiprocessor to itself, and asks for the next chunks while it works on one.
 
-These kernels compute what kernels of Triton do, mostly one what one does. Those run on all other chips, in Triton's
-interpreter, in graphs for AOTInductor and for other dtypes, sizes of heads and alignments. They remain the
-specification.
+Each of these kernels, or two of them together, computes what one or two of Triton's do. Those of Triton run on all
+other chips, in Triton's interpreter, in graphs for AOTInductor and for other dtypes, sizes of heads and alignments. They
+remain the specification.
 """
 
 from __future__ import annotations

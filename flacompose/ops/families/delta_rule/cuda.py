@@ -274,9 +274,9 @@ class _Launches(InverseSweeps):
     def has_joint_kernel(self, do: Tensor) -> bool:
         """Whether one kernel sweeps backwards in time and makes the gradients of queries and keys.
 
-        A program of it takes long, as it goes through a segment, so that hardly any multiprocessor may be idle in the
-        end. Packed sequences may be of any lengths. All results are those of the other kernels to the bit, so that this
-        may depend on the batch size.
+        Each of its programs goes through a whole segment, so it is faster only if hardly any multiprocessor waits for
+        others in the end. That is not known of packed sequences, which may be of any lengths. All results are those of
+        the other kernels to the bit, so the choice may depend on the batch size.
         """
         programs = self.N * self.HV * self.parts
         if self.gk is not None or not self.reads_with_key or self.restarts > 1 or self.cu_seqlens is not None:

@@ -173,7 +173,7 @@ def reverse_gradient_kernel(
     for before in range(begin, stop):
         chunk = begin + stop - 1 - before
         size = gl.minimum(hi - lo - chunk * C, C)
-        here = size >> 31  # 0, as in `_gluon`: no address is known before its chunk
+        here = size >> 31  # 0, which the compiler does not know, as in `_gluon`
         chunk += here
         start = lo + chunk * C
         rh = (row0 + chunk) * HV + h

@@ -349,8 +349,9 @@ def chunks_of_sweep(
 ):
     """Of a segment's chunks `begin` to `stop`, those that a sweep forwards in time goes through.
 
-    Then whether it sweeps the last segment, and what it leaves of the identity matrix where it passes over chunks. With
-    `ENDS` it finds what the segment reaches from zero, or with `IDENTITY` what it does to any state.
+    Also whether the program of this sweep reaches the end of the row, and the number on the diagonal of the matrix that
+    an `IDENTITY` sweep begins with, which is 0 if the segment forgets every state. A sweep for `ENDS` finds what the
+    segment reaches from zero or, with `IDENTITY`, what it multiplies a state by.
     """
     one = 1.0
     is_last = segment == SEGMENTS - 1
