@@ -73,6 +73,8 @@ BREAKS = [
     Break("ops/families/delta_rule/hopper_reverse.py", "if segment == 0:", "if True:", GLUON, "joint and segments"),
     Break("ops/families/delta_rule/cuda.py", "self.HV != self.q.shape[2] or", "", "test_launches.py", "gluon_joins"),
     Break("ops/families/delta_rule/cuda.py", "0.9 * at_once * tile_count(programs, at_once)", "0.9 * at_once", "test_launches.py", "gluon_joins"),
+    Break("ops/families/delta_rule/kernels.py", "            one = tl.where(forgotten, 0.0, 1.0)\n", "", GLUON, "segments"),
+    Break("ops/families/delta_rule/kernels.py", "if RESTARTS and not ENDS:", "if False:", GLUON, "segments"),
     Break("ops/families/_token.py", "else read + before", "else read", VALUES, "token and rwkv6"),
     Break("ops/families/scalar_decay/eager.py", "((q_ @ k_.mT).tril() * decay.pair) @ v_", "(q_ @ k_.mT).tril() @ v_", VALUES, "lengths and simple_gla"),
     Break("ops/families/_token.py", "((q * scale).unsqueeze(-2)", "(q.unsqueeze(-2)", VALUES, "token_by and simple_gla"),

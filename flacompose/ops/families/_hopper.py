@@ -6,8 +6,8 @@ from. Two or three programs side by side then keep the memory and the tensor cor
 a multiprocessor to itself, and asks for the next chunks while it works on one.
 
 Each of these kernels, or two of them together, computes what one or two of Triton's do. Those of Triton run on all
-other chips, in Triton's interpreter, in graphs for AOTInductor and for other dtypes, sizes of heads and alignments. They
-remain the specification.
+other chips, in Triton's interpreter, in graphs for AOTInductor, and for other dtypes, sizes of heads and alignments.
+They remain the specification.
 """
 
 from __future__ import annotations
