@@ -199,3 +199,16 @@ def test_joint_kernel(
     assert JOINT <= joint and not JOINT & apart
     assert_equal(results, expected)
     assert_accurate(problem, results)
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_comba-before"])
+def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of a token that reads with a later one that writes reach nothing, even if they are inf."""
+    monkeypatch.setattr(delta_rule, "AT_ONCE", {64: 1 if joint else 10**9})
+    problem = draw(replace(NAMED[name], groups=1), CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-0.1)
+    later = torch.arange(64)[:, None, None] >= 32
+    problem = problem.with_tensors(v=problem.tensors["v"] * torch.where(later, 1e20, 1.0).bfloat16())
+    early = problem.do * torch.where(later, 0.0, 1e20).bfloat16()
+    results, _ = emulated(replace(problem, do=early), launched)
+    assert all(x.isfinite().all() for x in results.values())

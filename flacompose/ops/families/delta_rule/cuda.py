@@ -56,6 +56,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     start = call.wanted_input("initial_state")
     d_initial_state = None if start is None else rule.state(start.dtype)
     if by_writes and rule.has_joint_kernel(do):
+        assert r is not None and S is not None
         joint = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state, gates=wants("g"))
         return call.made(**joint, initial_state=d_initial_state)
     if by_writes or (of_channels and by_reads):
@@ -292,8 +293,8 @@ class _Launches(InverseSweeps):
         self,
         do: Tensor,
         d_final: Tensor | None,
-        r: Tensor | None,
-        S: Tensor | None,
+        r: Tensor,
+        S: Tensor,
         d_initial: Tensor | None,
         gates: bool,
     ) -> dict[str, Tensor]:
@@ -302,9 +303,11 @@ class _Launches(InverseSweeps):
 
         HV, tiles = self.HV, self.K // 64
         starts = self.reverse_starts(do, d_final)
-        outputs = self.of_tiles(tiles, HV)
+        outputs = {"dk": self.per_token(HV, self.K, dtype=self.dtype)}
+        outputs["dbeta"] = self.per_token(tiles, HV, dtype=torch.float32)
+        # A program has read W and r of a chunk when it stores dq and dv in their place.
+        outputs["dq"], dv = self.factors["W"], r
         d_sums, d_total = self.of_sums(tiles)
-        dv = self.per_token(HV, self.V, dtype=self.dtype)
         launch(
             hopper_reverse.reverse_gradient_kernel,
             (self.parts * self.N * HV,),
@@ -312,7 +315,7 @@ class _Launches(InverseSweeps):
             k=self.k,
             beta=self.beta,
             **{name: self.factors[name] for name in ("W", "P")},
-            **{name: x for name, x in outputs.items() if name != "da"},
+            **outputs,
             T=self.T,
             N=self.N,
             sums=self.gates["sums"],

@@ -24,20 +24,22 @@ sums_before = gluon.jit(gates.sums_before.fn)
 
 
 @gluon.jit
-def _decayed_pairs(sums, C: gl.constexpr, L: gl.constexpr, BEFORE: gl.constexpr):
-    """The decays ``[C, C]`` from a token, in columns, to a later one, in rows; zero for other pairs.
+def _decayed(pairs, sums, scale, BEFORE: gl.constexpr):
+    """The `pairs` of a token, in columns, and a later one, in rows, decayed by the gates between; zero for others.
 
-    If the later one reads `BEFORE` its own gate, no gate decays a pair of neighbours, which is left out too.
+    If the later one reads `BEFORE` its own gate, no gate decays a pair of neighbours, which is left out too. Pairs that
+    are left out may have overflowed, so they are not multiplied by zero.
     """
-    t = gl.arange(0, C, gl.SliceLayout(1, L))
-    s = gl.arange(0, C, gl.SliceLayout(0, L))
-    weights = gl.full([C, C], 1.0, gl.float32, L)
+    L: gl.constexpr = pairs.type.layout
+    t = gl.arange(0, pairs.shape[0], gl.SliceLayout(1, L))
+    s = gl.arange(0, pairs.shape[1], gl.SliceLayout(0, L))
+    weights = gl.full(pairs.shape, 1.0, gl.float32, L)
     if BEFORE:
         weights = gl.exp2(sums_before(sums, t)[:, None] - gl.load(sums + s)[None, :])
         t -= 1
     elif sums is not None:
         weights = gl.exp2(gl.load(sums + t)[:, None] - gl.load(sums + s)[None, :])
-    return gl.where(s[None, :] < t[:, None], weights, 0.0)
+    return gl.where(s[None, :] < t[:, None], pairs * (weights * scale), 0.0)
 
 
 @gluon.jit
@@ -157,7 +159,7 @@ def gradient_kernel(
     # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gate's
     # gradient.
     diagonal = gl.sum(gl.where(s[None, :] == t[:, None], pairs, 0.0), 1)[:, None] * scale
-    pairs *= _decayed_pairs(of_chunk, C, L, False) * scale
+    pairs = _decayed(pairs, of_chunk, scale, False)
     dq_read *= scale
     if sums is not None:
         dq_read *= from_start
@@ -180,7 +182,7 @@ def gradient_kernel(
     if READ_BEFORE:
         # No gate decays what is read of the token before. It joins last, too.
         of_before = -gl.sum(gl.where(s[None, :] == t[:, None] - 1, pairs, 0.0), 1)
-    pairs *= -_decayed_pairs(of_chunk, C, L, READ_BEFORE)
+    pairs = _decayed(pairs, of_chunk, -1.0, READ_BEFORE)
     dk_read = -dk_read
     if READ_BEFORE:
         dk_read *= gl.exp2(sums_before(of_chunk, t))[:, None]

@@ -40,15 +40,19 @@ def _sum_tiles(x):
 
 
 @gluon.jit
-def _decays(sums_s, C: gl.constexpr, L: gl.constexpr, GATED: gl.constexpr):
-    """The decays ``[C, C]`` from a token, in columns, to a later one, in rows; zero for other pairs."""
-    t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
-    s = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
-    weights = gl.full([C, C], 1.0, gl.float32, L)
+def _decayed(pairs, sums_s, scale, GATED: gl.constexpr):
+    """The `pairs` of a token, in columns, and a later one, in rows, decayed by the gates between; zero for others.
+
+    Those may have overflowed: they are left out, not multiplied by zero.
+    """
+    L: gl.constexpr = pairs.type.layout
+    t = gl.arange(0, pairs.shape[0], gl.SliceLayout(1, L))[:, None]
+    s = gl.arange(0, pairs.shape[1], gl.SliceLayout(0, L))[None, :]
+    weights = gl.full(pairs.shape, 1.0, gl.float32, L)
     if GATED:
         sum_t, sum_s = sums_s.load(gl.SliceLayout(1, L)), sums_s.load(gl.SliceLayout(0, L))
         weights = gl.exp2(sum_t[:, None] - sum_s[None, :])
-    return gl.where(s < t, weights, 0.0)
+    return gl.where(s < t, pairs * (weights * scale), 0.0)
 
 
 @gluon.jit
@@ -232,7 +236,7 @@ def reverse_gradient_kernel(
         dS, pairs, dq_read = warpgroup_mma_wait(0, [dS, pairs, dq_read])
         diagonal = gl.sum(gl.where(is_itself, pairs, 0.0), 1) * scale
         diagonal = gl.convert_layout(diagonal, gl.SliceLayout(1, L))
-        pairs *= _decays(sums_, C, PAIRS, sums is not None) * scale
+        pairs = _decayed(pairs, sums_, scale, sums is not None)
         dq_read *= scale
         if sums is not None:
             dq_read *= gl.exp2(sums_.load(gl.SliceLayout(1, L)))[:, None]
@@ -254,7 +258,7 @@ def reverse_gradient_kernel(
 
         # 3. Keys read with the gradient -dv, and what they write also reaches the chunk's end.
         pairs = warpgroup_mma_wait(4, [dv_pairs])
-        pairs *= -_decays(sums_, C, PAIRS, sums is not None)
+        pairs = _decayed(pairs, sums_, -1.0, sums is not None)
         in_chunk, dq_read = warpgroup_mma_wait(0, [in_chunk, dq_read])
         barrier()
         _store_parts(pairs_, pairs)

@@ -195,9 +195,8 @@ def sweep_kernel(
     v_token = v_token // 8 * 8  # so that Triton knows that it copies 16 bytes at a time
     h, ns, _ = split_program(HV, N * SEGMENTS)
     segment = ns // N
-    if not IDENTITY:
-        if is_idle(segment, SEGMENTS, ends, o is not None):
-            return
+    if is_idle(segment, SEGMENTS, ends, o is not None):
+        return
     nh = ns % N * HV + h
     hk = h // (HV // HK)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
