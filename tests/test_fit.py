@@ -37,7 +37,9 @@ LARGEST = [
     (("scalar_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (80, 120)),
     (("ssd D z", "gradient_kernel", BFLOAT16, 128, 64, {"SHARED": True}), (80, 86, 90, 100, 120)),
     (("delta_rule ", "sweep_kernel", BFLOAT16, 256, 64, {}), (100,)),
-    (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 64, {}), (100,)),
+    (("delta_rule g", "two_way_kernel", BFLOAT16, 256, 64, {}), (90, 100)),
+    (("delta_rule gk", "two_way_kernel", BFLOAT16, 128, 128, {}), (80, 86, 120)),
+    (("low_rank gk", "two_way_kernel", BFLOAT16, 128, 128, {}), (80, 120)),
     # More values than a head has, as a batch of many heads has more tiles of them.
     (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 6400, {"BV": 128}), (90,)),
     (("delta_rule g", "gradient_kernel", BFLOAT16, 64, 64, {"ADDS": True}), (90,)),
@@ -80,10 +82,11 @@ def test_fits(largest: tuple[Any, ...], capability: int) -> None:
 
 @pytest.mark.parametrize("start", ["delta_rule g ", "delta_rule g a before"])
 @pytest.mark.parametrize(
-    ("kernel", "constants", "programs"), [("gradient_kernel", {"ADDS": False}, 2), ("pair_kernel", {}, 3)]
+    ("kernel", "constants", "programs"),
+    [("gradient_kernel", {"ADDS": False}, 2), ("pair_kernel", {}, 3), ("two_way_kernel", {}, 2)],
 )
 def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs: int, start: str) -> None:
-    """A kernel in Gluon leaves room for others on a multiprocessor, where each program takes 1 KiB more."""
+    """These kernels leave room for others on a multiprocessor, where each program takes 1 KiB more."""
     launch = launch_of(HOPPER, start, kernel, BFLOAT16, 128, 128, constants)
     assert programs * (launch.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
     assert programs * 128 * dict(launch.options).get("maxnreg", 255) <= 65536
@@ -136,7 +139,7 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
     [
         (vector_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
         (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
-        (delta_rule_sweeps.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "b01a8d0fe84f9bf9"),
+        (delta_rule_sweeps.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "76be16f5a545c7fa"),
         (delta_rule_sweeps.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (delta_rule.channel_config, (BOTH,), "52e3d26836d43c16"),
         (delta_rule.channel_pair_config, (BOTH, SIZES), "c60be015d29a92d4"),

@@ -36,6 +36,7 @@ from flacompose.ops.families.delta_rule import (
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
 from flacompose.ops.families.delta_rule.gradients import gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
+from flacompose.ops.families.delta_rule.two_way import two_way_kernel
 from flacompose.ops.families.rg_lru import cuda as rg_lru
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
@@ -178,9 +179,9 @@ def test_what_is_mild_is_found_once(gates: tuple[str, ...]) -> None:
     ("wanted", "expected"),
     [
         ("q", {sweep_kernel, gradient_kernel}),
-        ("k", {sweep_kernel, reverse_kernel, gradient_kernel}),
+        ("k", {two_way_kernel, gradient_kernel}),
         ("v", {reverse_kernel}),
-        ("g", {sweep_kernel, reverse_kernel, gradient_kernel, gate_gradient_kernel}),
+        ("g", {two_way_kernel, gradient_kernel, gate_gradient_kernel}),
         ("initial_state", {reverse_kernel}),
     ],
 )
@@ -323,7 +324,7 @@ def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: 
         )
     kernels = {kernel for kernel, _ in launches}
     assert (hopper_reverse.reverse_gradient_kernel in kernels) == taken
-    assert (reverse_kernel in kernels) != taken
+    assert (reverse_kernel in kernels or two_way_kernel in kernels) != taken
 
 
 @pytest.mark.parametrize(
@@ -393,6 +394,41 @@ def test_few_rows_restart(B: int, chunks: int, into_graph: bool, segments: int) 
     sweeps = [(x["SEGMENTS"], x["RESTARTS"]) for _, x in launches if "RESTARTS" in x]
     # One launch for the ends, if there are any, and one for all tokens.
     assert sweeps == [(segments, segments > 1)] * min(segments, 2)
+
+
+@pytest.mark.parametrize(
+    ("B", "K", "V", "change", "two_way", "in_place"),
+    [
+        (32, 128, 128, "", True, False),
+        (33, 128, 128, "", False, True),
+        (64, 128, 64, "", True, False),
+        (65, 128, 64, "", False, False),
+        (65, 64, 64, "", False, True),
+        (65, 64, 64, "packed", False, False),
+        (65, 64, 64, "graph", False, False),
+        (33, 256, 256, "", False, False),
+        (1, 128, 128, "values", False, False),
+        (33, 128, 128, "values", False, True),
+    ],
+)
+def test_few_programs_sweep_both_ways(
+    B: int, K: int, V: int, change: str, two_way: bool, in_place: bool
+) -> None:
+    """At most 128 programs each way, at once. Others store dv in the place of W, if each reads all of that alone."""
+    q, v = torch.zeros(B, 3, 1, K, dtype=torch.bfloat16), torch.zeros(B, 3, 2, V, dtype=torch.bfloat16)
+    beta, gk = torch.zeros(B, 3, 2), torch.zeros(B, 3, 2, K)
+    cu_seqlens = torch.arange(0, 3 * B + 1, 3) if change == "packed" else None
+    if change == "packed":
+        q, v, beta, gk = (x.flatten(0, 1).unsqueeze(0) for x in (q, v, beta, gk))
+    mask = [False, False, True, *[False] * 5] if change == "values" else [True] * 6 + [False] * 2
+    args = q, q, v, beta, None, gk, None, None, cu_seqlens, 1.0, False, v, None, mask
+    with tables_of(HOPPER):
+        launches, _ = launched(lambda: flat(delta_rule, "backward")(*args), change == "graph")
+    (both,) = [[x for kernel, x in launches if kernel is two_way_kernel]]
+    (apart,) = [[x for kernel, x in launches if kernel is reverse_kernel]]
+    assert (len(both), len(apart)) == (two_way, not two_way)
+    (arguments,) = both or apart
+    assert (arguments["dv"] is arguments["W"]) == in_place
 
 
 @pytest.mark.parametrize("unaligned", [None, "q", "a"])

@@ -27,6 +27,7 @@ from unregistered import launched
 from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.delta_rule import kernels as delta_rule_kernels
 from flacompose.ops.families.delta_rule import sweeps
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.vector_decay.gates import lets_through
@@ -364,7 +365,8 @@ def forgetful(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Three segments of four chunks, and four heads: two gates of -80 forget a state, and one does not.
 
     There is one amid all chunks of the first head, none of the second, the last two of each segment in the third, and
-    the first two in the fourth. Segments are joined by their maps, or sweeps restart where a state is forgotten.
+    the first two in the fourth. Segments are joined by their maps, or sweeps restart where all heads forget a state:
+    then the second head has two in the middle segment.
     """
     maps = request.param == "maps"
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3 if maps else 1)
@@ -373,6 +375,8 @@ def forgetful(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     problem.tensors["beta"].mul_(0.02)  # else keys replace what gates leave
     amid = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 16]
     amid[..., 0] = amid[:, :, 2:, 2] = amid[:, :, :2, 3] = -80.0
+    if not maps:
+        amid[:, 1, 1:3, 1] = -80.0
     return problem
 
 
@@ -382,11 +386,13 @@ def test_segments_that_forget(forgetful: Problem) -> None:
 
 
 @pytest.mark.parametrize("lengths", [None, [3, 150, 0, 100, 131]], ids=["dense", "packed"])
-@pytest.mark.parametrize("gates", ["mixed", -3.0, -1e-3])
+@pytest.mark.parametrize("asked", [1, 16])
+@pytest.mark.parametrize("gates", ["mixed", -3.0, -8.0, -1e-3])
 def test_sweeps_that_restart(
-    lengths: list[int] | None, gates: str | float, monkeypatch: pytest.MonkeyPatch
+    lengths: list[int] | None, gates: str | float, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In four segments, of which some have no tokens."""
+    """In four segments, of which some have no tokens, and of which one chunk or all are asked whether they forget."""
+    monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(asked))
     monkeypatch.setattr(sweeps, "restart_count", lambda *_: 4)
     check(draw(NAMED["chunk_gated_delta_rule"], CPU, B=2, H=1, T=384, K=6, V=5, lengths=lengths, gates=gates))
 
@@ -404,13 +410,29 @@ def test_restarts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(x, restarted[name]) for name, x in once.items())
 
 
-def test_what_is_forgotten_is_not_swept(forgetful: Problem) -> None:
-    """A NaN at the row's start, and one that arrives at its end, stay in their segments where all gates are strong."""
+@every([NAMED[name] for name in ("chunk_gated_delta_rule", "chunk_comba-before", "chunk_kda", "chunk_rwkv7")])
+@pytest.mark.parametrize("segments", [1, 3])
+def test_both_ways_at_once(case: OpCase, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit what the sweeps reach one after the other, as their number of programs depends on the batch size."""
+    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    problem = draw(case, CPU, B=1, H=1, T=150, K=16, V=16, gates=-0.3)
+    at_once = evaluate(problem, "both", launched)
+    monkeypatch.setattr(sweeps, "are_few", lambda *_: False)
+    assert_equal(evaluate(problem, "both", launched), at_once)
+
+
+def test_what_is_forgotten_is_not_swept(forgetful: Problem, request: pytest.FixtureRequest) -> None:
+    """A NaN at the row's start, and one that arrives at its end, stay in their segments where all gates are strong.
+
+    Where sweeps restart, they stay in the same segment and the next one, as another head does not forget before.
+    """
+    reach = 128 if request.node.callspec.params["forgetful"] == "maps" else 256
     v, do = forgetful.tensors["v"].clone(), forgetful.do.clone()
     v[:, 0, 0] = do[:, -1, 0] = torch.nan
     results = evaluate(replace(forgetful.with_tensors(v=v), do=do), "both", launched)
-    assert results["o"][:, :32, 0].isnan().any() and results["o"][:, 128:, 0].isfinite().all()
-    assert results["dv"][:, -32:, 0].isnan().any() and results["dv"][:, :256, 0].isfinite().all()
+    o, dv = results["o"][..., 0, :], results["dv"][..., 0, :]
+    assert o[:, :reach].isnan().any(-1).all() and o[:, reach:].isfinite().all()
+    assert dv[:, -reach:].isnan().any(-1).all() and dv[:, :-reach].isfinite().all()
 
 
 @every(

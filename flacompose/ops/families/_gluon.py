@@ -72,6 +72,16 @@ def store(x, value, stride, size, ADDS: gl.constexpr = False):
 
 
 @gluon.jit
+def product(x, y):
+    """``x * y`` in float32, rounded before `parts` subtracts from it.
+
+    The compiler joins a product and a sum that takes it into one operation, with one rounding, in some kernels and not
+    in others, whose results would then differ in their last bits.
+    """
+    return gl.fma(x, y, 0.0)
+
+
+@gluon.jit
 def parts(x):
     """Two bfloat16 numbers whose sum is float32 `x` to 16 bits, as in `_kernels`."""
     high = (x.to(gl.int32, bitcast=True) & -0x10000).to(gl.float32, bitcast=True)

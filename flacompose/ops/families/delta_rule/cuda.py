@@ -42,30 +42,37 @@ def ends(inputs: Inputs) -> tuple[Tensor, ...]:
 def backward(call: BackwardCall[Inputs]) -> Gradients:
     """The gradients that `call` wants."""
     wants, inputs = call.wants, call.inputs
+    of_channels = inputs.gk is not None
     by_writes = wants("k", "a", "beta", "g", "gk")
     by_reads = by_writes or wants("q")
+    by_states = by_writes or (of_channels and by_reads)
     rule = _Launches(inputs, with_r=by_reads)
     do, d_final_state = operand(call.do), operand(call.arriving.final_state)
-    of_channels = inputs.gk is not None
+    start = call.wanted_input("initial_state")
+    d_initial_state = None if start is None else rule.state(start.dtype)
+    is_joint = by_writes and rule.has_joint_kernel(do)
+    reverses = by_states or wants("v", "initial_state")
+    both_ways = by_reads and reverses and rule.few and not is_joint
     r = S = dS = dv = None
     if by_reads:
         r = rule.scratch(rule.HV, rule.V)
         S = rule.per_chunk_state()
-        rule.sweep(r=r, states=S)
-        rule.factors["Y"] = None  # gives its memory back for what follows
-    start = call.wanted_input("initial_state")
-    d_initial_state = None if start is None else rule.state(start.dtype)
-    if by_writes and rule.has_joint_kernel(do):
+        if not both_ways:
+            rule.sweep(r=r, states=S)
+            rule.factors["Y"] = None  # gives its memory back for what follows
+    if is_joint:
         assert r is not None and S is not None
         joint = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state, gates=wants("g"))
         return call.made(**joint, initial_state=d_initial_state)
-    if by_writes or (of_channels and by_reads):
-        dS = rule.per_chunk_state()
     made: dict[str, Tensor] = {}
-    if dS is not None or wants("v", "initial_state"):
-        dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
+    if reverses:
+        dS = rule.per_chunk_state() if by_states else None
+        dv = rule.place_of_dv(both_ways)
         made["v"] = rule.batched(dv)
-        rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
+        if both_ways:
+            rule.sweep_both_ways(do, d_final_state, r, S, dv=dv, d_states=dS, d_initial=d_initial_state)
+        else:
+            rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
     rule.free_sweep_memory()
     if by_reads and of_channels:
         made |= rule.channel_gradients(do, r, dv, S, dS, gates=wants("g", "gk"))
@@ -153,7 +160,7 @@ class _Launches(InverseSweeps):
         self.HK = self.q.shape[2]
         self.factors |= {"q": self.q, "k": self.k if self.a is None else self.a}
         if self.gates["sums"] is not None and self.reads_with_key:
-            self.bound_growth()
+            self.bound_growth(tile_count(self.V, 64))
         grid = (self.chunks * self.HV,)
         gates = {"sums": self.gates["sums"], "growth": self.growth}
         arguments = dict(
@@ -303,10 +310,11 @@ class _Launches(InverseSweeps):
 
         HV, tiles = self.HV, self.K // 64
         starts = self.reverse_starts(do, d_final)
-        outputs = {"dk": self.per_token(HV, self.K, dtype=self.dtype)}
-        outputs["dbeta"] = self.per_token(tiles, HV, dtype=torch.float32)
         # A program has read W and r of a chunk when it stores dq and dv in their place.
-        outputs["dq"], dv = self.factors["W"], r
+        dq, dv = self.factors["W"], r
+        assert dq is not None
+        outputs = {"dq": dq, "dk": self.per_token(HV, self.K, dtype=self.dtype)}
+        outputs["dbeta"] = self.per_token(tiles, HV, dtype=torch.float32)
         d_sums, d_total = self.of_sums(tiles)
         launch(
             hopper_reverse.reverse_gradient_kernel,

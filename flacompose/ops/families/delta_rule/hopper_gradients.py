@@ -12,6 +12,7 @@ from flacompose.ops.families._gluon import (
     copy,
     make_visible,
     parts,
+    product,
     rows_of,
     store,
     store_parts,
@@ -39,7 +40,7 @@ def _decayed(pairs, sums, scale, BEFORE: gl.constexpr):
         t -= 1
     elif sums is not None:
         weights = gl.exp2(gl.load(sums + t)[:, None] - gl.load(sums + s)[None, :])
-    return gl.where(s[None, :] < t[:, None], pairs * (weights * scale), 0.0)
+    return gl.where(s[None, :] < t[:, None], product(pairs, weights * scale), 0.0)
 
 
 @gluon.jit
@@ -59,7 +60,7 @@ def _through_pairs(pairs, beta, pairs_s, reader_s, k_s, read, written):
     """
     store_parts(pairs_s, pairs)
     make_visible()
-    high, low = parts(pairs * beta)
+    high, low = parts(product(pairs, beta))
     LEFT: gl.constexpr = gl.DotOperandLayout(0, pairs.type.layout, 2)
     written = warpgroup_mma(pairs_s.index(1).permute((1, 0)), reader_s, written, is_async=True)
     written = warpgroup_mma(pairs_s.index(0).permute((1, 0)), reader_s, written, is_async=True)

@@ -23,6 +23,7 @@ from flacompose.ops.families._gluon import (
     copy,
     make_visible,
     parts,
+    product,
     reinterpret,
     rows_of,
     store,
@@ -52,7 +53,7 @@ def _decayed(pairs, sums_s, scale, GATED: gl.constexpr):
     if GATED:
         sum_t, sum_s = sums_s.load(gl.SliceLayout(1, L)), sums_s.load(gl.SliceLayout(0, L))
         weights = gl.exp2(sum_t[:, None] - sum_s[None, :])
-    return gl.where(s < t, pairs * (weights * scale), 0.0)
+    return gl.where(s < t, product(pairs, weights * scale), 0.0)
 
 
 @gluon.jit
@@ -242,7 +243,7 @@ def reverse_gradient_kernel(
             dq_read *= gl.exp2(sums_.load(gl.SliceLayout(1, L)))[:, None]
         # No thread reads W and P any more: all of them have waited for each other in the sum for `diagonal`.
         _store_parts(pairs_, pairs)
-        _store_parts(weighted_, pairs * beta_.load(gl.SliceLayout(0, PAIRS))[None, :])
+        _store_parts(weighted_, product(pairs, beta_.load(gl.SliceLayout(0, PAIRS))[None, :]))
         make_visible()
         if more:
             copy(do_, do + next_rows, HV * D, full)
@@ -262,7 +263,7 @@ def reverse_gradient_kernel(
         in_chunk, dq_read = warpgroup_mma_wait(0, [in_chunk, dq_read])
         barrier()
         _store_parts(pairs_, pairs)
-        _store_parts(weighted_, pairs * beta_.load(gl.SliceLayout(0, PAIRS))[None, :])
+        _store_parts(weighted_, product(pairs, beta_.load(gl.SliceLayout(0, PAIRS))[None, :]))
         make_visible()
         dk_read = warpgroup_mma(dv_, S_.permute((1, 0)), zeros, use_acc=False, is_async=True)
         in_chunk = _add_transposed(pairs_, k_, in_chunk)

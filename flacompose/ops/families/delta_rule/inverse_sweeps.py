@@ -27,7 +27,7 @@ class InverseSweeps(Sweeps):
         Y = self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype)
         self.factors |= {"q": self.q, "k": self.k, "Y": Y}
         if self.gates["sums"] is not None:
-            self.bound_growth()
+            self.bound_growth(tiles=1)
         launch(
             hopper_pairs.inverse_kernel,
             (self.chunks * self.HV,),

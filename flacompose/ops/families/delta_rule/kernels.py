@@ -80,6 +80,10 @@ from flacompose.ops.families.vector_decay.gates import siblings
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
 # What multiplies a state by less than 2 to this power leaves nothing of one below 2^43 that float32 can hold.
 FORGOTTEN = tl.constexpr(-192.0)
+# The most chunks of a segment that are asked whether they forget a state, where sweeps restart. These chunks are swept
+# twice if they do, so a segment that needs more of them gains little by a restart.
+ASKED = tl.constexpr(16)
+HEADS = tl.constexpr(64)  # the most heads of a row in which sweeps restart
 
 
 @triton.jit
@@ -309,18 +313,46 @@ def forgets(growth, HV, begin, stop, turns, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, turns, REVERSE: tl.constexpr):
+def asked(begin, stop, REVERSE: tl.constexpr):
+    """Of the chunks `begin` to `stop` of a segment, the last `ASKED`, or with `REVERSE` the first."""
+    if REVERSE:
+        stop = tl.minimum(stop, begin + ASKED)
+    else:
+        begin = tl.maximum(begin, stop - ASKED)
+    return begin, stop
+
+
+@triton.jit
+def all_forget(growth, HV, begin, stop, counts):
+    """Whether the chunks `begin` to `stop`, `ASKED` at most, forget the states of all heads.
+
+    ``growth [chunks, HV]`` is what `forgets` takes of one head. `counts` are as in `chunks_of_sweep`.
+    """
+    _, few, heads = counts
+    chunk = (begin + few)[:, None]
+    is_head = heads < HV
+    of_chunks = tl.load(
+        growth + chunk * HV + heads[None, :], mask=(chunk < stop) & is_head[None, :], other=0.0
+    )
+    is_kept = is_head & ~(tl.sum(of_chunks, 0) <= FORGOTTEN)  # also where it is NaN
+    return tl.max(is_kept.to(tl.int32), 0) == 0
+
+
+@triton.jit
+def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, counts, REVERSE: tl.constexpr):
     """The chunks that the program of a segment sweeps where sweeps restart, and whether it sweeps the last segment.
 
-    ``growth [chunks, HV]`` is that of one head and of the row's `chunks`. They are none, if the segment before does not
-    forget what it is given, and reach to the end of the next segment that does.
+    ``growth [chunks, HV]`` is that of the row's `chunks`. They are none, if not all heads forget in the segment before
+    what it is given, and reach to the end of the next segment in which they do. One head that forgets gains nothing, as
+    the row is not done before its slowest head is.
     """
     turn = (SEGMENTS - 1 - segment if REVERSE else segment).to(tl.int32)
     starts = turn == 0
     last = SEGMENTS - 1
     for i in range(tl.maximum(turn - 1, 0), SEGMENTS - 1):
         begin, stop = find_segment(SEGMENTS - 1 - i if REVERSE else i, SEGMENTS, chunks)
-        _, forgotten = forgets(growth, HV, begin, stop, turns, REVERSE)
+        begin, stop = asked(begin, stop, REVERSE)
+        forgotten = all_forget(growth, HV, begin, stop, counts)
         starts |= forgotten & (i < turn)
         last = tl.where(forgotten & (i >= turn), tl.minimum(last, i), last)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
@@ -334,15 +366,31 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, turns, REVERSE: tl.
 
 
 @triton.jit
+def counting_chunks(growth, h, HV, begin, stop, counts, REVERSE: tl.constexpr, RESTARTS: tl.constexpr):
+    """How many of a segment's chunks `begin` to `stop` count for what head `h` reaches in it from zero.
+
+    Also whether they forget what is before them. Where sweeps restart, `ASKED` chunks at most are asked. None count if
+    some head does not forget, because nothing restarts after the segment then.
+    """
+    if RESTARTS:
+        begin, stop = asked(begin, stop, REVERSE)
+    count, forgotten = forgets(growth + h, HV, begin, stop, counts[0], REVERSE)
+    if RESTARTS:
+        count = tl.where(all_forget(growth, HV, begin, stop, counts), count, 0)
+    return count, forgotten
+
+
+@triton.jit
 def chunks_of_sweep(
     growth,
+    h,
     HV,
     segment,
     SEGMENTS,
     chunks,
     begin,
     stop,
-    turns,
+    counts,
     ENDS: tl.constexpr,
     IDENTITY: tl.constexpr,
     RESTARTS: tl.constexpr,
@@ -351,20 +399,19 @@ def chunks_of_sweep(
 
     Also whether the program of this sweep reaches the end of the row, and the number on the diagonal of the matrix that
     an `IDENTITY` sweep begins with, which is 0 if the segment forgets every state. A sweep for `ENDS` finds what the
-    segment reaches from zero or, with `IDENTITY`, what it multiplies a state by.
+    segment reaches from zero or, with `IDENTITY`, what it multiplies a state by. `counts` are the numbers from 0 to 64,
+    of chunks that `forgets` looks at together, and those to `ASKED` and to `HEADS`, which make a matrix.
     """
     one = 1.0
     is_last = segment == SEGMENTS - 1
     if RESTARTS and not ENDS:
-        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, turns, False)
+        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, counts, False)
     elif growth is not None:
-        counting, forgotten = forgets(growth, HV, begin, stop, turns, False)
+        count, forgotten = counting_chunks(growth, h, HV, begin, stop, counts, False, RESTARTS)
         if IDENTITY:  # nothing of it is left
-            counting = tl.where(forgotten, 0, counting)
+            count = tl.where(forgotten, 0, count)
             one = tl.where(forgotten, 0.0, 1.0)
-        if RESTARTS:
-            counting = tl.where(forgotten, counting, 0)
-        begin = stop - counting
+        begin = stop - count
     return begin, stop, is_last, one
 
 
@@ -425,19 +472,11 @@ def sweep_kernel(
     dv = numbers_of_tile(tile, BV)
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
-    of_head = None if growth is None else growth + row0 * HV + h
+    if growth is not None:
+        growth += row0 * HV
+    counts = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
     begin, stop, is_last, one = chunks_of_sweep(
-        of_head,
-        HV,
-        segment,
-        SEGMENTS,
-        chunks,
-        begin,
-        stop,
-        tl.arange(0, 64),
-        ends is not None,
-        IDENTITY,
-        RESTARTS,
+        growth, h, HV, segment, SEGMENTS, chunks, begin, stop, counts, ends is not None, IDENTITY, RESTARTS
     )
     if IDENTITY:
         S = ()
@@ -564,16 +603,15 @@ def reverse_kernel(
     lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
     dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
     is_last = segment == 0
+    if growth is not None:
+        growth += row0 * HV
+    counts = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
     if RESTARTS and ends is None:
-        begin, stop, is_last = chunks_of_program(
-            growth + row0 * HV + h, HV, segment, SEGMENTS, chunks, tl.arange(0, 64), True
-        )
+        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, counts, True)
     elif growth is not None:
-        counting, forgotten = forgets(growth + row0 * HV + h, HV, begin, stop, tl.arange(0, 64), True)
-        if RESTARTS:
-            counting = tl.where(forgotten, counting, 0)
+        count, _ = counting_chunks(growth, h, HV, begin, stop, counts, True, RESTARTS)
         # A segment without chunks may begin past the last chunk, before which a load looks ahead.
-        stop = tl.minimum(begin + counting, stop)
+        stop = tl.minimum(begin + count, stop)
     i = tl.arange(0, C)
     at_pair = i[:, None] * C + i[None, :]
     # Loaded a chunk ahead into registers, as the shared memory of a pipeline is full of what is contracted with states.
@@ -588,11 +626,10 @@ def reverse_kernel(
         first = start * HV + h
         # 1. dv, and what `b` reads of the state's gradient.
         do_ = _load_transposed(do + first * V, i, size, HV * V, d2, V)
-        dv_ = dot(do_, tl.trans(P_), DOT)
         d_state = None if d_states is None else d_states + rh * K * V
         b_ = None if b is None else b + first * K
         written, read_by_b = _read_parts(W + first * K, b_, dS, d_state, size, HV, d2, K, V, BK, C, DOT)
-        dv_ += written
+        dv_ = dot(do_, tl.trans(P_), DOT) + written
         if dv is not None:
             _store_transposed(dv + first * V, dv_, i, size, 0, d2, HV, V)
         do_ *= scale

@@ -22,6 +22,7 @@ from flacompose.ops.families._launch import block, operand, operand_by_token, ti
 from flacompose.ops.families._segments import Segments, Sweep
 from flacompose.ops.families._sequences import MatrixSequences
 from flacompose.ops.families.delta_rule.kernels import join_kernel, reverse_kernel, sweep_kernel
+from flacompose.ops.families.delta_rule.two_way import two_way_kernel
 
 
 class Sweeps(MatrixSequences):
@@ -57,11 +58,14 @@ class Sweeps(MatrixSequences):
         self.restarts = 1  # the segments of a row in which sweeps restart where something is forgotten
         self.read_before = False
 
-    def bound_growth(self) -> None:
-        """Have the `growth` of chunks made, if sweeps pass over what is forgotten, or restart behind it."""
+    def bound_growth(self, tiles: int) -> None:
+        """Have the `growth` of chunks made, if sweeps pass over what is forgotten, or restart behind it.
+
+        `tiles` is the number of programs that share the values of a state, where these are few.
+        """
         # Not in a graph, whose compiler would copy memory that is filled segment by segment.
         if not self.row.split and not launches_into_graph():
-            self.restarts = restart_count(self.chunks_of_row, self.N * self.HV * tile_count(self.V, 64))
+            self.restarts = restart_count(self.chunks_of_row, self.N * self.HV * tiles)
         if self.row.split or self.restarts > 1:
             self.growth = self.per_chunk(self.HV)
 
@@ -83,14 +87,17 @@ class Sweeps(MatrixSequences):
     def sweep(self, **tensors: Tensor | None) -> None:
         """Forwards in time: fill what is given of `o`, `r`, `states` and `final`."""
         sweep: Sweep = partial(self._sweep, v=self.v)
-        starts: Tensor | None
+        sweep(initial=self.starts(), **tensors)
+
+    def starts(self) -> Tensor | None:
+        """The states before segments, at which the sweeps forwards in time begin."""
+        sweep: Sweep = partial(self._sweep, v=self.v)
         if self.restarts > 1:
             starts = self.per_segment(self.restarts, self.HV, self.K, self.V)
             fill(starts[0], self.initial)
             sweep(ends=starts[1:])
-        else:
-            starts = self.row.starts(sweep, self.initial, join=self._join)
-        sweep(initial=starts, **tensors)
+            return starts
+        return self.row.starts(sweep, self.initial, join=self._join)
 
     def map(self) -> tuple[Tensor, Tensor]:
         """What each sequence, begun at zero, does to a state: ``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
@@ -128,6 +135,54 @@ class Sweeps(MatrixSequences):
             return of_segments[1:]
         return self.row.starts(sweep, d_final, join=partial(self._join, reverse=True))
 
+    def sweep_both_ways(
+        self,
+        do: Tensor,
+        d_final: Tensor | None,
+        r: Tensor | None,
+        states: Tensor | None,
+        **tensors: Tensor | None,
+    ) -> None:
+        """`sweep` and `reverse` at the same time, where there are too `few` programs for a chip in either of them."""
+        outputs: dict[str, Tensor | None] = dict.fromkeys(("dv", "du", "d_states", "d_initial"))
+        starts = {"initial": self.starts(), "d_final": self.reverse_starts(do, d_final)}
+        (programs,), config = self.sweep_launch(self.V)
+        launch(
+            two_way_kernel,
+            (programs, 2),
+            v=self.v,
+            do=do,
+            r=r,
+            states=states,
+            **(outputs | tensors),
+            **starts,
+            **self.factors,
+            **self.gates,
+            **self._of_sweeps(None),
+            v_token=self.v_token,
+            V=self.V,
+            **config,
+        )
+
+    def place_of_dv(self, both_ways: bool) -> Tensor:
+        """Memory for the gradients of values.
+
+        A program of `reverse` has read the matrix W of a chunk when it stores them. So they take its place, if it reads
+        all of W alone, and stores as much. Where sweeps go `both_ways`, W is read forwards in time too.
+        """
+        (programs,), _ = self.sweep_launch(self.V)
+        alone = not both_ways and programs == self.parts * self.N * self.HV and self.K == self.V
+        # Tokens outside of packed sequences have gradients of zero, and a graph copies what its kernels change.
+        if alone and self.cu_seqlens is None and not launches_into_graph():
+            assert self.factors["W"] is not None
+            return self.factors["W"]
+        return self.per_token(self.HV, self.V, dtype=self.dtype)
+
+    @property
+    def few(self) -> bool:
+        """Whether the sweeps of one direction in time have fewer programs than a large chip has multiprocessors."""
+        return are_few(self.parts * self.N * self.HV, self.V)
+
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
         given: dict[str, Tensor | None] = dict.fromkeys(
             ("d_final", "dv", "du", "d_states", "ends", "d_initial")
@@ -135,17 +190,8 @@ class Sweeps(MatrixSequences):
         given |= tensors
         factors = {name: x for name, x in self.factors.items() if name != "Y"}
         grid, config = self.sweep_launch(self.V)
-        launch(
-            reverse_kernel,
-            grid,
-            do=do,
-            **given,
-            **factors,
-            **self.gates,
-            **self._of_sweeps(given["ends"]),
-            V=self.V,
-            **config,
-        )
+        shared = self._of_sweeps(given["ends"])
+        launch(reverse_kernel, grid, do=do, **given, **factors, **self.gates, **shared, V=self.V, **config)
 
     def _of_sweeps(self, ends: Tensor | None) -> dict[str, Any]:
         """What both sweeps take besides. Those for `ends` pass over what is forgotten."""
@@ -188,14 +234,23 @@ class Sweeps(MatrixSequences):
 def restart_count(chunks: int, programs: int) -> int:
     """In how many segments to sweep rows of `chunks` where sweeps restart, if so many `programs` sweep all of them.
 
-    As many as fill a large chip, of 32 chunks at least, beside which those that count take little time. Unlike the
-    number of segments that are joined by their maps, it may depend on the batch size. What is forgotten of a finite
-    state below 2^43 is so far below the rounding of what follows that this is the same to the bit, from wherever it is
-    swept. Other states are forgotten only by restarts. It is 1 for sizes that the compiler does not know.
+    As many as fill a large chip, of 32 chunks at least, beside which those that count take little time. There are two
+    only if programs, and so the heads of a row, are at most `HEADS`. Unlike the number of segments that are joined by
+    their maps, it may depend on the batch size. What is forgotten of a finite state below 2^43 is so far below the
+    rounding of what follows that this is the same to the bit, from wherever it is swept. Other states are forgotten
+    only by restarts. It is 1 for sizes that the compiler does not know.
     """
     if not isinstance(chunks, int) or not isinstance(programs, int):
         return 1
     return max(1, min(chunks // 32, 128 // programs))
+
+
+def are_few(states: int, V: int) -> bool:
+    """Whether so many `states` of `V` values are swept by fewer programs than a large chip has multiprocessors.
+
+    It is false for sizes that the compiler does not know.
+    """
+    return isinstance(states, int) and states * tile_count(V, 64) <= 128
 
 
 def fill(state: Tensor, given: Tensor | None) -> None:
@@ -233,11 +288,12 @@ def sweep_config(
     # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
     if K > 256 or (K > 128 and chip.capability != HOPPER.capability):
         return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
-    few = isinstance(states, int) and states * tile_count(V, 64) <= 128
-    BV = 64 if V <= 64 or few else 128
+    BV = 64 if V <= 64 or are_few(states, V) else 128
     # A fourth factor of keys, that of low rank, leaves no room for a second stage beside larger heads.
     stages = 1 if low_rank and (K > 128 or (chip.is_small and K > 64)) else 2
-    return {"BK": 64 if K > 128 else max(BK, 64), "BV": BV, "num_warps": BV // 16, "num_stages": stages}
+    # What a part of 128 keys needs does not fit in the registers of four warps.
+    BK = 64 if K > 128 or BV == 64 else max(BK, 64)
+    return {"BK": BK, "BV": BV, "num_warps": BV // 16, "num_stages": stages}
 
 
 def join_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:

@@ -47,8 +47,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         *(rule.scratch(rule.HV, rule.V) for _ in range(2)),
         *(rule.per_chunk_state() for _ in range(2)),
     )
-    rule.sweep(r=u, states=S)
-    rule.reverse(do, d_final_state, dv=dv, du=du, d_states=dS, d_initial=d_initial_state)
+    backwards = {"dv": dv, "du": du, "d_states": dS, "d_initial": d_initial_state}
+    if rule.few:
+        rule.sweep_both_ways(do, d_final_state, u, S, **backwards)
+    else:
+        rule.sweep(r=u, states=S)
+        rule.reverse(do, d_final_state, **backwards)
     made = rule.gradients(do, u, du, S, dS, gates=call.wants("gk"))
     return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
 
