@@ -202,8 +202,10 @@ def test_joint_kernel(
     assert_accurate(problem, results)
 
 
-@pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_comba-before"])
+@pytest.mark.parametrize(
+    ("name", "joint"),
+    [("chunk_gated_delta_rule", True), ("chunk_gated_delta_rule", False), ("chunk_comba-before", False)],
+)
 def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a token that reads with a later one that writes reach nothing, even if they are inf."""
     monkeypatch.setattr(delta_rule, "AT_ONCE", {64: 1 if joint else 10**9})
@@ -213,5 +215,18 @@ def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyP
     later = torch.arange(64)[:, None, None] >= 32
     problem = problem.with_tensors(v=problem.tensors["v"] * torch.where(later, 1e20, 1.0).bfloat16())
     early = problem.do * torch.where(later, 0.0, 1e20).bfloat16()
-    results, _ = emulated(replace(problem, do=early), launched)
+    results, in_gluon = emulated(replace(problem, do=early), launched)
+    assert (JOINT <= in_gluon) == joint
     assert all(x.isfinite().all() for x in results.values())
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_rwkv7"])
+@pytest.mark.usefixtures("nan_in_new_memory")
+def test_both_ways_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, and with keys of low rank: to the bit what the sweeps reach one after the other."""
+    problem = draw(NAMED[name], CPU, torch.bfloat16, B=1, T=70, H=1, K=64, V=64)
+    at_once, _ = emulated(problem, launched)
+    monkeypatch.setattr(sweeps, "are_few", lambda *_: False)
+    apart, _ = emulated(problem, launched)
+    assert_equal(at_once, apart)
+    assert_accurate(problem, at_once)

@@ -382,12 +382,23 @@ def test_gluon_reads_by_any_vector_before_and_after_the_decay(
 
 
 @pytest.mark.parametrize(
-    ("B", "chunks", "into_graph", "segments"),
-    [(1, 64, False, 2), (1, 63, False, 1), (1, 64, True, 1), (32, 64, False, 2), (64, 64, False, 1)],
+    ("B", "chunks", "D", "into_graph", "segments"),
+    [
+        (1, 64, 64, False, 2),
+        (1, 63, 64, False, 1),
+        (1, 64, 64, True, 1),
+        (32, 64, 64, False, 2),
+        (33, 64, 64, False, 1),
+        (32, 64, 128, False, 2),
+        (33, 64, 128, False, 1),
+    ],
 )
-def test_few_rows_restart(B: int, chunks: int, into_graph: bool, segments: int) -> None:
-    """Sweeps of rows of 64 chunks and more restart where these leave multiprocessors idle, but in no graph."""
-    q, gates = torch.zeros(B, 64 * chunks, 2, 64, dtype=torch.bfloat16), torch.zeros(2, B, 64 * chunks, 2)
+def test_few_rows_restart(B: int, chunks: int, D: int, into_graph: bool, segments: int) -> None:
+    """Sweeps of rows of 64 chunks and more restart where these leave multiprocessors idle, but in no graph.
+
+    On Hopper, one program of a forward pass has all values of a head.
+    """
+    q, gates = torch.zeros(B, 64 * chunks, 2, D, dtype=torch.bfloat16), torch.zeros(2, B, 64 * chunks, 2)
     args = q, q, q, *gates, None, None, None, None, 1.0, False
     with tables_of(HOPPER):
         launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args), into_graph)
@@ -399,6 +410,7 @@ def test_few_rows_restart(B: int, chunks: int, into_graph: bool, segments: int) 
 @pytest.mark.parametrize(
     ("B", "K", "V", "change", "two_way", "in_place"),
     [
+        (64, 64, 64, "", True, False),
         (32, 128, 128, "", True, False),
         (33, 128, 128, "", False, True),
         (64, 128, 64, "", True, False),

@@ -53,7 +53,7 @@ def arange(start: int, end: int, layout: Any = None) -> Block:
 
 
 def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Block:
-    return Block(as_block(value).data.to(DTYPES[dtype]).expand(*shape), layout)
+    return Block(as_block(value).data.to(DTYPES[dtype]).expand(tuple(shape)), layout)
 
 
 def zeros(shape: Any, dtype: Any, layout: Any = None) -> Block:

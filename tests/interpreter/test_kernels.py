@@ -410,6 +410,25 @@ def test_restarts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(x, restarted[name]) for name, x in once.items())
 
 
+def test_last_chunks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three segments of four chunks, whose first chunk forgets all: no sweep restarts if it is not asked."""
+    monkeypatch.setattr(sweeps, "restart_count", lambda *_: 3)
+    monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(1))
+    problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=1, T=12 * 32, K=6, V=5, gates=-0.02)
+    problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, 0] = -8.0
+    problem.tensors["initial_state"][:] = torch.nan
+    assert evaluate(problem, "both", launched)["o"].isnan().all()
+
+
+def test_gate_that_is_nan_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the next segment, although all other gates are strong."""
+    monkeypatch.setattr(sweeps, "restart_count", lambda *_: 3)
+    problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-8.0)
+    problem.tensors["g"][:, 100, 1] = torch.nan
+    o = evaluate(problem, "both", launched)["o"]
+    assert o[:, 100:256, 1].isnan().all() and o[:, :, 0].isfinite().all()
+
+
 @every([NAMED[name] for name in ("chunk_gated_delta_rule", "chunk_comba-before", "chunk_kda", "chunk_rwkv7")])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_both_ways_at_once(case: OpCase, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:

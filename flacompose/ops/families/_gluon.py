@@ -75,8 +75,8 @@ def store(x, value, stride, size, ADDS: gl.constexpr = False):
 def product(x, y):
     """``x * y`` in float32, rounded before `parts` subtracts from it.
 
-    The compiler joins a product and a sum that takes it into one operation, with one rounding, in some kernels and not
-    in others, whose results would then differ in their last bits.
+    The compiler may join a product and a difference that takes it into one operation with one rounding. It does so in
+    some kernels and not in others that should have the same bits. What it joins in all of them is left to it.
     """
     return gl.fma(x, y, 0.0)
 

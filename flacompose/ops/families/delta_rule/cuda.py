@@ -70,6 +70,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         dv = rule.place_of_dv(both_ways)
         made["v"] = rule.batched(dv)
         if both_ways:
+            assert r is not None and S is not None
             rule.sweep_both_ways(do, d_final_state, r, S, dv=dv, d_states=dS, d_initial=d_initial_state)
         else:
             rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)

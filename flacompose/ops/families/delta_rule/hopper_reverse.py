@@ -7,6 +7,9 @@ Heads of 128 have two groups of four warps: of the state's gradient each holds h
 of queries and keys half of the channels. No register is free, and what spills lies in the L2 cache, since shared memory
 of 217 KiB leaves next to no first-level cache. So what a product takes lies in shared memory wherever it can, the next
 chunk is asked for as soon as there is room, and no address is kept from one chunk to the next.
+
+`dq` may be the memory of `W`, and `dv` that of `r`: all threads have waited for the copies of a chunk's `W` and `r`
+before any of them stores its gradients, and no other program reads them.
 """
 
 from __future__ import annotations

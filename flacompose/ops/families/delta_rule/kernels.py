@@ -38,8 +38,9 @@ Where gates of heads are strong, a segment's end has forgotten the segment's sta
 back from the end, or on from the start, as something of a state is left.
 
 A row that is too short for two more sweeps over all of it is cut into segments too, if a sweep is given as `SEGMENTS`
-that `RESTARTS`. Where a segment forgets what it is given, the next one has a program of its own, which begins with what
-the last chunks of the former reach from zero. Where it does not, the program of the former goes on through the next.
+that `RESTARTS`. Where the last `ASKED` chunks of a segment forget, in all heads, what is before them, the next segment
+has programs of its own, which begin with what those chunks reach from zero. Where they do not, the programs of the
+segment go on through the next one.
 
 A gate of a head scales whole rows, so it is applied to the products with the state. A gate of a channel is in `k_read`
 and `q_read` themselves, which `channel_pair_kernel` stores: it takes the place of `pair_kernel` there.
@@ -79,11 +80,11 @@ from flacompose.ops.families.vector_decay.gates import siblings
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
 # What multiplies a state by less than 2 to this power leaves nothing of one below 2^43 that float32 can hold.
-FORGOTTEN = tl.constexpr(-192.0)
-# The most chunks of a segment that are asked whether they forget a state, where sweeps restart. These chunks are swept
-# twice if they do, so a segment that needs more of them gains little by a restart.
+FORGOTTEN = tl.constexpr(-193.0)
+# How many chunks of a segment are asked whether they forget a state, where sweeps restart. Those that do are swept
+# twice, so a segment that needs more of them gains little by a restart.
 ASKED = tl.constexpr(16)
-HEADS = tl.constexpr(64)  # the most heads of a row in which sweeps restart
+HEADS = tl.constexpr(64)  # the most heads of a row in which sweeps restart, as all of them are asked
 
 
 @triton.jit
@@ -313,28 +314,19 @@ def forgets(growth, HV, begin, stop, turns, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def asked(begin, stop, REVERSE: tl.constexpr):
-    """Of the chunks `begin` to `stop` of a segment, the last `ASKED`, or with `REVERSE` the first."""
-    if REVERSE:
-        stop = tl.minimum(stop, begin + ASKED)
-    else:
-        begin = tl.maximum(begin, stop - ASKED)
-    return begin, stop
+def all_forget(growth, HV, begin, stop, counts, REVERSE: tl.constexpr):
+    """Whether the last `ASKED` of a segment's chunks `begin` to `stop` forget the states of all heads.
 
-
-@triton.jit
-def all_forget(growth, HV, begin, stop, counts):
-    """Whether the chunks `begin` to `stop`, `ASKED` at most, forget the states of all heads.
-
-    ``growth [chunks, HV]`` is what `forgets` takes of one head. `counts` are as in `chunks_of_sweep`.
+    With `REVERSE` the first ones are asked. ``growth [chunks, HV]`` is what `forgets` takes of one head, and `counts`
+    are as in `chunks_of_sweep`.
     """
-    _, few, heads = counts
-    chunk = (begin + few)[:, None]
+    _, turns, heads = counts
+    chunk = ((begin if REVERSE else tl.maximum(begin, stop - ASKED)) + turns)[:, None]
     is_head = heads < HV
     of_chunks = tl.load(
         growth + chunk * HV + heads[None, :], mask=(chunk < stop) & is_head[None, :], other=0.0
     )
-    is_kept = is_head & ~(tl.sum(of_chunks, 0) <= FORGOTTEN)  # also where it is NaN
+    is_kept = is_head & (tl.sum(of_chunks, 0) > FORGOTTEN)
     return tl.max(is_kept.to(tl.int32), 0) == 0
 
 
@@ -351,8 +343,7 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, counts, REVERSE: tl
     last = SEGMENTS - 1
     for i in range(tl.maximum(turn - 1, 0), SEGMENTS - 1):
         begin, stop = find_segment(SEGMENTS - 1 - i if REVERSE else i, SEGMENTS, chunks)
-        begin, stop = asked(begin, stop, REVERSE)
-        forgotten = all_forget(growth, HV, begin, stop, counts)
+        forgotten = all_forget(growth, HV, begin, stop, counts, REVERSE)
         starts |= forgotten & (i < turn)
         last = tl.where(forgotten & (i >= turn), tl.minimum(last, i), last)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
@@ -369,14 +360,12 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, counts, REVERSE: tl
 def counting_chunks(growth, h, HV, begin, stop, counts, REVERSE: tl.constexpr, RESTARTS: tl.constexpr):
     """How many of a segment's chunks `begin` to `stop` count for what head `h` reaches in it from zero.
 
-    Also whether they forget what is before them. Where sweeps restart, `ASKED` chunks at most are asked. None count if
-    some head does not forget, because nothing restarts after the segment then.
+    Also whether they forget what is before them. Where sweeps restart, none count unless all heads forget, because
+    nothing restarts after the segment then.
     """
-    if RESTARTS:
-        begin, stop = asked(begin, stop, REVERSE)
     count, forgotten = forgets(growth + h, HV, begin, stop, counts[0], REVERSE)
     if RESTARTS:
-        count = tl.where(all_forget(growth, HV, begin, stop, counts), count, 0)
+        count = tl.where(all_forget(growth, HV, begin, stop, counts, REVERSE), count, 0)
     return count, forgotten
 
 
@@ -399,8 +388,8 @@ def chunks_of_sweep(
 
     Also whether the program of this sweep reaches the end of the row, and the number on the diagonal of the matrix that
     an `IDENTITY` sweep begins with, which is 0 if the segment forgets every state. A sweep for `ENDS` finds what the
-    segment reaches from zero or, with `IDENTITY`, what it multiplies a state by. `counts` are the numbers from 0 to 64,
-    of chunks that `forgets` looks at together, and those to `ASKED` and to `HEADS`, which make a matrix.
+    segment reaches from zero or, with `IDENTITY`, what it multiplies a state by. `counts` count from 0:
+    the chunks that `forgets` looks at together, and in the two axes of a matrix, `ASKED` chunks and `HEADS`.
     """
     one = 1.0
     is_last = segment == SEGMENTS - 1
@@ -429,7 +418,7 @@ def sweep_kernel(
     b,  # [tokens, HV, K], keys that write what `k` reads, if it is not taken from the values first
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    growth,  # [chunks, HV]: `ends` are found from the chunks that count, as `forgets` says
+    growth,  # [chunks, HV]: `ends` are found from the chunks that count, as `counting_chunks` says
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
@@ -566,7 +555,7 @@ def reverse_kernel(
     P,  # [chunks, HV, C, C], transposed
     growth,  # [chunks, HV], as in `sweep_kernel`
     d_final,  # [SEGMENTS, N, HV, K, V], after each segment
-    dv,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V]; it may be W, of which nothing is read of a chunk after its dv is stored
     du,  # [tokens, HV, V], with `b`: what it reads of the state's gradient
     d_states,  # [chunks, HV, K, V], after each chunk
     ends,  # [SEGMENTS, N, HV, K, V], before each segment

@@ -4,8 +4,8 @@ A segment of a row is an affine map of the state: `ends` are where it takes the 
 does to any other. The two are joined to the state that each segment begins at, `starts`, and all segments are then
 swept at the same time, forwards or backwards in time.
 
-To find these maps takes two more sweeps, which only rows of many segments gain by. Shorter rows are cut only where the
-gates of a head forget: a sweep restarts there from what the last chunks before it reach from zero.
+To find these maps takes two more sweeps, which only rows of many segments gain by. Shorter rows are cut only where all
+their heads forget: a sweep restarts there from what the last chunks before it reach from zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from flacompose.ops._launching import launch, launches_into_graph
 from flacompose.ops.families._launch import block, operand, operand_by_token, tile_count
 from flacompose.ops.families._segments import Segments, Sweep
 from flacompose.ops.families._sequences import MatrixSequences
-from flacompose.ops.families.delta_rule.kernels import join_kernel, reverse_kernel, sweep_kernel
+from flacompose.ops.families.delta_rule.kernels import (
+    ASKED,
+    HEADS,
+    join_kernel,
+    reverse_kernel,
+    sweep_kernel,
+)
 from flacompose.ops.families.delta_rule.two_way import two_way_kernel
 
 
@@ -61,7 +67,7 @@ class Sweeps(MatrixSequences):
     def bound_growth(self, tiles: int) -> None:
         """Have the `growth` of chunks made, if sweeps pass over what is forgotten, or restart behind it.
 
-        `tiles` is the number of programs that share the values of a state, where these are few.
+        Where programs are few, `tiles` of them share the values of a state.
         """
         # Not in a graph, whose compiler would copy memory that is filled segment by segment.
         if not self.row.split and not launches_into_graph():
@@ -139,11 +145,11 @@ class Sweeps(MatrixSequences):
         self,
         do: Tensor,
         d_final: Tensor | None,
-        r: Tensor | None,
-        states: Tensor | None,
+        r: Tensor,
+        states: Tensor,
         **tensors: Tensor | None,
     ) -> None:
-        """`sweep` and `reverse` at the same time, where there are too `few` programs for a chip in either of them."""
+        """`sweep` and `reverse` at the same time, where `few` programs of either leave much of a chip idle."""
         outputs: dict[str, Tensor | None] = dict.fromkeys(("dv", "du", "d_states", "d_initial"))
         starts = {"initial": self.starts(), "d_final": self.reverse_starts(do, d_final)}
         (programs,), config = self.sweep_launch(self.V)
@@ -167,8 +173,9 @@ class Sweeps(MatrixSequences):
     def place_of_dv(self, both_ways: bool) -> Tensor:
         """Memory for the gradients of values.
 
-        A program of `reverse` has read the matrix W of a chunk when it stores them. So they take its place, if it reads
-        all of W alone, and stores as much. Where sweeps go `both_ways`, W is read forwards in time too.
+        All threads of a program of `reverse` have waited for the matrix W of a chunk when they store them, and W is
+        not read again. So they take its place, if a program reads all of it alone, and stores as much. Where sweeps go
+        `both_ways`, W is read forwards in time too.
         """
         (programs,), _ = self.sweep_launch(self.V)
         alone = not both_ways and programs == self.parts * self.N * self.HV and self.K == self.V
@@ -180,7 +187,7 @@ class Sweeps(MatrixSequences):
 
     @property
     def few(self) -> bool:
-        """Whether the sweeps of one direction in time have fewer programs than a large chip has multiprocessors."""
+        """Whether a sweep is best launched together with the one of the other direction in time."""
         return are_few(self.parts * self.N * self.HV, self.V)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
@@ -234,19 +241,19 @@ class Sweeps(MatrixSequences):
 def restart_count(chunks: int, programs: int) -> int:
     """In how many segments to sweep rows of `chunks` where sweeps restart, if so many `programs` sweep all of them.
 
-    As many as fill a large chip, of 32 chunks at least, beside which those that count take little time. There are two
-    only if programs, and so the heads of a row, are at most `HEADS`. Unlike the number of segments that are joined by
-    their maps, it may depend on the batch size. What is forgotten of a finite state below 2^43 is so far below the
-    rounding of what follows that this is the same to the bit, from wherever it is swept. Other states are forgotten
-    only by restarts. It is 1 for sizes that the compiler does not know.
+    As many as fill a large chip, of twice the `ASKED` chunks at least. There are two only if programs, and so the heads
+    of a row, are at most `HEADS`. Unlike the number of segments that are joined by their maps, it may depend on the
+    batch size. What is forgotten of a finite state below 2^43 is so far below the rounding of what follows that this is
+    the same to the bit, from wherever it is swept. Other states are forgotten only by restarts. It is 1 for sizes that
+    the compiler does not know.
     """
     if not isinstance(chunks, int) or not isinstance(programs, int):
         return 1
-    return max(1, min(chunks // 32, 128 // programs))
+    return max(1, min(chunks // (2 * ASKED.value), 2 * HEADS.value // programs))
 
 
 def are_few(states: int, V: int) -> bool:
-    """Whether so many `states` of `V` values are swept by fewer programs than a large chip has multiprocessors.
+    """Whether so many `states` of `V` values are 128 tiles of 64 values at most, hardly one for each multiprocessor.
 
     It is false for sizes that the compiler does not know.
     """
@@ -288,7 +295,8 @@ def sweep_config(
     # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
     if K > 256 or (K > 128 and chip.capability != HOPPER.capability):
         return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
-    BV = 64 if V <= 64 or are_few(states, V) else 128
+    # Tensor memory has no room for what programs of 128 values and keys hold.
+    BV = 64 if V <= 64 or chip.has_tensor_memory or are_few(states, V) else 128
     # A fourth factor of keys, that of low rank, leaves no room for a second stage beside larger heads.
     stages = 1 if low_rank and (K > 128 or (chip.is_small and K > 64)) else 2
     # What a part of 128 keys needs does not fit in the registers of four warps.
