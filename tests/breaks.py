@@ -238,7 +238,7 @@ BREAKS = [
     Break("ops/families/delta_rule/sweeps.py", "fill(starts[0], self.initial)", "fill(starts[0], None)", KERNELS, "forget or restart"),
     Break("ops/families/delta_rule/sweeps.py", '{"initial": self.starts(), "d_final"', '{"initial": self.initial, "d_final"', KERNELS, "both_ways"),
     Break("ops/families/delta_rule/sweeps.py", "alone = not both_ways and", "alone =", "test_launches.py", "both_ways"),
-    Break("ops/families/delta_rule/sweeps.py", "programs == self.parts * self.N * self.HV and", "", "test_launches.py", "both_ways"),
+    Break("ops/families/delta_rule/sweeps.py", "config[\"BV\"] >= self.V == self.K", "self.V == self.K", "test_launches.py", "both_ways"),
     Break("ops/families/delta_rule/sweeps.py", "if alone and self.cu_seqlens is None and", "if alone and", "test_launches.py", "both_ways"),
     Break("ops/families/delta_rule/sweeps.py", "states * tile_count(V, 64) <= 128", "states <= 128", "test_launches.py", "both_ways"),
     Break("ops/families/delta_rule/sweeps.py", "self.restarts = 1  # the matrix", "pass  # the matrix", "interpreter/test_stretches.py", "test_ends"),

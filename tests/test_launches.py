@@ -382,25 +382,25 @@ def test_gluon_reads_by_any_vector_before_and_after_the_decay(
 
 
 @pytest.mark.parametrize(
-    ("B", "chunks", "D", "into_graph", "segments"),
+    ("B", "chunks", "chip", "into_graph", "segments"),
     [
-        (1, 64, 64, False, 2),
-        (1, 63, 64, False, 1),
-        (1, 64, 64, True, 1),
-        (32, 64, 64, False, 2),
-        (33, 64, 64, False, 1),
-        (32, 64, 128, False, 2),
-        (33, 64, 128, False, 1),
+        (1, 64, HOPPER, False, 2),
+        (1, 63, HOPPER, False, 1),
+        (1, 64, HOPPER, True, 1),
+        (32, 64, HOPPER, False, 2),
+        (33, 64, HOPPER, False, 1),
+        (16, 64, AMPERE, False, 2),
+        (17, 64, AMPERE, False, 1),
     ],
 )
-def test_few_rows_restart(B: int, chunks: int, D: int, into_graph: bool, segments: int) -> None:
+def test_few_rows_restart(B: int, chunks: int, chip: Chip, into_graph: bool, segments: int) -> None:
     """Sweeps of rows of 64 chunks and more restart where these leave multiprocessors idle, but in no graph.
 
-    On Hopper, one program of a forward pass has all values of a head.
+    One program of a forward pass has all values of a head on Hopper, and half of them elsewhere.
     """
-    q, gates = torch.zeros(B, 64 * chunks, 2, D, dtype=torch.bfloat16), torch.zeros(2, B, 64 * chunks, 2)
+    q, gates = torch.zeros(B, 64 * chunks, 2, 128, dtype=torch.bfloat16), torch.zeros(2, B, 64 * chunks, 2)
     args = q, q, q, *gates, None, None, None, None, 1.0, False
-    with tables_of(HOPPER):
+    with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args), into_graph)
     sweeps = [(x["SEGMENTS"], x["RESTARTS"]) for _, x in launches if "RESTARTS" in x]
     # One launch for the ends, if there are any, and one for all tokens.

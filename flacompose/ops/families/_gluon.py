@@ -73,10 +73,11 @@ def store(x, value, stride, size, ADDS: gl.constexpr = False):
 
 @gluon.jit
 def product(x, y):
-    """``x * y`` in float32, rounded before `parts` subtracts from it.
+    """``x * y``, rounded to float32 before anything else is computed from it.
 
-    The compiler may join a product and a difference that takes it into one operation with one rounding. It does so in
-    some kernels and not in others that should have the same bits. What it joins in all of them is left to it.
+    `parts` subtracts from a product next, and the compiler may join both into one operation, which rounds once. It did
+    so in one of two kernels whose results have to have the same bits. A product to which 0 is added cannot be joined.
+    Where the compiler joins alike in both kernels, a plain product is kept.
     """
     return gl.fma(x, y, 0.0)
 

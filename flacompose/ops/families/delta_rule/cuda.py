@@ -52,14 +52,14 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     d_initial_state = None if start is None else rule.state(start.dtype)
     is_joint = by_writes and rule.has_joint_kernel(do)
     reverses = by_states or wants("v", "initial_state")
-    both_ways = by_reads and reverses and rule.few and not is_joint
+    both_ways = by_reads and reverses and rule.sweeps_at_once and not is_joint
     r = S = dS = dv = None
     if by_reads:
         r = rule.scratch(rule.HV, rule.V)
         S = rule.per_chunk_state()
-        if not both_ways:
-            rule.sweep(r=r, states=S)
-            rule.factors["Y"] = None  # gives its memory back for what follows
+    if by_reads and not both_ways:
+        rule.sweep(r=r, states=S)
+        rule.factors["Y"] = None  # gives its memory back for what follows
     if is_joint:
         assert r is not None and S is not None
         joint = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state, gates=wants("g"))
@@ -69,11 +69,11 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         dS = rule.per_chunk_state() if by_states else None
         dv = rule.place_of_dv(both_ways)
         made["v"] = rule.batched(dv)
+        backwards = {"dv": dv, "d_states": dS, "d_initial": d_initial_state}
         if both_ways:
-            assert r is not None and S is not None
-            rule.sweep_both_ways(do, d_final_state, r, S, dv=dv, d_states=dS, d_initial=d_initial_state)
+            rule.sweep_both_ways(do, d_final_state, r=r, states=S, **backwards)
         else:
-            rule.reverse(do, d_final_state, dv=dv, d_states=dS, d_initial=d_initial_state)
+            rule.reverse(do, d_final_state, **backwards)
     rule.free_sweep_memory()
     if by_reads and of_channels:
         made |= rule.channel_gradients(do, r, dv, S, dS, gates=wants("g", "gk"))

@@ -26,10 +26,10 @@ sums_before = gluon.jit(gates.sums_before.fn)
 
 @gluon.jit
 def _decayed(pairs, sums, scale, BEFORE: gl.constexpr):
-    """The `pairs` of a token, in columns, and a later one, in rows, decayed by the gates between; zero for others.
+    """The `pairs` of a token, in columns, and a later one, in rows, times `scale` and the decay between them.
 
-    If the later one reads `BEFORE` its own gate, no gate decays a pair of neighbours, which is left out too. Pairs that
-    are left out may have overflowed, so they are not multiplied by zero.
+    All other pairs are zero. They may have overflowed, so they are replaced, not multiplied by zero. If the later token
+    reads `BEFORE` its own gate, no gate decays a pair of neighbours, and these are zero too.
     """
     L: gl.constexpr = pairs.type.layout
     t = gl.arange(0, pairs.shape[0], gl.SliceLayout(1, L))

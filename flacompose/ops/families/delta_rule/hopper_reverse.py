@@ -45,9 +45,9 @@ def _sum_tiles(x):
 
 @gluon.jit
 def _decayed(pairs, sums_s, scale, GATED: gl.constexpr):
-    """The `pairs` of a token, in columns, and a later one, in rows, decayed by the gates between; zero for others.
+    """The `pairs` of a token, in columns, and a later one, in rows, times `scale` and the decay between them.
 
-    Those may have overflowed: they are left out, not multiplied by zero.
+    All other pairs are zero. They may have overflowed, so they are replaced, not multiplied by zero.
     """
     L: gl.constexpr = pairs.type.layout
     t = gl.arange(0, pairs.shape[0], gl.SliceLayout(1, L))[:, None]

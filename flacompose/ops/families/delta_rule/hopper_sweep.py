@@ -205,13 +205,13 @@ def sweep_kernel(
     if growth is not None:
         growth += row0 * HV
     ASKING: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    counts = (
+    ranges = (
         gl.arange(0, 64, gl.BlockedLayout([1], [32], [WARPS], [0])),
         gl.arange(0, kernels.ASKED, gl.SliceLayout(1, ASKING)),
         gl.arange(0, kernels.HEADS, gl.SliceLayout(0, ASKING)),
     )
     begin, stop, is_last, one = chunks_of_sweep(
-        growth, h, HV, segment, SEGMENTS, chunks, begin, stop, counts, ends is not None, IDENTITY, RESTARTS
+        growth, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ends is not None, IDENTITY, RESTARTS
     )
     dv = gl.arange(0, V, gl.SliceLayout(1, OF_STATE))[:, None]
     dk = gl.arange(0, K, gl.SliceLayout(0, OF_STATE))[None, :]

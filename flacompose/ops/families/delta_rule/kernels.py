@@ -79,7 +79,7 @@ from flacompose.ops.families.scalar_decay.gates import (
 from flacompose.ops.families.vector_decay.gates import siblings
 
 BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
-# What multiplies a state by less than 2 to this power leaves nothing of one below 2^43 that float32 can hold.
+# What multiplies a state by at most 2 to this power leaves nothing of one below 2^43 that float32 can hold.
 FORGOTTEN = tl.constexpr(-193.0)
 # How many chunks of a segment are asked whether they forget a state, where sweeps restart. Those that do are swept
 # twice, so a segment that needs more of them gains little by a restart.
@@ -314,14 +314,15 @@ def forgets(growth, HV, begin, stop, turns, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def all_forget(growth, HV, begin, stop, counts, REVERSE: tl.constexpr):
+def all_forget(growth, HV, begin, stop, ranges, REVERSE: tl.constexpr):
     """Whether the last `ASKED` of a segment's chunks `begin` to `stop` forget the states of all heads.
 
-    With `REVERSE` the first ones are asked. ``growth [chunks, HV]`` is what `forgets` takes of one head, and `counts`
-    are as in `chunks_of_sweep`.
+    With `REVERSE` the first ones are asked. ``growth [chunks, HV]`` is that of all heads, and `ranges` are as in
+    `chunks_of_sweep`. A growth that is NaN does not keep a head. Such a head passes its NaN on all the same: `forgets`
+    does not hold for it, so that all of the segment is swept for its end.
     """
-    _, turns, heads = counts
-    chunk = ((begin if REVERSE else tl.maximum(begin, stop - ASKED)) + turns)[:, None]
+    _, asked, heads = ranges
+    chunk = ((begin if REVERSE else tl.maximum(begin, stop - ASKED)) + asked)[:, None]
     is_head = heads < HV
     of_chunks = tl.load(
         growth + chunk * HV + heads[None, :], mask=(chunk < stop) & is_head[None, :], other=0.0
@@ -331,19 +332,20 @@ def all_forget(growth, HV, begin, stop, counts, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, counts, REVERSE: tl.constexpr):
+def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, REVERSE: tl.constexpr):
     """The chunks that the program of a segment sweeps where sweeps restart, and whether it sweeps the last segment.
 
-    ``growth [chunks, HV]`` is that of the row's `chunks`. They are none, if not all heads forget in the segment before
-    what it is given, and reach to the end of the next segment in which they do. One head that forgets gains nothing, as
-    the row is not done before its slowest head is.
+    ``growth [chunks, HV]`` is that of all heads, from the row's first chunk on. A program sweeps nothing unless all
+    heads forget in the segment before its own: the program of an earlier segment goes on through it. Otherwise it
+    sweeps from its own segment to the end of the next one in which all heads forget. All heads have to, because a row
+    is done only when its slowest head is.
     """
     turn = (SEGMENTS - 1 - segment if REVERSE else segment).to(tl.int32)
     starts = turn == 0
     last = SEGMENTS - 1
     for i in range(tl.maximum(turn - 1, 0), SEGMENTS - 1):
         begin, stop = find_segment(SEGMENTS - 1 - i if REVERSE else i, SEGMENTS, chunks)
-        forgotten = all_forget(growth, HV, begin, stop, counts, REVERSE)
+        forgotten = all_forget(growth, HV, begin, stop, ranges, REVERSE)
         starts |= forgotten & (i < turn)
         last = tl.where(forgotten & (i >= turn), tl.minimum(last, i), last)
     begin, stop = find_segment(segment, SEGMENTS, chunks)
@@ -357,15 +359,15 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, counts, REVERSE: tl
 
 
 @triton.jit
-def counting_chunks(growth, h, HV, begin, stop, counts, REVERSE: tl.constexpr, RESTARTS: tl.constexpr):
-    """How many of a segment's chunks `begin` to `stop` count for what head `h` reaches in it from zero.
+def chunks_that_count(growth, h, HV, begin, stop, ranges, REVERSE: tl.constexpr, RESTARTS: tl.constexpr):
+    """How many chunks of a segment, `begin` to `stop`, a sweep from zero takes to find what head `h` reaches in it.
 
-    Also whether they forget what is before them. Where sweeps restart, none count unless all heads forget, because
-    nothing restarts after the segment then.
+    Also whether they forget every state before them. Where sweeps restart, the number is 0 unless all heads forget: the
+    next segment has no programs of its own then, so nothing reads what is found.
     """
-    count, forgotten = forgets(growth + h, HV, begin, stop, counts[0], REVERSE)
+    count, forgotten = forgets(growth + h, HV, begin, stop, ranges[0], REVERSE)
     if RESTARTS:
-        count = tl.where(all_forget(growth, HV, begin, stop, counts, REVERSE), count, 0)
+        count = tl.where(all_forget(growth, HV, begin, stop, ranges, REVERSE), count, 0)
     return count, forgotten
 
 
@@ -379,7 +381,7 @@ def chunks_of_sweep(
     chunks,
     begin,
     stop,
-    counts,
+    ranges,
     ENDS: tl.constexpr,
     IDENTITY: tl.constexpr,
     RESTARTS: tl.constexpr,
@@ -388,15 +390,16 @@ def chunks_of_sweep(
 
     Also whether the program of this sweep reaches the end of the row, and the number on the diagonal of the matrix that
     an `IDENTITY` sweep begins with, which is 0 if the segment forgets every state. A sweep for `ENDS` finds what the
-    segment reaches from zero or, with `IDENTITY`, what it multiplies a state by. `counts` count from 0:
-    the chunks that `forgets` looks at together, and in the two axes of a matrix, `ASKED` chunks and `HEADS`.
+    segment reaches from zero or, with `IDENTITY`, what it multiplies a state by. `ranges` are three ranges from 0: of
+    the 64 chunks that `forgets` looks at together, of `ASKED` chunks, along the first axis of a matrix, and of `HEADS`,
+    along its second.
     """
     one = 1.0
     is_last = segment == SEGMENTS - 1
     if RESTARTS and not ENDS:
-        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, counts, False)
+        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, False)
     elif growth is not None:
-        count, forgotten = counting_chunks(growth, h, HV, begin, stop, counts, False, RESTARTS)
+        count, forgotten = chunks_that_count(growth, h, HV, begin, stop, ranges, False, RESTARTS)
         if IDENTITY:  # nothing of it is left
             count = tl.where(forgotten, 0, count)
             one = tl.where(forgotten, 0.0, 1.0)
@@ -418,7 +421,7 @@ def sweep_kernel(
     b,  # [tokens, HV, K], keys that write what `k` reads, if it is not taken from the values first
     P,  # [chunks, HV, C, C], transposed
     Y,  # [chunks, HV, C, C], transposed, in float32
-    growth,  # [chunks, HV]: `ends` are found from the chunks that count, as `counting_chunks` says
+    growth,  # [chunks, HV]: for `ends`, sweeps go through `chunks_that_count` alone
     initial,  # [SEGMENTS, N, HV, K, V], before each segment
     o,  # [tokens, HV, V]
     r,  # [tokens, HV, V]
@@ -446,7 +449,7 @@ def sweep_kernel(
     """Forwards in time: fills what is given of `o`, `r`, `states`, `ends` and `final`.
 
     One program sweeps one segment of one sequence, or with `RESTARTS` those that `chunks_of_program` says, and then the
-    `ends` of segments that do not forget are no numbers that count. Without `initial` it begins at zero or, with
+    `ends` of segments that not all heads forget are no numbers that count. Without `initial` it begins at zero or, with
     `IDENTITY`, at the identity matrix. Its state is a tuple, of one tile for each `BK` keys.
     """
     scale = in_float32(scale)
@@ -463,9 +466,9 @@ def sweep_kernel(
     S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
     if growth is not None:
         growth += row0 * HV
-    counts = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
+    ranges = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
     begin, stop, is_last, one = chunks_of_sweep(
-        growth, h, HV, segment, SEGMENTS, chunks, begin, stop, counts, ends is not None, IDENTITY, RESTARTS
+        growth, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ends is not None, IDENTITY, RESTARTS
     )
     if IDENTITY:
         S = ()
@@ -594,11 +597,11 @@ def reverse_kernel(
     is_last = segment == 0
     if growth is not None:
         growth += row0 * HV
-    counts = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
+    ranges = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
     if RESTARTS and ends is None:
-        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, counts, True)
+        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, True)
     elif growth is not None:
-        count, _ = counting_chunks(growth, h, HV, begin, stop, counts, True, RESTARTS)
+        count, _ = chunks_that_count(growth, h, HV, begin, stop, ranges, True, RESTARTS)
         # A segment without chunks may begin past the last chunk, before which a load looks ahead.
         stop = tl.minimum(begin + count, stop)
     i = tl.arange(0, C)

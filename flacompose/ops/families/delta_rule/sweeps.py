@@ -67,7 +67,7 @@ class Sweeps(MatrixSequences):
     def bound_growth(self, tiles: int) -> None:
         """Have the `growth` of chunks made, if sweeps pass over what is forgotten, or restart behind it.
 
-        Where programs are few, `tiles` of them share the values of a state.
+        `tiles` is how many programs share the values of a state where programs are few.
         """
         # Not in a graph, whose compiler would copy memory that is filled segment by segment.
         if not self.row.split and not launches_into_graph():
@@ -141,15 +141,8 @@ class Sweeps(MatrixSequences):
             return of_segments[1:]
         return self.row.starts(sweep, d_final, join=partial(self._join, reverse=True))
 
-    def sweep_both_ways(
-        self,
-        do: Tensor,
-        d_final: Tensor | None,
-        r: Tensor,
-        states: Tensor,
-        **tensors: Tensor | None,
-    ) -> None:
-        """`sweep` and `reverse` at the same time, where `few` programs of either leave much of a chip idle."""
+    def sweep_both_ways(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
+        """`sweep`, for `r` and `states`, and `reverse` at the same time."""
         outputs: dict[str, Tensor | None] = dict.fromkeys(("dv", "du", "d_states", "d_initial"))
         starts = {"initial": self.starts(), "d_final": self.reverse_starts(do, d_final)}
         (programs,), config = self.sweep_launch(self.V)
@@ -158,8 +151,6 @@ class Sweeps(MatrixSequences):
             (programs, 2),
             v=self.v,
             do=do,
-            r=r,
-            states=states,
             **(outputs | tensors),
             **starts,
             **self.factors,
@@ -171,14 +162,14 @@ class Sweeps(MatrixSequences):
         )
 
     def place_of_dv(self, both_ways: bool) -> Tensor:
-        """Memory for the gradients of values.
+        """Memory for the gradients of values, which may be that of the matrices W.
 
-        All threads of a program of `reverse` have waited for the matrix W of a chunk when they store them, and W is
-        not read again. So they take its place, if a program reads all of it alone, and stores as much. Where sweeps go
-        `both_ways`, W is read forwards in time too.
+        It is, if each program of `reverse` reads all of W of its head, and stores as much. When it stores the gradients
+        of a chunk, all its threads have waited for W of this chunk, and nothing reads that again. Where sweeps go
+        `both_ways`, W is read forwards in time too, so the gradients have memory of their own.
         """
-        (programs,), _ = self.sweep_launch(self.V)
-        alone = not both_ways and programs == self.parts * self.N * self.HV and self.K == self.V
+        _, config = self.sweep_launch(self.V)
+        alone = not both_ways and config["BV"] >= self.V == self.K
         # Tokens outside of packed sequences have gradients of zero, and a graph copies what its kernels change.
         if alone and self.cu_seqlens is None and not launches_into_graph():
             assert self.factors["W"] is not None
@@ -186,8 +177,8 @@ class Sweeps(MatrixSequences):
         return self.per_token(self.HV, self.V, dtype=self.dtype)
 
     @property
-    def few(self) -> bool:
-        """Whether a sweep is best launched together with the one of the other direction in time."""
+    def sweeps_at_once(self) -> bool:
+        """Whether a backward pass sweeps both ways at once, because the programs of one sweep would not fill a chip."""
         return are_few(self.parts * self.N * self.HV, self.V)
 
     def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
@@ -241,11 +232,11 @@ class Sweeps(MatrixSequences):
 def restart_count(chunks: int, programs: int) -> int:
     """In how many segments to sweep rows of `chunks` where sweeps restart, if so many `programs` sweep all of them.
 
-    As many as fill a large chip, of twice the `ASKED` chunks at least. There are two only if programs, and so the heads
-    of a row, are at most `HEADS`. Unlike the number of segments that are joined by their maps, it may depend on the
-    batch size. What is forgotten of a finite state below 2^43 is so far below the rounding of what follows that this is
-    the same to the bit, from wherever it is swept. Other states are forgotten only by restarts. It is 1 for sizes that
-    the compiler does not know.
+    The segments are as many as fill a large chip, and have at least twice the `ASKED` chunks. There are two only if the
+    programs, and so the heads of a row, are at most `HEADS`. Unlike the number of segments that are joined by their
+    maps, it may depend on the batch size. What is forgotten of a finite state below 2^43 is so far below the rounding
+    of what follows that this is the same to the bit, from wherever it is swept. Other states are forgotten only by
+    restarts. It is 1 for sizes that the compiler does not know.
     """
     if not isinstance(chunks, int) or not isinstance(programs, int):
         return 1
@@ -253,7 +244,7 @@ def restart_count(chunks: int, programs: int) -> int:
 
 
 def are_few(states: int, V: int) -> bool:
-    """Whether so many `states` of `V` values are 128 tiles of 64 values at most, hardly one for each multiprocessor.
+    """Whether so many `states` of `V` values are at most 128 tiles of 64 values, about one for each multiprocessor.
 
     It is false for sizes that the compiler does not know.
     """
@@ -281,7 +272,8 @@ def sweep_config(
 ) -> dict[str, int]:
     """Block sizes of the contracted axis, of which a program has all blocks, and of the other, warps and stages.
 
-    Two groups of four warps share what they load, where there are `states` enough for all multiprocessors.
+    Where there are `states` enough for all multiprocessors, and no tensor memory, two groups of four warps share what
+    they load.
     """
     if not bfloat16:
         return {

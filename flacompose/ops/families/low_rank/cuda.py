@@ -48,8 +48,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         *(rule.per_chunk_state() for _ in range(2)),
     )
     backwards = {"dv": dv, "du": du, "d_states": dS, "d_initial": d_initial_state}
-    if rule.few:
-        rule.sweep_both_ways(do, d_final_state, u, S, **backwards)
+    if rule.sweeps_at_once:
+        rule.sweep_both_ways(do, d_final_state, r=u, states=S, **backwards)
     else:
         rule.sweep(r=u, states=S)
         rule.reverse(do, d_final_state, **backwards)
