@@ -436,8 +436,8 @@ def test_few_programs_sweep_both_ways(
     args = q, q, v, beta, None, gk, None, None, cu_seqlens, 1.0, False, v, None, mask
     with tables_of(HOPPER):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args), change == "graph")
-    (both,) = [[x for kernel, x in launches if kernel is two_way_kernel]]
-    (apart,) = [[x for kernel, x in launches if kernel is reverse_kernel]]
+    both = [x for kernel, x in launches if kernel is two_way_kernel]
+    apart = [x for kernel, x in launches if kernel is reverse_kernel]
     assert (len(both), len(apart)) == (two_way, not two_way)
     (arguments,) = both or apart
     assert (arguments["dv"] is arguments["W"]) == in_place

@@ -360,10 +360,11 @@ def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, REVERSE: tl
 
 @triton.jit
 def chunks_that_count(growth, h, HV, begin, stop, ranges, REVERSE: tl.constexpr, RESTARTS: tl.constexpr):
-    """How many chunks of a segment, `begin` to `stop`, a sweep from zero takes to find what head `h` reaches in it.
+    """How many chunks of a segment, `begin` to `stop`, a sweep from zero takes to find what head `h` has at its end.
 
-    Also whether they forget every state before them. Where sweeps restart, the number is 0 unless all heads forget: the
-    next segment has no programs of its own then, so nothing reads what is found.
+    With `REVERSE`, what it has at its start. Also whether these chunks forget every state before them. Where sweeps
+    restart, the number is 0 unless all heads forget: the next segment has no programs of its own then, so nothing reads
+    what is found.
     """
     count, forgotten = forgets(growth + h, HV, begin, stop, ranges[0], REVERSE)
     if RESTARTS:
