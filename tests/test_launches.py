@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,6 +77,27 @@ def test_memory_has_a_dtype_of_its_own() -> None:
         assert recorded(calls).keys() == expected.keys()
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("chip", [HOPPER, AMPERE], ids=["Hopper", "Ampere"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_memory_is_free_when_a_call_returns(chip: Chip, dtype: torch.dtype) -> None:
+    """No tensor waits for Python's garbage collector, which runs long after a GPU has no memory left."""
+    with torch.device("meta"), tables_of(chip):
+        calls = [call for T in (130, 64 * 260) for call in matrix_calls(dtype, 64, 64, T)]
+        calls += other_calls(dtype, 64 * 260)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            recorded(calls)
+            gc.collect()
+            kept = {type(x) for x in gc.garbage if type(x) is Tensor or type(x).__module__.startswith("flacompose")}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert kept == set()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

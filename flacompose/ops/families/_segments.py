@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 from flacompose.ops._launching import launch
 from flacompose.ops.families._join import join_kernel
 from flacompose.ops.families._launch import tile_count
-from flacompose.ops.families._sequences import Sequences
+from flacompose.ops.families._sequences import Sequences, per_segment
 
 BLOCK = 256  # numbers of a state for a program
 Sweep = Callable[..., None]
@@ -49,7 +50,10 @@ class Segments:
         rates: Tensor | None = None,
         least: int = 1,
     ) -> None:
-        self.sequences, self.state, self.gates, self.rates = sequences, state, gates, rates
+        # Not `sequences`, which may hold this object: what refers to itself keeps the memory of all its tensors until
+        # Python's garbage collector runs.
+        self.N, self.device = sequences.N, sequences.device
+        self.state, self.gates, self.rates = state, gates, rates
         self.count, self.split = sequences.segments(units, programs, least)
 
     def starts(
@@ -67,7 +71,7 @@ class Segments:
         initial = None if initial is None else initial.contiguous()
         if not self.split:
             return initial
-        ends = self.sequences.per_segment(self.count, *self.state)
+        ends = self._memory(*self.state)
         sums = self.sums() if sums is None else sums
         sweep(ends=ends, **sums)
         return self._decayed(ends, initial, sums) if join is None else join(ends, initial)
@@ -75,15 +79,16 @@ class Segments:
     def _decayed(self, states: Tensor, initial: Tensor | None, sums: dict[str, Tensor]) -> Tensor:
         """`states`, in the place of the ends that they are before."""
         H, K, V = ((1, 1) + self.state)[-3:]
-        N, gates = self.sequences.N, {gate: sums.get(self.gates.get(gate, "")) for gate in ("g", "gk", "gv")}
-        sizes = {"N": N, "H": H, "SEGMENTS": self.count, "K": K, "V": V, "BLOCK": BLOCK, "num_warps": 2}
+        gates = {gate: sums.get(self.gates.get(gate, "")) for gate in ("g", "gk", "gv")}
+        sizes = {"N": self.N, "H": H, "SEGMENTS": self.count, "K": K, "V": V, "BLOCK": BLOCK, "num_warps": 2}
         tensors = {"states": states, **gates, "rates": self.rates, "initial": initial}
-        launch(join_kernel, (tile_count(K * V, BLOCK) * N * H,), **tensors, **sizes)
+        launch(join_kernel, (tile_count(K * V, BLOCK) * self.N * H,), **tensors, **sizes)
         return states
 
     def map(self, sweep: Sweep) -> tuple[Tensor, ...]:
         """The map of each whole sequence: its `end`, ``[N, *state]``, and the sums of its gates."""
-        end, sums = self.sequences.per_sequence(*self.state), self.sums()
+        end = torch.empty(self.N, *self.state, dtype=torch.float32, device=self.device)
+        sums = self.sums()
         sweep(initial=self.starts(sweep, None, sums), final=end, **sums)
         return end, *(x[: self.count].sum(0) for x in sums.values())
 
@@ -91,4 +96,8 @@ class Segments:
         """Memory for the sums of each segment's gates."""
         *H, V = self.state
         shapes = {"g": H[:-1], "gk": H, "gv": [*H[:-1], V]}
-        return {x: self.sequences.per_segment(self.count, *shapes[gate]) for gate, x in self.gates.items()}
+        return {x: self._memory(*shapes[gate]) for gate, x in self.gates.items()}
+
+    def _memory(self, *shape: int) -> Tensor:
+        """Memory for ``[count, N, *shape]``."""
+        return per_segment(self.count, self.N, *shape, device=self.device)

@@ -64,8 +64,7 @@ class Sequences:
         return torch.empty(self.N, *shape, dtype=dtype, device=self.device)
 
     def per_segment(self, segments: int, *shape: int) -> Tensor:
-        """Memory for ``[segments, N, *shape]``, and one segment more, as in `per_chunk`."""
-        return torch.empty(segments + 1, self.N, *shape, dtype=torch.float32, device=self.device)
+        return per_segment(segments, self.N, *shape, device=self.device)
 
     def segments(self, units: int, programs: int, least: int = 1) -> tuple[int, bool]:
         """`segment_count` of a row of `units`, if `programs` sweep a sequence, and whether it may be more than 1."""
@@ -96,6 +95,11 @@ class MatrixSequences(Sequences):
         K, V = self.K, self.V
         D1, D2, stride1, stride2 = (V, K, 1, V) if transpose else (K, V, V, 1)
         return {"D1": D1, "D2": D2, "stride1": stride1, "stride2": stride2}
+
+
+def per_segment(segments: int, N: int, *shape: int, device: torch.device) -> Tensor:
+    """Memory for ``[segments, N, *shape]``, and one segment more, as in `Sequences.per_chunk`."""
+    return torch.empty(segments + 1, N, *shape, dtype=torch.float32, device=device)
 
 
 def segment_count(units: int, programs: int, least: int = 1) -> int:
