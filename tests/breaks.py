@@ -37,6 +37,7 @@ SHARED, COMPOSED = "distributed/test_context_parallel.py", "distributed/test_con
 BREAKS = [
     # The recurrences in PyTorch
     Break("ops/families/vector_decay/eager.py", "S, final_state = _sweep(chunks, k_, v_, gate_k, gate_v, initial_state)\n    o =", "S, final_state = _sweep(chunks, k_, v_, gate_k, None, initial_state)\n    o =", VALUES, "test_lengths and gk-gv"),
+    Break("ops/families/_segments.py", "self.N, self.device = sequences", "self.of = sequences\n        self.N, self.device = sequences", "test_launches.py", "memory_is_free"),
     Break("ops/families/_hopper.py", "or launches_into_graph()", "", "test_launches.py", "gluon"),
     Break("ops/families/_hopper.py", "x.data_ptr() % 16 == 0", "True", "test_launches.py", "gluon"),
     Break("ops/families/delta_rule/cuda.py", "self.of_keys, self.K)", "self.of_keys, self.K, self.V)", "test_launches.py", "gluon"),

@@ -92,7 +92,11 @@ def test_memory_is_free_when_a_call_returns(chip: Chip, dtype: torch.dtype) -> N
         try:
             recorded(calls)
             gc.collect()
-            kept = {type(x) for x in gc.garbage if type(x) is Tensor or type(x).__module__.startswith("flacompose")}
+            kept = {
+                type(x)
+                for x in gc.garbage
+                if type(x) is Tensor or type(x).__module__.startswith("flacompose")
+            }
         finally:
             gc.set_debug(0)
             gc.garbage.clear()
