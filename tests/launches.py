@@ -267,17 +267,28 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             yield from _calls(f"delta_rule {gates} groups={groups} {at}", delta_rule, args, v, masks, states)
     if K == V and K in (64, 128) and bounds is None and isinstance(T, int):
         # So many programs that one kernel makes all gradients.
-        rows, gate, mask = (
-            (new(120, T, H, D, dtype=dtype) for D in (K, V)),
-            new(120, T, H),
-            [True] * 5 + [False] * 3,
-        )
-        q_, v_ = rows
-        for g_ in (None, gate):
-            args = q_, q_, v_, gate, g_, None, None, None, None, 1.0, False, v_, None, mask
-            yield Call(
-                f"delta_rule, many rows, {at}", flat(delta_rule, "backward"), "delta_rule_backward", args
+        mask = [True] * 5 + [False] * 3
+        for groups, gated in product((1, 2), (False, True)):
+            q_, v_ = new(120, T, H, K, dtype=dtype), new(120, T, H * groups, V, dtype=dtype)
+            gate = new(120, T, H * groups)
+            args = (
+                q_,
+                q_,
+                v_,
+                gate,
+                gate if gated else None,
+                None,
+                None,
+                None,
+                None,
+                1.0,
+                False,
+                v_,
+                None,
+                mask,
             )
+            described = f"delta_rule, many rows, groups={groups} {at}"
+            yield Call(described, flat(delta_rule, "backward"), "delta_rule_backward", args)
 
     for R, halves in ((1, False), (4, True)):
         qs, v, bias = new(B, T, R, 1, K, dtype=dtype), new(B, T, H, V, dtype=dtype), new(H, R, K)

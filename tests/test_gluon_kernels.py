@@ -181,18 +181,25 @@ def test_keys_that_are_alike(beta: float, unlike: float) -> None:
 
 @pytest.mark.parametrize(("name", "gates"), [x for x in gated("mild", "resets") if FORWARDS <= KERNELS[x[0]]])
 @pytest.mark.parametrize(
-    ("D", "B", "T", "segments"),
-    [(64, 2, 150, 1), (128, 1, 70, 1), (64, 1, 330, 3)],
-    ids=["dense", "wide", "segments"],
+    ("D", "B", "T", "groups", "segments"),
+    [(64, 2, 150, 1, 1), (128, 1, 70, 1, 1), (64, 1, 330, 1, 3), (64, 2, 150, 3, 1)],
+    ids=["dense", "wide", "segments", "groups"],
 )
 @pytest.mark.usefixtures("nan_in_new_memory")
 def test_joint_kernel(
-    name: str, D: int, B: int, T: int, segments: int, gates: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    D: int,
+    B: int,
+    T: int,
+    groups: int,
+    segments: int,
+    gates: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where programs fill a chip, one kernel makes all gradients: the same to the bit as the two that it replaces."""
     monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
     monkeypatch.setattr(sweeps, "are_few", lambda *_: False)
-    case = replace(NAMED[name], groups=1)
+    case = replace(NAMED[name], groups=groups)
     problem = draw(case, CPU, torch.bfloat16, B=B, T=T, H=2, K=D, V=D, gates=gates)
     expected, apart = emulated(problem, launched)
     monkeypatch.setattr(delta_rule, "AT_ONCE", {64: 1, 128: 1})

@@ -319,9 +319,10 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
 
 @pytest.mark.parametrize(
     ("change", "taken"),
-    [("", True), ("64", True), ("rows", False), ("few", False), ("groups", False), ("V=64", False)]
+    [("", True), ("64", True), ("rows", False), ("few", False), ("groups", True), ("V=64", False)]
     + [("a", False), ("before", False), ("channels", False), ("values", False), ("keys", True)]
     + [
+        ("groups of five", False),
         ("packed", False),
         ("restarts", False),
         ("float32", False),
@@ -332,13 +333,14 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
 )
 def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If its programs fill a chip nearly: 132 of them at a time, and 264 of heads of 64."""
-    B, D = {"few": 59, "rows": 69, "64": 120, "packed": 1}.get(change, 60), 64 if change == "64" else 128
-    H, V = 1 if change == "groups" else 2, 64 if change == "V=64" else D
+    B = {"few": 59, "rows": 69, "64": 120, "packed": 1, "groups of five": 24}.get(change, 60)
+    D, HV = 64 if change == "64" else 128, 5 if change == "groups of five" else 2
+    H, V = 1 if "groups" in change else 2, 64 if change == "V=64" else D
     T, dtype = 120 if change == "packed" else 3, torch.float32 if change == "float32" else torch.bfloat16
     first = 4 * (change == "q")
     q = torch.zeros(first + B * T * H * D, dtype=dtype)[first:].view(B, T, H, D)
-    v, beta = torch.zeros(B, T, 2, V, dtype=dtype), torch.zeros(B, T, 2)
-    gk = beta.unsqueeze(-1).expand(B, T, 2, D) if change == "channels" else None
+    v, beta = torch.zeros(B, T, HV, V, dtype=dtype), torch.zeros(B, T, HV)
+    gk = beta.unsqueeze(-1).expand(B, T, HV, D) if change == "channels" else None
     cu_seqlens = torch.arange(0, 121, 2) if change == "packed" else None
     if change == "restarts":
         monkeypatch.setattr(sweeps, "restart_count", lambda *_: 2)

@@ -17,7 +17,7 @@ from flacompose.ops.families.delta_rule.channel_kernels import (
     channel_pair_kernel,
     pair_gradient_kernel,
 )
-from flacompose.ops.families.delta_rule.gradients import gradient_kernel
+from flacompose.ops.families.delta_rule.gradients import add_heads_kernel, gradient_kernel
 from flacompose.ops.families.delta_rule.inputs import NORM_EPS, Inputs
 from flacompose.ops.families.delta_rule.inverse_sweeps import InverseSweeps
 from flacompose.ops.families.delta_rule.kernels import pair_kernel
@@ -54,6 +54,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     reverses = by_states or wants("v", "initial_state")
     both_ways = by_reads and reverses and rule.sweeps_at_once and not is_joint
     r = S = dS = dv = None
+    made: dict[str, Tensor] = {}
     if by_reads:
         r = rule.scratch(rule.HV, rule.V)
         S = rule.per_chunk_state()
@@ -62,9 +63,11 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         rule.factors["Y"] = None  # gives its memory back for what follows
     if is_joint:
         assert r is not None and S is not None
-        joint = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state, gates=wants("g"))
-        return call.made(**joint, initial_state=d_initial_state)
-    made: dict[str, Tensor] = {}
+        outputs, of_sums = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state)
+        made["v"] = rule.batched(r)
+        S = None  # gives its memory back for the sums that follow
+        made |= rule.added_up(rule.of_key_heads(outputs)) | rule.gate_gradient(*of_sums, wants("g"))
+        return call.made(**made, initial_state=d_initial_state)
     if reverses:
         dS = rule.per_chunk_state() if by_states else None
         dv = rule.place_of_dv(both_ways)
@@ -103,12 +106,13 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
     return gk if g is None else gk.float() + g.unsqueeze(-1)
 
 
-# The most heads of values that share keys for which the kernel for Hopper adds up the gradients of queries, keys and
-# `a`. It rounds each sum to the dtype of the inputs, and with more heads these roundings would exceed the kernel's own
+# The most heads of values that share keys for which kernels for Hopper add up the gradients of queries, keys and `a`.
+# They round each sum to the dtype of the inputs, and with more heads these roundings would exceed the kernels' own
 # error.
 LARGEST_GROUP = 4
 # How many programs of the kernel of `hopper_reverse` a chip of Hopper runs at a time, by the size of heads.
 AT_ONCE = {64: 264, 128: 132}
+ADDED = 2048  # sums of gradients of heads for a program
 
 
 class _Launches(InverseSweeps):
@@ -290,7 +294,7 @@ class _Launches(InverseSweeps):
         programs = self.N * self.HV * self.parts
         if self.gk is not None or not self.reads_with_key or self.restarts > 1 or self.cu_seqlens is not None:
             return False
-        if self.K != self.V or self.HV != self.q.shape[2] or not isinstance(programs, int):
+        if self.K != self.V or self.HV > LARGEST_GROUP * self.q.shape[2] or not isinstance(programs, int):
             return False
         if not _hopper.takes(self.chip, (*self.of_keys, do), self.K):
             return False
@@ -304,19 +308,21 @@ class _Launches(InverseSweeps):
         r: Tensor,
         S: Tensor,
         d_initial: Tensor | None,
-        gates: bool,
-    ) -> dict[str, Tensor]:
-        """`reverse` and `gradients` in one kernel, where `has_joint_kernel` says so, and the gradient of values."""
+    ) -> tuple[dict[str, Tensor], tuple[Tensor | None, Tensor | None]]:
+        """`reverse` and `gradients` in one kernel, where `has_joint_kernel` says so, which fills `r` with dv.
+
+        It returns the gradients of queries, keys and `beta` of each head of values, and `of_sums`.
+        """
         from flacompose.ops.families.delta_rule import hopper_reverse
 
         HV, tiles = self.HV, self.K // 64
         starts = self.reverse_starts(do, d_final)
         # A program has read W and r of a chunk when it stores dq and dv in their place.
-        dq, dv = self.factors["W"], r
+        dq = self.factors["W"]
         assert dq is not None
         outputs = {"dq": dq, "dk": self.per_token(HV, self.K, dtype=self.dtype)}
         outputs["dbeta"] = self.per_token(tiles, HV, dtype=torch.float32)
-        d_sums, d_total = self.of_sums(tiles)
+        d_sums, d_total = of_sums = self.of_sums(tiles)
         launch(
             hopper_reverse.reverse_gradient_kernel,
             (self.parts * self.N * HV,),
@@ -332,20 +338,36 @@ class _Launches(InverseSweeps):
             do=do,
             states=S,
             d_final=starts,
-            dv=dv,
+            dv=r,
             d_sums=d_sums,
             d_total=d_total,
             d_initial=d_initial,
             scale=self.arguments["scale"],
             HV=HV,
             SEGMENTS=self.parts,
+            GROUP=HV // self.q.shape[2],
             D=self.K,
             C=self.C,
             num_warps=self.K // 16,
         )
         self.free_sweep_memory()
-        made = self.added_up(outputs) | self.gate_gradient(d_sums, d_total, gates)
-        return made | {"v": self.batched(dv)}
+        return outputs, of_sums
+
+    def of_key_heads(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`outputs` of `reverse_gradients`, those of queries and keys added up over the heads that share keys.
+
+        Each sum is rounded as where `hopper_gradients` adds to what the head before has stored.
+        """
+        H = self.q.shape[2]
+        if self.HV == H:
+            return outputs
+        added = {}
+        for name in ("dq", "dk"):
+            added[name] = sums = self.per_token(H, self.K, dtype=self.dtype)
+            sizes = {"size": sums.numel(), "GROUP": self.HV // H, "K": self.K, "BLOCK": ADDED}
+            grid = (tile_count(sums.numel(), ADDED),)
+            launch(add_heads_kernel, grid, x=outputs[name], sums=sums, **sizes, num_warps=4)
+        return outputs | added
 
     def pair_gradients(self, **arguments: Any) -> dict[str, Tensor | None]:
         """The gradients of the products of queries and keys with keys, as `gradient_from_pairs_kernel` takes them."""

@@ -221,3 +221,22 @@ def gradient_kernel(
             store_tile(dk + first * K, dk_read + written * beta_t, i, size, 0, d, HV, K)
         else:
             store_tile(dk + first * K, written * beta_t, i, size, 0, d, HV, K)
+
+
+@triton.jit(do_not_specialize=["size"])
+def add_heads_kernel(
+    x,  # [tokens, H, GROUP, K]
+    sums,  # [tokens, H, K]
+    size,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The `size` sums of `x` over the heads of values that share keys, rounded after each addition."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x += i // K * (GROUP * K) + i % K
+    total = tl.load(x, mask=i < size, other=0.0)
+    for head in tl.static_range(1, GROUP):
+        added = tl.load(x + head * K, mask=i < size, other=0.0)
+        total = (total.to(tl.float32) + added.to(tl.float32)).to(total.dtype)
+    tl.store(sums + i, total, mask=i < size)

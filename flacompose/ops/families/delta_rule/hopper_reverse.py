@@ -83,8 +83,8 @@ def _add_transposed(x, y_s, acc):
 @gluon.jit(do_not_specialize=["T", "N", "HV", "SEGMENTS", "scale"])
 def reverse_gradient_kernel(
     # The parameters of the kernels named above, with the same meanings.
-    q,  # [tokens, HV, D]
-    k,  # [tokens, HV, D]
+    q,  # [tokens, HV / GROUP, D]
+    k,  # [tokens, HV / GROUP, D]
     beta,  # [tokens, HV]
     sums,  # [chunks, HV, C]
     W,  # [tokens, HV, D]
@@ -105,10 +105,14 @@ def reverse_gradient_kernel(
     scale,
     HV,
     SEGMENTS,
+    GROUP: gl.constexpr,
     D: gl.constexpr,
     C: gl.constexpr,
 ):
-    """One program goes backwards in time through one segment of one sequence and head of values."""
+    """One program goes backwards in time through one segment of one sequence and head of values.
+
+    A `GROUP` of heads of values shares keys. Each has gradients of queries and keys of its own.
+    """
     scale = scale.to(gl.float32)
     TILES: gl.constexpr = D // 64
     # Layouts of products by their shapes.
@@ -126,6 +130,7 @@ def reverse_gradient_kernel(
     h = h.to(gl.int32)
     segment = ns // N
     nh = ns % N * HV + h
+    HK, hk = HV // GROUP, h // GROUP
     lo, hi, row0, _, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, None, C)
     # What is counted in tokens, or in tokens of heads, fits in 32 bits: its vectors would not fit on a GPU otherwise.
     lo, hi, row0 = lo.to(gl.int32), hi.to(gl.int32), row0.to(gl.int32)
@@ -169,11 +174,12 @@ def reverse_gradient_kernel(
         size = gl.minimum(hi - start, C)
         rh = (row0 + stop - 1) * HV + h
         of_rows = (start * HV + h).to(gl.int64) * D
+        of_keys = (start * HK + hk).to(gl.int64) * D
         copy(W_s.index(0), W + of_rows, HV * D, size)
         copy(P_s.index(0), P + rh.to(gl.int64) * (C * C), C, C)
         copy(do_s.index(0), do + of_rows, HV * D, size)
-        copy(q_s.index(0), q + of_rows, HV * D, size)
-        copy(k_s.index(0), k + of_rows, HV * D, size)
+        copy(q_s.index(0), q + of_keys, HK * D, size)
+        copy(k_s.index(0), k + of_keys, HK * D, size)
         commit_group()
         copy(r_s.index(0), r + of_rows, HV * D, size)
         copy(S_s.index(0), states + rh.to(gl.int64) * (D * D), D, D)
@@ -203,8 +209,9 @@ def reverse_gradient_kernel(
             sum_t = gl.load(sums + rh.to(gl.int64) * C + each)
         arrived(1)
         if more:
-            copy(q_s.index(1 - now), q + next_rows, HV * D, full)
-            copy(k_s.index(1 - now), k + next_rows, HV * D, full)
+            next_keys = ((start - C) * HK + hk).to(gl.int64) * D
+            copy(q_s.index(1 - now), q + next_keys, HK * D, full)
+            copy(k_s.index(1 - now), k + next_keys, HK * D, full)
 
         # 1. dv, and the gradient of the state before the chunk, as in `reverse_kernel`. Other products begin.
         rounded = dS.to(gl.bfloat16)
