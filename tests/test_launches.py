@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
+from cycles import in_cycles
 from families import flat
 from launches import matrix_calls, other_calls, recorded, tables_of
 
@@ -35,7 +36,7 @@ from flacompose.ops.families.delta_rule import (
     sweeps,
 )
 from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
-from flacompose.ops.families.delta_rule.gradients import gradient_kernel
+from flacompose.ops.families.delta_rule.gradients import add_heads_kernel, gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
 from flacompose.ops.families.delta_rule.two_way import two_way_kernel
 from flacompose.ops.families.rg_lru import cuda as rg_lru
@@ -81,27 +82,12 @@ def test_memory_has_a_dtype_of_its_own() -> None:
 
 @pytest.mark.parametrize("chip", [HOPPER, AMPERE], ids=["Hopper", "Ampere"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_memory_is_free_when_a_call_returns(chip: Chip, dtype: torch.dtype) -> None:
-    """No tensor waits for Python's garbage collector, which runs long after a GPU has no memory left."""
+def test_launches_leave_no_cycles(chip: Chip, dtype: torch.dtype) -> None:
+    """No tensor waits for Python's garbage collector, which does not know when a GPU has no memory left."""
     with torch.device("meta"), tables_of(chip):
         calls = [call for T in (130, 64 * 260) for call in matrix_calls(dtype, 64, 64, T)]
         calls += other_calls(dtype, 64 * 260)
-        gc.collect()
-        gc.disable()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        try:
-            recorded(calls)
-            gc.collect()
-            kept = {
-                type(x)
-                for x in gc.garbage
-                if type(x) is Tensor or type(x).__module__.startswith("flacompose")
-            }
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
-    assert kept == set()
+        assert in_cycles(lambda: recorded(calls)) == set()
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
@@ -317,11 +303,31 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
     ) * taken
 
 
+def test_states_are_free_when_heads_are_added() -> None:
+    """So that the gradients of queries and keys take no memory beside theirs."""
+    found: list[weakref.ref[Tensor] | None] = []
+
+    def record(kernel: Any, *_: Any, **arguments: Any) -> None:
+        if kernel is hopper_reverse.reverse_gradient_kernel:
+            found.append(weakref.ref(arguments["states"]))
+        elif kernel is add_heads_kernel:
+            assert found[0] is not None
+            assert found[0]() is None
+            found.append(None)
+
+    q, v, beta = (torch.zeros(60, 3, *size, dtype=torch.bfloat16) for size in ((1, 64), (4, 64), (4,)))
+    args = q, q, v, beta, beta.float(), None, None, None, None, 1.0, False, v, None, [True] * 5 + [False] * 3
+    with tables_of(HOPPER), launching_by(record):
+        flat(delta_rule, "backward")(*args)
+    assert found[1:] == [None, None]
+
+
 @pytest.mark.parametrize(
     ("change", "taken"),
     [("", True), ("64", True), ("rows", False), ("few", False), ("groups", True), ("V=64", False)]
     + [("a", False), ("before", False), ("channels", False), ("values", False), ("keys", True)]
     + [
+        ("groups of four", True),
         ("groups of five", False),
         ("packed", False),
         ("restarts", False),
@@ -333,8 +339,10 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
 )
 def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If its programs fill a chip nearly: 132 of them at a time, and 264 of heads of 64."""
-    B = {"few": 59, "rows": 69, "64": 120, "packed": 1, "groups of five": 24}.get(change, 60)
-    D, HV = 64 if change == "64" else 128, 5 if change == "groups of five" else 2
+    B = {"few": 59, "rows": 69, "64": 120, "packed": 1, "groups of four": 30, "groups of five": 24}.get(
+        change, 60
+    )
+    D, HV = 64 if change == "64" else 128, {"groups of four": 4, "groups of five": 5}.get(change, 2)
     H, V = 1 if "groups" in change else 2, 64 if change == "V=64" else D
     T, dtype = 120 if change == "packed" else 3, torch.float32 if change == "float32" else torch.bfloat16
     first = 4 * (change == "q")

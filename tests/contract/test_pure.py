@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cycles import in_cycles
 from families import flat, part
 from torch import Tensor
 
@@ -98,6 +99,14 @@ def test_inputs_are_unchanged_and_outputs_new(
         new = storages(list(outputs))
         assert len(set(new)) == len(new), f"{op} returns one memory twice"
         assert not set(new) & set(used), f"{op} returns an input's memory"
+
+
+@every()
+def test_memory_is_free_when_a_call_returns(case: OpCase, device: torch.device) -> None:
+    """On CUDA also after the second call, which is recorded, and the third, which repeats it."""
+    problem = draw(case, device)
+    calls = 3 if device.type == "cuda" else 1
+    assert in_cycles(lambda: [evaluate(problem) for _ in range(calls)]) == set()
 
 
 OTHER_PROGRAMS = {"short_conv", "selective_scan", "scalar_decay", "normalizer"}

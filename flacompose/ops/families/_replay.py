@@ -160,4 +160,5 @@ class _Recorder(TorchDispatchMode):
             body.append(line)
             body += [f"del {name}" for name, last in last_use.items() if last == i < len(lines) - 1]
         exec("\n    ".join([f"def repeat({', '.join(self.parameters)}):", *body]), self.constants)
-        return self.constants["repeat"]
+        # Its globals do not hold the function itself, which would be a reference cycle.
+        return self.constants.pop("repeat")
