@@ -98,6 +98,8 @@ SHARED_KEYS = (Shape(4, 8192, 16, 128, 128, group=2), Shape(1, 32768, 16, 128, 1
 """Heads as models with the gated delta rule have them, at which other projects publish their times."""
 FLASH_QLA = (SHARED_KEYS[1], *(Shape(B, 8192, 16, 128, 128, group=n) for B in (1, 4) for n in (2, 4)))
 """What is measured beside FlashQLA, which takes heads of 128 alone, after one of the shapes of all ops."""
+PUBLISHED_KDA = (Shape(1, 8192, 64, 128, 128), Shape(1, 4096, 16, 128, 128))
+"""At which FlashKDA and attention-gym publish their times of KDA."""
 HEADS_OF_256 = Shape(8, 2048, 8, 256, 256)
 LARGER_HEADS = (
     Shape(8, 2048, 6, 320, 320),
@@ -424,7 +426,13 @@ OPS = {
             training=(*TRAINING, *SHARED_KEYS),
             peer_keys=256,
         ),
-        _op("kda", _reference(delta_rule, g="gk"), {**DELTA, "g": gate("B T HV K")}, peer_keys=256),
+        _op(
+            "kda",
+            _reference(delta_rule, g="gk"),
+            {**DELTA, "g": gate("B T HV K")},
+            training=(*TRAINING, *PUBLISHED_KDA),
+            peer_keys=256,
+        ),
         _op(
             "mlstm",
             _mlstm,
