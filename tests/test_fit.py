@@ -18,6 +18,8 @@ from launches import CHIPS, Call, Launch, every_call, matrix_calls, recorded, ta
 
 from flacompose.ops._chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
 from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
+from flacompose.ops.families.delta_rule import gradient_launches  # noqa: E402
+from flacompose.ops.families.delta_rule import launches as delta_rule_launches  # noqa: E402
 from flacompose.ops.families.delta_rule import sweeps as delta_rule_sweeps  # noqa: E402
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
 from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
@@ -119,7 +121,7 @@ def test_joint_kernel_in_gluon_fits(rows: int, D: int) -> None:
     with tables_of(HOPPER):
         found = recorded([Call("", flat(delta_rule, "backward"), "delta_rule_backward", args)])
     (joint,) = (launch for launch in found if launch.name == "reverse_gradient_kernel")
-    programs = delta_rule.AT_ONCE[D] // 132
+    programs = gradient_launches.AT_ONCE[D] // 132
     assert programs * (joint.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
 
 
@@ -145,8 +147,8 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
         (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
         (delta_rule_sweeps.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "76be16f5a545c7fa"),
         (delta_rule_sweeps.join_config, (BOTH, SIZES), "65fbc21e32172651"),
-        (delta_rule.channel_config, (BOTH,), "52e3d26836d43c16"),
-        (delta_rule.channel_pair_config, (BOTH, SIZES), "c60be015d29a92d4"),
+        (gradient_launches.channel_config, (BOTH,), "52e3d26836d43c16"),
+        (delta_rule_launches.channel_pair_config, (BOTH, SIZES), "c60be015d29a92d4"),
     ],
     ids=["state", "sweep", "delta_sweep", "join", "channel", "channel_pair"],
 )
@@ -154,7 +156,7 @@ def test_what_was_tuned_on_hopper_stays(function: Any, choices: Any, digest: str
     """These were measured on an H100, and compared with the reference there. After a change, measure them again."""
     table = [*configurations(function, *choices)]
     assert sha256(repr(table).encode()).hexdigest()[:16] == digest
-    if function is delta_rule.channel_pair_config:  # with more keys in float32 it did not fit before
+    if function is delta_rule_launches.channel_pair_config:  # with more keys in float32 it did not fit before
         assert [K for K in SIZES if not function(HOPPER, True, K)["KEEP"]] == [K for K in SIZES if K > 128]
         assert [K for K in SIZES if not function(HOPPER, False, K)["KEEP"]] == [384, 385, 512]
 
@@ -170,7 +172,7 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
         for C in (32, 64):
             config = scalar_decay.sweep_config(chip, True, C, K, V)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
-    assert {delta_rule.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
+    assert {gradient_launches.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
 
 
 @pytest.mark.parametrize(

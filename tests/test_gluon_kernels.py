@@ -31,11 +31,13 @@ from flacompose.ops.families import _sequences
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule import (
     eager,
+    gradient_launches,
     hopper_channels,
     hopper_gradients,
     hopper_pairs,
     hopper_reverse,
     hopper_sweep,
+    launches,
     sweeps,
 )
 from flacompose.ops.families.delta_rule.inputs import Inputs
@@ -119,7 +121,7 @@ def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def pairs(chip: Chip) -> tuple[Tensor, Tensor]:
         with tables_of(chip), launching_by(run):
-            made = delta_rule._Launches(inputs, with_r=True)
+            made = launches.Launches(inputs, with_r=True)
         assert made.growth is not None
         return made.growth[:3], made.factors["Y"][:3]
 
@@ -202,7 +204,7 @@ def test_joint_kernel(
     case = replace(NAMED[name], groups=groups)
     problem = draw(case, CPU, torch.bfloat16, B=B, T=T, H=2, K=D, V=D, gates=gates)
     expected, apart = emulated(problem, launched)
-    monkeypatch.setattr(delta_rule, "AT_ONCE", {64: 1, 128: 1})
+    monkeypatch.setattr(gradient_launches, "AT_ONCE", {64: 1, 128: 1})
     results, joint = emulated(problem, launched)
     assert JOINT <= joint and not JOINT & apart
     assert_equal(results, expected)
@@ -215,7 +217,7 @@ def test_joint_kernel(
 )
 def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a token that reads with a later one that writes reach nothing, even if they are inf."""
-    monkeypatch.setattr(delta_rule, "AT_ONCE", {64: 1 if joint else 10**9})
+    monkeypatch.setattr(gradient_launches, "AT_ONCE", {64: 1 if joint else 10**9})
     problem = draw(
         replace(NAMED[name], groups=1), CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-0.1
     )

@@ -26,9 +26,8 @@ from unregistered import launched
 
 from flacompose.ops._chip import ADA
 from flacompose.ops.families import _sequences
-from flacompose.ops.families.delta_rule import cuda as delta_rule
+from flacompose.ops.families.delta_rule import gradient_launches, sweeps
 from flacompose.ops.families.delta_rule import kernels as delta_rule_kernels
-from flacompose.ops.families.delta_rule import sweeps
 from flacompose.ops.families.scalar_decay import cuda as scalar_decay
 from flacompose.ops.families.vector_decay.gates import lets_through
 
@@ -488,9 +487,9 @@ def test_states_in_parts(
 @pytest.mark.parametrize("loss", ["both", "o", "state"])
 def test_gradients_from_stored_pairs(case: OpCase, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in bfloat16 with more than 128 keys: the gradients of pairs are stored for several tiles of keys."""
-    monkeypatch.setattr(delta_rule, "stores_pairs", lambda *_: True)
+    monkeypatch.setattr(gradient_launches, "stores_pairs", lambda *_: True)
     config = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(delta_rule, "gradient_from_pairs_config", lambda *_: config)
+    monkeypatch.setattr(gradient_launches, "gradient_from_pairs_config", lambda *_: config)
     check(draw(case, CPU, B=1, H=1, T=70, K=20, V=37, gates="mixed"), loss)
 
 
@@ -501,7 +500,7 @@ def test_key_that_reads_before_the_decay(
     stored: bool, lengths: list[int] | None, gates: str | float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no other vector that reads."""
-    monkeypatch.setattr(delta_rule, "stores_pairs", lambda *_: stored)
+    monkeypatch.setattr(gradient_launches, "stores_pairs", lambda *_: stored)
     check(draw(KEY_READS_BEFORE, CPU, B=1, H=1, T=70, K=5, V=6, lengths=lengths, gates=gates))
 
 
@@ -634,7 +633,7 @@ def test_one_gradient(
 
 def test_one_gradient_from_stored_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a gradient of queries needs is given to the kernels, if it is the only one."""
-    monkeypatch.setattr(delta_rule, "stores_pairs", lambda *_: True)
+    monkeypatch.setattr(gradient_launches, "stores_pairs", lambda *_: True)
     for a, read_before in ((None, False), ((1, 34, 1, 5), True)):
         shapes = [*DELTA_TOKENS, None, a, (1, 2, 5, 6)]
         test_one_gradient("delta_rule", shapes, (0.7, read_before))

@@ -8,9 +8,9 @@ from families import flat, part
 from test_stretches import CASES, MATRICES, Case, drawn, packed
 
 from flacompose.ops.families import _sequences
-from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule import sweeps
 from flacompose.ops.families.delta_rule.inputs import Inputs
+from flacompose.ops.families.delta_rule.launches import Launches
 from flacompose.ops.families.selective_scan import cuda as selective_scan
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -48,7 +48,7 @@ def test_growth_bounds_what_a_chunk_multiplies_a_state_by(monkeypatch: pytest.Mo
     q, k, v = torch.randn(3, 1, 55, 2, 3, generator=generator, dtype=torch.float64)
     beta, g = torch.rand(2, 1, 55, 2, generator=generator, dtype=torch.float64)
     inputs = Inputs(q, k, v, 2 * beta, -1e-5 * g, cu_seqlens=bounds)
-    growth = delta_rule._Launches(Inputs(*(x.float() for x in inputs[:5]), cu_seqlens=bounds)).growth
+    growth = Launches(Inputs(*(x.float() for x in inputs[:5]), cu_seqlens=bounds)).growth
     assert growth is not None
     _, matrix = torch.ops.flacompose.delta_rule_ends(*inputs)
     norm = torch.linalg.matrix_norm(matrix, 2).log2()
