@@ -271,23 +271,9 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
         for groups, gated in product((1, 2), (False, True)):
             q_, v_ = new(120, T, H, K, dtype=dtype), new(120, T, H * groups, V, dtype=dtype)
             gate = new(120, T, H * groups)
-            args = (
-                q_,
-                q_,
-                v_,
-                gate,
-                gate if gated else None,
-                None,
-                None,
-                None,
-                None,
-                1.0,
-                False,
-                v_,
-                None,
-                mask,
-            )
-            described = f"delta_rule, many rows, groups={groups} {at}"
+            inputs = q_, q_, v_, gate, gate if gated else None, *[None] * 4, 1.0, False
+            args = *inputs, v_, None, mask
+            described = f"delta_rule, many rows, {'g ' if gated else ''}groups={groups} {at}"
             yield Call(described, flat(delta_rule, "backward"), "delta_rule_backward", args)
 
     for R, halves in ((1, False), (4, True)):

@@ -303,23 +303,25 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
     ) * taken
 
 
-def test_states_are_free_when_heads_are_added() -> None:
-    """So that the gradients of queries and keys take no memory beside theirs."""
-    found: list[weakref.ref[Tensor] | None] = []
+@pytest.mark.parametrize(("wanted", "sums"), [("q k v", 2), ("k", 1), ("beta", 0)])
+def test_heads_are_added_after_states_are_free(wanted: str, sums: int) -> None:
+    """And only for the gradients of queries and keys that are wanted."""
+    states: list[weakref.ref[Tensor]] = []
+    are_free: list[bool] = []
 
     def record(kernel: Any, *_: Any, **arguments: Any) -> None:
         if kernel is hopper_reverse.reverse_gradient_kernel:
-            found.append(weakref.ref(arguments["states"]))
+            states.append(weakref.ref(arguments["states"]))
         elif kernel is add_heads_kernel:
-            assert found[0] is not None
-            assert found[0]() is None
-            found.append(None)
+            are_free.append(states[0]() is None)
 
     q, v, beta = (torch.zeros(60, 3, *size, dtype=torch.bfloat16) for size in ((1, 64), (4, 64), (4,)))
-    args = q, q, v, beta, beta.float(), None, None, None, None, 1.0, False, v, None, [True] * 5 + [False] * 3
+    mask = [name in wanted.split() for name in ("q", "k", "v", "beta", *[""] * 4)]
+    args = q, q, v, beta, beta.float(), *[None] * 4, 1.0, False, v, None, mask
     with tables_of(HOPPER), launching_by(record):
         flat(delta_rule, "backward")(*args)
-    assert found[1:] == [None, None]
+    assert len(states) == 1
+    assert are_free == [True] * sums
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ class Sequences:
         return torch.empty(self.N, *shape, dtype=dtype, device=self.device)
 
     def per_segment(self, segments: int, *shape: int) -> Tensor:
+        """As `per_segment` of this module, for these sequences."""
         return per_segment(segments, self.N, *shape, device=self.device)
 
     def segments(self, units: int, programs: int, least: int = 1) -> tuple[int, bool]:

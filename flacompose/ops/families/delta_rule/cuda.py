@@ -8,7 +8,7 @@ from flacompose.ops._launching import launches_into_graph
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import operand
 from flacompose.ops.families._signature import BackwardCall, Gradients
-from flacompose.ops.families.delta_rule.gradient_launches import GradientLaunches
+from flacompose.ops.families.delta_rule.gradient_launches import GradientLaunches, Swept
 from flacompose.ops.families.delta_rule.inputs import NORM_EPS, Inputs
 from flacompose.ops.families.delta_rule.launches import Launches
 
@@ -50,7 +50,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         outputs, d_sums, d_total = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state)
         made["v"] = rule.batched(r)
         S = None  # gives its memory back for the sums that follow
-        made |= rule.added_up(rule.of_key_heads(outputs)) | rule.gate_gradient(d_sums, d_total, wants("g"))
+        made |= rule.added_up(rule.of_key_heads(outputs, wants))
+        made |= rule.gate_gradient(d_sums, d_total, wants("g"))
         return call.made(**made, initial_state=d_initial_state)
     if reverses:
         dS = rule.per_chunk_state() if by_states else None
@@ -62,10 +63,12 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         else:
             rule.reverse(do, d_final_state, **backwards)
     rule.free_sweep_memory()
-    if by_reads and of_channels:
-        made |= rule.channel_gradients(do, r, dv, S, dS, gates=wants("g", "gk"))
-    elif by_reads:
-        made |= rule.gradients(do, r, dv, S, dS, gates=wants("g"))
+    if by_reads:
+        swept = Swept(do, r, dv, S, dS)
+        if of_channels:
+            made |= rule.channel_gradients(swept, gates=wants("g", "gk"))
+        else:
+            made |= rule.gradients(swept, gates=wants("g"))
     return call.made(**made, initial_state=d_initial_state)
 
 

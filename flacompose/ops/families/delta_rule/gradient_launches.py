@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,47 +30,47 @@ AT_ONCE = {64: 264, 128: 132}
 ADDED = 2048  # sums of gradients of heads for a program
 
 
+class Swept(NamedTuple):
+    """What the gradients of chunks are made of, by the names of the kernels' parameters; None is not wanted."""
+
+    do: Tensor
+    r: Tensor | None
+    dv: Tensor | None
+    states: Tensor | None
+    d_states: Tensor | None
+
+
 class GradientLaunches(Launches):
     """The gradients of queries, keys, `a`, `beta` and gates: of each chunk, from what sweeps both ways have stored."""
 
-    def gradients(
-        self,
-        do: Tensor,
-        r: Tensor | None,
-        dv: Tensor | None,
-        S: Tensor | None,
-        dS: Tensor | None,
-        gates: bool,
-    ) -> dict[str, Tensor]:
-        """The gradients of queries and, with `dS`, keys, `a`, `beta` and, if wanted, gates of heads, by their names."""
+    def gradients(self, swept: Swept, gates: bool) -> dict[str, Tensor]:
+        """The gradients of queries and, with `d_states`, of keys, `a`, `beta` and, if wanted, gates, by their names."""
         H, HV = self.q.shape[2], self.HV
         gates_of_heads = {name: self.gates[name] for name in ("sums", "rest")}
         sizes = {"V": self.V, "C": self.C}
         products: dict[str, Tensor | None] = {}
         kernel, config = gradient_kernel, gradient_config(self.bfloat16, self.V)
         on_hopper = (
-            dS is not None
+            swept.d_states is not None
             and HV // H <= LARGEST_GROUP
-            and _hopper.takes(self.chip, (*self.of_keys, do), self.K, self.V)
+            and _hopper.takes(self.chip, (*self.of_keys, swept.do), self.K, self.V)
         )
         if on_hopper:
             config = {"BK": 64, "num_warps": 4}
         elif stores_pairs(self.bfloat16, self.K):
             kernel, config = gradient_from_pairs_kernel, gradient_from_pairs_config(self.bfloat16)
-            products = self.pair_gradients(
-                r=r, do=do, dv=None if dS is None else dv, **gates_of_heads, **sizes
-            )
+            dv = None if swept.d_states is None else swept.dv
+            products = self.pair_gradients(r=swept.r, do=swept.do, dv=dv, **gates_of_heads, **sizes)
         tiles = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(tiles, H if on_hopper else HV)
         # The sums always, so that the bits of other gradients do not depend on whether those of gates are wanted.
         d_sums, d_total = self.of_sums(tiles)
-        if dS is None:  # queries alone
+        if swept.d_states is None:  # queries alone
             outputs, d_sums, d_total = dict.fromkeys(outputs) | {"dq": outputs["dq"]}, None, None
-        of_values = {"r": r, "do": do, "dv": dv, "states": S, "d_states": dS}
         of_gates = {"sums": self.gates["sums"], "d_sums": d_sums, "d_total": d_total}
         arguments = dict(
             **self.vectors,
-            **of_values,
+            **swept._asdict(),
             **outputs,
             **of_gates,
             **self.arguments,
@@ -175,21 +176,23 @@ class GradientLaunches(Launches):
         self.free_sweep_memory()
         return outputs, d_sums, d_total
 
-    def of_key_heads(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    def of_key_heads(self, outputs: dict[str, Tensor], wants: Callable[..., bool]) -> dict[str, Tensor]:
         """`outputs` of `reverse_gradients`, those of queries and keys added up over the heads that share keys.
+
+        Of queries and keys, it returns what the call `wants`.
 
         Each sum is rounded as where `hopper_gradients` adds to what the head before has stored.
         """
-        H = self.q.shape[2]
+        H, added = self.q.shape[2], {"dbeta": outputs["dbeta"]}
         if self.HV == H:
             return outputs
-        added = {}
-        for name in ("dq", "dk"):
-            added[name] = sums = self.per_token(H, self.K, dtype=self.dtype)
+        for name in filter(wants, ("q", "k")):
+            sums = self.per_token(H, self.K, dtype=self.dtype)
             sizes = {"size": sums.numel(), "GROUP": self.HV // H, "K": self.K, "BLOCK": ADDED}
             grid = (tile_count(sums.numel(), ADDED),)
-            launch(add_heads_kernel, grid, x=outputs[name], sums=sums, **sizes, num_warps=4)
-        return outputs | added
+            launch(add_heads_kernel, grid, x=outputs[f"d{name}"], sums=sums, **sizes, num_warps=4)
+            added[f"d{name}"] = sums
+        return added
 
     def pair_gradients(self, **arguments: Any) -> dict[str, Tensor | None]:
         """The gradients of the products of queries and keys with keys, as `gradient_from_pairs_kernel` takes them."""
@@ -210,21 +213,13 @@ class GradientLaunches(Launches):
         )
         return products
 
-    def channel_gradients(
-        self,
-        do: Tensor,
-        r: Tensor | None,
-        dv: Tensor | None,
-        S: Tensor | None,
-        dS: Tensor | None,
-        gates: bool,
-    ) -> dict[str, Tensor]:
+    def channel_gradients(self, swept: Swept, gates: bool) -> dict[str, Tensor]:
         """The gradients of queries, keys, `a`, `beta` and, if wanted, of the gates of channels, by their names."""
         assert self.gk is not None
         HV = self.HV
         products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "diagonal": self.per_chunk(HV, self.C)}
-        of_values = {"r": r, "do": do, "dv": dv, "V": self.V}
-        on_hopper = _hopper.takes(self.chip, (*self.of_keys, do), self.K, self.V)
+        of_values = {"r": swept.r, "do": swept.do, "dv": swept.dv, "V": self.V}
+        on_hopper = _hopper.takes(self.chip, (*self.of_keys, swept.do), self.K, self.V)
         if not on_hopper:
             config = pair_gradient_config(self.bfloat16)
             launch(
@@ -234,7 +229,7 @@ class GradientLaunches(Launches):
         parts = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(parts, HV)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
-        given = {"a": self.a, "gk": self.gk, "states": S, "d_states": dS}
+        given = {"a": self.a, "gk": self.gk, "states": swept.states, "d_states": swept.d_states}
         of_gates = {"dgk": dgk, "mild": self.per_chunk(HV, parts, dtype=torch.int8)}
         arguments = dict(
             **self.vectors,
