@@ -15,6 +15,7 @@ from flacompose.ops._sizes import always_true
 from flacompose.ops.families._kernels import recurrent_kernel
 from flacompose.ops.families._sequences import Sequences
 
+NOTHING: Mapping[str, Any] = {}
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
@@ -33,15 +34,21 @@ def token_blocks(K: int, V: int) -> tuple[int, int]:
     return BK, block(V, max(4096 // BK, 8))
 
 
-def launch_by_gates(kernel: Any, programs: int, *parts: Mapping[str, Any], gated: bool = True) -> None:
+def launch_by_gates(
+    kernel: Any,
+    programs: int,
+    *parts: Mapping[str, Any],
+    gated: bool = True,
+    strong: Mapping[str, Any] = NOTHING,
+) -> None:
     """Launch a kernel for what has mild gates, and then for the rest. All is mild where nothing is `gated`.
 
-    The `parts` of its arguments have no name in common: a call raises where one is given twice, as ``{**a, **b}`` does
-    not.
+    In the second launch, the arguments in `strong` take the place of those of the same names. The `parts` have no name
+    in common: a call raises where one is given twice, as ``{**a, **b}`` does not.
     """
     arguments = reduce(lambda one, other: dict(**one, **other), parts)
     for mild in (True, False) if gated else (True,):
-        launch(kernel, (programs,), **arguments, MILD=mild)
+        launch(kernel, (programs,), **(arguments if mild else {**arguments, **strong}), MILD=mild)
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:

@@ -37,6 +37,7 @@ from flacompose.ops.families._kernels import (
     bounded,
     chunk_of_program,
     dot,
+    dot_in_parts,
     dot_of_parts,
     fine_dot,
     in_float32,
@@ -51,12 +52,14 @@ from flacompose.ops.families._kernels import (
 )
 from flacompose.ops.families.delta_rule.kernels import solve
 from flacompose.ops.families.vector_decay.gates import (
+    BLOCK_LEVELS,
     LEVELS,
     MILD_BOUND,
     C,
-    exact_pairs,
+    from_block_middle,
     from_middle,
     in_local_sum,
+    in_same_block,
     load_gates,
     middle_sums,
     rounded_dot,
@@ -123,6 +126,37 @@ def _mild_pairs(
     of_q = dot_of_parts(writer, reader_q, DOT, of_q)
     of_k = dot_of_parts(writer, reader_k, DOT, of_k)
     return of_q, of_k, writer, tl.exp(late)
+
+
+@triton.jit
+def _pairs(q, k, a, g, s, t, DOT: tl.constexpr):
+    """The products of `q` and of `a` with the keys `k` that write, at ``[s, t]``, decayed by any gates.
+
+    At each level of blocks the readers are the rows of odd blocks, and the writers those of even ones. Where gates are
+    mild about the middle of blocks of 16 tokens, as all gates from -5 to 0 are, one product holds all pairs in these.
+    """
+    middle = select(from_block_middle(s, t), g, DOT)
+    first = 0
+    if tl.max(tl.abs(middle)) < MILD_BOUND:
+        to_middle = tl.exp(middle)
+        writer = in_parts(k / to_middle, DOT)
+        within = in_same_block(s, t)
+        of_q = dot_in_parts(writer, in_parts(tl.trans(q * to_middle), DOT), DOT)
+        of_q = tl.where(within, of_q, 0.0)
+        of_a = dot_in_parts(writer, in_parts(tl.trans(a * to_middle), DOT), DOT)
+        of_a = tl.where(within, of_a, 0.0)
+        first += BLOCK_LEVELS
+    else:
+        of_q = tl.where(s == t, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
+        of_a = tl.zeros([C, C], dtype=tl.float32)
+    for level in range(first, LEVELS):
+        weight = tl.exp(select(in_local_sum(s, t, level, False), g, DOT))
+        odd = ((s >> level) & 1) == 1
+        role = tl.where(odd, q, k) * weight
+        of_q += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
+        role = tl.where(odd, a, k) * weight
+        of_a += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
+    return of_q, of_a
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
@@ -230,8 +264,9 @@ def channel_pair_kernel(
                 a_ = load_tile(a, *at_q)
             store_tile(k_read, a_ * read, *at_g)
             tl.store(total + d, tl.exp(tl.sum(g, 0)), mask=d < K)
-            of_q += exact_pairs(q_, k_, g_, s, t, False, DOT)
-            of_k += exact_pairs(a_, k_, g_, s, t, False, DOT)
+            of_block = _pairs(q_, k_, a_, g_, s, t, DOT)
+            of_q += of_block[0]
+            of_k += of_block[1]
     if MILD:
         tl.store(mild + rh, 1)
     # 2. Y and P.

@@ -113,6 +113,7 @@ class Launches(InverseSweeps):
             self.arguments,
             {"K": self.K},
             channel_pair_config(self.chip, self.bfloat16, self.K),
+            strong={"BK": 64 if self.bfloat16 else 32},
         )
 
 

@@ -14,6 +14,8 @@ from flacompose.ops.families._kernels import bounded, fine_dot, load_tile
 
 C = tl.constexpr(64)  # tokens of a chunk
 LEVELS = tl.constexpr(6)  # of blocks in a chunk
+BLOCK = tl.constexpr(16)  # tokens of a block whose pairs one product may hold
+BLOCK_LEVELS = tl.constexpr(4)  # of smaller blocks in it
 # Leaves float32 room for products of queries, keys, values and their gradients from 1e-18 to 1e18.
 MILD_BOUND = tl.constexpr(45.0)
 LEAST_KEPT = tl.constexpr(0.05)  # about exp(-3)
@@ -85,6 +87,20 @@ def from_middle(t, j):
     late = t >= C // 2
     inside = late == (j >= C // 2)
     return tl.where(inside & (late == (t >= j)), tl.where(late, 1.0, -1.0), 0.0)
+
+
+@triton.jit
+def from_block_middle(t, j):
+    """As `from_middle`, with the middle of a token's block of 16 in place of the chunk's."""
+    late = t % BLOCK >= BLOCK // 2
+    inside = t // (BLOCK // 2) == j // (BLOCK // 2)
+    return tl.where(inside & (late == (t >= j)), tl.where(late, 1.0, -1.0), 0.0)
+
+
+@triton.jit
+def in_same_block(t, s):
+    """Whether two tokens are in the same block of 16."""
+    return t // BLOCK == s // BLOCK
 
 
 @triton.jit
