@@ -102,6 +102,7 @@ class Launches(InverseSweeps):
         read = {name: self.scratch(self.HV, self.K) for name in ("q", "k")}
         self.factors |= read
         self.gates["total"] = self.per_chunk(self.HV, self.K)
+        config = channel_pair_config(self.chip, self.bfloat16, self.K)
         launch_by_gates(
             channel_pair_kernel,
             self.chunks * self.HV,
@@ -112,8 +113,9 @@ class Launches(InverseSweeps):
             {"mild": self.per_chunk(self.HV, dtype=torch.int8)},
             self.arguments,
             {"K": self.K},
-            channel_pair_config(self.chip, self.bfloat16, self.K),
-            strong={"BK": 64 if self.bfloat16 else 32},
+            config,
+            # Wider tiles of strong gates spill three times as many registers.
+            strong={"BK": min(config["BK"], 64)},
         )
 
 
