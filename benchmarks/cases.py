@@ -249,6 +249,12 @@ def _reference(
     return reference
 
 
+def _told_of_bound(fn: Callable[..., tuple]) -> Callable[..., tuple]:
+    """The peer's chunk form has faster kernels for gates from -5 to 0, and has to be told that they are."""
+    of_peer = fn.__module__.startswith("fla.") and fn.__name__.startswith("chunk")
+    return functools.partial(fn, safe_gate=True) if of_peer else fn
+
+
 def _retention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return scalar_decay(q, k, v, g_gamma=log_decay(v.shape[2], q), scale=scale)
 
@@ -432,6 +438,17 @@ OPS = {
             {**DELTA, "g": gate("B T HV K")},
             training=(*TRAINING, *PUBLISHED_KDA),
             peer_keys=256,
+        ),
+        Op(
+            "kda_strong_gates",
+            "chunk_kda",
+            "fused_recurrent_kda",
+            {**DELTA, "g": Draw("B T HV K", lambda x: -5 * x.sigmoid())},
+            reference=_reference(delta_rule, g="gk"),
+            adapt=_told_of_bound,
+            training=(TRAINING[0], *PUBLISHED_KDA),
+            peer_keys=256,
+            targets=Targets(forward=0.6, decode_gpu_us=70.0),
         ),
         _op(
             "mlstm",

@@ -32,6 +32,7 @@ from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule import (
     eager,
     gradient_launches,
+    hopper_channel_blocks,
     hopper_channels,
     hopper_gradients,
     hopper_pairs,
@@ -46,7 +47,7 @@ CPU = torch.device("cpu")
 OF_HEADS = {hopper_pairs.pair_kernel, hopper_gradients.gradient_kernel}
 FORWARDS = {hopper_pairs.inverse_kernel, hopper_sweep.sweep_kernel}
 JOINT = {hopper_reverse.reverse_gradient_kernel}
-OF_CHANNELS = {hopper_channels.channel_kernel}
+OF_CHANNELS = {hopper_channels.channel_kernel, hopper_channel_blocks.channel_block_kernel}
 KERNELS = {
     "chunk_delta_rule": OF_HEADS | FORWARDS,
     "chunk_gated_delta_rule": OF_HEADS | FORWARDS,
@@ -83,7 +84,7 @@ def gated(*gates: str) -> list[tuple[str, str]]:
     return [(name, gate) for name in KERNELS for gate in (gates if NAMED[name].gates else gates[:1])]
 
 
-@pytest.mark.parametrize(("name", "gates"), gated("mild", "rare", "resets"))
+@pytest.mark.parametrize(("name", "gates"), gated("mild", "strong", "rare", "resets"))
 @pytest.mark.parametrize(
     ("H", "K", "V", "lengths"), [(2, 64, 128, None), (1, 128, 64, [3, 70, 0, 64])], ids=["dense", "packed"]
 )
@@ -98,10 +99,12 @@ def test_accurate(name: str, H: int, K: int, V: int, lengths: list[int] | None, 
     assert_accurate(problem, results)
 
 
-@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_kda"])
-def test_gates_without_gradient(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "gates"), [("chunk_gated_delta_rule", "mild"), ("chunk_kda", "mild"), ("chunk_kda", "strong")]
+)
+def test_gates_without_gradient(name: str, gates: str) -> None:
     """The other gradients are the same to the bit."""
-    problem = draw(NAMED[name], CPU, torch.bfloat16, B=1, T=70, H=1, K=64, V=64)
+    problem = draw(NAMED[name], CPU, torch.bfloat16, B=1, T=70, H=1, K=64, V=64, gates=gates)
     g = problem.tensors["g"]
     results, _ = emulated(problem, lambda problem, **tensors: launched(problem, **{**tensors, "g": g}))
     expected, _ = emulated(problem, launched)

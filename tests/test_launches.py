@@ -28,6 +28,7 @@ from flacompose.ops._launching import launching_by
 from flacompose.ops.families import _hopper
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule import (
+    hopper_channel_blocks,
     hopper_channels,
     hopper_gradients,
     hopper_pairs,
@@ -485,7 +486,7 @@ def test_few_programs_sweep_both_ways(
 @pytest.mark.parametrize(("K", "V"), [(128, 64), (80, 64), (64, 80)])
 @pytest.mark.parametrize("chip", [AMPERE, HOPPER], ids=["Ampere", "Hopper"])
 def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) -> None:
-    """Its kernel makes the gradients where gates are mild, with those of pairs, and then Triton's makes the others."""
+    """Its kernels make the gradients where gates are mild, and where they are in blocks. Triton's makes the others."""
 
     def new(name: str, D: int) -> Tensor:
         start = 4 if name == unaligned else 0
@@ -512,9 +513,10 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     )
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
-    found = [(kernel, x.get("MILD")) for kernel, x in launches if "pairs" in x]
+    found = [(kernel, x.get("MILD")) for kernel, x in launches if "dv" in x and "beta" in x or "pairs" in x]
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
-        assert found == [(hopper_channels.channel_kernel, None), (channel_kernel, False)]
+        in_gluon = hopper_channels.channel_kernel, hopper_channel_blocks.channel_block_kernel
+        assert found == [*((kernel, None) for kernel in in_gluon), (channel_kernel, False)]
     else:
         assert found == [(pair_gradient_kernel, None), (channel_kernel, True), (channel_kernel, False)]
 

@@ -117,13 +117,19 @@ def _drawn(case: OpCase, name: str, x: Tensor) -> Tensor:
 
 
 def gate(axes: Sequence[str], size: dict[str, int], kind: str | float, generator: torch.Generator) -> Tensor:
-    """Log decays: one `kind` of value throughout, all GATES "mixed", "rare" strong ones, "resets" of whole tokens."""
+    """Log decays: one `kind` of value throughout, all GATES "mixed", "rare" strong ones, "resets" of whole tokens.
+
+    "strong" ones are from -5 to 0, as models with a lower bound of -5 have them, but weak in the first channels.
+    """
     shape = [size[axis] for axis in axes]
     if not isinstance(kind, str):
         return torch.full(shape, kind, dtype=torch.float64)
     mild = F.logsigmoid(2 + torch.randn(shape, generator=generator, dtype=torch.float64)) / 2
     if kind == "mild":
         return mild
+    if kind == "strong":
+        strength = torch.linspace(0, 5, shape[-1], dtype=torch.float64)
+        return -strength * torch.rand(shape, generator=generator, dtype=torch.float64)
     drawn = torch.tensor(GATES, dtype=torch.float64)[torch.randint(len(GATES), shape, generator=generator)]
     if kind == "mixed":
         return drawn

@@ -25,7 +25,8 @@ As in vector decay, where this is explained, one product referred to the chunk's
 are mild, and where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and
 never a divisor.
 
-On Hopper, `hopper_channels` makes the gradients where gates are mild.
+On Hopper, `hopper_channels` makes the gradients where gates are mild, and `hopper_channel_blocks` where they are so in
+blocks of 16 tokens.
 """
 
 from __future__ import annotations

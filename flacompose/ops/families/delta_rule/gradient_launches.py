@@ -219,37 +219,27 @@ class GradientLaunches(Launches):
         HV = self.HV
         products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "diagonal": self.per_chunk(HV, self.C)}
         of_values = {"r": swept.r, "do": swept.do, "dv": swept.dv, "V": self.V}
-        on_hopper = _hopper.takes(self.chip, (*self.of_keys, swept.do), self.K, self.V)
-        if not on_hopper:
-            config = pair_gradient_config(self.bfloat16)
-            launch(
-                pair_gradient_kernel, (self.chunks * HV,), **of_values, **products, **self.arguments, **config
-            )
         config = channel_config(self.chip, self.bfloat16)
         parts = tile_count(self.K, config["BK"])
         outputs = self.of_tiles(parts, HV)
         dgk = self.per_token(HV, self.K, dtype=self.gk.dtype) if gates else None
         given = {"a": self.a, "gk": self.gk, "states": swept.states, "d_states": swept.d_states}
-        of_gates = {"dgk": dgk, "mild": self.per_chunk(HV, parts, dtype=torch.int8)}
-        arguments = dict(
-            **self.vectors,
-            **given,
-            **of_values,
-            **products,
-            **outputs,
-            **of_gates,
-            **self.arguments,
-            K=self.K,
-        )
+        arguments = dict(**self.vectors, **given, **of_values, **outputs, **self.arguments, dgk=dgk, K=self.K)
+        of_tiles = {**products, "mild": self.per_chunk(HV, parts, dtype=torch.int8)}
         programs = parts * self.chunks * HV
-        if on_hopper:
-            from flacompose.ops.families.delta_rule import hopper_channels
+        if _hopper.takes(self.chip, (*self.of_keys, swept.do), self.K, self.V):
+            from flacompose.ops.families.delta_rule import hopper_channel_blocks, hopper_channels
 
             taken = {name: x for name, x in arguments.items() if name != "DOT"}
-            launch(hopper_channels.channel_kernel, (programs,), **taken, BK=config["BK"], num_warps=4)
-            launch(channel_kernel, (programs,), **arguments, **config, MILD=False)
+            taken |= {"mild_chunks": self.mild_chunks, "BK": config["BK"], "num_warps": 4}
+            launch(hopper_channels.channel_kernel, (programs,), **taken)
+            launch(hopper_channel_blocks.channel_block_kernel, (programs,), **taken, **of_tiles)
+            launch(channel_kernel, (programs,), **arguments, **of_tiles, **config, MILD=False)
         else:
-            launch_by_gates(channel_kernel, programs, arguments, config)
+            of_pairs = pair_gradient_config(self.bfloat16)
+            grid = (self.chunks * HV,)
+            launch(pair_gradient_kernel, grid, **of_values, **products, **self.arguments, **of_pairs)
+            launch_by_gates(channel_kernel, programs, arguments, of_tiles, config)
         made = self.added_up(outputs)
         if dgk is not None:
             made["gk"] = self.batched(dgk)

@@ -1,8 +1,8 @@
 """The kernel of gradients of `channel_kernels` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128.
 
-It computes the tiles whose gates are mild, and the gradients of pairs with them. For other tiles it stores these, which
-the kernel of this name in Triton takes. A product of two float32 factors is one of bfloat16 parts: for one in TF32, the
-contracted axis would have to be the last of both in shared memory.
+It computes the chunks whose gates are mild, which the kernel of pairs has noted, and the gradients of pairs with them.
+`hopper_channel_blocks` is for the others. A product of two float32 factors is one of bfloat16 parts: for one in TF32,
+the contracted axis would have to be the last of both in shared memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ from flacompose.ops.families._gluon import (
     tile_of_program,
 )
 from flacompose.ops.families.vector_decay import gates
-from flacompose.ops.families.vector_decay.gates import MILD_BOUND
 
 from_middle = gluon.jit(gates.from_middle.fn)
-tf32_rounded = gluon.jit(gates.tf32_rounded.fn)
-size_of_gate = gluon.jit(gates.size_of_gate.fn)
 
 
 @gluon.jit
-def _sum_of_parts(x_s, L: gl.constexpr):
+def sum_of_parts(x_s, L: gl.constexpr):
     """The number that products take, in float32."""
     return x_s.index(0).load(L).to(gl.float32) + x_s.index(1).load(L).to(gl.float32)
 
@@ -49,7 +46,7 @@ def _products(a_s, b_s, out, ACROSS: gl.constexpr):
 
 
 @gluon.jit
-def _selected(choice, x_s, zeros, PARTS: gl.constexpr):
+def selected(choice, x_s, zeros, PARTS: gl.constexpr):
     """``choice @ x`` for a matrix of 0, 1 and -1, and the larger or both parts of `x`."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, choice.type.layout, 2)
     choice = gl.convert_layout(choice.to(gl.bfloat16), LEFT)
@@ -60,7 +57,7 @@ def _selected(choice, x_s, zeros, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
+def load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
     i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
     d = gl.arange(0, BK, gl.SliceLayout(0, ROWS))[None, :]
     return gl.load(gk + i * stride + d, mask=(i < size) & (d < BK), other=0.0)
@@ -68,7 +65,7 @@ def _load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.co
 
 @gluon.jit
 def _sums_of_gates(g, g_s, L: gl.constexpr):
-    """The sums of gates from the chunk's middle, what of them must be bounded, and the decays of both halves."""
+    """The sums of gates from the chunk's middle, and the decays of both halves."""
     C: gl.constexpr = g.shape[0]
     PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
     g = g.to(gl.float32)
@@ -76,14 +73,11 @@ def _sums_of_gates(g, g_s, L: gl.constexpr):
     make_visible()
     t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
-    middle = _selected(from_middle(t, s), g_s, gl.zeros([C, g.shape[1]], gl.float32, L), PARTS)
-    largest = gl.maximum(
-        gl.max(gl.max(gl.abs(middle), 1), 0), gl.max(gl.max(size_of_gate(g, gl.bfloat16), 1), 0)
-    )
+    middle = selected(from_middle(t, s), g_s, gl.zeros([C, g.shape[1]], gl.float32, L), PARTS)
     is_early = gl.arange(0, C, gl.SliceLayout(1, g.type.layout))[:, None] < C // 2
     early = gl.sum(gl.where(is_early, g, 0.0), 0)
     late = gl.sum(gl.where(is_early, 0.0, g), 0)
-    return middle, largest, gl.exp(early), gl.exp(late), is_early
+    return middle, gl.exp(early), gl.exp(late), is_early
 
 
 @gluon.jit
@@ -123,16 +117,16 @@ def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, writt
     make_visible()
     read *= weight * gl.convert_layout(from_start, gl.SliceLayout(0, L))[None, :]
     ROWS: gl.constexpr = from_start.type.layout.parent
-    by_state = _sum_over_tokens(_sum_of_parts(x_s, L) * read, ROWS)
+    by_state = _sum_over_tokens(sum_of_parts(x_s, L) * read, ROWS)
     read = _products(pairs_s, writer_s, read, False)
     written = _products(pairs_s, x_s, written, True)
     read, written = warpgroup_mma_wait(0, [read, written])
-    return read, written, on_diagonal, read * _sum_of_parts(x_s, L), by_state
+    return read, written, on_diagonal, read * sum_of_parts(x_s, L), by_state
 
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def channel_kernel(
-    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings.
+    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings, but for `mild_chunks`.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -141,8 +135,6 @@ def channel_kernel(
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], stored where a tile of the chunk is not mild, as `diagonal` is
-    diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
     dq,  # [tokens, HV, K]
@@ -150,7 +142,7 @@ def channel_kernel(
     da,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild,  # [chunks, HV, tiles of K]
+    mild_chunks,  # [chunks, HV]
     cu_seqlens,
     T,
     N,
@@ -161,15 +153,17 @@ def channel_kernel(
     V: gl.constexpr,
     BK: gl.constexpr,
 ):
-    """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of mild gates."""
+    """The gradients of queries, keys, `beta` and, if given, of gates, for a mild chunk and a tile of channels."""
     C: gl.constexpr = gates.C
     scale = scale.to(gl.float32)
     tiles: gl.constexpr = K // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
     if lo >= hi:
         return
-    size = gl.minimum(hi - lo, C).to(gl.int32)
     rh = row * HV + h
+    if gl.load(mild_chunks + rh) == 0:
+        return
+    size = gl.minimum(hi - lo, C).to(gl.int32)
     first = lo * HV + h
     of_gates = first * K + tile * BK
     of_keys = (lo * H + h // (HV // H)) * K + tile * BK
@@ -181,7 +175,7 @@ def channel_kernel(
     OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
     OF_GATES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.float32)
-    g = _load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
+    g = load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
     # Buffers of two parts are lent to what is needed before them.
     qk_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
@@ -206,21 +200,10 @@ def channel_kernel(
     t = gl.arange(0, C, gl.SliceLayout(1, L))
     s = gl.arange(0, C, COLUMNS)[None, :]
     beta_t = gl.load(beta + first + t * HV, mask=t < size, other=0.0).to(gl.float32)[:, None]
-    earlier = s < t[:, None]
     zeros = gl.zeros([C, BK], gl.float32, L)
 
-    # 1. The sums of gates from the chunk's middle, and whether they are mild.
-    middle, largest, from_start, to_end, is_early = _sums_of_gates(g, writer_s, L)
-    is_mild = largest < MILD_BOUND
-    gl.store(mild + rh * tiles + tile, is_mild.to(gl.int8))
-    if not is_mild:
-        arrived(0)
-        of_q, of_k = _read(do_s, r_s, S_s, zeros)[0] * scale, -_read(dv_s, r_s, S_s, zeros)[0]
-        gl.store(diagonal + rh * C + t, gl.sum(gl.where(s == t[:, None], of_q, 0.0), 1))
-        at = pairs + rh * 2 * C * C + t[:, None] * C + s
-        gl.store(at, tf32_rounded(gl.where(earlier, of_q, 0.0), gl.bfloat16))
-        gl.store(at + C * C, tf32_rounded(gl.where(earlier, of_k, 0.0), gl.bfloat16))
-        return
+    # 1. The sums of gates from the chunk's middle.
+    middle, from_start, to_end, is_early = _sums_of_gates(g, writer_s, L)
     arrived(1)
     if dgk is not None:
         # All gates decay the state before the chunk. All early ones lie before what is read of it as well, and all
@@ -234,7 +217,7 @@ def channel_kernel(
     store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
     written = warpgroup_mma_wait(0, [written]) * gl.convert_layout(to_end, COLUMNS)[None, :]
     if dgk is not None:
-        of_late = of_early + _sum_over_tokens(_sum_of_parts(writer_s, L) * written, ROWS)
+        of_late = of_early + _sum_over_tokens(sum_of_parts(writer_s, L) * written, ROWS)
     arrived(0)
 
     # 3. What queries read, through the state before the chunk and through its pairs.
@@ -268,9 +251,9 @@ def channel_kernel(
     # 5. The gradients of gates, `beta` and keys.
     if dgk is not None:
         # A row of `d_gates` is the gradient of the sum of gates from the middle to its token.
-        store_parts(x_s, d_gates + d_gates_s.load(L) - _sum_of_parts(writer_s, L) * written)
+        store_parts(x_s, d_gates + d_gates_s.load(L) - sum_of_parts(writer_s, L) * written)
         make_visible()
-        d_gates = gl.convert_layout(_selected(from_middle(s, t[:, None]), x_s, zeros, 2), ROWS)
+        d_gates = gl.convert_layout(selected(from_middle(s, t[:, None]), x_s, zeros, 2), ROWS)
         d_gates += gl.where(is_early, (of_early + by_state)[None, :], of_late[None, :])
         store(dgk + of_gates, d_gates, HV * K, size)
     written = written / to_middle + on_diagonal * q_s.load(L).to(gl.float32)

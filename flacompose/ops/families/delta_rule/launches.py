@@ -103,6 +103,7 @@ class Launches(InverseSweeps):
         self.factors |= read
         self.gates["total"] = self.per_chunk(self.HV, self.K)
         config = channel_pair_config(self.chip, self.bfloat16, self.K)
+        self.mild_chunks = self.per_chunk(self.HV, dtype=torch.int8)
         launch_by_gates(
             channel_pair_kernel,
             self.chunks * self.HV,
@@ -110,7 +111,7 @@ class Launches(InverseSweeps):
             {"a": self.a, "gk": self.gk},
             products,
             {"q_read": read["q"], "k_read": read["k"], "total": self.gates["total"]},
-            {"mild": self.per_chunk(self.HV, dtype=torch.int8)},
+            {"mild": self.mild_chunks},
             self.arguments,
             {"K": self.K},
             config,
