@@ -167,6 +167,8 @@ class Op:
     options: Mapping[str, object] = field(default_factory=dict)
     adapt: Callable[..., Callable[..., tuple]] | None = None
     """What gives both functions the keywords and the results of the others, where they have different ones."""
+    peer_chunk: str | None = None
+    """The peer's function for chunks, where it has another name."""
     peer_keys: int | None = None
     """The most keys of a head that the peer takes, where it refuses more."""
     training: Sequence[Shape] = TRAINING
@@ -197,7 +199,8 @@ class Op:
 
     def chunk_of(self, module: Functions) -> Callable[..., tuple]:
         """One side's chunk function, the op's options bound."""
-        return self._of(module, self.chunk)
+        of_peer = self.peer_chunk or self.chunk
+        return self._of(module, of_peer if hasattr(module, of_peer) else self.chunk)
 
     def recurrent_of(self, module: Functions) -> Callable[..., tuple]:
         """Its recurrent function, likewise."""
@@ -247,12 +250,6 @@ def _reference(
         return recurrence(**{names.get(name, name): x for name, x in inputs.items()}, **options)
 
     return reference
-
-
-def _told_of_bound(fn: Callable[..., tuple]) -> Callable[..., tuple]:
-    """The peer's chunk form has faster kernels for gates from -5 to 0, and has to be told that they are."""
-    of_peer = fn.__module__.startswith("fla.") and fn.__name__.startswith("chunk")
-    return functools.partial(fn, safe_gate=True) if of_peer else fn
 
 
 def _retention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -445,7 +442,7 @@ OPS = {
             "fused_recurrent_kda",
             {**DELTA, "g": Draw("B T HV K", lambda x: -5 * x.sigmoid())},
             reference=_reference(delta_rule, g="gk"),
-            adapt=_told_of_bound,
+            peer_chunk="chunk_kda_with_safe_gates",
             training=(TRAINING[0], *PUBLISHED_KDA),
             peer_keys=256,
             targets=Targets(forward=0.6, decode_gpu_us=70.0),

@@ -651,7 +651,7 @@ def rwkv4_of_the_peer(w, u, k, v, state):
 def test_what_the_peer_has_in_another_form(name: str, form: str):
     # What has two forms has only this one, so that the other cannot take its place.
     functions = dict.fromkeys(
-        f"{form}_{name}" for form in ("chunk", "fused_recurrent") for name in ("comba", "hgrn")
+        f"{form}_{name}" for form in ("chunk", "fused_recurrent") for name in ("comba", "hgrn", "kda")
     )
     functions[f"{form}_comba"] = functools.partial(getattr(flacompose.ops, f"{form}_comba"), erase="before")
     functions[f"{form}_hgrn"] = getattr(flacompose.ops, f"{form}_hgrn")
@@ -670,6 +670,15 @@ def test_what_the_peer_has_in_another_form(name: str, form: str):
     if name == "comba":
         with pytest.raises(ValueError, match="the peer's kernels have erase=\"before\" alone, got 'after'"):
             getattr(fla, f"{form}_comba")(**inputs, erase="after")
+
+
+def test_the_peer_is_told_of_strong_gates():
+    names = [f"{form}_{name}" for form in ("chunk", "fused_recurrent") for name in ("comba", "hgrn", "kda")]
+    fla = peer.adapted({name: lambda **given: given for name in (*names, "fused_recurrent_rwkv4")})
+    op = OPS["kda_strong_gates"]
+    assert op.chunk_of(fla)(q=1) == {"q": 1, "safe_gate": True}
+    assert op.recurrent_of(fla)(q=1) == {"q": 1}
+    assert op.chunk_of(flacompose.ops).func is flacompose.ops.chunk_kda
 
 
 def test_an_op_that_the_peer_lacks(on_cpu, monkeypatch, tmp_path: Path):

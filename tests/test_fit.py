@@ -85,11 +85,14 @@ def test_fits(largest: tuple[Any, ...], capability: int) -> None:
     assert launch_of(CHIPS[capability], *largest).excess(capability) is None
 
 
-@pytest.mark.parametrize("start", ["delta_rule g ", "delta_rule g a before"])
-@pytest.mark.parametrize(
-    ("kernel", "constants", "programs"),
-    [("gradient_kernel", {"ADDS": False}, 2), ("pair_kernel", {}, 3), ("two_way_kernel", {}, 2)],
-)
+OF_HEADS = [("gradient_kernel", {"ADDS": False}, 2), ("pair_kernel", {}, 3), ("two_way_kernel", {}, 2)]
+SIDE_BY_SIDE = [
+    *((*of_heads, start) for of_heads in OF_HEADS for start in ("delta_rule g ", "delta_rule g a before")),
+    *(("channel_block_kernel", {}, 2, start) for start in ("delta_rule gk ", "delta_rule gk a")),
+]
+
+
+@pytest.mark.parametrize(("kernel", "constants", "programs", "start"), SIDE_BY_SIDE)
 def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs: int, start: str) -> None:
     """These kernels leave room for others on a multiprocessor, where each program takes 1 KiB more."""
     launch = launch_of(HOPPER, start, kernel, BFLOAT16, 128, 128, constants)

@@ -66,7 +66,7 @@ def test_every_kernel_is_run() -> None:
     assert kernels == set().union(JOINT, *KERNELS.values())
 
 
-def emulated(problem: Problem, function: Call) -> tuple[Results, set[Any]]:
+def emulated(problem: Problem, function: Call, loss: str = "both") -> tuple[Results, set[Any]]:
     """What `function` computes on Hopper, and the kernels in Gluon that it launches."""
     in_gluon = set()
 
@@ -76,7 +76,7 @@ def emulated(problem: Problem, function: Call) -> tuple[Results, set[Any]]:
         run(kernel, grid, *args, **kwargs)
 
     with tables_of(HOPPER), launching_by(emulate):
-        return evaluate(problem, function=function), in_gluon
+        return evaluate(problem, loss, function), in_gluon
 
 
 def gated(*gates: str) -> list[tuple[str, str]]:
@@ -96,6 +96,68 @@ def test_accurate(name: str, H: int, K: int, V: int, lengths: list[int] | None, 
     )
     results, in_gluon = emulated(problem, launched)
     assert in_gluon == KERNELS[name]
+    assert_accurate(problem, results)
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_gdn2"])
+@pytest.mark.parametrize("gates", [-5.0, -0.01])
+@pytest.mark.parametrize("largest", ["written", "read"])
+def test_gradients_of_gates_beside_large_ones(name: str, gates: float, largest: str) -> None:
+    """A gate's gradient has no noise of what it does not decay: a last token's write, or a first one's read."""
+    case = replace(NAMED[name], groups=1)
+    problem = draw(case, CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=gates)
+    g, v = problem.tensors["g"].clone(), problem.tensors["v"].clone()
+    if largest == "written":
+        g[:, -1], v[:, -1] = -7.9, 8 * v[:, -1]
+        problem = problem.with_tensors(g=g, v=v)
+    else:
+        g[:, 1] = -7.9
+        do = problem.do.clone()
+        do[:, 0] *= 8
+        problem = replace(problem.with_tensors(g=g), do=do)
+    loss = "state" if largest == "written" else "o"
+    results, _ = emulated(problem, launched, loss)
+    assert_accurate(problem, results, loss)
+
+
+def of_two_tiles(first: float | str, second: float | str) -> Tensor:
+    """Gates of a chunk of one head, of 64 channels each: all the same, or from -5 to 0."""
+    tiles = [-5 * torch.rand(64, 64) if x == "strong" else torch.full((64, 64), x) for x in (first, second)]
+    return torch.cat(tiles, -1).view(1, 64, 1, 128)
+
+
+@pytest.mark.parametrize(
+    ("gates", "chunk", "tiles"),
+    [
+        (of_two_tiles(-0.5, -0.5), 1, [1, 1]),
+        (of_two_tiles("strong", -0.5), 0, [1, 1]),
+        (of_two_tiles("strong", -30.0), 0, [1, 0]),
+        # The sum of half a block is beyond the bound, and no gate is.
+        (of_two_tiles(-7.0, "strong"), 0, [0, 1]),
+        # One gate is, and no sum.
+        (of_two_tiles(-0.01, "strong").index_fill(1, torch.tensor([20]), -15.0), 0, [0, 0]),
+    ],
+    ids=["mild", "blocks", "left", "sums", "size"],
+)
+@pytest.mark.parametrize("memory", [0, 1])
+def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], memory: int) -> None:
+    """The kernels of gradients share out the tiles of a chunk, whatever was in the memory in which they note it."""
+    case = replace(NAMED["chunk_kda"], groups=1)
+    problem = draw(case, CPU, torch.bfloat16, B=1, T=64, H=1, K=128, V=64)
+    problem = problem.with_tensors(g=gates.to(problem.tensors["g"].dtype).clone())
+    noted = {}
+
+    def emulate(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        taken = kernel is hopper_channel_blocks.channel_block_kernel
+        if taken:
+            kwargs["mild"].fill_(memory)
+        run(kernel, grid, *args, **kwargs)
+        if taken:
+            noted.update({name: kwargs[name][0].flatten().tolist() for name in ("mild_chunks", "mild")})
+
+    with tables_of(HOPPER), launching_by(emulate):
+        results = evaluate(problem, function=launched)
+    assert noted == {"mild_chunks": [chunk], "mild": tiles}
     assert_accurate(problem, results)
 
 

@@ -36,7 +36,11 @@ from flacompose.ops.families.delta_rule import (
     hopper_sweep,
     sweeps,
 )
-from flacompose.ops.families.delta_rule.channel_kernels import channel_kernel, pair_gradient_kernel
+from flacompose.ops.families.delta_rule.channel_kernels import (
+    channel_kernel,
+    channel_pair_kernel,
+    pair_gradient_kernel,
+)
 from flacompose.ops.families.delta_rule.gradients import add_heads_kernel, gradient_kernel
 from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
 from flacompose.ops.families.delta_rule.two_way import two_way_kernel
@@ -513,10 +517,15 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     )
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
-    found = [(kernel, x.get("MILD")) for kernel, x in launches if "dv" in x and "beta" in x or "pairs" in x]
+    in_gluon = hopper_channels.channel_kernel, hopper_channel_blocks.channel_block_kernel
+    gradients = [x for x in launches if x[0] in (*in_gluon, pair_gradient_kernel, channel_kernel)]
+    found = [(kernel, x.get("MILD")) for kernel, x in gradients]
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
-        in_gluon = hopper_channels.channel_kernel, hopper_channel_blocks.channel_block_kernel
         assert found == [*((kernel, None) for kernel in in_gluon), (channel_kernel, False)]
+        pairs, *_ = (x for kernel, x in launches if kernel is channel_pair_kernel)
+        mild, blocks, others = (x for _, x in gradients)
+        assert pairs["mild"] is mild["mild_chunks"] is blocks["mild_chunks"]
+        assert all(blocks[name] is others[name] for name in ("mild", "pairs", "diagonal"))
     else:
         assert found == [(pair_gradient_kernel, None), (channel_kernel, True), (channel_kernel, False)]
 

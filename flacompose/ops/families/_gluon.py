@@ -5,7 +5,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from flacompose.ops.families import _kernels
 
@@ -98,3 +102,29 @@ def store_parts(to, x, PARTS: gl.constexpr = 2):
         high, low = parts(x)
         to.index(0).store(high)
         to.index(1).store(low)
+
+
+@gluon.jit
+def sum_of_parts(x_s, L: gl.constexpr):
+    """The number that products take, in float32."""
+    return x_s.index(0).load(L).to(gl.float32) + x_s.index(1).load(L).to(gl.float32)
+
+
+@gluon.jit
+def store_rest(to, x):
+    """Store the third part of `x`, all that `store_parts` leaves out. `make_visible` has to follow."""
+    high, low = parts(x)
+    to.store((x - high.to(gl.float32) - low.to(gl.float32)).to(gl.bfloat16))
+
+
+@gluon.jit
+def selected(choice, x_s, zeros, PARTS: gl.constexpr, rest_s=None):
+    """``choice @ x`` for a matrix of 0, 1 and -1, and the larger, both or with `rest_s` all three parts of `x`."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, choice.type.layout, 2)
+    choice = gl.convert_layout(choice.to(gl.bfloat16), LEFT)
+    out = zeros
+    if rest_s is not None:
+        out = warpgroup_mma(choice, rest_s, out, is_async=True)
+    for part in gl.static_range(PARTS):
+        out = warpgroup_mma(choice, x_s.index(PARTS - 1 - part), out, is_async=True)
+    return warpgroup_mma_wait(0, [out])

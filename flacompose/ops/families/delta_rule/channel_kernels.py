@@ -392,7 +392,7 @@ def channel_kernel(
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], from `pair_gradient_kernel`, as `diagonal` is
+    pairs,  # [chunks, HV, 2, C, C], from `pair_gradient_kernel` or, on Hopper, `channel_block_kernel`, as `diagonal` is
     diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
@@ -418,8 +418,8 @@ def channel_kernel(
     """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of channels.
 
     It runs twice, for the tiles whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
-    both would need twice the registers. Registers are scarce, so that queries and keys read one after the other, and
-    inputs are loaded again rather than kept.
+    both would need twice the registers. After the kernels for Hopper it runs for the others only. Registers are scarce,
+    so that queries and keys read one after the other, and inputs are loaded again rather than kept.
     """
     scale = in_float32(scale)
     tiles: tl.constexpr = (K + BK - 1) // BK

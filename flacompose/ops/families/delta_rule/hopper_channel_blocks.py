@@ -3,7 +3,7 @@
 All gates from -5 to 0 are mild there, while those of a whole chunk are mild only if they are weak. One product,
 referred to the middle of each block, holds the pairs of tokens in the same block. For pairs across blocks, the two
 largest levels of `channel_kernels` are left, of blocks of 16 and of 32 tokens. There each token has its gates up to its
-block's middle or from there, and all further gates are the same for a whole block.
+block's middle or from there. All further gates have the same factor for all tokens of a block.
 
 A warp has the rows of one block. So sums over a block stay in a warp, and what is different for each block is a row of
 a table in shared memory.
@@ -18,18 +18,22 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from flacompose.ops.families._gluon import (
     arrived,
+    barrier,
     copy,
     make_visible,
     parts,
     reinterpret,
     rows_of,
+    selected,
     store,
     store_parts,
+    store_rest,
+    sum_of_parts,
     tile_of_program,
 )
-from flacompose.ops.families.delta_rule.hopper_channels import load_gates, selected, sum_of_parts
+from flacompose.ops.families.delta_rule.hopper_channels import load_gates
 from flacompose.ops.families.vector_decay import gates
-from flacompose.ops.families.vector_decay.gates import BLOCK, BLOCK_LEVELS, MILD_BOUND
+from flacompose.ops.families.vector_decay.gates import BLOCK, BLOCK_LEVELS, LEVELS, MILD_BOUND, C
 
 from_block_middle = gluon.jit(gates.from_block_middle.fn)
 in_same_block = gluon.jit(gates.in_same_block.fn)
@@ -37,10 +41,10 @@ siblings = gluon.jit(gates.siblings.fn)
 tf32_rounded = gluon.jit(gates.tf32_rounded.fn)
 size_of_gate = gluon.jit(gates.size_of_gate.fn)
 
-BLOCKS = gl.constexpr(4)  # of a chunk
-# What decays the pairs of a chunk's tokens, and the state: the levels between blocks of 16 and of 32 tokens, and the
-# gates from the chunk's start and to its end.
-LEVEL_COUNT = gl.constexpr(2)
+BLOCKS = gl.constexpr(C.value // BLOCK.value)  # of a chunk
+# The kinds of decay that the tokens of a block have in common. The first two are those of the levels between blocks of
+# 16 and of 32 tokens. The others are from the chunk's start, and to its end.
+LEVEL_COUNT = gl.constexpr(LEVELS.value - BLOCK_LEVELS.value)
 FROM_START = gl.constexpr(2)
 TO_END = gl.constexpr(3)
 KINDS = gl.constexpr(4)
@@ -48,10 +52,11 @@ KINDS = gl.constexpr(4)
 
 @gluon.constexpr_function
 def _is_decayed_by(half, kind, block):
-    """Whether the gates of a half of a block decay what tokens of a `block` read or write.
+    """Whether the gates of a half of a block, from 0 to 7, belong to the decay of this `kind` of the tokens of `block`.
 
-    They do between the middle of the tokens' block, from where these count their own gates, and the start or end of as
-    many blocks as the kind is of.
+    A token has its own gates only up to its block's middle, or from there. For one that reads, those between the start
+    of a group of 1, 2 or all 4 blocks and that middle are left, and for one that writes, those between that middle and
+    the end of the group.
     """
     middle = 2 * block + 1
     blocks = 2**kind if kind < LEVEL_COUNT.value else BLOCKS.value
@@ -73,7 +78,12 @@ def _row(table, kind: gl.constexpr, block: gl.constexpr):
 
 @gluon.jit
 def _store_decays(decays_s, halves_s):
-    """Of each kind and block, what the gates leave up to the block's middle or from there."""
+    """Of each kind and block, what the gates leave up to the block's middle or from there.
+
+    The decay of a token is this, times that between the token and the middle, and so a product of two exponentials. It
+    is exact to float32's rounding of sums of up to 148. Beyond that the first factor is 0: decays below exp(-58) are
+    lost, which no result shows.
+    """
     D: gl.constexpr = halves_s.shape[1]
     for kind in gl.static_range(KINDS):
         for block in gl.static_range(BLOCKS):
@@ -140,6 +150,7 @@ def _pairs(do_s, r_s, weight, L: gl.constexpr):
     t = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
     s = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
     zeros = gl.zeros([C, C], gl.float32, L)
+    # At transposed places both add up the same products in the same order.
     lower = warpgroup_mma(do_s, r_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     upper = warpgroup_mma(r_s, do_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     lower, upper = warpgroup_mma_wait(0, [lower, upper])
@@ -149,12 +160,13 @@ def _pairs(do_s, r_s, weight, L: gl.constexpr):
 
 @gluon.jit
 def _reader(x, do_s, r_s, S_s, weight, decays_s, x_s, writer_s, role_s, written, sums_s, GATES: gl.constexpr):
-    """The gradient of readers `x` that meet the gradient `do`, and that of writers with it, from their block's middle.
+    """The gradient of readers `x` that meet the gradient `do`, and `written` with what they add to that of writers.
 
-    Also the gradients of the products of tokens with themselves. `role_s` may have the memory of `do_s`.
+    Both are those of vectors that gates have decayed from or to their block's middle. The third result is the gradient
+    of the product of each token with itself. `role_s` may have the memory of `do_s`.
 
-    Within a block, a pair that a gate does not decay is added to its gradient and subtracted. Both times it is a
-    product of the same rounded factors, without a part left out, so that it cancels.
+    Within a block, a pair that a gate does not decay is added to the gradient of the gate and subtracted. Both times it
+    is a product of the same rounded factors, without a part left out, so that it cancels.
     """
     L: gl.constexpr = x.type.layout
     t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))[:, None]
@@ -190,7 +202,8 @@ def _reader(x, do_s, r_s, S_s, weight, decays_s, x_s, writer_s, role_s, written,
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def channel_block_kernel(
-    # The parameters of `channel_kernel` in `channel_kernels`, with the same meanings, and `mild_chunks`.
+    # The parameters of `channel_kernel` in `channel_kernels`, with the same meanings, and `mild_chunks`. As there, one
+    # kernel makes all gradients, so it has more than 25 parameters.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -199,7 +212,7 @@ def channel_block_kernel(
     r,  # [tokens, HV, V]
     do,  # [tokens, HV, V]
     dv,  # [tokens, HV, V]
-    pairs,  # [chunks, HV, 2, C, C], stored for tiles that are left, as `diagonal` is
+    pairs,  # [chunks, HV, 2, C, C], stored for tiles that are left to Triton's kernel, as `diagonal` is
     diagonal,  # [chunks, HV, C]
     states,  # [chunks, HV, K, V], before each chunk
     d_states,  # [chunks, HV, K, V], after it
@@ -224,7 +237,6 @@ def channel_block_kernel(
 
     Tiles whose gates are not mild in blocks are left to Triton's kernel.
     """
-    C: gl.constexpr = gates.C
     scale = scale.to(gl.float32)
     tiles: gl.constexpr = K // BK
     tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
@@ -252,7 +264,7 @@ def channel_block_kernel(
     if a is not None:
         key_reader = a
     g = load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
-    # Buffers of two parts are lent to what is needed before them, and after.
+    # `x_s` has the gradient of the state first, and then queries and keys as they arrive.
     k_s = gl.allocate_shared_memory(gl.bfloat16, [C, BK], OF_K)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     of_values_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], OF_V)  # `do` and `dv`
@@ -280,7 +292,8 @@ def channel_block_kernel(
     beta_t = gl.load(beta + first + t * HV, mask=t < size, other=0.0).to(gl.float32)[:, None]
     zeros = gl.zeros([C, BK], gl.float32, L)
 
-    # 1. The sums of gates from each block's middle, and whether they are mild.
+    # 1. The sums of gates from each block's middle, and whether they are mild. A gate of -inf makes NaNs of sums, which
+    # a maximum ignores: its size alone leaves the tile to Triton's kernel.
     PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
     largest = gl.max(gl.max(size_of_gate(g.to(gl.float32), gl.bfloat16), 1), 0)
     store_parts(writer_s, g.to(gl.float32), PARTS)
@@ -318,6 +331,7 @@ def channel_block_kernel(
     to_middle = gl.exp(middle)
     store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
     written = warpgroup_mma_wait(0, [written])
+    barrier()  # a warp waits for its own part of the product, and the copy takes the place of what all parts read
     copy(x_s.index(0), q + of_keys, H * K, size)
     commit_group()
     written = _decayed(written, decays_s.index(TO_END))
@@ -350,12 +364,16 @@ def channel_block_kernel(
 
     # 4. The gradients of gates, `beta` and keys.
     if GATES:
-        # A row of `d_gates` is the gradient of the sum of gates from its block's middle to its token.
-        store_parts(role_s, d_gates - sum_of_parts(writer_s, L) * written)
+        # A row of `d_gates` is the gradient of the sum of gates from its block's middle to its token. What a gate does
+        # not decay cancels between rows and halves, so all bits of rows count.
+        d_gates -= sum_of_parts(writer_s, L) * written
+        rest_s = x_s.index(1)
+        store_parts(role_s, d_gates)
+        store_rest(rest_s, d_gates)
         d_halves_s = reinterpret(decays_s, gl.float32, [2 * BLOCKS, BK], TABLE)
         _store_gradients_of_halves(d_halves_s, sums_s, d_total)
         make_visible()
-        d_gates = _per_block(selected(from_block_middle(s, t[:, None]), role_s, zeros, 2), BLOCK // 2)
+        d_gates = _per_block(selected(from_block_middle(s, t[:, None]), role_s, zeros, 2, rest_s), BLOCK // 2)
         of_half = d_halves_s.load(gl.SliceLayout(1, d_gates.type.layout))
         store(dgk + of_gates, (d_gates + of_half[:, None, :]).reshape([C, BK]), HV * K, size)
     arrived(0)

@@ -1,6 +1,6 @@
 """The kernel of gradients of `channel_kernels` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128.
 
-It computes the chunks whose gates are mild, which the kernel of pairs has noted, and the gradients of pairs with them.
+It computes the chunks whose gates are mild, as `channel_pair_kernel` has noted, and the gradients of pairs with them.
 `hopper_channel_blocks` is for the others. A product of two float32 factors is one of bfloat16 parts: for one in TF32,
 the contracted axis would have to be the last of both in shared memory.
 """
@@ -18,19 +18,16 @@ from flacompose.ops.families._gluon import (
     make_visible,
     reinterpret,
     rows_of,
+    selected,
     store,
     store_parts,
+    store_rest,
+    sum_of_parts,
     tile_of_program,
 )
 from flacompose.ops.families.vector_decay import gates
 
 from_middle = gluon.jit(gates.from_middle.fn)
-
-
-@gluon.jit
-def sum_of_parts(x_s, L: gl.constexpr):
-    """The number that products take, in float32."""
-    return x_s.index(0).load(L).to(gl.float32) + x_s.index(1).load(L).to(gl.float32)
 
 
 @gluon.jit
@@ -43,17 +40,6 @@ def _products(a_s, b_s, out, ACROSS: gl.constexpr):
         out = warpgroup_mma(a, b_s.index(1), out, is_async=True)
         out = warpgroup_mma(a, b_s.index(0), out, is_async=True)
     return out
-
-
-@gluon.jit
-def selected(choice, x_s, zeros, PARTS: gl.constexpr):
-    """``choice @ x`` for a matrix of 0, 1 and -1, and the larger or both parts of `x`."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, choice.type.layout, 2)
-    choice = gl.convert_layout(choice.to(gl.bfloat16), LEFT)
-    out = zeros
-    for part in gl.static_range(PARTS):
-        out = warpgroup_mma(choice, x_s.index(PARTS - 1 - part), out, is_async=True)
-    return warpgroup_mma_wait(0, [out])
 
 
 @gluon.jit
@@ -126,7 +112,7 @@ def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, writt
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
 def channel_kernel(
-    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings, but for `mild_chunks`.
+    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings, and `mild_chunks`.
     q,  # [tokens, H, K]
     k,  # [tokens, H, K]
     a,  # [tokens, H, K]
@@ -142,7 +128,7 @@ def channel_kernel(
     da,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild_chunks,  # [chunks, HV]
+    mild_chunks,  # [chunks, HV], where `channel_pair_kernel` has noted which are mild
     cu_seqlens,
     T,
     N,
@@ -250,10 +236,14 @@ def channel_kernel(
 
     # 5. The gradients of gates, `beta` and keys.
     if dgk is not None:
-        # A row of `d_gates` is the gradient of the sum of gates from the middle to its token.
-        store_parts(x_s, d_gates + d_gates_s.load(L) - sum_of_parts(writer_s, L) * written)
+        # A row of `d_gates` is the gradient of the sum of gates from the middle to its token. What a gate does not
+        # decay cancels between rows and `of_early` or `of_late`, so all bits of rows count.
+        d_gates += d_gates_s.load(L) - sum_of_parts(writer_s, L) * written
+        rest_s = of_k_s.index(0)
+        store_parts(x_s, d_gates)
+        store_rest(rest_s, d_gates)
         make_visible()
-        d_gates = gl.convert_layout(selected(from_middle(s, t[:, None]), x_s, zeros, 2), ROWS)
+        d_gates = gl.convert_layout(selected(from_middle(s, t[:, None]), x_s, zeros, 2, rest_s), ROWS)
         d_gates += gl.where(is_early, (of_early + by_state)[None, :], of_late[None, :])
         store(dgk + of_gates, d_gates, HV * K, size)
     written = written / to_middle + on_diagonal * q_s.load(L).to(gl.float32)
