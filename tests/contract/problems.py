@@ -119,7 +119,8 @@ def _drawn(case: OpCase, name: str, x: Tensor) -> Tensor:
 def gate(axes: Sequence[str], size: dict[str, int], kind: str | float, generator: torch.Generator) -> Tensor:
     """Log decays: one `kind` of value throughout, all GATES "mixed", "rare" strong ones, "resets" of whole tokens.
 
-    "strong" ones are from -5 to 0, as models with a lower bound of -5 have them, but weak in the first channels.
+    "strong" ones are from -5 to 0, as models with a lower bound of -5 have them. They are weak in the first channels,
+    in which a state outlives a chunk.
     """
     shape = [size[axis] for axis in axes]
     if not isinstance(kind, str):
