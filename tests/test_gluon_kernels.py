@@ -84,7 +84,11 @@ def gated(*gates: str) -> list[tuple[str, str]]:
     return [(name, gate) for name in KERNELS for gate in (gates if NAMED[name].gates else gates[:1])]
 
 
-@pytest.mark.parametrize(("name", "gates"), gated("mild", "strong", "rare", "resets"))
+# Gates of channels have a kernel of their own for them.
+STRONG = [(name, "strong") for name, kernels in KERNELS.items() if kernels == OF_CHANNELS]
+
+
+@pytest.mark.parametrize(("name", "gates"), gated("mild", "rare", "resets") + STRONG)
 @pytest.mark.parametrize(
     ("H", "K", "V", "lengths"), [(2, 64, 128, None), (1, 128, 64, [3, 70, 0, 64])], ids=["dense", "packed"]
 )
