@@ -126,7 +126,8 @@ def test_gradients_of_gates_beside_large_ones(name: str, gates: float, largest: 
 
 def of_two_tiles(first: float | str, second: float | str) -> Tensor:
     """Gates of a chunk of one head, of 64 channels each: all the same, or from -5 to 0."""
-    tiles = [-5 * torch.rand(64, 64) if x == "strong" else torch.full((64, 64), x) for x in (first, second)]
+    strong = -5 * torch.rand(64, 64, generator=torch.Generator().manual_seed(0))
+    tiles = [strong if isinstance(x, str) else torch.full((64, 64), x) for x in (first, second)]
     return torch.cat(tiles, -1).view(1, 64, 1, 128)
 
 
