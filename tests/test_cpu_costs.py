@@ -23,8 +23,8 @@ LIMIT = 4.0
 def ratio(ours: Callable[[], object], other: Callable[[], object], repeats: int) -> float:
     """The ratio of both median times. The functions take turns, so that what disturbs one disturbs the other.
 
-    A median stands both a call that is interrupted and a clock that runs short once, as clocks of threads do on some
-    virtual machines: the least of many times is then a time that no call took.
+    A median stands both calls that are interrupted and wrong readings of the clock. One reading that is too small would
+    make the least of many times one that no call took.
     """
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):

@@ -84,7 +84,7 @@ def gated(*gates: str) -> list[tuple[str, str]]:
     return [(name, gate) for name in KERNELS for gate in (gates if NAMED[name].gates else gates[:1])]
 
 
-# Gates of channels have a kernel of their own for them.
+# Strong gates of channels have a kernel of their own.
 STRONG = [(name, "strong") for name, kernels in KERNELS.items() if kernels == OF_CHANNELS]
 
 

@@ -31,7 +31,7 @@ from flacompose.ops.families._gluon import (
     sum_of_parts,
     tile_of_program,
 )
-from flacompose.ops.families.delta_rule.hopper_channels import load_gates
+from flacompose.ops.families.delta_rule.hopper_channels import load_gates, store_gradients_of_keys
 from flacompose.ops.families.vector_decay import gates
 from flacompose.ops.families.vector_decay.gates import BLOCK, BLOCK_LEVELS, LEVELS, MILD_BOUND, C
 
@@ -73,6 +73,7 @@ def _one_row():
 
 @gluon.jit
 def _row(table, kind: gl.constexpr, block: gl.constexpr):
+    """The row of a table for this `kind` of decay of the tokens of `block`."""
     return table.index(kind).slice(block, 1)
 
 
@@ -378,11 +379,5 @@ def channel_block_kernel(
         store(dgk + of_gates, (d_gates + of_half[:, None, :]).reshape([C, BK]), HV * K, size)
     arrived(0)
     written = written / to_middle + of_itself * x_s.index(0).load(L).to(gl.float32)
-    d_beta = gl.sum(written * k_s.load(L).to(gl.float32), 1)
-    gl.store(dbeta + (lo * tiles + tile) * HV + h + t * tiles * HV, d_beta, mask=t < size)
-    written *= beta_t
-    if a is None:
-        store(dk + of_gates, d_reader + written, HV * K, size)
-    else:
-        store(dk + of_gates, written, HV * K, size)
-        store(da + of_gates, d_reader, HV * K, size)
+    d_beta = dbeta + (lo * tiles + tile) * HV + h + t * tiles * HV
+    store_gradients_of_keys(written, d_reader, k_s, beta_t, d_beta, dk, da, of_gates, HV * K, size)

@@ -44,6 +44,7 @@ def _products(a_s, b_s, out, ACROSS: gl.constexpr):
 
 @gluon.jit
 def load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
+    """The gates of a tile, ``[C, BK]``, and 0 from row `size` on."""
     i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
     d = gl.arange(0, BK, gl.SliceLayout(0, ROWS))[None, :]
     return gl.load(gk + i * stride + d, mask=(i < size) & (d < BK), other=0.0)
@@ -108,6 +109,24 @@ def _reader(x, do_s, r_s, S_s, weight, from_start, x_s, pairs_s, writer_s, writt
     written = _products(pairs_s, x_s, written, True)
     read, written = warpgroup_mma_wait(0, [read, written])
     return read, written, on_diagonal, read * sum_of_parts(x_s, L), by_state
+
+
+@gluon.jit
+def store_gradients_of_keys(written, d_reader, k_s, beta_t, dbeta, dk, da, first, stride, size):
+    """Store the gradients of `beta`, of keys and, at `da`, of `a`. Without `da` keys also read, and both are added.
+
+    `written` is the gradient of each key times its `beta`, and `d_reader` is that of what reads. `dbeta` has an address
+    for each token.
+    """
+    L: gl.constexpr = written.type.layout
+    t = gl.arange(0, written.shape[0], gl.SliceLayout(1, L))
+    gl.store(dbeta, gl.sum(written * k_s.load(L).to(gl.float32), 1), mask=t < size)
+    written *= beta_t
+    if da is None:
+        store(dk + first, d_reader + written, stride, size)
+    else:
+        store(dk + first, written, stride, size)
+        store(da + first, d_reader, stride, size)
 
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
@@ -247,11 +266,5 @@ def channel_kernel(
         d_gates += gl.where(is_early, (of_early + by_state)[None, :], of_late[None, :])
         store(dgk + of_gates, d_gates, HV * K, size)
     written = written / to_middle + on_diagonal * q_s.load(L).to(gl.float32)
-    d_beta = gl.sum(written * k_s.load(L).to(gl.float32), 1)
-    gl.store(dbeta + (lo * tiles + tile) * HV + h + t * tiles * HV, d_beta, mask=t < size)
-    written *= beta_t
-    if a is None:
-        store(dk + of_gates, d_reader + written, HV * K, size)
-    else:
-        store(dk + of_gates, written, HV * K, size)
-        store(da + of_gates, d_reader, HV * K, size)
+    d_beta = dbeta + (lo * tiles + tile) * HV + h + t * tiles * HV
+    store_gradients_of_keys(written, d_reader, k_s, beta_t, d_beta, dk, da, of_gates, HV * K, size)
