@@ -88,7 +88,11 @@ def test_fits(largest: tuple[Any, ...], capability: int) -> None:
 OF_HEADS = [("gradient_kernel", {"ADDS": False}, 2), ("pair_kernel", {}, 3), ("two_way_kernel", {}, 2)]
 SIDE_BY_SIDE = [
     *((*of_heads, start) for of_heads in OF_HEADS for start in ("delta_rule g ", "delta_rule g a before")),
-    *(("channel_block_kernel", {}, 2, start) for start in ("delta_rule gk ", "delta_rule gk a")),
+    *(
+        (kernel, {}, 2, start)
+        for kernel in ("channel_pair_kernel", "channel_block_kernel")
+        for start in ("delta_rule gk ", "delta_rule gk a")
+    ),
 ]
 
 
@@ -96,6 +100,7 @@ SIDE_BY_SIDE = [
 def test_programs_side_by_side(kernel: str, constants: dict[str, Any], programs: int, start: str) -> None:
     """These kernels leave room for others on a multiprocessor, where each program takes 1 KiB more."""
     launch = launch_of(HOPPER, start, kernel, BFLOAT16, 128, 128, constants)
+    assert "channel" not in kernel or "hopper" in launch.module
     assert programs * (launch.compile(90).shared + 1024) <= HOPPER.shared_memory + 1024
     options = dict(launch.options)
     assert programs * 32 * options["num_warps"] * options.get("maxnreg", 255) <= 65536

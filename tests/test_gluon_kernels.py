@@ -33,6 +33,7 @@ from flacompose.ops.families.delta_rule import (
     eager,
     gradient_launches,
     hopper_channel_blocks,
+    hopper_channel_pairs,
     hopper_channels,
     hopper_gradients,
     hopper_pairs,
@@ -47,7 +48,11 @@ CPU = torch.device("cpu")
 OF_HEADS = {hopper_pairs.pair_kernel, hopper_gradients.gradient_kernel}
 FORWARDS = {hopper_pairs.inverse_kernel, hopper_sweep.sweep_kernel}
 JOINT = {hopper_reverse.reverse_gradient_kernel}
-OF_CHANNELS = {hopper_channels.channel_kernel, hopper_channel_blocks.channel_block_kernel}
+OF_CHANNELS = {
+    hopper_channel_pairs.channel_pair_kernel,
+    hopper_channels.channel_kernel,
+    hopper_channel_blocks.channel_block_kernel,
+}
 KERNELS = {
     "chunk_delta_rule": OF_HEADS | FORWARDS,
     "chunk_gated_delta_rule": OF_HEADS | FORWARDS,
@@ -103,6 +108,85 @@ def test_accurate(name: str, H: int, K: int, V: int, lengths: list[int] | None, 
     assert_accurate(problem, results)
 
 
+@pytest.mark.parametrize("gates", ["mild", "strong"])
+def test_gates_in_float32(gates: str) -> None:
+    """They are in two parts as factors of products."""
+    problem = draw(
+        NAMED["chunk_kda"], CPU, torch.bfloat16, T=70, H=1, K=64, V=64, gates=gates, gate_dtype=torch.float32
+    )
+    results, _ = emulated(problem, launched)
+    assert_accurate(problem, results)
+
+
+NEAR_THE_BOUND = -6.40625, -5.59375  # in the first half of each block, and in the second
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "of_q", "of_k"),
+    [(-5.0, -5.0, 1.0, 1e-12), (*NEAR_THE_BOUND, 1.0, 1e-12), (*NEAR_THE_BOUND, 16.0, 1.0)],
+    ids=["small keys", "smaller keys", "large queries"],
+)
+def test_products_within_float32(early: float, late: float, of_q: float, of_k: float) -> None:
+    """No factor of a product that counts leaves float32, though a block weakens keys by exp(-90).
+
+    What queries have with later keys does, and reaches nothing.
+    """
+    problem = draw(NAMED["chunk_kda"], CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64)
+    g = torch.full_like(problem.tensors["g"], early)
+    g[:, torch.arange(64) % 16 >= 8] = late
+    q, k = of_q * problem.tensors["q"], of_k * problem.tensors["k"]
+    problem = problem.with_tensors(g=g, q=q, k=k)
+    results, _ = emulated(problem, launched)
+    assert_accurate(problem, results)
+
+
+@pytest.mark.parametrize(
+    ("strongest", "strong", "writes", "reads", "exact"),
+    [
+        # From token 47 to the chunk's end, and from its start to token 16.
+        (slice(40, 48), slice(48, 64), 47, None, ("final_state", "dv")),
+        (slice(16, 24), slice(0, 16), None, 16, ("o", "dinitial_state")),
+        # From token 15 to token 32, whose block's early half is decayed too.
+        (slice(33, 40), slice(16, 32), 15, 32, ("o", "dv")),
+    ],
+    ids=["to end", "from start", "between blocks"],
+)
+def test_all_is_decayed_to_almost_nothing(
+    strongest: slice, strong: slice, writes: int | None, reads: int | None, exact: tuple[str, ...]
+) -> None:
+    """What only gates of a block and of a half of the next, of 60 and 44, have left is as exact as anything else.
+
+    No token writes but `writes`, and none reads but `reads`, so nothing larger is beside it. The gradients of queries,
+    keys and gates are not as exact.
+    """
+    case = replace(NAMED["chunk_kda"], groups=1)
+    problem = draw(case, CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, state=writes is None)
+    g = torch.full_like(problem.tensors["g"], -0.01)
+    g[:, strongest], g[:, strong] = -5.5, -3.75
+    t = torch.arange(64).view(1, 64, 1)
+    beta = torch.where(t == writes if writes is not None else t < 0, 0.5, 0.0).to(g.dtype)
+    problem = problem.with_tensors(g=g, beta=beta)
+    if reads is not None:
+        q, do = (torch.where(t[..., None] == reads, x, 0) for x in (problem.tensors["q"], problem.do))
+        problem = replace(problem.with_tensors(q=q), do=do)
+    loss = "state" if reads is None else "o"
+    results, _ = emulated(problem, launched, loss)
+    assert_accurate(problem, {name: results[name] for name in exact}, loss)
+
+
+@pytest.mark.parametrize("gate_dtype", [torch.bfloat16, torch.float32])
+def test_gates_that_are_in_no_sum(gate_dtype: torch.dtype) -> None:
+    """The first gate of a block is in no sum from its middle. It may be -inf where the chunk is mild in blocks."""
+    problem = draw(
+        NAMED["chunk_kda"], CPU, torch.bfloat16, B=1, T=70, H=1, K=64, V=64, gates=-0.5, gate_dtype=gate_dtype
+    )
+    g = problem.tensors["g"].clone()
+    g[:, ::16, :, 3] = -torch.inf
+    problem = problem.with_tensors(g=g)
+    results, _ = emulated(problem, launched)
+    assert_accurate(problem, results)
+
+
 @pytest.mark.parametrize("name", ["chunk_kda", "chunk_gdn2"])
 @pytest.mark.parametrize("gates", [-5.0, -0.01])
 @pytest.mark.parametrize("largest", ["written", "read"])
@@ -135,18 +219,26 @@ def of_two_tiles(first: float | str, second: float | str) -> Tensor:
     ("gates", "chunk", "tiles"),
     [
         (of_two_tiles(-0.5, -0.5), 1, [1, 1]),
-        (of_two_tiles("strong", -0.5), 0, [1, 1]),
+        # From the chunk's middle, sums of 44.8 are mild, and those of 45.3 in one of its halves are not.
+        (of_two_tiles(-1.3984375, -0.01), 1, [1, 1]),
+        (of_two_tiles(-1.4140625, -0.01).index_fill(1, torch.arange(32), -0.01), 2, [1, 1]),
+        (of_two_tiles(-1.4921875, -0.01).index_fill(1, torch.arange(32, 64), -0.01), 2, [1, 1]),
+        (of_two_tiles("strong", -0.5), 2, [1, 1]),
         (of_two_tiles("strong", -30.0), 0, [1, 0]),
         # The sum of half a block is beyond the bound, and no gate is.
         (of_two_tiles(-7.0, "strong"), 0, [0, 1]),
-        # One gate is, and no sum.
-        (of_two_tiles(-0.01, "strong").index_fill(1, torch.tensor([20]), -15.0), 0, [0, 0]),
+        # One gate is, and no sum. That matters to gradients alone.
+        (of_two_tiles(-0.01, "strong").index_fill(1, torch.tensor([20]), -15.0), 2, [0, 0]),
+        (of_two_tiles(-0.01, -0.01).index_fill(1, torch.tensor([20]), -9.0), 2, [0, 0]),
     ],
-    ids=["mild", "blocks", "left", "sums", "size"],
+    ids=["mild", "nearly", "late", "early", "blocks", "left", "sums", "size", "size alone"],
 )
 @pytest.mark.parametrize("memory", [0, 1])
 def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], memory: int) -> None:
-    """The kernels of gradients share out the tiles of a chunk, whatever was in the memory in which they note it."""
+    """The kernel of pairs notes what a chunk is, and those of gradients share out its tiles.
+
+    They do so whatever was in the memory in which they note it.
+    """
     case = replace(NAMED["chunk_kda"], groups=1)
     problem = draw(case, CPU, torch.bfloat16, B=1, T=64, H=1, K=128, V=64)
     problem = problem.with_tensors(g=gates.to(problem.tensors["g"].dtype).clone())
@@ -154,7 +246,7 @@ def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], mem
 
     def emulate(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         taken = kernel is hopper_channel_blocks.channel_block_kernel
-        if taken:
+        if taken or kernel is hopper_channel_pairs.channel_pair_kernel:
             kwargs["mild"].fill_(memory)
         run(kernel, grid, *args, **kwargs)
         if taken:

@@ -29,6 +29,7 @@ from flacompose.ops.families import _hopper
 from flacompose.ops.families.delta_rule import cuda as delta_rule
 from flacompose.ops.families.delta_rule import (
     hopper_channel_blocks,
+    hopper_channel_pairs,
     hopper_channels,
     hopper_gradients,
     hopper_pairs,
@@ -518,13 +519,21 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
     in_gluon = hopper_channels.channel_kernel, hopper_channel_blocks.channel_block_kernel
+    pairs_in_gluon = hopper_channel_pairs.channel_pair_kernel
+    pairs = [x for x in launches if x[0] in (pairs_in_gluon, channel_pair_kernel)]
     gradients = [x for x in launches if x[0] in (*in_gluon, pair_gradient_kernel, channel_kernel)]
     found = [(kernel, x.get("MILD")) for kernel, x in gradients]
+    strong = channel_pair_kernel, False
+    if chip == HOPPER and K in (64, 128) and unaligned is None:
+        expected = [(pairs_in_gluon, None, None), (*strong, False)]
+    else:
+        expected = [(channel_pair_kernel, True, True), (*strong, True)]
+    assert [(kernel, x.get("MILD"), x.get("IN_BLOCKS")) for kernel, x in pairs] == expected
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
         assert found == [*((kernel, None) for kernel in in_gluon), (channel_kernel, False)]
-        pairs, *_ = (x for kernel, x in launches if kernel is channel_pair_kernel)
         mild, blocks, others = (x for _, x in gradients)
-        assert pairs["mild"] is mild["mild_chunks"] is blocks["mild_chunks"]
+        noted = mild["mild_chunks"]
+        assert all(x["mild"] is noted for _, x in pairs) and blocks["mild_chunks"] is noted
         assert all(blocks[name] is others[name] for name in ("mild", "pairs", "diagonal"))
     else:
         assert found == [(pair_gradient_kernel, None), (channel_kernel, True), (channel_kernel, False)]

@@ -94,14 +94,17 @@ def parts(x):
 
 
 @gluon.jit
-def store_parts(to, x, PARTS: gl.constexpr = 2):
-    """Store `x` in the shared memory ``to [2, ...]``, rounded or in two parts. `make_visible` has to follow."""
+def store_parts(to, x, PARTS: gl.constexpr = 2, first=0):
+    """Store `x` in the shared memory ``to[first]``, rounded, or in two parts there and in ``to[first + 1]``.
+
+    `make_visible` has to follow.
+    """
     if PARTS == 1:
-        to.index(0).store(x.to(gl.bfloat16))
+        to.index(first).store(x.to(gl.bfloat16))
     else:
         high, low = parts(x)
-        to.index(0).store(high)
-        to.index(1).store(low)
+        to.index(first).store(high)
+        to.index(first + 1).store(low)
 
 
 @gluon.jit

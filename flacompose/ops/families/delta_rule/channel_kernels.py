@@ -25,8 +25,8 @@ As in vector decay, where this is explained, one product referred to the chunk's
 are mild, and where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and
 never a divisor.
 
-On Hopper, `hopper_channels` makes the gradients where gates are mild, and `hopper_channel_blocks` where they are so in
-blocks of 16 tokens.
+On Hopper, `hopper_channel_pairs` makes the pairs where gates are mild in blocks of 16 tokens. `hopper_channels` makes
+the gradients where they are mild in the chunk, and `hopper_channel_blocks` where they are so in blocks.
 """
 
 from __future__ import annotations
@@ -130,26 +130,24 @@ def _mild_pairs(
 
 
 @triton.jit
-def _pairs(q, k, a, g, s, t, DOT: tl.constexpr):
+def _pairs(q, k, a, g, s, t, IN_BLOCKS: tl.constexpr, DOT: tl.constexpr):
     """The products of `q` and of `a` with the keys `k` that write, at ``[s, t]``, decayed by any gates.
 
-    At each level of blocks the readers are the rows of odd blocks, and the writers those of even ones. Where gates are
-    mild about the middle of blocks of 16 tokens, as all gates from -5 to 0 are, one product holds all pairs in these.
+    At each level of blocks the readers are the rows of odd blocks, and the writers those of even ones. With `IN_BLOCKS`
+    one product holds all pairs in blocks of 16 tokens, where gates are mild about their middle.
     """
-    middle = select(from_block_middle(s, t), g, DOT)
+    of_q = tl.where(s == t, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
+    of_a = tl.zeros([C, C], dtype=tl.float32)
     first = 0
-    if tl.max(tl.abs(middle)) < MILD_BOUND:
-        to_middle = tl.exp(middle)
-        writer = in_parts(k / to_middle, DOT)
-        within = in_same_block(s, t)
-        of_q = dot_in_parts(writer, in_parts(tl.trans(q * to_middle), DOT), DOT)
-        of_q = tl.where(within, of_q, 0.0)
-        of_a = dot_in_parts(writer, in_parts(tl.trans(a * to_middle), DOT), DOT)
-        of_a = tl.where(within, of_a, 0.0)
-        first += BLOCK_LEVELS
-    else:
-        of_q = tl.where(s == t, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
-        of_a = tl.zeros([C, C], dtype=tl.float32)
+    if IN_BLOCKS:
+        middle = select(from_block_middle(s, t), g, DOT)
+        if tl.max(tl.abs(middle)) < MILD_BOUND:
+            to_middle = tl.exp(middle)
+            writer = in_parts(k / to_middle, DOT)
+            within = in_same_block(s, t)
+            of_q = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(q * to_middle), DOT), DOT), 0.0)
+            of_a = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(a * to_middle), DOT), DOT), 0.0)
+            first += BLOCK_LEVELS
     for level in range(first, LEVELS):
         weight = tl.exp(select(in_local_sum(s, t, level, False), g, DOT))
         odd = ((s >> level) & 1) == 1
@@ -184,15 +182,17 @@ def channel_pair_kernel(
     BK: tl.constexpr,
     KEEP: tl.constexpr,
     MILD: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`.
 
     It runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
-    both would need twice the registers. With mild gates, all follows from the sums of gates to the chunk's middle.
-    The sums to the chunk's start and to its end differ from them by one number per channel, the same for all tokens.
-    With `KEEP` the keys that write, which are computed from these sums, are kept until the last product, and otherwise
-    computed again, as they are where gates are not mild.
+    both would need twice the registers. On Hopper another kernel comes first, and leaves chunks that are not mild in
+    blocks. There `IN_BLOCKS` is false, which takes less time to compile. With mild gates, all follows from the sums of
+    gates to the chunk's middle. The sums to the chunk's start and to its end differ from them by one number per
+    channel, the same for all tokens. With `KEEP` the keys that write, which are computed from these sums, are kept
+    until the last product, and otherwise computed again, as they are where gates are not mild.
     """
     scale = in_float32(scale)
     row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
@@ -265,7 +265,7 @@ def channel_pair_kernel(
                 a_ = load_tile(a, *at_q)
             store_tile(k_read, a_ * read, *at_g)
             tl.store(total + d, tl.exp(tl.sum(g, 0)), mask=d < K)
-            of_block = _pairs(q_, k_, a_, g_, s, t, DOT)
+            of_block = _pairs(q_, k_, a_, g_, s, t, IN_BLOCKS, DOT)
             of_q += of_block[0]
             of_k += of_block[1]
     if MILD:

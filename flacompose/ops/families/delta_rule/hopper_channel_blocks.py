@@ -1,12 +1,9 @@
 """The kernel of gradients of `channel_kernels` for Hopper where gates are mild in blocks of 16 tokens, in Gluon.
 
-All gates from -5 to 0 are mild there, while those of a whole chunk are mild only if they are weak. One product,
-referred to the middle of each block, holds the pairs of tokens in the same block. For pairs across blocks, the two
-largest levels of `channel_kernels` are left, of blocks of 16 and of 32 tokens. There each token has its gates up to its
-block's middle or from there. All further gates have the same factor for all tokens of a block.
-
-A warp has the rows of one block. So sums over a block stay in a warp, and what is different for each block is a row of
-a table in shared memory.
+All gates from -5 to 0 are mild there, while those of a whole chunk are mild only if they are weak. Readers and keys
+have their gates up to their block's middle or from there. What the gates between two middles leave is one factor for
+each channel, and the same for all tokens of both blocks. So one product makes what all readers have from the keys of a
+block, and then each reader's block has its factor.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from flacompose.ops.families._gluon import (
     barrier,
     copy,
     make_visible,
-    parts,
     reinterpret,
     rows_of,
     selected,
@@ -31,117 +27,110 @@ from flacompose.ops.families._gluon import (
     sum_of_parts,
     tile_of_program,
 )
-from flacompose.ops.families.delta_rule.hopper_channels import load_gates, store_gradients_of_keys
+from flacompose.ops.families.delta_rule.hopper_channels import store_gradients_of_keys
+from flacompose.ops.families.delta_rule.hopper_gates import (
+    BLOCKS,
+    MILD,
+    TABLE,
+    decayed,
+    from_block_middle,
+    load_gates,
+    per_block,
+    row_of,
+    size_of_gate,
+    sums_of_halves,
+    table,
+    with_row,
+)
+from flacompose.ops.families.delta_rule.hopper_pairs import begin_product, halves, left_parts, products
 from flacompose.ops.families.vector_decay import gates
-from flacompose.ops.families.vector_decay.gates import BLOCK, BLOCK_LEVELS, LEVELS, MILD_BOUND, C
+from flacompose.ops.families.vector_decay.gates import BLOCK, MILD_BOUND, C
 
-from_block_middle = gluon.jit(gates.from_block_middle.fn)
-in_same_block = gluon.jit(gates.in_same_block.fn)
-siblings = gluon.jit(gates.siblings.fn)
 tf32_rounded = gluon.jit(gates.tf32_rounded.fn)
-size_of_gate = gluon.jit(gates.size_of_gate.fn)
 
-BLOCKS = gl.constexpr(C.value // BLOCK.value)  # of a chunk
-# The kinds of decay that the tokens of a block have in common. The first two are those of the levels between blocks of
-# 16 and of 32 tokens. The others are from the chunk's start, and to its end.
-LEVEL_COUNT = gl.constexpr(LEVELS.value - BLOCK_LEVELS.value)
-FROM_START = gl.constexpr(2)
-TO_END = gl.constexpr(3)
-KINDS = gl.constexpr(4)
+# The kinds of decay that the tokens of a block have in common. The first three are from the middle of block 0, 1 or 2
+# to the middle of the token's block, and the next three from there to the middle of block 1, 2 or 3. They are 1 if that
+# is no later block. The last two are from the chunk's start to the middle, and from there to the chunk's end.
+TO_BLOCK = gl.constexpr(2)  # added to 1, 2 or 3
+FROM_START = gl.constexpr(6)
+TO_END = gl.constexpr(7)
+KINDS = gl.constexpr(8)
 
 
 @gluon.constexpr_function
 def _is_decayed_by(half, kind, block):
-    """Whether the gates of a half of a block, from 0 to 7, belong to the decay of this `kind` of the tokens of `block`.
-
-    A token has its own gates only up to its block's middle, or from there. For one that reads, those between the start
-    of a group of 1, 2 or all 4 blocks and that middle are left, and for one that writes, those between that middle and
-    the end of the group.
-    """
+    """Whether the gates of a half of a block, from 0 to 7, belong to the decay of this `kind` of tokens of `block`."""
     middle = 2 * block + 1
-    blocks = 2**kind if kind < LEVEL_COUNT.value else BLOCKS.value
-    reads = kind == FROM_START.value or (kind < LEVEL_COUNT.value and block // blocks % 2 == 1)
-    start = block // blocks * blocks * 2
-    return start <= half < middle if reads else middle <= half < start + 2 * blocks
-
-
-@gluon.constexpr_function
-def _one_row():
-    """How threads share out one number of each channel."""
-    return gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0])
-
-
-@gluon.jit
-def _row(table, kind: gl.constexpr, block: gl.constexpr):
-    """The row of a table for this `kind` of decay of the tokens of `block`."""
-    return table.index(kind).slice(block, 1)
+    if kind == FROM_START.value:
+        return int(half < middle)
+    if kind == TO_END.value:
+        return int(half >= middle)
+    if kind <= TO_BLOCK.value:
+        return int(2 * kind + 1 <= half < middle)
+    return int(middle <= half < 2 * (kind - TO_BLOCK.value) + 1)
 
 
 @gluon.jit
 def _store_decays(decays_s, halves_s):
-    """Of each kind and block, what the gates leave up to the block's middle or from there.
+    """Of each kind and block, what the gates leave, in ``decays_s [32, D]``.
 
-    The decay of a token is this, times that between the token and the middle, and so a product of two exponentials. It
-    is exact to float32's rounding of sums of up to 148. Beyond that the first factor is 0: decays below exp(-58) are
-    lost, which no result shows.
+    The decay of a token is this, times that between the token and its block's middle, and so a product of exponentials.
+    It is exact to float32's rounding of sums of up to 87. Beyond that the first factor loses bits, and from 104 on it
+    is 0: decays between two tokens below exp(-42) may be lost. That shows only if there are no gradients but through
+    such decays.
     """
-    D: gl.constexpr = halves_s.shape[1]
-    for kind in gl.static_range(KINDS):
-        for block in gl.static_range(BLOCKS):
-            total = gl.zeros([1, D], gl.float32, _one_row())
-            for half in gl.static_range(2 * BLOCKS):
-                if _is_decayed_by(half, kind, block):
-                    total += halves_s.slice(half, 1).load(_one_row())
-            _row(decays_s, kind, block).store(gl.exp(total))
+    decays_s.store(gl.exp(sums_of_halves(halves_s, _is_decayed_by, KINDS)))
 
 
 @gluon.jit
 def _store_gradients_of_halves(halves_s, sums_s, d_total):
-    """The gradients of the sums of gates of halves of blocks: of all that they decay, as `_store_decays` has it."""
+    """The gradients of the sums of gates of halves of blocks: of all that they decay, as `_store_decays` has it.
+
+    They are made of the sums over each block of the gradients of these decays, ``sums_s [32, D]``, without the kinds to
+    later blocks: what a reader and a key have between them is counted once, with the reader.
+    """
+    D: gl.constexpr = halves_s.shape[1]
+    L: gl.constexpr = table(2 * BLOCKS)
+    rows = gl.zeros([2 * BLOCKS, D], gl.float32, L)
     for half in gl.static_range(2 * BLOCKS):
         gradient = d_total
         for kind in gl.static_range(KINDS):
             for block in gl.static_range(BLOCKS):
-                if _is_decayed_by(half, kind, block):
-                    gradient += _row(sums_s, kind, block).load(_one_row())
-        halves_s.slice(half, 1).store(gradient)
-
-
-@gluon.jit
-def _per_block(x, rows: gl.constexpr):
-    """`x`, cut into blocks of `rows`."""
-    return x.reshape([x.shape[0] // rows, rows, x.shape[1]])
-
-
-@gluon.jit
-def _decayed(x, decays_s):
-    """`x`, each block of its rows times what the gates leave."""
-    of_blocks = _per_block(x, BLOCK)
-    ROW: gl.constexpr = gl.SliceLayout(1, of_blocks.type.layout)
-    decay = decays_s.load(ROW)
-    return gl.convert_layout(
-        (of_blocks * decay[:, None, :]).reshape(x.shape), x.type.layout, assert_trivial=True
-    )
+                if (kind <= TO_BLOCK or kind >= FROM_START) and _is_decayed_by(half, kind, block):
+                    gradient += row_of(sums_s, kind * BLOCKS + block, L)
+        rows = with_row(rows, half, gradient)
+    halves_s.store(rows)
 
 
 @gluon.jit
 def _add_sums(sums_s, x):
     """Add the sum over each block of the rows of `x`."""
-    sums = gl.sum(_per_block(x, BLOCK), 1)
+    sums = gl.sum(per_block(x, BLOCK), 1)
     sums_s.store(sums_s.load(sums.type.layout) + sums)
 
 
 @gluon.jit
-def _product(a, b_s, out):
-    """``out + a @ b`` of both parts of `a`, which is in registers, and of `b`, the smallest products first."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, out.type.layout, 2)
-    high, low = parts(a)
-    high, low = gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
-    out = warpgroup_mma(low, b_s.index(1), out, is_async=True)
-    out = warpgroup_mma(low, b_s.index(0), out, is_async=True)
-    out = warpgroup_mma(high, b_s.index(1), out, is_async=True)
-    out = warpgroup_mma(high, b_s.index(0), out, is_async=True)
-    return warpgroup_mma_wait(0, [out])
+def _product(a, b_s, block, zeros):
+    """``a @ b`` of both parts of `a`, which is in registers, and of this block of rows of `b`, the smallest first."""
+    OUT: gl.constexpr = zeros.type.layout
+    D: gl.constexpr = b_s.shape[2]
+    OF_BLOCK: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, D], gl.bfloat16)
+    # Both parts cut into blocks, which lie one after the other, since a row has no more than 128 bytes.
+    blocks_s = reinterpret(b_s, gl.bfloat16, [2 * BLOCKS, BLOCK, D], OF_BLOCK)
+    high_s, low_s = blocks_s.index(block), blocks_s.index(BLOCKS + block)
+    high, low = left_parts(a, OUT)
+    # Also the product of the smaller parts: gradients of gates are differences, in which all bits have to cancel.
+    out = warpgroup_mma(low, low_s, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [begin_product((high, low), (high_s, low_s), out)])
+
+
+@gluon.jit
+def _blocks(x):
+    """The columns of `x` of each block."""
+    left, right = halves(x)
+    first, second = halves(left)
+    third, fourth = halves(right)
+    return first, second, third, fourth
 
 
 @gluon.jit
@@ -160,45 +149,35 @@ def _pairs(do_s, r_s, weight, L: gl.constexpr):
 
 
 @gluon.jit
-def _reader(x, do_s, r_s, S_s, weight, decays_s, x_s, writer_s, role_s, written, sums_s, GATES: gl.constexpr):
-    """The gradient of readers `x` that meet the gradient `do`, and `written` with what they add to that of writers.
+def _through_pairs(pairs, decays_s, x_s, writer_s, read, written, sums_s, GATES: gl.constexpr):
+    """`read` and `written` with the gradients of readers and of writers that the `pairs` of a chunk give.
 
-    Both are those of vectors that gates have decayed from or to their block's middle. The third result is the gradient
-    of the product of each token with itself. `role_s` may have the memory of `do_s`.
+    Both are those of vectors that gates have decayed from or to their block's middle, as those in `x_s` and `writer_s`.
+    Between a reader's block and a writer's, gates leave one factor for each channel.
 
-    Within a block, a pair that a gate does not decay is added to the gradient of the gate and subtracted. Both times it
-    is a product of the same rounded factors, without a part left out, so that it cancels.
+    A pair that a gate does not decay is added to the gradient of the gate and subtracted. Both times it is a product of
+    the same rounded factors, without a part left out, so that it cancels.
     """
-    L: gl.constexpr = x.type.layout
-    t = gl.arange(0, x.shape[0], gl.SliceLayout(1, L))[:, None]
-    s = gl.arange(0, x.shape[0], gl.SliceLayout(0, L))[None, :]
-    zeros = gl.zeros(x.shape, gl.float32, L)
-    store_parts(x_s, x)
-    read = warpgroup_mma(do_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    read = _decayed(weight * warpgroup_mma_wait(0, [read]), decays_s.index(FROM_START))
-    pairs, on_diagonal = _pairs(do_s, r_s, weight, L)
-    if GATES:
-        _add_sums(sums_s.index(FROM_START), sum_of_parts(x_s, L) * read)
-    make_visible()
-    within = in_same_block(t, s)
-    read = _product(gl.where(within & (s < t), pairs, 0.0), writer_s, read)
-    written = _product(gl.where(within & (s > t), pairs, 0.0), x_s, written)
-    # Loops over levels and, below, over readers: the kernel takes three times as long where its instructions do not fit
-    # in their cache.
-    for kind in range(LEVEL_COUNT):
-        level = BLOCK_LEVELS + kind
-        odd = ((t >> level) & 1) == 1
-        role = gl.where(odd, sum_of_parts(x_s, L), sum_of_parts(writer_s, L))
-        role = _decayed(role, decays_s.index(kind))
-        store_parts(role_s, role)
-        make_visible()
-        out = _product(gl.where(siblings(t, s, level), pairs, 0.0), role_s, zeros)
+    OUT: gl.constexpr = read.type.layout
+    L: gl.constexpr = products(BLOCK)
+    t = gl.arange(0, read.shape[0], gl.SliceLayout(1, L))[:, None]
+    s = gl.arange(0, BLOCK, gl.SliceLayout(0, L))[None, :]
+    zeros = gl.zeros(read.shape, gl.float32, OUT)
+    of_block, second, third, fourth = _blocks(pairs)
+    # A loop, here and over readers: the kernel takes three times as long where its instructions do not fit in their
+    # cache.
+    for block in range(BLOCKS):
+        out = _product(gl.where(s < t - block * BLOCK, of_block, 0.0), writer_s, block, zeros)
+        # Only its own tokens read from the last block. Their decay is 1 in the next kind too, of which no sum is used.
+        out = decayed(out, decays_s.index(block))
         if GATES:
-            _add_sums(sums_s.index(kind), sum_of_parts(role_s, L) * out)
-        out = _decayed(out, decays_s.index(kind))
-        read += gl.where(odd, out, 0.0)
-        written += gl.where(odd, 0.0, out)
-    return read, written, on_diagonal[:, None]
+            _add_sums(sums_s.index(block), sum_of_parts(x_s, OUT) * out)
+        read += out
+        out = _product(gl.where(s > t - block * BLOCK, of_block, 0.0), x_s, block, zeros)
+        # Only its own tokens write to the first block. Their decay is 1 in the kind before.
+        written += decayed(out, decays_s.index(TO_BLOCK + block))
+        of_block, second, third, fourth = second, third, fourth, of_block
+    return read, written
 
 
 @gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
@@ -222,7 +201,7 @@ def channel_block_kernel(
     da,  # [tokens, HV, K]
     dbeta,  # [tokens, tiles of K, HV], to be added up
     dgk,  # [tokens, HV, K]
-    mild_chunks,  # [chunks, HV], those that `hopper_channels` computes
+    mild_chunks,  # [chunks, HV], of which `hopper_channels` computes those that are `MILD`
     mild,  # [chunks, HV, tiles of K]: these, and what is computed here
     cu_seqlens,
     T,
@@ -246,41 +225,35 @@ def channel_block_kernel(
     size = gl.minimum(hi - lo, C).to(gl.int32)
     rh = row * HV + h
     mild += rh * tiles + tile
-    if gl.load(mild_chunks + rh) != 0:
+    if gl.load(mild_chunks + rh) == MILD:
         gl.store(mild, 1)
         return
     first = lo * HV + h
     of_gates = first * K + tile * BK
     of_keys = (lo * H + h // (HV // H)) * K + tile * BK
     at_state = (rh * K + tile * BK) * V
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    L: gl.constexpr = products(BK)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, L)
     ROWS: gl.constexpr = rows_of(BK, gl.num_warps())
     ROWS_OF_V: gl.constexpr = rows_of(V, gl.num_warps())
     OF_V: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
     OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, BK], gl.bfloat16)
-    TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     GATES: gl.constexpr = dgk is not None
     key_reader = k
     if a is not None:
         key_reader = a
     g = load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
-    # `x_s` has the gradient of the state first, and then queries and keys as they arrive.
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [C, BK], OF_K)
+    # `x_s` has the gradient of the state first, and then queries and keys as they arrive. The sums of gradients take
+    # the place of the keys that write, which are read again at the end.
+    sums_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
+    decays_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     of_values_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], OF_V)  # `do` and `dv`
     writer_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
-    decays_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
-    sums_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
-    dS_s = reinterpret(x_s, gl.bfloat16, [BK, V], OF_V)
-    if V == 2 * BK:
-        role_s = reinterpret(
-            of_values_s, gl.bfloat16, [2, C, BK], OF_K
-        )  # in place of `do`, which is read first
-    else:
-        role_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     r_s = gl.allocate_shared_memory(gl.bfloat16, [C, V], OF_V)
     S_s = gl.allocate_shared_memory(gl.bfloat16, [BK, V], OF_V)
+    dS_s = reinterpret(x_s, gl.bfloat16, [BK, V], OF_V)
+    k_s = reinterpret(sums_s, gl.bfloat16, [C, BK], OF_K)
     copy(k_s, k + of_keys, H * K, size)
     copy(r_s, r + first * V, HV * V, size)
     copy(dS_s, d_states + at_state, V, BK)
@@ -315,27 +288,31 @@ def channel_block_kernel(
     g = writer_s.index(0).load(L).to(gl.float32)
     if PARTS == 2:
         g = sum_of_parts(writer_s, L)
-    halves_s = reinterpret(sums_s, gl.float32, [2 * BLOCKS, BK], TABLE)
-    halves_s.store(gl.sum(_per_block(g, BLOCK // 2), 1))
-    _store_decays(decays_s, halves_s)
-    d_total = gl.zeros([1, BK], gl.float32, _one_row())
+    halves_s = reinterpret(decays_s, gl.float32, [2 * BLOCKS, BK], TABLE)
+    halves_s.store(gl.sum(per_block(g, BLOCK // 2), 1))
+    all_decays_s = reinterpret(decays_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
+    all_sums_s = reinterpret(sums_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
+    _store_decays(all_decays_s, halves_s)
+    HALVES: gl.constexpr = table(2 * BLOCKS)
+    d_total = gl.zeros([1, BK], gl.float32, HALVES)
     if GATES:
         # All gates decay the state before the chunk.
         d_total = gl.sum(S_s.load(ROWS_OF_V).to(gl.float32) * dS_s.load(ROWS_OF_V).to(gl.float32), 1)
-        d_total = gl.convert_layout(d_total, gl.SliceLayout(0, _one_row()))[None, :]
-        d_total *= _row(decays_s, FROM_START, 0).load(_one_row()) * _row(decays_s, TO_END, 0).load(_one_row())
-        all_sums_s = reinterpret(sums_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
-        all_sums_s.store(gl.zeros([KINDS * BLOCKS, BK], gl.float32, ROWS))
+        d_total = gl.convert_layout(d_total, gl.SliceLayout(0, HALVES))[None, :]
+        for kind in gl.static_range(FROM_START, KINDS):
+            d_total *= row_of(all_decays_s, kind * BLOCKS, HALVES)
 
     # 2. What keys write, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     to_middle = gl.exp(middle)
     store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
+    if GATES:
+        all_sums_s.store(gl.zeros([KINDS * BLOCKS, BK], gl.float32, ROWS))
     written = warpgroup_mma_wait(0, [written])
     barrier()  # a warp waits for its own part of the product, and the copy takes the place of what all parts read
     copy(x_s.index(0), q + of_keys, H * K, size)
     commit_group()
-    written = _decayed(written, decays_s.index(TO_END))
+    written = decayed(written, decays_s.index(TO_END))
     if GATES:
         _add_sums(sums_s.index(TO_END), sum_of_parts(writer_s, L) * written)
 
@@ -344,37 +321,48 @@ def channel_block_kernel(
     for reader in range(2):
         arrived(0)
         x = x_s.index(0).load(L).to(gl.float32) * to_middle
+        store_parts(x_s, x)
         weight = gl.where(reader == 0, scale, -1.0)
-        of_reader_s = of_values_s.index(reader)
-        d_reader, written, diagonal_ = _reader(
-            x, of_reader_s, r_s, S_s, weight, decays_s, x_s, writer_s, role_s, written, sums_s, GATES
+        do_s = of_values_s.index(reader)
+        d_reader = warpgroup_mma(do_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        d_reader = decayed(weight * warpgroup_mma_wait(0, [d_reader]), decays_s.index(FROM_START))
+        if GATES:
+            _add_sums(sums_s.index(FROM_START), sum_of_parts(x_s, L) * d_reader)
+        of_pairs, on_diagonal = _pairs(do_s, r_s, weight, L)
+        make_visible()
+        d_reader, written = _through_pairs(
+            of_pairs, decays_s, x_s, writer_s, d_reader, written, sums_s, GATES
         )
         d_gates += d_reader * sum_of_parts(x_s, L)
         d_reader *= to_middle
+        barrier()  # a warp waits for its own products, and what all of them have read is overwritten
         needed_next = q
         if reader == 0:
             needed_next = key_reader
             # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gradient
             # of the gate.
-            of_itself = diagonal_
-            of_q = d_reader + of_itself * beta_t * k_s.load(L).to(gl.float32)
-            role_s.index(0).store(of_q.to(gl.bfloat16))
-            store(dq + of_gates, role_s.index(0).load(ROWS), HV * K, size)
+            of_itself = on_diagonal[:, None]
+            of_q = d_reader + of_itself * sum_of_parts(writer_s, L) * to_middle
+            x_s.index(1).store(of_q.to(gl.bfloat16))
+            store(dq + of_gates, x_s.index(1).load(ROWS), HV * K, size)
         copy(x_s.index(0), needed_next + of_keys, H * K, size)
         commit_group()
 
     # 4. The gradients of gates, `beta` and keys.
+    k_s = reinterpret(of_values_s, gl.bfloat16, [2 * V // BK, C, BK], OF_K).index(0)
+    copy(k_s, k + of_keys, H * K, size)
+    commit_group()
     if GATES:
         # A row of `d_gates` is the gradient of the sum of gates from its block's middle to its token. What a gate does
         # not decay cancels between rows and halves, so all bits of rows count.
         d_gates -= sum_of_parts(writer_s, L) * written
-        rest_s = x_s.index(1)
-        store_parts(role_s, d_gates)
-        store_rest(rest_s, d_gates)
+        store_parts(writer_s, d_gates)
+        store_rest(x_s.index(1), d_gates)
         d_halves_s = reinterpret(decays_s, gl.float32, [2 * BLOCKS, BK], TABLE)
-        _store_gradients_of_halves(d_halves_s, sums_s, d_total)
+        _store_gradients_of_halves(d_halves_s, all_sums_s, d_total)
         make_visible()
-        d_gates = _per_block(selected(from_block_middle(s, t[:, None]), role_s, zeros, 2, rest_s), BLOCK // 2)
+        choice = from_block_middle(s, t[:, None])
+        d_gates = per_block(selected(choice, writer_s, zeros, 2, x_s.index(1)), BLOCK // 2)
         of_half = d_halves_s.load(gl.SliceLayout(1, d_gates.type.layout))
         store(dgk + of_gates, (d_gates + of_half[:, None, :]).reshape([C, BK]), HV * K, size)
     arrived(0)

@@ -25,6 +25,8 @@ from flacompose.ops.families._gluon import (
     sum_of_parts,
     tile_of_program,
 )
+from flacompose.ops.families.delta_rule.hopper_gates import MILD, load_gates
+from flacompose.ops.families.delta_rule.hopper_pairs import products
 from flacompose.ops.families.vector_decay import gates
 
 from_middle = gluon.jit(gates.from_middle.fn)
@@ -40,14 +42,6 @@ def _products(a_s, b_s, out, ACROSS: gl.constexpr):
         out = warpgroup_mma(a, b_s.index(1), out, is_async=True)
         out = warpgroup_mma(a, b_s.index(0), out, is_async=True)
     return out
-
-
-@gluon.jit
-def load_gates(gk, stride, size, ROWS: gl.constexpr, C: gl.constexpr, BK: gl.constexpr):
-    """The gates of a tile, ``[C, BK]``, and 0 from row `size` on."""
-    i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
-    d = gl.arange(0, BK, gl.SliceLayout(0, ROWS))[None, :]
-    return gl.load(gk + i * stride + d, mask=(i < size) & (d < BK), other=0.0)
 
 
 @gluon.jit
@@ -166,14 +160,14 @@ def channel_kernel(
     if lo >= hi:
         return
     rh = row * HV + h
-    if gl.load(mild_chunks + rh) == 0:
+    if gl.load(mild_chunks + rh) != MILD:
         return
     size = gl.minimum(hi - lo, C).to(gl.int32)
     first = lo * HV + h
     of_gates = first * K + tile * BK
     of_keys = (lo * H + h // (HV // H)) * K + tile * BK
     at_state = (rh * K + tile * BK) * V
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BK, 16])
+    L: gl.constexpr = products(BK)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, L)
     ROWS: gl.constexpr = rows_of(BK, gl.num_warps())
     ROWS_OF_V: gl.constexpr = rows_of(V, gl.num_warps())

@@ -31,7 +31,7 @@ ROWS = gl.constexpr(16)  # of a column of its inverse, which one thread has
 
 
 @gluon.constexpr_function
-def _products(width):
+def products(width):
     """Results of tensor cores, 64 rows of `width` numbers."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
@@ -60,22 +60,22 @@ def _multiply_blocks(x, y):
 
 
 @gluon.jit
-def _halves(x):
+def halves(x):
     """The columns of ``x``, first half and second, without moves between threads, as below."""
     C: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1] // 2
     left, right = gl.split(gl.permute(gl.reshape(x, [C, 2, D]), (0, 2, 1)))
-    L: gl.constexpr = _products(D)
+    L: gl.constexpr = products(D)
     return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(right, L, assert_trivial=True)
 
 
 @gluon.jit
-def _joined(left, right):
-    """What `_halves` takes apart."""
+def joined(left, right):
+    """What `halves` takes apart."""
     C: gl.constexpr = left.shape[0]
     D: gl.constexpr = left.shape[1] * 2
     x = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [C, D])
-    return gl.convert_layout(x, _products(D), assert_trivial=True)
+    return gl.convert_layout(x, products(D), assert_trivial=True)
 
 
 @gluon.jit
@@ -86,37 +86,49 @@ def _in_second(x):
 
 
 @gluon.jit
-def _rows(x, first: gl.constexpr, count: gl.constexpr):
+def rows(x, first: gl.constexpr, count: gl.constexpr):
     """Some rows of both parts that `store_parts` has stored."""
     return x.index(0).slice(first, count), x.index(1).slice(first, count)
 
 
 @gluon.jit
-def _multiply(x, y, acc):
-    """``acc + x @ y`` for float32 `x`, in two parts, and `y` in shared memory, as (larger, smaller) part or in one."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+def left_parts(x, OUT: gl.constexpr):
+    """Both parts of float32 `x`, as products with the layout `OUT` take them on the left."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     high, low = parts(x)
-    high, low = gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
-    acc = warpgroup_mma(low, y[0], acc, is_async=True)
-    if len(y) == 2:
-        acc = warpgroup_mma(high, y[1], acc, is_async=True)
-    acc = warpgroup_mma(high, y[0], acc, is_async=True)
-    return warpgroup_mma_wait(0, [acc])
+    return gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
 
 
 @gluon.jit
-def _inverse(upper):
+def begin_product(x, y, acc):
+    """Begin ``acc + x @ y`` for `x` from `left_parts`, and `y` in shared memory, a pair of parts, or one alone."""
+    high, low = x
+    acc = warpgroup_mma(low, y[0], acc, is_async=True)
+    if len(y) == 2:
+        acc = warpgroup_mma(high, y[1], acc, is_async=True)
+    return warpgroup_mma(high, y[0], acc, is_async=True)
+
+
+@gluon.jit
+def multiply(x, y, acc):
+    """``acc + x @ y`` for float32 `x`, in two parts, and `y` as `begin_product` takes it."""
+    OUT: gl.constexpr = acc.type.layout
+    return warpgroup_mma_wait(0, [begin_product(left_parts(x, OUT), y, acc)])
+
+
+@gluon.jit
+def inverse(upper):
     """``(I + upper)^-1``, where `upper` is zero but above the diagonal."""
     C: gl.constexpr = upper.shape[0]
     D: gl.constexpr = C // 2
     HALF: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, D], gl.bfloat16)
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     # 1. Blocks of 16 tokens, `own`, and what is `beside` them in blocks of 32.
-    left, right = _halves(upper)
+    left, right = halves(upper)
     beyond = gl.allocate_shared_memory(gl.bfloat16, [2, C, D], HALF)
     store_parts(beyond, right)
     make_visible()
-    left, right = _halves(gl.where(_in_second(left), right, left))
+    left, right = halves(gl.where(_in_second(left), right, left))
     own = gl.allocate_shared_memory(gl.float32, [C // D, D // B, B, B], BLOCKS)
     beside = gl.allocate_shared_memory(gl.float32, [C // D, D // B, B, B], BLOCKS)
     own.store(gl.reshape(gl.where(_in_second(left), right, left), own.shape))
@@ -134,16 +146,16 @@ def _inverse(upper):
     own_ = reinterpret(own, gl.float32, [C, B], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).load(BLOCK)
     made = reinterpret(beside, gl.float32, [C, B], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])).load(BLOCK)
     second = _in_second(own_)
-    Y = _joined(gl.where(second, 0.0, own_), gl.where(second, own_, made))
+    Y = joined(gl.where(second, 0.0, own_), gl.where(second, own_, made))
     # 3. All.
     second = _in_second(Y)
     left, right = gl.where(second, 0.0, Y), gl.where(second, Y, 0.0)
     right_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, D], HALF)
     store_parts(right_s, right)
     make_visible()
-    read = _multiply(left, _rows(beyond, 0, D), gl.zeros([C, D], gl.float32, _products(D)))
-    right = _multiply(-read, _rows(right_s, D, D), right)
-    return _joined(left, right)
+    read = multiply(left, rows(beyond, 0, D), gl.zeros([C, D], gl.float32, products(D)))
+    right = multiply(-read, rows(right_s, D, D), right)
+    return joined(left, right)
 
 
 @gluon.jit
@@ -199,7 +211,7 @@ def pair_kernel(
     commit_group()
     copy(q_s, q + of_keys, H * K, size)
     commit_group()
-    L: gl.constexpr = _products(C)
+    L: gl.constexpr = products(C)
     s = gl.arange(0, C, gl.SliceLayout(1, L))
     t = gl.arange(0, C, gl.SliceLayout(0, L))
     beta_s = gl.load(beta + first + s * HV, mask=s < size, other=0.0).to(gl.float32)
@@ -233,7 +245,7 @@ def pair_kernel(
     make_visible()
 
     # 2. Y and P.
-    solved = _inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
+    solved = inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
     at = rh * C * C
     if Y is not None:
         gl.store(Y + at + s[:, None] * C + t[None, :], solved)
@@ -241,10 +253,10 @@ def pair_kernel(
     weights_t = gl.load(beta + first + t * HV, mask=t < size, other=0.0).to(gl.float32)
     if sums is not None:
         weights_t *= gl.exp2(total - gl.load(sums + t))
-    store(P + at, _multiply(solved, _rows(of_q_s, 0, C), zeros), C, C)
+    store(P + at, multiply(solved, rows(of_q_s, 0, C), zeros), C, C)
 
     # 3. W.
-    written = _multiply(solved * weights_t[None, :], (k_s,), gl.zeros([C, K], gl.float32, _products(K)))
+    written = multiply(solved * weights_t[None, :], (k_s,), gl.zeros([C, K], gl.float32, products(K)))
     store(W + first * K, written, HV * K, size)
 
 
@@ -279,7 +291,7 @@ def inverse_kernel(
     )
     copy(k_s, k + (lo * H + hk) * K, H * K, size)
     commit_group()
-    L: gl.constexpr = _products(C)
+    L: gl.constexpr = products(C)
     s = gl.arange(0, C, gl.SliceLayout(1, L))
     t = gl.arange(0, C, gl.SliceLayout(0, L))
     beta_s = gl.load(beta + first + s * HV, mask=s < size, other=0.0).to(gl.float32)
@@ -296,7 +308,7 @@ def inverse_kernel(
         _store_growth(growth + rh, of_k, beta_s, total)
     if sums is not None:
         of_k *= between
-    solved = _inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
+    solved = inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
     high, low = parts(solved)
     low_s = gl.allocate_shared_memory(
         gl.bfloat16, [C, C], gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)

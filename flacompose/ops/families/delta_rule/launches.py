@@ -104,20 +104,31 @@ class Launches(InverseSweeps):
         self.gates["total"] = self.per_chunk(self.HV, self.K)
         config = channel_pair_config(self.chip, self.bfloat16, self.K)
         self.mild_chunks = self.per_chunk(self.HV, dtype=torch.int8)
-        launch_by_gates(
-            channel_pair_kernel,
-            self.chunks * self.HV,
-            self.vectors,
-            {"a": self.a, "gk": self.gk},
-            products,
-            {"q_read": read["q"], "k_read": read["k"], "total": self.gates["total"]},
-            {"mild": self.mild_chunks},
-            self.arguments,
-            {"K": self.K},
-            config,
-            # Wider tiles of strong gates spill three times as many registers.
-            strong={"BK": min(config["BK"], 64)},
+        programs = self.chunks * self.HV
+        arguments = dict(
+            **self.vectors,
+            **products,
+            **self.arguments,
+            a=self.a,
+            gk=self.gk,
+            q_read=read["q"],
+            k_read=read["k"],
+            total=self.gates["total"],
+            mild=self.mild_chunks,
+            K=self.K,
         )
+        # Wider tiles of strong gates spill three times as many registers.
+        strong = {"BK": min(config["BK"], 64)}
+        if _hopper.takes(self.chip, self.of_keys, self.K):
+            from flacompose.ops.families.delta_rule import hopper_channel_pairs
+
+            taken = {name: x for name, x in arguments.items() if name != "DOT"}
+            launch(hopper_channel_pairs.channel_pair_kernel, (programs,), **taken, num_warps=4)
+            config |= strong | {"MILD": False, "IN_BLOCKS": False}
+            launch(channel_pair_kernel, (programs,), **arguments, **config)
+        else:
+            config |= {"IN_BLOCKS": True}
+            launch_by_gates(channel_pair_kernel, programs, arguments, config, strong=strong)
 
 
 def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
