@@ -118,6 +118,31 @@ def test_gates_in_float32(gates: str) -> None:
     assert_accurate(problem, results)
 
 
+@pytest.mark.parametrize("others", [-0.01, -3.0])
+def test_a_gate_in_float32_between_two_tokens(others: float) -> None:
+    """All results are those of one pair, and would be off by 1.6 per cent if its gate were rounded to bfloat16."""
+    problem = draw(
+        NAMED["chunk_kda"],
+        CPU,
+        torch.bfloat16,
+        B=1,
+        T=64,
+        H=1,
+        K=64,
+        V=64,
+        gates=-0.01,
+        gate_dtype=torch.float32,
+        state=False,
+    )
+    g = problem.tensors["g"].clone()
+    g[:, 16], g[:, 40:56] = -7.953, others
+    v, do = (torch.zeros_like(x) for x in (problem.tensors["v"], problem.do))
+    v[:, 15], do[:, 16] = problem.tensors["v"][:, 15], problem.do[:, 16]
+    problem = replace(problem.with_tensors(g=g, v=v), do=do)
+    results, _ = emulated(problem, launched, "o")
+    assert_accurate(problem, results, "o")
+
+
 NEAR_THE_BOUND = -6.40625, -5.59375  # in the first half of each block, and in the second
 
 
@@ -206,6 +231,18 @@ def test_gradients_of_gates_beside_large_ones(name: str, gates: float, largest: 
     loss = "state" if largest == "written" else "o"
     results, _ = emulated(problem, launched, loss)
     assert_accurate(problem, results, loss)
+
+
+@pytest.mark.parametrize("name", ["chunk_kda", "chunk_gdn2"])
+def test_gradients_of_gates_between_two_tokens(name: str) -> None:
+    """Gates that do not decay the only pair of tokens, of two blocks, have no gradient: all bits of float32 cancel."""
+    case = replace(NAMED[name], groups=1)
+    problem = draw(case, CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-2.5, state=False)
+    v, do = (torch.zeros_like(x) for x in (problem.tensors["v"], problem.do))
+    v[:, 15], do[:, 16] = problem.tensors["v"][:, 15], problem.do[:, 16]
+    results, _ = emulated(replace(problem.with_tensors(v=v), do=do), launched, "o")
+    size = results["dg"].float().abs().amax((0, 2, 3))
+    assert size[torch.arange(64) != 16].max() <= 1e-6 * size[16]
 
 
 def of_two_tiles(first: float | str, second: float | str) -> Tensor:

@@ -3,7 +3,8 @@
 All gates from -5 to 0 are mild there, while those of a whole chunk are mild only if they are weak. Readers and keys
 have their gates up to their block's middle or from there. What the gates between two middles leave is one factor for
 each channel, and the same for all tokens of both blocks. So one product makes what all readers have from the keys of a
-block, and then each reader's block has its factor.
+block, and then each reader's block has its factor. Another product makes what all keys have from the readers of a block
+in the same way.
 """
 
 from __future__ import annotations
@@ -76,8 +77,9 @@ def _store_decays(decays_s, halves_s):
 
     The decay of a token is this, times that between the token and its block's middle, and so a product of exponentials.
     It is exact to float32's rounding of sums of up to 87. Beyond that the first factor loses bits, and from 104 on it
-    is 0: decays between two tokens below exp(-42) may be lost. That shows only if there are no gradients but through
-    such decays.
+    is 0. Both tokens of a pair may take gates of up to 45 back from such a sum. So decays between two tokens may be
+    lost below exp(-14), or below exp(-24) if all gates are from -5 to 0. That shows only if there are no gradients but
+    through such decays.
     """
     decays_s.store(gl.exp(sums_of_halves(halves_s, _is_decayed_by, KINDS)))
 
@@ -119,7 +121,8 @@ def _product(a, b_s, block, zeros):
     blocks_s = reinterpret(b_s, gl.bfloat16, [2 * BLOCKS, BLOCK, D], OF_BLOCK)
     high_s, low_s = blocks_s.index(block), blocks_s.index(BLOCKS + block)
     high, low = left_parts(a, OUT)
-    # Also the product of the smaller parts: gradients of gates are differences, in which all bits have to cancel.
+    # The product of the smaller parts, which `begin_product` leaves out, counts in gradients of gates: these are
+    # differences.
     out = warpgroup_mma(low, low_s, zeros, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, [begin_product((high, low), (high_s, low_s), out)])
 
@@ -244,7 +247,8 @@ def channel_block_kernel(
         key_reader = a
     g = load_gates(gk + of_gates, HV * K, size, ROWS, C, BK)
     # `x_s` has the gradient of the state first, and then queries and keys as they arrive. The sums of gradients take
-    # the place of the keys that write, which are read again at the end.
+    # the place of the keys that write, which are read again at the end. When readers are used, the second part of
+    # `x_s` is lent to their gradient, and then to the third part of those of gates.
     sums_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
     decays_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
@@ -340,7 +344,7 @@ def channel_block_kernel(
         if reader == 0:
             needed_next = key_reader
             # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gradient
-            # of the gate.
+            # of the gate. The key is what is left of the writer, to 16 bits.
             of_itself = on_diagonal[:, None]
             of_q = d_reader + of_itself * sum_of_parts(writer_s, L) * to_middle
             x_s.index(1).store(of_q.to(gl.bfloat16))

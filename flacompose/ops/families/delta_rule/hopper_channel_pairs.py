@@ -62,8 +62,9 @@ TO_END = gl.constexpr(BLOCKS.value + 1)
 OF_CHUNK = gl.constexpr(BLOCKS.value + 2)
 FROM_MIDDLE = gl.constexpr(BLOCKS.value + 3)
 KINDS = gl.constexpr(BLOCKS.value + 4)
-# Keys of blocks before the reader's are raised by this, and their products are lowered again. Without it float32 could
-# not hold a key whose reader has gates from before its block's middle, of up to 45: the key has them a second time.
+# A reader before its block's middle is multiplied by up to exp(45), and the key by as little as exp(-45) in return,
+# besides what the gates between both leave. Keys are raised by this for readers of other blocks, so that float32 can
+# hold them, and the products are lowered again. Sums of products of up to 3e20 still fit.
 RAISED = gl.constexpr(2.0**60)
 ROOT_OF_RAISED = gl.constexpr(2.0**30)
 

@@ -61,7 +61,7 @@ def _multiply_blocks(x, y):
 
 @gluon.jit
 def halves(x):
-    """The columns of ``x``, first half and second, without moves between threads, as below."""
+    """The columns of ``x``, first half and second, without moves between threads."""
     C: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1] // 2
     left, right = gl.split(gl.permute(gl.reshape(x, [C, 2, D]), (0, 2, 1)))
@@ -101,7 +101,10 @@ def left_parts(x, OUT: gl.constexpr):
 
 @gluon.jit
 def begin_product(x, y, acc):
-    """Begin ``acc + x @ y`` for `x` from `left_parts`, and `y` in shared memory, a pair of parts, or one alone."""
+    """Begin ``acc + x @ y`` for `x` from `left_parts`, and `y` in shared memory, a pair of parts, or one alone.
+
+    The product of both smaller parts is left out.
+    """
     high, low = x
     acc = warpgroup_mma(low, y[0], acc, is_async=True)
     if len(y) == 2:
