@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, statically_known_true
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
@@ -537,6 +538,26 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
         assert all(blocks[name] is others[name] for name in ("mild", "pairs", "diagonal"))
     else:
         assert found == [(pair_gradient_kernel, None), (channel_kernel, True), (channel_kernel, False)]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_gates_of_heads_beside_those_of_channels(wanted: bool) -> None:
+    """Their gradient, a sum over channels, is made only where they have one."""
+    sums = []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten.sum:
+                sums.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    q, v, gk = torch.zeros(3, 1, 5, 2, 32)
+    beta, g = torch.zeros(2, 1, 5, 2)
+    mask = [True] * 4 + [wanted, True, False, False]
+    args = q, q, v, beta, g if wanted else None, gk, None, None, None, 1.0, False, v, None, mask
+    with Sums():
+        launched(lambda: flat(delta_rule, "backward")(*args))
+    assert sums == [gk.shape] * wanted
 
 
 @pytest.mark.parametrize("S", [3, 40])

@@ -67,6 +67,8 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
         swept = Swept(do, r, dv, S, dS)
         if of_channels:
             made |= rule.channel_gradients(swept, gates=wants("g", "gk"))
+            if wants("g"):
+                made["g"] = made["gk"].sum(-1)
         else:
             made |= rule.gradients(swept, gates=wants("g"))
     return call.made(**made, initial_state=d_initial_state)

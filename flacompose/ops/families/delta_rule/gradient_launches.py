@@ -214,7 +214,7 @@ class GradientLaunches(Launches):
         return products
 
     def channel_gradients(self, swept: Swept, gates: bool) -> dict[str, Tensor]:
-        """The gradients of queries, keys, `a`, `beta` and, if wanted, of the gates of channels, by their names."""
+        """The gradients of queries, keys, `a`, `beta` and, with `gates`, of those of channels, by their names."""
         assert self.gk is not None
         HV = self.HV
         products = {"pairs": self.per_chunk(HV, 2, self.C, self.C), "diagonal": self.per_chunk(HV, self.C)}
@@ -243,7 +243,6 @@ class GradientLaunches(Launches):
         made = self.added_up(outputs)
         if dgk is not None:
             made["gk"] = self.batched(dgk)
-            made["g"] = made["gk"].sum(-1)
         return made
 
     def of_tiles(self, tiles: int, heads: int) -> dict[str, Any]:
