@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -162,6 +163,20 @@ def test_the_forward_alone_where_there_is_no_gradient(family: ModuleType, compil
     backward(family, args, o)
     assert 0 < forward < len(compiled)
     assert all(ahead for _, ahead in compiled)
+
+
+def test_sums_do_not_import_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call would wait for it."""
+    x = torch.empty(4, 3, 5, dtype=torch.bfloat16, device="meta")
+
+    def implementation(x: Tensor) -> tuple[Tensor, ...]:
+        return x.sum(1), x.sum((0, 1)), x.sum(-1), x.mT.sum(2)
+
+    expected = [(y.shape, y.stride(), y.dtype, y.device) for y in implementation(x)]
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    with _compile._compiling_in_threads() as mode:
+        _, results = _compile.compile_ahead(implementation, 1).start(mode, (x,))
+    assert [(y.shape, y.stride(), y.dtype, y.device) for y in results] == expected
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])

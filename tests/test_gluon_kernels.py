@@ -143,6 +143,34 @@ def test_a_gate_in_float32_between_two_tokens(others: float) -> None:
     assert_accurate(problem, results, "o")
 
 
+@pytest.mark.parametrize("between", [14.0, 24.0, 38.0])
+def test_gradients_of_two_tokens(between: float) -> None:
+    """They are as exact as any, though what is left between the middles of their blocks is too little for float32.
+
+    The gradient of `beta` is one number, the rounding of which is all that there is to see.
+    """
+    problem = draw(
+        replace(NAMED["chunk_kda"], groups=1),
+        CPU,
+        torch.bfloat16,
+        B=1,
+        T=64,
+        H=1,
+        K=64,
+        V=64,
+        gates=-0.01,
+        state=False,
+    )
+    g = problem.tensors["g"].clone()
+    g[:, 8:16], g[:, 16:33], g[:, 33:40] = -5.5, -between / 17, -5.5
+    v, do = (torch.zeros_like(x) for x in (problem.tensors["v"], problem.do))
+    v[:, 15], do[:, 32] = problem.tensors["v"][:, 15], problem.do[:, 32]
+    problem = replace(problem.with_tensors(g=g, v=v), do=do)
+    results, _ = emulated(problem, launched, "o")
+    del results["dbeta"]
+    assert_accurate(problem, results, "o")
+
+
 NEAR_THE_BOUND = -6.40625, -5.59375  # in the first half of each block, and in the second
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from triton import AsyncCompileMode, FutureKernel
 
 from flacompose._torch import unset_fake_temporarily
@@ -20,6 +21,7 @@ from flacompose.ops._launching import launching, launching_by
 from flacompose.ops.families._launcher import build_launcher
 
 ATTEMPTS = 5  # to compile a kernel
+THREADS = 8  # of more, each waits so often for Python's lock that the kernel that takes longest is done later
 
 # For all ops, as threads may not load kernels at the same time.
 _lock = RLock()
@@ -103,10 +105,27 @@ class compile_ahead:
 
         def run() -> Any:
             mode.__enter__()  # and never left, which would wait: this context is left instead
-            with launching_by(compile_only):
+            with launching_by(compile_only), _SumsOfMetaTensors():
                 return self.implementation(*args)
 
         return kernels, Context().run(run)
+
+
+class _SumsOfMetaTensors(TorchFunctionMode):
+    """Within it, a sum of a meta tensor is an empty one.
+
+    PyTorch's own, as nearly all that it computes of meta tensors, imports SymPy, for which the first call would wait
+    a second or two. Other computations are rare where kernels are launched.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.sum or len(args) != 2 or kwargs or not args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        x, axes = args
+        axes = [axis % x.dim() for axis in (axes if isinstance(axes, tuple) else (axes,))]
+        return x.new_empty([size for axis, size in enumerate(x.shape) if axis not in axes])
 
 
 class _Pool(ThreadPoolExecutor):
@@ -146,7 +165,7 @@ def _failed_to_parse(error: BaseException | None) -> bool:
 @contextmanager
 def _compiling_in_threads() -> Iterator[AsyncCompileMode]:
     """A mode that has kernels compiled in threads, which go on after it is left and end with their work."""
-    pool = _Pool(os.cpu_count())
+    pool = _Pool(min(os.cpu_count() or 1, THREADS))
     try:
         yield AsyncCompileMode(pool)
     finally:

@@ -87,9 +87,15 @@ def product(x, y):
 
 
 @gluon.jit
+def _cut(x):
+    """Float32 `x` without the bits that bfloat16 does not have."""
+    return (x.to(gl.int32, bitcast=True) & -0x10000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def parts(x):
     """Two bfloat16 numbers whose sum is float32 `x` to 16 bits, as in `_kernels`."""
-    high = (x.to(gl.int32, bitcast=True) & -0x10000).to(gl.float32, bitcast=True)
+    high = _cut(x)
     return high.to(gl.bfloat16), (x - high).to(gl.bfloat16)
 
 
@@ -114,10 +120,16 @@ def sum_of_parts(x_s, L: gl.constexpr):
 
 
 @gluon.jit
-def store_rest(to, x):
-    """Store the third part of `x`, all that `store_parts` leaves out. `make_visible` has to follow."""
-    high, low = parts(x)
-    to.store((x - high.to(gl.float32) - low.to(gl.float32)).to(gl.bfloat16))
+def store_three_parts(to, third, x):
+    """Store all bits of `x` in three parts, the first two of them as `store_parts` does, and the `third` one.
+
+    `make_visible` has to follow.
+    """
+    high = _cut(x)
+    low = _cut(x - high)
+    to.index(0).store(high.to(gl.bfloat16))
+    to.index(1).store(low.to(gl.bfloat16))
+    third.store((x - high - low).to(gl.bfloat16))
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from flacompose.ops.families._gluon import (
     selected,
     store,
     store_parts,
-    store_rest,
+    store_three_parts,
     sum_of_parts,
     tile_of_program,
 )
@@ -35,6 +35,7 @@ from flacompose.ops.families.delta_rule.hopper_gates import (
     TABLE,
     decayed,
     from_block_middle,
+    left_by,
     load_gates,
     per_block,
     row_of,
@@ -72,21 +73,20 @@ def _is_decayed_by(half, kind, block):
 
 
 @gluon.jit
-def _store_decays(decays_s, halves_s):
-    """Of each kind and block, what the gates leave, in ``decays_s [32, D]``.
+def _store_roots(roots_s, halves_s):
+    """Of each kind and block the root of what the gates leave, in ``roots_s [32, D]``, for `decayed`.
 
-    The decay of a token is this, times that between the token and its block's middle, and so a product of exponentials.
-    It is exact to float32's rounding of sums of up to 87. Beyond that the first factor loses bits, and from 104 on it
-    is 0. Both tokens of a pair may take gates of up to 45 back from such a sum. So decays between two tokens may be
-    lost below exp(-14), or below exp(-24) if all gates are from -5 to 0. That shows only if there are no gradients but
-    through such decays.
+    Gradients are added up as those of vectors that gates have decayed from or to their block's middle, and so are as
+    much as exp(45) times larger or smaller than those of the inputs. A gradient that gates weaken to less than exp(-42)
+    may therefore be less than float32 can hold, which ends at exp(-87). That shows only in a tensor whose gradients are
+    all as weak.
     """
-    decays_s.store(gl.exp(sums_of_halves(halves_s, _is_decayed_by, KINDS)))
+    roots_s.store(left_by(0.5 * sums_of_halves(halves_s, _is_decayed_by, KINDS)))
 
 
 @gluon.jit
 def _store_gradients_of_halves(halves_s, sums_s, d_total):
-    """The gradients of the sums of gates of halves of blocks: of all that they decay, as `_store_decays` has it.
+    """The gradients of the sums of gates of halves of blocks: of all that they decay, as `_store_roots` has it.
 
     They are made of the sums over each block of the gradients of these decays, ``sums_s [32, D]``, without the kinds to
     later blocks: what a reader and a key have between them is counted once, with the reader.
@@ -152,7 +152,7 @@ def _pairs(do_s, r_s, weight, L: gl.constexpr):
 
 
 @gluon.jit
-def _through_pairs(pairs, decays_s, x_s, writer_s, read, written, sums_s, GATES: gl.constexpr):
+def _through_pairs(pairs, roots_s, x_s, writer_s, read, written, sums_s, GATES: gl.constexpr):
     """`read` and `written` with the gradients of readers and of writers that the `pairs` of a chunk give.
 
     Both are those of vectors that gates have decayed from or to their block's middle, as those in `x_s` and `writer_s`.
@@ -172,13 +172,13 @@ def _through_pairs(pairs, decays_s, x_s, writer_s, read, written, sums_s, GATES:
     for block in range(BLOCKS):
         out = _product(gl.where(s < t - block * BLOCK, of_block, 0.0), writer_s, block, zeros)
         # Only its own tokens read from the last block. Their decay is 1 in the next kind too, of which no sum is used.
-        out = decayed(out, decays_s.index(block))
+        out = decayed(out, roots_s.index(block))
         if GATES:
             _add_sums(sums_s.index(block), sum_of_parts(x_s, OUT) * out)
         read += out
         out = _product(gl.where(s > t - block * BLOCK, of_block, 0.0), x_s, block, zeros)
         # Only its own tokens write to the first block. Their decay is 1 in the kind before.
-        written += decayed(out, decays_s.index(TO_BLOCK + block))
+        written += decayed(out, roots_s.index(TO_BLOCK + block))
         of_block, second, third, fourth = second, third, fourth, of_block
     return read, written
 
@@ -250,7 +250,7 @@ def channel_block_kernel(
     # the place of the keys that write, which are read again at the end. When readers are used, the second part of
     # `x_s` is lent to their gradient, and then to the third part of those of gates.
     sums_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
-    decays_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
+    roots_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, BK], TABLE)
     x_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     of_values_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, V], OF_V)  # `do` and `dv`
     writer_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
@@ -292,11 +292,11 @@ def channel_block_kernel(
     g = writer_s.index(0).load(L).to(gl.float32)
     if PARTS == 2:
         g = sum_of_parts(writer_s, L)
-    halves_s = reinterpret(decays_s, gl.float32, [2 * BLOCKS, BK], TABLE)
+    halves_s = reinterpret(roots_s, gl.float32, [2 * BLOCKS, BK], TABLE)
     halves_s.store(gl.sum(per_block(g, BLOCK // 2), 1))
-    all_decays_s = reinterpret(decays_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
+    all_roots_s = reinterpret(roots_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
     all_sums_s = reinterpret(sums_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
-    _store_decays(all_decays_s, halves_s)
+    _store_roots(all_roots_s, halves_s)
     HALVES: gl.constexpr = table(2 * BLOCKS)
     d_total = gl.zeros([1, BK], gl.float32, HALVES)
     if GATES:
@@ -304,19 +304,20 @@ def channel_block_kernel(
         d_total = gl.sum(S_s.load(ROWS_OF_V).to(gl.float32) * dS_s.load(ROWS_OF_V).to(gl.float32), 1)
         d_total = gl.convert_layout(d_total, gl.SliceLayout(0, HALVES))[None, :]
         for kind in gl.static_range(FROM_START, KINDS):
-            d_total *= row_of(all_decays_s, kind * BLOCKS, HALVES)
+            root = row_of(all_roots_s, kind * BLOCKS, HALVES)
+            d_total *= root * root
 
     # 2. What keys write, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    to_middle = gl.exp(middle)
-    store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
+    store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t * left_by(-middle))
+    to_middle = left_by(middle)
     if GATES:
         all_sums_s.store(gl.zeros([KINDS * BLOCKS, BK], gl.float32, ROWS))
     written = warpgroup_mma_wait(0, [written])
     barrier()  # a warp waits for its own part of the product, and the copy takes the place of what all parts read
     copy(x_s.index(0), q + of_keys, H * K, size)
     commit_group()
-    written = decayed(written, decays_s.index(TO_END))
+    written = decayed(written, roots_s.index(TO_END))
     if GATES:
         _add_sums(sums_s.index(TO_END), sum_of_parts(writer_s, L) * written)
 
@@ -329,14 +330,12 @@ def channel_block_kernel(
         weight = gl.where(reader == 0, scale, -1.0)
         do_s = of_values_s.index(reader)
         d_reader = warpgroup_mma(do_s, S_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        d_reader = decayed(weight * warpgroup_mma_wait(0, [d_reader]), decays_s.index(FROM_START))
+        d_reader = decayed(weight * warpgroup_mma_wait(0, [d_reader]), roots_s.index(FROM_START))
         if GATES:
             _add_sums(sums_s.index(FROM_START), sum_of_parts(x_s, L) * d_reader)
         of_pairs, on_diagonal = _pairs(do_s, r_s, weight, L)
         make_visible()
-        d_reader, written = _through_pairs(
-            of_pairs, decays_s, x_s, writer_s, d_reader, written, sums_s, GATES
-        )
+        d_reader, written = _through_pairs(of_pairs, roots_s, x_s, writer_s, d_reader, written, sums_s, GATES)
         d_gates += d_reader * sum_of_parts(x_s, L)
         d_reader *= to_middle
         barrier()  # a warp waits for its own products, and what all of them have read is overwritten
@@ -346,7 +345,7 @@ def channel_block_kernel(
             # No gate decays the pair of a token with itself. It joins last: it would drown the others in the gradient
             # of the gate. The key is what is left of the writer, to 16 bits.
             of_itself = on_diagonal[:, None]
-            of_q = d_reader + of_itself * sum_of_parts(writer_s, L) * to_middle
+            of_q = d_reader + of_itself * (sum_of_parts(writer_s, L) * to_middle)
             x_s.index(1).store(of_q.to(gl.bfloat16))
             store(dq + of_gates, x_s.index(1).load(ROWS), HV * K, size)
         copy(x_s.index(0), needed_next + of_keys, H * K, size)
@@ -360,9 +359,8 @@ def channel_block_kernel(
         # A row of `d_gates` is the gradient of the sum of gates from its block's middle to its token. What a gate does
         # not decay cancels between rows and halves, so all bits of rows count.
         d_gates -= sum_of_parts(writer_s, L) * written
-        store_parts(writer_s, d_gates)
-        store_rest(x_s.index(1), d_gates)
-        d_halves_s = reinterpret(decays_s, gl.float32, [2 * BLOCKS, BK], TABLE)
+        store_three_parts(writer_s, x_s.index(1), d_gates)
+        d_halves_s = reinterpret(roots_s, gl.float32, [2 * BLOCKS, BK], TABLE)
         _store_gradients_of_halves(d_halves_s, all_sums_s, d_total)
         make_visible()
         choice = from_block_middle(s, t[:, None])

@@ -34,6 +34,7 @@ from flacompose.ops.families.delta_rule.hopper_gates import (
     TABLE,
     decayed,
     from_block_middle,
+    left_by,
     load_gates,
     per_block,
     row_of,
@@ -86,27 +87,17 @@ def _sign_in_sum(half, kind, block):
 
 @gluon.jit
 def _store_tables(tables_s, halves_s):
-    """For each kind and block the root of what the gates of the sum leave, `RAISED` to other blocks, for `_decayed`.
+    """For each kind and block the root of what the gates of the sum leave, `RAISED` to other blocks, for `decayed`.
 
     For `OF_CHUNK` it is all that they leave, and for `FROM_MIDDLE` the sum itself.
     """
     sums = sums_of_halves(halves_s, _sign_in_sum, KINDS)
     row = gl.arange(0, KINDS * BLOCKS, gl.SliceLayout(1, sums.type.layout))[:, None]
     kind = row // BLOCKS
-    left = gl.exp(gl.where(kind < OF_CHUNK, 0.5 * sums, sums))
+    left = left_by(gl.where(kind < OF_CHUNK, 0.5 * sums, sums))
     left *= gl.where((kind < BLOCKS) & (kind != row % BLOCKS), ROOT_OF_RAISED, 1.0)
     tables = reinterpret(tables_s, gl.float32, sums.shape, TABLE)
     tables.store(gl.where(kind == FROM_MIDDLE, sums, left))
-
-
-@gluon.jit
-def _decayed(x, roots_s):
-    """`x`, each block of its tokens times what gates leave, whose root is in its row of the table.
-
-    What they leave may be less than float32 can hold where `x` times it is not: gates up to a block's middle may have
-    made `x` as large as exp(45).
-    """
-    return decayed(decayed(x, roots_s), roots_s)
 
 
 @gluon.jit
@@ -132,7 +123,7 @@ def _pairs(writer, tables_s, readers_s, block: gl.constexpr):
     """
     OUT: gl.constexpr = products(BLOCK)
     zeros = gl.zeros([writer.shape[0], BLOCK], gl.float32, OUT)
-    keys = left_parts(_decayed(writer, tables_s.index(block)), OUT)
+    keys = left_parts(decayed(writer, tables_s.index(block)), OUT)
     of_q = _product(keys, readers_s, 0, block, zeros)
     of_a = _product(keys, readers_s, 2, block, zeros)
     of_q, of_a = warpgroup_mma_wait(0, [of_q, of_a])
@@ -235,7 +226,6 @@ def channel_pair_kernel(
 
     # 2. What reads, from its block's middle and from the chunk's start. And what writes, up to its block's middle.
     arrived(0)
-    to_middle = gl.exp(middle)
     # A loop, because all instructions of this kernel have to fit in their cache.
     for reader in range(2):
         to = q_read
@@ -244,9 +234,9 @@ def channel_pair_kernel(
         x_s = q_s
         if a is None:
             x_s = qk_s.index(reader)
-        x = x_s.load(L).to(gl.float32) * to_middle
+        x = x_s.load(L).to(gl.float32) * left_by(middle)
         store_parts(readers_s, x, 2, 2 * reader)
-        q_s.store(_decayed(x, tables_s.index(FROM_START)).to(gl.bfloat16))
+        q_s.store(decayed(x, tables_s.index(FROM_START)).to(gl.bfloat16))
         store(to + of_gates, q_s.load(ROWS), HV * K, size)
         if a is not None:
             if reader == 0:
@@ -254,13 +244,13 @@ def channel_pair_kernel(
                 copy(q_s, a + of_keys, H * K, size)
                 commit_group()
                 arrived(0)
-    writer = k_s.load(L).to(gl.float32) / to_middle
+    writer = k_s.load(L).to(gl.float32) * left_by(-middle)
     make_visible()
 
     # 3. The products of pairs of tokens. Rows are tokens that write, columns tokens that read.
     of_q, of_k = _all_pairs(writer, tables_s, readers_s)
     barrier()  # a warp waits for its own products, and what all of them have read is overwritten
-    store_parts(readers_s, _decayed(writer, tables_s.index(TO_END)))
+    store_parts(readers_s, decayed(writer, tables_s.index(TO_END)))
     PAIRS: gl.constexpr = products(C)
     s = gl.arange(0, C, gl.SliceLayout(1, PAIRS))
     t = gl.arange(0, C, gl.SliceLayout(0, PAIRS))

@@ -21,11 +21,11 @@ from flacompose.ops.families._gluon import (
     selected,
     store,
     store_parts,
-    store_rest,
+    store_three_parts,
     sum_of_parts,
     tile_of_program,
 )
-from flacompose.ops.families.delta_rule.hopper_gates import MILD, load_gates
+from flacompose.ops.families.delta_rule.hopper_gates import MILD, left_by, load_gates
 from flacompose.ops.families.delta_rule.hopper_pairs import products
 from flacompose.ops.families.vector_decay import gates
 
@@ -58,7 +58,7 @@ def _sums_of_gates(g, g_s, L: gl.constexpr):
     is_early = gl.arange(0, C, gl.SliceLayout(1, g.type.layout))[:, None] < C // 2
     early = gl.sum(gl.where(is_early, g, 0.0), 0)
     late = gl.sum(gl.where(is_early, 0.0, g), 0)
-    return middle, gl.exp(early), gl.exp(late), is_early
+    return middle, left_by(early), left_by(late), is_early
 
 
 @gluon.jit
@@ -212,8 +212,8 @@ def channel_kernel(
 
     # 2. What keys write, through the state after the chunk.
     written = warpgroup_mma(r_s, dS_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    to_middle = gl.exp(middle)
-    store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t / to_middle)
+    store_parts(writer_s, k_s.load(L).to(gl.float32) * beta_t * left_by(-middle))
+    to_middle = left_by(middle)
     written = warpgroup_mma_wait(0, [written]) * gl.convert_layout(to_end, COLUMNS)[None, :]
     if dgk is not None:
         of_late = of_early + _sum_over_tokens(sum_of_parts(writer_s, L) * written, ROWS)
@@ -253,8 +253,7 @@ def channel_kernel(
         # decay cancels between rows and `of_early` or `of_late`, so all bits of rows count.
         d_gates += d_gates_s.load(L) - sum_of_parts(writer_s, L) * written
         rest_s = of_k_s.index(0)
-        store_parts(x_s, d_gates)
-        store_rest(rest_s, d_gates)
+        store_three_parts(x_s, rest_s, d_gates)
         make_visible()
         d_gates = gl.convert_layout(selected(from_middle(s, t[:, None]), x_s, zeros, 2, rest_s), ROWS)
         d_gates += gl.where(is_early, (of_early + by_state)[None, :], of_late[None, :])
