@@ -20,11 +20,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 triton = pytest.importorskip("triton")
 
 from families import signature_of  # noqa: E402
+from launches import matrix_calls, other_calls  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from flacompose.ops._launching import launching_by  # noqa: E402
 from flacompose.ops.families import _compile, _launcher, _segments  # noqa: E402
 from flacompose.ops.families._op import on_cuda  # noqa: E402
 from flacompose.ops.families.running_max import cuda as running_max  # noqa: E402
@@ -165,18 +167,42 @@ def test_the_forward_alone_where_there_is_no_gradient(family: ModuleType, compil
     assert all(ahead for _, ahead in compiled)
 
 
-def test_sums_do_not_import_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first call would wait for it."""
+def of_sums(x: Tensor) -> tuple[Tensor, ...]:
+    return x.sum(1), x.sum((0, 1)), x.sum(-1), x.mT.sum(2), x.sum_to_size((3, 1))
+
+
+def of_other_sums(x: Tensor) -> tuple[Tensor, ...]:
+    return x.sum(), x.sum(()), x.sum(1, keepdim=True), x.bool().sum(0), x.int().sum(0)
+
+
+@pytest.mark.parametrize("implementation", [of_sums, of_other_sums])
+def test_sums_without_sympy(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the shapes and dtypes of PyTorch's, and most of them do not import SymPy, as PyTorch's do."""
     x = torch.empty(4, 3, 5, dtype=torch.bfloat16, device="meta")
-
-    def implementation(x: Tensor) -> tuple[Tensor, ...]:
-        return x.sum(1), x.sum((0, 1)), x.sum(-1), x.mT.sum(2)
-
     expected = [(y.shape, y.stride(), y.dtype, y.device) for y in implementation(x)]
-    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    if implementation is of_sums:
+        monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
     with _compile._compiling_in_threads() as mode:
         _, results = _compile.compile_ahead(implementation, 1).start(mode, (x,))
     assert [(y.shape, y.stride(), y.dtype, y.device) for y in results] == expected
+
+
+def test_which_ops_import_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first calls of these wait for it: they compute more than sums, the last only from initial states.
+
+    So do those of packed rows, and of KDA where two heads of values share one of keys.
+    """
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+    importing = set()
+    with torch.device("meta"), launching_by(lambda kernel, grid, /, *args, **kwargs: None):
+        for call in (*matrix_calls(torch.bfloat16, 128, 128, 130), *other_calls(torch.bfloat16, 130)):
+            if not call.op.endswith("_ends"):  # of rows that ranks share
+                try:
+                    with _compile._SumsOfMetaTensors():
+                        call()
+                except ImportError:
+                    importing.add(call.op)
+    assert importing == {"selective_scan_forward", "selective_scan_backward", "slot_attention_backward"}
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])

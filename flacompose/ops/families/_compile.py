@@ -21,7 +21,9 @@ from flacompose.ops._launching import launching, launching_by
 from flacompose.ops.families._launcher import build_launcher
 
 ATTEMPTS = 5  # to compile a kernel
-THREADS = 8  # of more, each waits so often for Python's lock that the kernel that takes longest is done later
+THREADS = (
+    8  # All wait for Python's lock: 16 were no faster on the host of an H200, and their times differed more.
+)
 
 # For all ops, as threads may not load kernels at the same time.
 _lock = RLock()
@@ -112,20 +114,25 @@ class compile_ahead:
 
 
 class _SumsOfMetaTensors(TorchFunctionMode):
-    """Within it, a sum of a meta tensor is an empty one.
+    """Within it, a sum of a meta tensor over axes, or to a size, is a new tensor of its shape.
 
-    PyTorch's own, as nearly all that it computes of meta tensors, imports SymPy, for which the first call would wait
-    a second or two. Other computations are rare where kernels are launched.
+    PyTorch's own imports SymPy, as most of what it computes of meta tensors does, and the first call would wait a
+    second or two for that. For rows that are not packed, few ops compute more than sums around their kernels.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not Tensor.sum or len(args) != 2 or kwargs or not args[0].is_meta:
-            return func(*args, **(kwargs or {}))
-        x, axes = args
-        axes = [axis % x.dim() for axis in (axes if isinstance(axes, tuple) else (axes,))]
-        return x.new_empty([size for axis, size in enumerate(x.shape) if axis not in axes])
+        is_sum = func in (Tensor.sum, Tensor.sum_to_size) and len(args) == 2 and not kwargs
+        # A sum of integers has another dtype than they have.
+        if is_sum and args[0].is_meta and args[0].is_floating_point():
+            x, to = args
+            if func is Tensor.sum_to_size:
+                return x.new_empty(to)
+            if isinstance(to, int) or to:
+                axes = {range(x.dim())[axis] for axis in ((to,) if isinstance(to, int) else to)}
+                return x.new_empty([size for axis, size in enumerate(x.shape) if axis not in axes])
+        return func(*args, **(kwargs or {}))
 
 
 class _Pool(ThreadPoolExecutor):

@@ -121,9 +121,10 @@ def sum_of_parts(x_s, L: gl.constexpr):
 
 @gluon.jit
 def store_three_parts(to, third, x):
-    """Store all bits of `x` in three parts, the first two of them as `store_parts` does, and the `third` one.
+    """Store float32 `x` as three bfloat16 numbers whose sum it is: two where `store_parts` has its two, and a `third`.
 
-    `make_visible` has to follow.
+    The second is cut too, so that the third can hold all the rest, unless `x` is below 2^-110. `make_visible` has to
+    follow.
     """
     high = _cut(x)
     low = _cut(x - high)

@@ -77,9 +77,9 @@ def _store_roots(roots_s, halves_s):
     """Of each kind and block the root of what the gates leave, in ``roots_s [32, D]``, for `decayed`.
 
     Gradients are added up as those of vectors that gates have decayed from or to their block's middle, and so are as
-    much as exp(45) times larger or smaller than those of the inputs. A gradient that gates weaken to less than exp(-42)
-    may therefore be less than float32 can hold, which ends at exp(-87). That shows only in a tensor whose gradients are
-    all as weak.
+    much as exp(45) times larger or smaller than those of the inputs. Float32 loses bits of what is less than exp(-87).
+    So of vectors and gradients of size 1, it may not hold the gradients of pairs of tokens that gates weaken to less
+    than exp(-42). That shows only in a tensor whose gradients are all as weak.
     """
     roots_s.store(left_by(0.5 * sums_of_halves(halves_s, _is_decayed_by, KINDS)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flacompose.ops.families.scalar_decay.gates import LOG2_E
 from flacompose.ops.families.vector_decay import gates
 from flacompose.ops.families.vector_decay.gates import BLOCK, C
 
@@ -27,7 +28,7 @@ TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 @gluon.jit
 def left_by(sums):
     """What gates with these sums leave, their exponential: two instructions, where `gl.exp` takes five."""
-    return gl.exp2(1.4426950408889634 * sums)
+    return gl.exp2(LOG2_E * sums)
 
 
 @gluon.jit
@@ -84,7 +85,7 @@ def decayed(x, roots_s):
     """`x`, each block of its tokens times what gates leave, whose root is in its row of ``roots_s [BLOCKS, D]``.
 
     What they leave may be less than float32 can hold where `x` times it is not: gates up to a block's middle, or from
-    there, may have made `x` as large as exp(45), or exp(90) if it is a product of two vectors.
+    there, may have made `x` exp(45) times as large as the vectors that were given.
     """
     of_blocks = per_block(x, BLOCK)
     roots = roots_s.load(gl.SliceLayout(1, of_blocks.type.layout))[:, None, :]

@@ -92,7 +92,7 @@ class _Launches(Sweeps):
         self.factors["P"] = P
         products: dict[str, Tensor | None] = dict(zip(("Y", "M", "X"), stored))
         for name, x in zip(("Y_rest", "M_rest", "X_rest"), stored):
-            products[name] = torch.empty_like(x) if self.bfloat16 else None
+            products[name] = x.new_empty(x.shape) if self.bfloat16 else None
         launch_by_gates(
             pair_kernel,
             self.chunks * self.HV,
