@@ -58,6 +58,7 @@ BREAKS = [
     Break("ops/families/delta_rule/hopper_gradients.py", "arrived(1 if a is None else 2)", "arrived(2 if a is None else 3)", GLUON, "dense"),
     Break("ops/families/delta_rule/hopper_gradients.py", "warpgroup_mma(pairs_s.index(0).permute((1, 0))", "warpgroup_mma(pairs_s.index(0)", GLUON, "dense"),
     Break("ops/families/delta_rule/hopper_gradients.py", "of_state * gl.exp2(total)", "of_state", GLUON, "dense"),
+    Break("ops/families/delta_rule/hopper_channel_pairs.py", "[C // (4 * BLOCKS), 2 * BLOCKS, K], TABLE).index(0)", "[2 * BLOCKS, K], TABLE)", GLUON, "kda and dense and mild"),
     Break("ops/families/delta_rule/hopper_channel_pairs.py", "    arrived(0)\n    # A loop", "    # A loop", GLUON, "kda and dense"),
     Break("ops/families/_gluon.py", "    low = _cut(x - high)\n", "    low = x - high\n", GLUON, "beside_large"),
     Break("ops/families/delta_rule/hopper_gates.py", "of_blocks * roots * roots", "of_blocks * roots", GLUON, "kda and dense"),

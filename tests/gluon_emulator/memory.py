@@ -55,9 +55,10 @@ class Shared:
         return self._view(self.at.reshape(*shape))
 
     def reinterpret(self, dtype: Any, shape: Any, layout: Any) -> Shared:
+        size, taken = self.at.numel() * self.data_dtype.itemsize, math.prod(shape) * DTYPES[dtype].itemsize
+        if size != taken:  # as since Triton 3.8
+            raise ValueError(f"shared memory of {size} bytes taken for one of {taken}")
         at = self.at.min() + _places(shape, DTYPES[dtype].itemsize, layout)
-        if int(at.max()) >= len(self.memory.bytes):
-            raise IndexError(f"shared memory of shape {self.shape} taken for one of shape {shape}")
         return Shared(self.memory, at, DTYPES[dtype], layout)
 
     _reinterpret = reinterpret

@@ -19,6 +19,7 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 newest = hasattr(async_copy, "async_load")
 async_load = async_copy.async_load if newest else async_copy.async_copy_global_to_shared
 memory = gl.shared_memory_descriptor
+# Since Triton 3.8 the result is as large as what is reinterpreted. Where less is needed, take the first of several.
 reinterpret = memory.reinterpret if hasattr(memory, "reinterpret") else memory._reinterpret
 
 

@@ -256,7 +256,7 @@ def channel_block_kernel(
     writer_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, BK], OF_K)
     r_s = gl.allocate_shared_memory(gl.bfloat16, [C, V], OF_V)
     S_s = gl.allocate_shared_memory(gl.bfloat16, [BK, V], OF_V)
-    dS_s = reinterpret(x_s, gl.bfloat16, [BK, V], OF_V)
+    dS_s = reinterpret(x_s, gl.bfloat16, [2 * C // V, BK, V], OF_V).index(0)
     k_s = reinterpret(sums_s, gl.bfloat16, [C, BK], OF_K)
     copy(k_s, k + of_keys, H * K, size)
     copy(r_s, r + first * V, HV * V, size)
@@ -292,7 +292,7 @@ def channel_block_kernel(
     g = writer_s.index(0).load(L).to(gl.float32)
     if PARTS == 2:
         g = sum_of_parts(writer_s, L)
-    halves_s = reinterpret(roots_s, gl.float32, [2 * BLOCKS, BK], TABLE)
+    halves_s = reinterpret(roots_s, gl.float32, [KINDS // 2, 2 * BLOCKS, BK], TABLE).index(0)
     halves_s.store(gl.sum(per_block(g, BLOCK // 2), 1))
     all_roots_s = reinterpret(roots_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
     all_sums_s = reinterpret(sums_s, gl.float32, [KINDS * BLOCKS, BK], TABLE)
@@ -360,7 +360,7 @@ def channel_block_kernel(
         # not decay cancels between rows and halves, so all bits of rows count.
         d_gates -= sum_of_parts(writer_s, L) * written
         store_three_parts(writer_s, x_s.index(1), d_gates)
-        d_halves_s = reinterpret(roots_s, gl.float32, [2 * BLOCKS, BK], TABLE)
+        d_halves_s = reinterpret(roots_s, gl.float32, [KINDS // 2, 2 * BLOCKS, BK], TABLE).index(0)
         _store_gradients_of_halves(d_halves_s, all_sums_s, d_total)
         make_visible()
         choice = from_block_middle(s, t[:, None])

@@ -208,7 +208,7 @@ def channel_pair_kernel(
         gl.store(mild + rh, 0)
         arrived(0)
         return
-    halves_s = reinterpret(readers_s.index(2), gl.float32, [2 * BLOCKS, K], TABLE)
+    halves_s = reinterpret(readers_s.index(2), gl.float32, [C // (4 * BLOCKS), 2 * BLOCKS, K], TABLE).index(0)
     # A thread has all tokens of half a block.
     HALVES: gl.constexpr = gl.BlockedLayout([BLOCK // 2, 8], [256 // K, K // 8], [4, 1], [1, 0])
     if PARTS == 1:

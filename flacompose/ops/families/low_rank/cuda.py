@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flacompose.ops._chip import Chip
 from flacompose.ops._launching import launch
 from flacompose.ops.families import _launch
 from flacompose.ops.families._launch import launch_by_gates, operand, tile_count
@@ -165,7 +166,7 @@ class _Launches(Sweeps):
             **pair_gradient_config(self.bfloat16),
         )
         self.pairs.clear()
-        config = gradient_config(self.bfloat16, self.V)
+        config = gradient_config(self.chip, self.bfloat16, self.V)
         tiles = tile_count(K, config["BK"])
         made = {name: self.per_token(H, K, dtype=self.dtype) for name in OF_KEYS}
         of_writes = None
@@ -221,7 +222,8 @@ def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
     return {"BV": 128 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
 
 
-def gradient_config(bfloat16: bool, V: int) -> dict[str, int]:
+def gradient_config(chip: Chip, bfloat16: bool, V: int) -> dict[str, int]:
     """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
-    B = 64 if bfloat16 else 32
-    return {"BK": B, "BV": B, "num_warps": 4, "num_stages": 2 if bfloat16 and V <= 64 else 3}
+    if not bfloat16:  # with three stages, Triton 3.8 takes more memory than small chips have
+        return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}
+    return {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 2 if V <= 64 else 3}
