@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from contract.accuracy import assert_accurate, assert_equal, error
-from contract.cases import NAMED
+from contract.cases import NAMED, OpCase
 from contract.problems import Call, Problem, Results, call_reference, draw, evaluate
 from contract.test_pure import nan_in_new_memory  # noqa: F401
 from gluon_emulator import run
@@ -118,27 +118,22 @@ def test_gates_in_float32(gates: str) -> None:
     assert_accurate(problem, results)
 
 
+def of_two_tokens(case: OpCase, reader: int, *gates: tuple[int, int, float], **options: Any) -> Problem:
+    """Token 15 alone has a value, and `reader` alone a gradient of its output. Gates are mild, but for `gates`."""
+    problem = draw(case, CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-0.01, state=False, **options)
+    g = problem.tensors["g"].clone()
+    for start, stop, gate in gates:
+        g[:, start:stop] = gate
+    v, do = (torch.zeros_like(x) for x in (problem.tensors["v"], problem.do))
+    v[:, 15], do[:, reader] = problem.tensors["v"][:, 15], problem.do[:, reader]
+    return replace(problem.with_tensors(g=g, v=v), do=do)
+
+
 @pytest.mark.parametrize("others", [-0.01, -3.0])
 def test_a_gate_in_float32_between_two_tokens(others: float) -> None:
     """All results are those of one pair, and would be off by 1.6 per cent if its gate were rounded to bfloat16."""
-    problem = draw(
-        NAMED["chunk_kda"],
-        CPU,
-        torch.bfloat16,
-        B=1,
-        T=64,
-        H=1,
-        K=64,
-        V=64,
-        gates=-0.01,
-        gate_dtype=torch.float32,
-        state=False,
-    )
-    g = problem.tensors["g"].clone()
-    g[:, 16], g[:, 40:56] = -7.953, others
-    v, do = (torch.zeros_like(x) for x in (problem.tensors["v"], problem.do))
-    v[:, 15], do[:, 16] = problem.tensors["v"][:, 15], problem.do[:, 16]
-    problem = replace(problem.with_tensors(g=g, v=v), do=do)
+    gates = (16, 17, -7.953), (40, 56, others)
+    problem = of_two_tokens(NAMED["chunk_kda"], 16, *gates, gate_dtype=torch.float32)
     results, _ = emulated(problem, launched, "o")
     assert_accurate(problem, results, "o")
 
@@ -149,23 +144,8 @@ def test_gradients_of_two_tokens(between: float) -> None:
 
     The gradient of `beta` is a single number, so its error is chance, and may be a few times that of others.
     """
-    problem = draw(
-        replace(NAMED["chunk_kda"], groups=1),
-        CPU,
-        torch.bfloat16,
-        B=1,
-        T=64,
-        H=1,
-        K=64,
-        V=64,
-        gates=-0.01,
-        state=False,
-    )
-    g = problem.tensors["g"].clone()
-    g[:, 8:16], g[:, 16:33], g[:, 33:40] = -5.5, -between / 17, -5.5
-    v, do = (torch.zeros_like(x) for x in (problem.tensors["v"], problem.do))
-    v[:, 15], do[:, 32] = problem.tensors["v"][:, 15], problem.do[:, 32]
-    problem = replace(problem.with_tensors(g=g, v=v), do=do)
+    gates = (8, 16, -5.5), (16, 33, -between / 17), (33, 40, -5.5)
+    problem = of_two_tokens(replace(NAMED["chunk_kda"], groups=1), 32, *gates)
     results, _ = emulated(problem, launched, "o")
     truth = evaluate(problem.to(torch.float64), "o", call_reference)
     assert error(results.pop("dbeta"), truth["dbeta"]) < 0.02
@@ -265,11 +245,8 @@ def test_gradients_of_gates_beside_large_ones(name: str, gates: float, largest: 
 @pytest.mark.parametrize("name", ["chunk_kda", "chunk_gdn2"])
 def test_gradients_of_gates_between_two_tokens(name: str) -> None:
     """Gates that do not decay the only pair of tokens, of two blocks, have no gradient: all bits of float32 cancel."""
-    case = replace(NAMED[name], groups=1)
-    problem = draw(case, CPU, torch.bfloat16, B=1, T=64, H=1, K=64, V=64, gates=-2.5, state=False)
-    v, do = (torch.zeros_like(x) for x in (problem.tensors["v"], problem.do))
-    v[:, 15], do[:, 16] = problem.tensors["v"][:, 15], problem.do[:, 16]
-    results, _ = emulated(replace(problem.with_tensors(v=v), do=do), launched, "o")
+    problem = of_two_tokens(replace(NAMED[name], groups=1), 16, (0, 64, -2.5))
+    results, _ = emulated(problem, launched, "o")
     size = results["dg"].float().abs().amax((0, 2, 3))
     assert size[torch.arange(64) != 16].max() <= 1e-6 * size[16]
 

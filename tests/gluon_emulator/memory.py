@@ -59,6 +59,8 @@ class Shared:
         if size != taken:  # as since Triton 3.8
             raise ValueError(f"shared memory of {size} bytes taken for one of {taken}")
         at = self.at.min() + _places(shape, DTYPES[dtype].itemsize, layout)
+        if int(at.max()) >= len(self.memory.bytes):
+            raise IndexError(f"shared memory of shape {self.shape} taken for one of shape {shape}")
         return Shared(self.memory, at, DTYPES[dtype], layout)
 
     _reinterpret = reinterpret
