@@ -17,9 +17,13 @@ from .report import Row
 Sides = Mapping[str, Functions]
 """``{"flacompose": flacompose.ops, "fla": peer.load()}``: flacompose first, and at most one beside it."""
 
+Take = Callable[[Sequence[Callable[[], object]]], list[float]]
+
 DEVICE = "cuda"
 
-STEP = "forward + backward"
+FORWARD, STEP = "forward", "forward + backward"
+WITH_HOST = "{}, with the host"
+"""The quantity of a time that one call in eager mode takes, from an idle GPU until it has finished."""
 
 PER_CHANNEL = 2.5
 """How many times as much a channel of values may cost in a head twice as large. In the state it is twice as long."""
@@ -49,8 +53,11 @@ def both(
     return ours, other, "; ".join(notes)
 
 
-def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[Row]:
-    """Forward, forward and backward, and peak memory, in bfloat16. Targets need both sides."""
+def training(op: Op, sides: Sides, shape: Shape, notes: list[str], with_host: bool = False) -> Iterator[Row]:
+    """Forward, forward and backward, and peak memory, in bfloat16. Targets need both sides.
+
+    The times are those of the GPU alone, and `with_host` adds those of single calls.
+    """
     inputs = op.draw(shape, torch.bfloat16, DEVICE, grad=True)
     do = op.draw_do(shape, torch.bfloat16, DEVICE)
     forwards: dict[str, Callable[[], object]] = {}
@@ -75,11 +82,14 @@ def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[R
         max_ratio = limit if len(sides) > 1 else None
         return Row(op.name, op.label(shape), quantity, unit, ours, other, max_ratio=max_ratio, note=reason)
 
-    def times(fns: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        return dict(zip(fns, measure.gpu_ms(list(fns.values())), strict=True))
+    def times(fns: Mapping[str, Callable[[], object]], take: Take) -> dict[str, float]:
+        return dict(zip(fns, take(list(fns.values())), strict=True))
 
-    yield row("forward", "ms", times(forwards), op.targets.forward)
-    yield row(STEP, "ms", times(steps), op.targets.step)
+    yield row(FORWARD, "ms", times(forwards, measure.gpu_ms), op.targets.forward)
+    yield row(STEP, "ms", times(steps, measure.gpu_ms), op.targets.step)
+    if with_host:
+        yield row(WITH_HOST.format(FORWARD), "ms", times(forwards, measure.call_ms), None)
+        yield row(WITH_HOST.format(STEP), "ms", times(steps, measure.call_ms), None)
     memory = {side: measure.peak_mib(fn) for side, fn in steps.items()}
     yield row("peak memory over the inputs", "MiB", memory, op.targets.memory)
 

@@ -245,7 +245,7 @@ def take(
     for op in part.ops:
         for shape in shapes or op.training:
             yield difference(op, both, shape)
-            yield from cuda.training(op, both, shape, notes)
+            yield from cuda.training(op, both, shape, notes, with_host=part.slow_to_compile)
         if not part.slow_to_compile:
             yield from cuda.accuracy(op, both, part.accuracy or ACCURACY)
     if part.slow_to_compile:

@@ -80,6 +80,24 @@ def gpu_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30)
     return [median(times) for times in taken]
 
 
+def call_ms(fns: Sequence[Callable[[], object]], rounds: int = 3, runs: int = 30) -> list[float]:
+    """Median milliseconds of one call of each function, from an idle GPU until it has finished: the host's time counts.
+
+    The functions take turns, as in `gpu_ms`.
+    """
+    taken: list[list[float]] = [[] for _ in fns]
+    for _ in range(rounds):
+        for fn, times in zip(fns, taken, strict=True):
+
+            def finished(fn: Callable[[], object] = fn) -> None:
+                fn()
+                synchronize()
+
+            finished()
+            times.append(median(host_s(finished) for _ in range(runs)))
+    return [median(times) * 1e3 for times in taken]
+
+
 def peak_mib(fn: Callable[[], object]) -> float:
     """The most device memory that one call allocates beyond what was allocated before it; its results count."""
     fn()

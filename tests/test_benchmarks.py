@@ -8,6 +8,7 @@ import functools
 import io
 import json
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -354,7 +355,8 @@ def on_cpu(monkeypatch):
         monkeypatch.setattr(cuda, name, Shape(2, T, 2, 8, 4))
     for name in ("peak_mib", "wall_us", "host_us"):
         monkeypatch.setattr(measure, name, once)
-    monkeypatch.setattr(measure, "gpu_ms", lambda fns: [once(fn) for fn in fns])
+    for name in ("gpu_ms", "call_ms"):
+        monkeypatch.setattr(measure, name, lambda fns: [once(fn) for fn in fns])
     monkeypatch.setattr(measure, "graph", lambda calls: lambda: [call() for call in calls])
 
 
@@ -579,7 +581,10 @@ def test_mamba_run(name, on_cpu, mamba_files, monkeypatch, tmp_path: Path):
     assert saved.notes[0] == part.note and "for 9 ms" in saved.notes[1] and len(saved.notes) == 2
     assert part.side in saved.environment
     for op in part.ops:
-        differs, forward, step, memory, *errors = [row for row in saved.rows if row.op == op.name]
+        differs, *rows = [row for row in saved.rows if row.op == op.name]
+        with_host = [row for row in rows if row.quantity.endswith("with the host")]
+        assert [row.ratio for row in with_host] == [1, 1] * part.slow_to_compile
+        forward, step, memory, *errors = [row for row in rows if row not in with_host]
         assert differs.ours < 1e-7 and differs.max_value == mamba.TOLERANCE and differs.met
         assert (forward.ratio, step.ratio, memory.ratio) == (1, 1, 1)
         limit = None if part.slow_to_compile else 0.5
@@ -739,6 +744,11 @@ def test_the_hopper_check_is_lifted_once_refused(monkeypatch):
     assert peer.first_call(step) is None
     with pytest.raises(RuntimeError, match="other"):
         peer.first_call(lambda: (_ for _ in ()).throw(RuntimeError("other")))
+
+
+def test_a_call_is_timed_with_its_host():
+    once, twice = measure.call_ms([lambda: time.sleep(0.01), lambda: time.sleep(0.02)], rounds=1, runs=3)
+    assert 10 <= once < twice
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
