@@ -461,8 +461,7 @@ OPS = {
             training=(*TRAINING, Shape(8, 2048, 8, 256, 512)),
         ),
         _op("rwkv7", _rwkv7, RWKV7, training=(*TRAINING, Shape(8, 2048, 32, 64, 64))),
-        # The peer's kernels read what is replaced before its decay.
-        _op("comba", _reference(_comba), COMBA, options={"erase": "before"}, peer_keys=256),
+        _op("comba", _reference(_comba), COMBA, peer_keys=256),
         _op("gdn2", _reference(_gdn2), GDN2, peer_keys=256),
         _op(
             "rwkv4",

@@ -29,21 +29,13 @@ def load() -> SimpleNamespace:
 
 def adapted(functions: dict[str, Any]) -> SimpleNamespace:
     """The peer's `functions` by name, those that differ from flacompose's called by the same arguments."""
-    changed = {name: partial(comba, functions[name]) for name in ("chunk_comba", "fused_recurrent_comba")}
     # It has faster kernels for gates from -5 to 0, and has to be told that they are.
-    changed["chunk_kda_with_safe_gates"] = partial(functions["chunk_kda"], safe_gate=True)
+    changed = {"chunk_kda_with_safe_gates": partial(functions["chunk_kda"], safe_gate=True)}
     # There is one function for whole rows and for single tokens, which goes through the tokens one by one.
     for form in ("chunk", "fused_recurrent"):
         changed[f"{form}_rwkv4"] = partial(rwkv4, functions["fused_recurrent_rwkv4"])
         changed[f"{form}_rg_lru"] = partial(rg_lru, functions[f"{form}_hgrn"])
     return SimpleNamespace(**functions | changed)
-
-
-def comba(scan: Callable[..., tuple], *, erase: str, **arguments: Any) -> tuple:
-    """Its kernels read what is replaced before the decay, and have no argument for that."""
-    if erase != "before":
-        raise ValueError(f'the peer\'s kernels have erase="before" alone, got {erase!r}')
-    return scan(**arguments)
 
 
 def rwkv4(

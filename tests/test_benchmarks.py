@@ -651,13 +651,12 @@ def rwkv4_of_the_peer(w, u, k, v, state):
     return o, torch.stack(end, 1).unsqueeze(2)
 
 
-@pytest.mark.parametrize("name", ["comba", "rwkv4", "rg_lru"])
+@pytest.mark.parametrize("name", ["rwkv4", "rg_lru"])
 @pytest.mark.parametrize("form", ["chunk", "fused_recurrent"])
 def test_what_the_peer_has_in_another_form(name: str, form: str):
     # What has two forms has only this one, so that the other cannot take its place.
-    names = [f"{form}_{name}" for form in ("chunk", "fused_recurrent") for name in ("comba", "hgrn", "kda")]
+    names = [f"{form}_{name}" for form in ("chunk", "fused_recurrent") for name in ("hgrn", "kda")]
     functions = dict.fromkeys(names, pytest.fail)
-    functions[f"{form}_comba"] = functools.partial(getattr(flacompose.ops, f"{form}_comba"), erase="before")
     functions[f"{form}_hgrn"] = getattr(flacompose.ops, f"{form}_hgrn")
     fla = peer.adapted(functions | {"fused_recurrent_rwkv4": rwkv4_of_the_peer})
     op = OPS[name]
@@ -671,13 +670,10 @@ def test_what_the_peer_has_in_another_form(name: str, form: str):
         )
         torch.testing.assert_close(o, expected)
         torch.testing.assert_close(op.unpacked(end), op.unpacked(expected_end))
-    if name == "comba":
-        with pytest.raises(ValueError, match="the peer's kernels have erase=\"before\" alone, got 'after'"):
-            getattr(fla, f"{form}_comba")(**inputs, erase="after")
 
 
 def test_the_peer_is_told_of_strong_gates():
-    names = [f"{form}_{name}" for form in ("chunk", "fused_recurrent") for name in ("comba", "hgrn", "kda")]
+    names = [f"{form}_{name}" for form in ("chunk", "fused_recurrent") for name in ("hgrn", "kda")]
     fla = peer.adapted({name: lambda **given: given for name in (*names, "fused_recurrent_rwkv4")})
     op = OPS["kda_strong_gates"]
     assert op.chunk_of(fla)(q=1) == {"q": 1, "safe_gate": True}

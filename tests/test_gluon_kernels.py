@@ -56,8 +56,8 @@ OF_CHANNELS = {
 KERNELS = {
     "chunk_delta_rule": OF_HEADS | FORWARDS,
     "chunk_gated_delta_rule": OF_HEADS | FORWARDS,
+    "chunk_comba-after": OF_HEADS,
     "chunk_comba": OF_HEADS,
-    "chunk_comba-before": OF_HEADS,
     "chunk_kda": OF_CHANNELS,
     "chunk_gdn2": OF_CHANNELS,
 }
@@ -422,7 +422,7 @@ def test_joint_kernel(
 
 @pytest.mark.parametrize(
     ("name", "joint"),
-    [("chunk_gated_delta_rule", True), ("chunk_gated_delta_rule", False), ("chunk_comba-before", False)],
+    [("chunk_gated_delta_rule", True), ("chunk_gated_delta_rule", False), ("chunk_comba", False)],
 )
 def test_pairs_that_overflow(name: str, joint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of a token that reads with a later one that writes reach nothing, even if they are inf."""

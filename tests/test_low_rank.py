@@ -123,8 +123,8 @@ def test_beside_the_delta_rules(device: torch.device) -> None:
     expected, _ = chunk_delta_rule(q, k, v, beta)
     torch.testing.assert_close(chunk_iplr_delta_rule(q, written, v, -k, written)[0], expected)
     expected, _ = chunk_gated_delta_rule(q, k, v, of_head, beta)
-    torch.testing.assert_close(chunk_comba(q, k, v, k, of_head, beta)[0], expected)
-    before, _ = chunk_comba(q, k, v, k, of_head, beta, erase="before")
+    torch.testing.assert_close(chunk_comba(q, k, v, k, of_head, beta, erase="after")[0], expected)
+    before, _ = chunk_comba(q, k, v, k, of_head, beta)
     dplr, _ = chunk_dplr_delta_rule(q, written, v, -k, written, of_head[..., None].expand(k.shape))
     torch.testing.assert_close(before, dplr)
     assert (before - expected).abs().max() > 0.1  # what is erased differs by the decay

@@ -129,5 +129,5 @@ class Comba(DeltaLayer):
         g, beta = (repeat_heads(tokens.masked(y), self.value_parts) for y in (g, beta))
 
         comba = self._op(chunk_comba, fused_recurrent_comba, x, past.recurrent, tokens)
-        o, recurrent = comba(q, k, v, p, g, beta, use_qk_l2norm_in_kernel=True, erase="before")
+        o, recurrent = comba(q, k, v, p, g, beta, use_qk_l2norm_in_kernel=True)
         return self._output(o, gate), RecurrentState(recurrent, conv)

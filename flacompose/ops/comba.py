@@ -26,18 +26,18 @@ def chunk_comba(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
-    erase: str = "after",
+    erase: str = "before",
 ) -> tuple[Tensor, Tensor | None]:
     r"""Comba, computed in chunks: the form for training and for prompts.
 
     $$S'_t = e^{g_t} S_{t-1} \qquad S_t = S'_t + \beta_t\, k_t (v_t - {S^*_t}^\top p_t)^\top \qquad
     o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    It is the gated delta rule in which ``p`` reads what is replaced, in the place of the key. ``S*`` is ``S'``, the
-    state after its decay, or with ``erase="before"`` the state before it, ``S_{t-1}``. flash-linear-attention computes
-    the former in its ``naive_recurrent_comba`` and the latter in its kernels, which is the transition ``exp(g) - beta k
-    p^T``, a scalar plus low rank, of "Comba: Improving Bilinear RNNs with Closed-loop Control"
-    (<https://arxiv.org/abs/2506.02475>): so models that were trained with its kernels need ``erase="before"``.
+    It is the gated delta rule in which ``p`` reads what is replaced, in the place of the key. ``S*`` is ``S_{t-1}``, the
+    state before its decay, or with ``erase="after"`` the state after it, ``S'``. The default is the transition
+    ``exp(g) - beta k p^T``, a scalar plus low rank, of "Comba: Improving Bilinear RNNs with Closed-loop Control"
+    (<https://arxiv.org/abs/2506.02475>), which the kernels of flash-linear-attention compute, and so what models were
+    trained with. Its reference in plain PyTorch, ``naive_recurrent_comba``, reads after the decay.
 
     Args:
         q: Queries, ``[B, T, H, K]``, in float32, bfloat16, float16 or float64.
@@ -55,7 +55,7 @@ def chunk_comba(
         cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B`` is
             then 1. Sequences may be empty; tokens past ``cu_seqlens[-1]`` give zeros. Default: ``N = B`` sequences
             of ``T`` tokens.
-        erase: Whether ``p`` reads the state "after" its decay or "before" it. Default: "after".
+        erase: Whether ``p`` reads the state "before" its decay or "after" it. Default: "before".
 
     Returns:
         ``(o, final_state)``: `o` is ``[B, T, HV, V]`` in the dtype of `v`, or under autocast in its dtype;
@@ -85,7 +85,7 @@ def fused_recurrent_comba(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
-    erase: str = "after",
+    erase: str = "before",
     output_states: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """[chunk_comba][flacompose.ops.chunk_comba], token by token: the form for decoding.

@@ -294,7 +294,8 @@ two_keys = partial(
     draws={"b": torch.sigmoid, "w": torch.sigmoid}, reference=gdn2, other_ops=None, prepared=True,
 )  # fmt: skip
 comba = partial(
-    entry, family="delta_rule", arguments="q k v p=a beta g", groups=2, draws={"beta": torch.sigmoid}
+    entry, family="delta_rule", arguments="q k v p=a beta g", groups=2, draws={"beta": torch.sigmoid},
+    reference=partial(delta_rule, read_before=True),
 )
 mean = partial(
     entry, family="rwkv4", arguments="v k u w", gates=("w",), reference=wkv,
@@ -369,10 +370,9 @@ CASES = [
     two_keys("chunk_gdn2", ops.chunk_gdn2, ops.fused_recurrent_gdn2, groups=2),
     two_keys("fused_recurrent_gdn2", ops.fused_recurrent_gdn2, ops.chunk_gdn2),
     comba("chunk_comba", ops.chunk_comba, ops.fused_recurrent_comba),
-    comba("chunk_comba-before", partial(ops.chunk_comba, erase="before"),
-          partial(ops.fused_recurrent_comba, erase="before"), reference=partial(delta_rule, read_before=True)),
-    comba("fused_recurrent_comba-before", partial(ops.fused_recurrent_comba, erase="before"),
-          partial(ops.chunk_comba, erase="before"), reference=partial(delta_rule, read_before=True)),
+    comba("fused_recurrent_comba", ops.fused_recurrent_comba, ops.chunk_comba),
+    comba("chunk_comba-after", partial(ops.chunk_comba, erase="after"),
+          partial(ops.fused_recurrent_comba, erase="after"), reference=delta_rule),
     entry("chunk_dplr_delta_rule", ops.chunk_dplr_delta_rule, ops.fused_recurrent_dplr_delta_rule, "low_rank",
           "q k v a b gk", inductor=True),
     entry("fused_recurrent_dplr_delta_rule", ops.fused_recurrent_dplr_delta_rule, ops.chunk_dplr_delta_rule,

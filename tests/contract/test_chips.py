@@ -33,8 +33,8 @@ NAMES = (
     "chunk_gated_delta_rule",
     "chunk_kda",
     "chunk_gdn2",
+    "chunk_comba-after",
     "chunk_comba",
-    "chunk_comba-before",
     "chunk_rwkv7",
 )
 # Sizes at which some chip has a configuration of its own.

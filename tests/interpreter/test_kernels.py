@@ -228,7 +228,7 @@ def test_head_sizes(case: OpCase, sizes: tuple[int, int]) -> None:
 # One of each kernel that works in tiles of heads of more than 256, and in what these add up.
 LARGE = [
     "chunk_gla", "chunk_gsa", "chunk_simple_gla-g", "chunk_linear_attn", "chunk_delta_rule", "chunk_gated_delta_rule",
-    "chunk_kda", "fused_recurrent_gated_delta_rule", "chunk_comba-before", "chunk_dplr_delta_rule", "chunk_mlstm",
+    "chunk_kda", "fused_recurrent_gated_delta_rule", "chunk_comba", "chunk_dplr_delta_rule", "chunk_mlstm",
 ]  # fmt: skip
 
 
@@ -435,7 +435,7 @@ def test_gate_that_is_nan_reaches_the_next_segment(monkeypatch: pytest.MonkeyPat
     assert o[:, 100:256, 1].isnan().all() and o[:, :, 0].isfinite().all()
 
 
-@every([NAMED[name] for name in ("chunk_gated_delta_rule", "chunk_comba-before", "chunk_kda", "chunk_rwkv7")])
+@every([NAMED[name] for name in ("chunk_gated_delta_rule", "chunk_comba", "chunk_kda", "chunk_rwkv7")])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_both_ways_at_once(case: OpCase, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit what the sweeps reach one after the other, as their number of programs depends on the batch size."""
@@ -463,7 +463,7 @@ def test_what_is_forgotten_is_not_swept(forgetful: Problem, joined: str) -> None
 @every(
     [
         NAMED[name]
-        for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba-before", "chunk_kda")
+        for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba", "chunk_kda")
     ]
 )
 @pytest.mark.parametrize(
@@ -482,7 +482,7 @@ def test_states_in_parts(
 @every(
     [
         NAMED[name]
-        for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba", "chunk_comba-before")
+        for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba", "chunk_comba-after")
     ]
 )
 @pytest.mark.parametrize("loss", ["both", "o", "state"])

@@ -14,7 +14,7 @@ from .test_kernels import CPU, forward_alone
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 BOTH_WAYS = (
     "chunk_gla", "fused_recurrent_gla-gk-gv", "chunk_rwkv6", "chunk_gsa", "chunk_hgrn", "chunk_rg_lru", "chunk_rwkv4",
-    "chunk_simple_gla-g", "chunk_comba-before", "chunk_dplr_delta_rule", "chunk_mlstm", "causal_conv1d-silu",
+    "chunk_simple_gla-g", "chunk_comba", "chunk_dplr_delta_rule", "chunk_mlstm", "causal_conv1d-silu",
     "selective_scan_fn",
 )  # fmt: skip
 # The backward of these is launched as that of another recurrence above is.
