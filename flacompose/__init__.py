@@ -2,5 +2,5 @@
 
 from flacompose import layers, models, ops
 
-__version__ = "0.1.0"
+__version__ = "0.6.0"
 __all__ = ["layers", "models", "ops"]

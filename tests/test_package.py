@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -40,6 +41,18 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["Version"] == flacompose.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "MIT"
+
+
+def test_version_is_the_newest_of_the_changelog() -> None:
+    """Versions fall from the top, and all but the first have the date of their release."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", changelog, re.MULTILINE)
+    versions = [re.fullmatch(r"(\d+)\.(\d+)\.(\d+) - (\d{4}-\d\d-\d\d|unreleased)", x) for x in headings]
+    assert all(versions), headings
+    numbers = [tuple(map(int, version.groups()[:3])) for version in versions]
+    assert numbers == sorted(set(numbers), reverse=True)
+    assert ".".join(map(str, numbers[0])) == flacompose.__version__
+    assert all(version[4] != "unreleased" for version in versions[1:])
 
 
 def test_declared_dependencies(metadata: Message) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from flacompose._torch import (
     FakeTensor,
@@ -28,6 +27,7 @@ from flacompose._torch import (
 )
 from flacompose.ops._chip import chip_of, is_here, runs_kernels, warn_of_eager
 from flacompose.ops._derivatives import derivative_kernels, vmap_rule_of
+from flacompose.ops._flops import count_flops
 from flacompose.ops._launching import launching_by
 from flacompose.ops._schema import axis_position
 from flacompose.ops._sharding import shardings_of, unregistered
@@ -109,7 +109,7 @@ def define_op(
     for key, kernel in kernels.items():
         LIBRARY.impl(name, kernel, key)
     if flops is not None:
-        register_flop_formula(packet)(flops)
+        count_flops(packet, flops)
     return op
 
 
