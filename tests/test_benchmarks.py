@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import json
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -579,7 +580,10 @@ def test_mamba_run(name, on_cpu, mamba_files, monkeypatch, tmp_path: Path):
     assert saved.notes[0] == part.note and "for 9 ms" in saved.notes[1] and len(saved.notes) == 2
     assert part.side in saved.environment
     for op in part.ops:
-        differs, forward, step, memory, *errors = [row for row in saved.rows if row.op == op.name]
+        differs, forward, step, memory, *others = [row for row in saved.rows if row.op == op.name]
+        calls, errors = others[:2], others[2:]
+        assert [row.quantity for row in calls] == [f"{x}, with the host" for x in ("forward", summary.STEP)]
+        assert [row.ratio for row in calls] == [1, 1]
         assert differs.ours < 1e-7 and differs.max_value == mamba.TOLERANCE and differs.met
         assert (forward.ratio, step.ratio, memory.ratio) == (1, 1, 1)
         limit = None if part.slow_to_compile else 0.5
@@ -1340,6 +1344,26 @@ def test_summary_of_other_sides():
         assert f"| {op} | {beside} | 2 | 1 | 2 | unknown |" in lines
 
 
+def test_flashqla_is_beside_the_gated_delta_rule():
+    """With the host's time where a run has it, and without."""
+    run = [
+        Row("gated_delta_rule", case, quantity + kind, "ms", ratio, 1.0)
+        for case, step in (("B8 T2048", 1.4), ("B1 T9", 1.6))
+        for kind, less in (("", 0), (", with the host", 0.8))
+        for quantity, ratio in ((summary.FORWARD, 1.25 - less), (summary.STEP, step - less))
+    ]
+    device = {"device": "NVIDIA H200", "commit": "0123456789"}
+    figures = summary.collect([Results("FlashQLA", device | {"FlashQLA": "0.1"}, run)])
+    told = " ".join(summary.faster(figures).split())
+    assert "**1.40 to 1.60 times as long**" in told and "1.25 to 1.25 times (H200, commit 0123456)" in told
+    assert "With the host's time, as eager mode calls them, a step takes 0.60 to 0.80 times as long" in told
+    lines = summary.beside_flashqla(figures).splitlines()
+    assert lines[0] == "| gates | shape | forward | step | forward, with the host | step, with the host |"
+    assert lines[3] == "| strong | B1 T9 | 1.25 | 1.60 | 0.45 | 0.80 |"
+    figures = summary.collect([Results("FlashQLA", device, [row for row in run if "host" not in row.quantity])])
+    assert "host" not in summary.faster(figures) + summary.beside_flashqla(figures)
+
+
 def test_summary_plot(tmp_path: Path):
     pytest.importorskip("matplotlib")
     qla = Results("FlashQLA", {}, [Row("gated_delta_rule", "B8", summary.STEP, "ms", 1.5, 1.0)])
@@ -1348,6 +1372,22 @@ def test_summary_plot(tmp_path: Path):
     picture = (tmp_path / "first.svg").read_text()
     assert "beside FlashQLA" in picture and "1.50" in picture
     assert "<svg" in picture and "0.25" in picture and picture == (tmp_path / "again.svg").read_text()
+
+
+@pytest.mark.parametrize("name", ["summary", "context", "state_tracking"])
+def test_pictures_are_legible_on_white_and_on_dark_pages(name: str):
+    """Their ground is transparent, text has a colour, and each colour has a contrast of at least 3 to both pages."""
+
+    def light(colour: str) -> float:
+        levels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in levels]
+        return sum(share * x for share, x in zip((0.2126, 0.7152, 0.0722), linear)) + 0.05
+
+    picture = (report.RESULTS.parents[1] / f"docs/images/{name}.svg").read_text()
+    assert all("fill: #" in style for style in re.findall(r'<text style="([^"]*)"', picture))
+    colours = set(re.findall("#[0-9a-f]{6}", picture))
+    assert colours and all(light("#ffffff") / light(colour) >= 3 for colour in colours), colours
+    assert all(light(colour) / light("#1e2129") >= 3 for colour in colours), colours
 
 
 def test_summary_needs_its_markers(tmp_path: Path):
