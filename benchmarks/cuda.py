@@ -20,7 +20,6 @@ Sides = Mapping[str, Functions]
 DEVICE = "cuda"
 
 STEP = "forward + backward"
-WITH_THE_HOST = ", with the host"
 
 PER_CHANNEL = 2.5
 """How many times as much a channel of values may cost in a head twice as large. In the state it is twice as long."""
@@ -83,22 +82,6 @@ def training(op: Op, sides: Sides, shape: Shape, notes: list[str]) -> Iterator[R
     yield row(STEP, "ms", times(steps), op.targets.step)
     memory = {side: measure.peak_mib(fn) for side, fn in steps.items()}
     yield row("peak memory over the inputs", "MiB", memory, op.targets.memory)
-
-
-def with_the_host(op: Op, sides: Sides, shape: Shape) -> Iterator[Row]:
-    """Forward and a step as a loop in eager mode calls them, one after the other: the slower of host and GPU decides."""
-    inputs = op.draw(shape, torch.bfloat16, DEVICE, grad=True)
-    do = op.draw_do(shape, torch.bfloat16, DEVICE)
-
-    def forward(fn: Callable) -> float:
-        return measure.wall_us(functools.partial(fn, **inputs)) / 1e3
-
-    def step(fn: Callable) -> float:
-        return measure.wall_us(measure.step(fn, inputs, do)) / 1e3
-
-    for quantity, take in (("forward", forward), (STEP, step)):
-        ours, other, note = both(sides, op.chunk_of, take)
-        yield Row(op.name, op.label(shape), quantity + WITH_THE_HOST, "ms", ours, other, note=note)
 
 
 def beside_floor(op: Op, alone: Sides, shape: Shape, notes: list[str]) -> Iterator[Row]:

@@ -237,7 +237,7 @@ def difference(op: Op, both: cuda.Sides, shape: Shape) -> Row:
 def take(
     part: Part, ours: Any, other: Any, shapes: Sequence[Shape] | None, notes: list[str]
 ) -> Iterator[Row]:
-    """For each op, whether the sides agree and what they cost at each shape, with the host too, and their errors.
+    """For each op, whether the sides agree and what they cost at each shape, and the errors of both.
 
     Then the scan with all its inputs is compared and timed again, flacompose's under ``torch.compile``.
     """
@@ -246,7 +246,6 @@ def take(
         for shape in shapes or op.training:
             yield difference(op, both, shape)
             yield from cuda.training(op, both, shape, notes)
-            yield from cuda.with_the_host(op, both, shape)
         if not part.slow_to_compile:
             yield from cuda.accuracy(op, both, part.accuracy or ACCURACY)
     if part.slow_to_compile:
