@@ -255,7 +255,7 @@ def all_figures(figures: Figures) -> str:
             "model",
             "tokens",
             "one GPU, ms",
-            "shared, ms",
+            "several, ms",
             "of linear",
             "memory ratio",
             "GPUs",
@@ -270,7 +270,7 @@ def all_figures(figures: Figures) -> str:
                 times = [number(row.other) or "does not fit", number(row.ours), share, ratio]
                 rows.append([op, f"{tokens:,}", *times, f"{ranks} {gpu(run)}", commit(run)])
         picture = (
-            "![Step time of one row by its number of tokens, on one GPU and shared out](images/context.svg)"
+            "![Step time of one row by its number of tokens, on one GPU and on several](images/context.svg)"
         )
         table = markdown(header, rows, [*words, "GPUs"])
         return f"\n### One row on several GPUs\n\n{picture}\n\n{table}" if rows else ""

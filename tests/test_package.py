@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -40,6 +41,16 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["Version"] == flacompose.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "MIT"
+
+
+def test_links_of_the_readme_work_on_an_index(metadata: Message) -> None:
+    """All are absolute, and the text of the others stays."""
+    page, readme = str(metadata.get_payload()), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    targets = re.findall(r"\]\(([^)]*)\)", page)
+    assert targets and all(target.startswith("https://") for target in targets)
+    assert targets == [target for target in re.findall(r"\]\(([^)]*)\)", readme) if "://" in target]
+    assert "Getting started, choosing, building a\n  model." in page
 
 
 def test_declared_dependencies(metadata: Message) -> None:
