@@ -118,8 +118,10 @@ def test_render_saved_results(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "gla.json")])
     report.main()
     assert report.table(results()) in capsys.readouterr().out
-    heading = "## gla compared with flash-linear-attention, NVIDIA H100\n\n"
-    assert (tmp_path / "gla.md").read_text() == heading + report.table(results())
+    heading, folded = (tmp_path / "gla.md").read_text().split("\n\n", 1)
+    assert heading == "## gla compared with flash-linear-attention, NVIDIA H100"
+    assert folded.startswith('<details markdown="1">\n<summary>Figures</summary>\n\n')
+    assert folded.endswith(f"\n\n{report.table(results())}\n</details>\n")
 
 
 @pytest.mark.parametrize("text", ["8x2048x16x128", "8x2048x16x128x", "1x2x3x4x5x6x7", "axbxcxdxe", ""])
