@@ -1,7 +1,8 @@
 """What the pages quote of all saved results.
 
-README.md, which is also the home page, has three reasons and a few figures; docs/choosing.md has the costs of the
-recurrences; docs/performance.md has the plot and the tables. Each stands between two markers of its page, so that
+README.md, which is also the home page, has three reasons, a few figures and where another library is faster;
+docs/choosing.md has the costs of the recurrences; docs/performance.md has the plot and the tables; the page of the gated
+delta rule compares it with FlashQLA. Each stands between two markers of its page, so that
 ``python -m benchmarks.summary`` can write it anew.
 """
 
@@ -17,10 +18,15 @@ from .processes import ROOT
 from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
 
 IMAGE = Path("docs/images/summary.svg")
+INK = "#808080"
+"""The colour of text and axes. It is legible on white and on dark pages, through the pictures' transparent ground."""
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+STYLE = {"svg.fonttype": "none", "savefig.transparent": True, "font.size": 10, **dict.fromkeys(INKED, INK)}
 
 PEER, MAMBA, XLSTM, QLA, SOFTMAX = "fla", "mamba-ssm", "mlstm_kernels", "FlashQLA", "softmax"
 FLOOR = "floor"
-STEP, MEMORY, FIRST = "forward + backward", "peak memory over the inputs", "first step, cold caches"
+FORWARD, STEP, MEMORY, FIRST = "forward", "forward + backward", "peak memory over the inputs", "first step, cold caches"
+WITH_HOST = "{}, with the host"
 MODEL_STEP, MODEL_MEMORY = "step", "peak memory of a step"
 PUBLIC_STEP = "training step, compiled"
 
@@ -116,9 +122,9 @@ def reasons(figures: Figures) -> str:
 
 CHOSEN = (
     ("Gated linear attention", "gla", PEER, STEP),
-    ("Simple gated linear attention", "simple_gla", PEER, STEP),
     ("Mamba-2's scan, without D and z", "mamba2", MAMBA, STEP),
     ("Gated delta rule", "gated_delta_rule", PEER, STEP),
+    ("Gated delta rule", "gated_delta_rule", QLA, STEP),
     ("Kimi Linear, a whole model", "kimi-linear model", PEER, PUBLIC_STEP),
     ("A model of gated linear attention", "gla model", SOFTMAX, MODEL_STEP),
 )
@@ -134,6 +140,56 @@ def few(figures: Figures) -> str:
             [told, number(row.ours), f"{number(row.other)} ({NAMES.get(baseline, baseline)})", gpu(run)]
         )
     return markdown(["Training step", "ours, ms", "others, ms", "GPU"], rows, ["Training step", "GPU"])
+
+
+def ratios(figures: Figures, quantity: str) -> list[float]:
+    """Those of flacompose to FlashQLA, at every shape that was measured."""
+    taken = ops(figures, QLA, quantity, each=True).values()
+    return [row.ratio for row, _ in taken if row.ratio is not None]
+
+
+def span(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def faster(figures: Figures) -> str:
+    """What the README says of FlashQLA."""
+    step, run = the(figures, "gated_delta_rule", QLA, STEP)
+    on_gpu, called = ratios(figures, STEP), ratios(figures, WITH_HOST.format(STEP))
+    with_host = ""
+    if called:
+        with_host = f"""\
+  With the host's time, in single calls in eager mode, a step takes {span(called)} times as long: where calls are
+  short, FlashQLA's launches take longer than its kernels.
+"""
+    return f"""\
+- You train with the gated delta rule on a Hopper GPU, with heads of 128.
+  [{QLA}](https://github.com/QwenLM/FlashQLA) has faster kernels for it: on the GPU, at {len(on_gpu)} measured shapes
+  and gates, a step of flacompose takes **{span(on_gpu)} times as long**, and a forward pass
+  {span(ratios(figures, FORWARD))} times ({where(run)}).
+{with_host}  [The page of the op](docs/ops/gated_delta_rule.md#beside-flashqla) has each figure.
+"""
+
+
+def beside_flashqla(figures: Figures) -> str:
+    """For the page of the gated delta rule, the ratios to FlashQLA at each shape, on the GPU and with the host."""
+    kinds = {
+        "forward": FORWARD,
+        "step": STEP,
+        "forward, with the host": WITH_HOST.format(FORWARD),
+        "step, with the host": WITH_HOST.format(STEP),
+        "memory": MEMORY,
+    }
+    rows, run = [], None
+    for (op, other, case, quantity), taken in figures.items():
+        if (other, quantity) == (QLA, STEP):
+            gates = "weak" if op.endswith("with weak gates") else "strong"
+            found = [in_the_same_run(taken, name) for name in kinds.values()]
+            rows.append([gates, case, *(f"{row.ratio:.2f}" if row and row.ratio else "" for row in found)])
+            run = taken[1]
+    assert run is not None, "the saved results must have FlashQLA"
+    table = markdown(["gates", "shape", *kinds], rows, ["gates", "shape"])
+    return f"{table}\nMeasured on one {where(run)}, with FlashQLA {run.environment.get(QLA, '')}.\n"
 
 
 RECURRENCES = (
@@ -164,6 +220,13 @@ def costs(figures: Figures) -> str:
         step = the(figures, op, baseline, STEP)
         memory = in_the_same_run(step, MEMORY)
         rows.append([told, number(step[0].ours), number(memory.ours if memory else None), gpu(step[1])])
+        if op == "gated_delta_rule":
+            step = the(figures, op, QLA, STEP)
+            memory = in_the_same_run(step, MEMORY)
+            theirs = "the same by [FlashQLA](ops/gated_delta_rule.md#beside-flashqla)"
+            rows.append(
+                [theirs, number(step[0].other), number(memory.other if memory else None), gpu(step[1])]
+            )
     return markdown(["recurrence", "step, ms", "memory, MiB", "GPU"], rows, ["recurrence", "GPU"])
 
 
@@ -192,7 +255,7 @@ def all_figures(figures: Figures) -> str:
             "model",
             "tokens",
             "one GPU, ms",
-            "shared, ms",
+            "several, ms",
             "of linear",
             "memory ratio",
             "GPUs",
@@ -207,7 +270,7 @@ def all_figures(figures: Figures) -> str:
                 times = [number(row.other) or "does not fit", number(row.ours), share, ratio]
                 rows.append([op, f"{tokens:,}", *times, f"{ranks} {gpu(run)}", commit(run)])
         picture = (
-            "![Step time of one row by its number of tokens, on one GPU and shared out](images/context.svg)"
+            "![Step time of one row by its number of tokens, on one GPU and on several](images/context.svg)"
         )
         table = markdown(header, rows, [*words, "GPUs"])
         return f"\n### One row on several GPUs\n\n{picture}\n\n{table}" if rows else ""
@@ -242,7 +305,7 @@ def plot_long_rows(figures: Figures, path: Path) -> None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"svg.hashsalt": "context", "svg.fonttype": "none", "font.size": 10}):
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "context"}):
         figure = Figure(figsize=(8, 4), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
@@ -280,10 +343,10 @@ def plot(figures: Figures, path: Path) -> None:
     memories = [in_the_same_run(taken, MEMORY) for taken in steps.values()]
     series = {
         "time of forward and backward": ([step.ratio for step, _ in steps.values()], "#2a7f62"),
-        "peak memory": ([None if row is None else row.ratio for row in memories], "#8fb8de"),
+        "peak memory": ([None if row is None else row.ratio for row in memories], "#4f8fc9"),
     }
     # Neither the date nor random names go into the file: the same figures give the same picture.
-    with matplotlib.rc_context({"svg.hashsalt": "summary", "svg.fonttype": "none", "font.size": 10}):
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "summary"}):
         figure = Figure(figsize=(8, 1.3 + 0.55 * len(steps)), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
@@ -292,11 +355,11 @@ def plot(figures: Figures, path: Path) -> None:
             known = [ratio for ratio in ratios if ratio is not None]
             bars = axes.barh(places, known, height=0.36, color=colour, label=label)
             axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=9)
-        axes.axvline(1, color="black", linewidth=1)
+        axes.axvline(1, color=INK, linewidth=1)
         axes.set_yticks(range(len(steps)), list(steps))
         axes.set_ylim(len(steps) - 0.4, -0.6)
         axes.set_xlim(0, max(1.1, *(r * 1.15 for ratios, _ in series.values() for r in ratios if r)))
-        axes.set_xlabel(f"flacompose relative to {NAMES[PEER]}, or to {QLA} (1.0 is equal, less is better)")
+        axes.set_xlabel(f"flacompose / {NAMES[PEER]}, or / {QLA}; less is better")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -304,9 +367,10 @@ def plot(figures: Figures, path: Path) -> None:
 
 
 PAGES: dict[str, dict[str, Callable[[Figures], str]]] = {
-    "README.md": {"reasons": reasons, "figures": few},
+    "README.md": {"reasons": reasons, "figures": few, "faster": faster},
     "docs/choosing.md": {"costs": costs},
     "docs/performance.md": {"figures": all_figures},
+    "docs/ops/gated_delta_rule.md": {"flashqla": beside_flashqla},
 }
 """What is made for each page, by the name that its markers have."""
 

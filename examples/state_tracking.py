@@ -114,6 +114,13 @@ def accuracies(model: RecurrentLM, objects: int, args: argparse.Namespace) -> di
     return {n: right[n - max(1, n // 4) : n].mean().item() for n in lengths}
 
 
+# Legible on white and on dark pages, through the picture's transparent ground.
+COLOURS = ("#1f77b4", "#d1661a", "#2ca02c", "#d62728", "#9467bd")
+INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+STYLE = {"svg.hashsalt": "state_tracking", "svg.fonttype": "none", "savefig.transparent": True}
+
+
+@matplotlib.rc_context(STYLE | dict.fromkeys(INKED, "#808080"))
 def plot(found: dict[int, dict[str, dict[int, float]]], length: int, path: Path) -> None:
     figure = Figure(figsize=(3.3 * len(found), 3.6), layout="constrained")
     for axes, (objects, models) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items()):
@@ -121,7 +128,7 @@ def plot(found: dict[int, dict[str, dict[int, float]]], length: int, path: Path)
             by_length = models[name]
             style = "o--" if name.endswith("-neg") else "o-"
             axes.plot(
-                list(by_length), list(by_length.values()), style, color=f"C{i}", markersize=4, label=LAYERS[name][0]
+                list(by_length), list(by_length.values()), style, color=COLOURS[i], markersize=4, label=LAYERS[name][0]
             )  # fmt: skip
         axes.axvline(length, color="tab:gray", linewidth=0.8)
         axes.axhline(1 / math.factorial(objects), color="tab:gray", linestyle=":", linewidth=0.8)
@@ -132,8 +139,7 @@ def plot(found: dict[int, dict[str, dict[int, float]]], length: int, path: Path)
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
-    with matplotlib.rc_context({"svg.hashsalt": "state_tracking", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150)
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import json
+import re
 import sys
 import time
 import types
@@ -118,8 +119,10 @@ def test_render_saved_results(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path / "gla.json")])
     report.main()
     assert report.table(results()) in capsys.readouterr().out
-    heading = "## gla compared with flash-linear-attention, NVIDIA H100\n\n"
-    assert (tmp_path / "gla.md").read_text() == heading + report.table(results())
+    heading, folded = (tmp_path / "gla.md").read_text().split("\n\n", 1)
+    assert heading == "## gla compared with flash-linear-attention, NVIDIA H100"
+    assert folded.startswith('<details markdown="1">\n<summary>Figures</summary>\n\n')
+    assert folded.endswith(f"\n\n{report.table(results())}\n</details>\n")
 
 
 @pytest.mark.parametrize("text", ["8x2048x16x128", "8x2048x16x128x", "1x2x3x4x5x6x7", "axbxcxdxe", ""])
@@ -1346,6 +1349,26 @@ def test_summary_of_other_sides():
         assert f"| {op} | {beside} | 2 | 1 | 2 | unknown |" in lines
 
 
+def test_flashqla_is_beside_the_gated_delta_rule():
+    """With the host's time where a run has it, and without."""
+    run = [
+        Row("gated_delta_rule", case, quantity + kind, "ms", ratio, 1.0)
+        for case, step in (("B8 T2048", 1.4), ("B1 T9", 1.6))
+        for kind, less in (("", 0), (", with the host", 0.8))
+        for quantity, ratio in ((summary.FORWARD, 1.25 - less), (summary.STEP, step - less))
+    ]
+    device = {"device": "NVIDIA H200", "commit": "0123456789"}
+    figures = summary.collect([Results("FlashQLA", device | {"FlashQLA": "0.1"}, run)])
+    told = " ".join(summary.faster(figures).split())
+    assert "**1.40 to 1.60 times as long**" in told and "1.25 to 1.25 times (H200, commit 0123456)" in told
+    assert "With the host's time, in single calls in eager mode, a step takes 0.60 to 0.80 times as long" in told
+    lines = summary.beside_flashqla(figures).splitlines()
+    assert lines[0] == "| gates | shape | forward | step | forward, with the host | step, with the host |"
+    assert lines[3] == "| strong | B1 T9 | 1.25 | 1.60 | 0.45 | 0.80 |"
+    figures = summary.collect([Results("FlashQLA", device, [row for row in run if "host" not in row.quantity])])
+    assert "host" not in summary.faster(figures) + summary.beside_flashqla(figures)
+
+
 def test_summary_plot(tmp_path: Path):
     pytest.importorskip("matplotlib")
     qla = Results("FlashQLA", {}, [Row("gated_delta_rule", "B8", summary.STEP, "ms", 1.5, 1.0)])
@@ -1354,6 +1377,22 @@ def test_summary_plot(tmp_path: Path):
     picture = (tmp_path / "first.svg").read_text()
     assert "beside FlashQLA" in picture and "1.50" in picture
     assert "<svg" in picture and "0.25" in picture and picture == (tmp_path / "again.svg").read_text()
+
+
+@pytest.mark.parametrize("name", ["summary", "context", "state_tracking"])
+def test_pictures_are_legible_on_white_and_on_dark_pages(name: str):
+    """Their ground is transparent, text has a colour, and each colour has a contrast of at least 3 to both pages."""
+
+    def light(colour: str) -> float:
+        levels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in levels]
+        return sum(share * x for share, x in zip((0.2126, 0.7152, 0.0722), linear)) + 0.05
+
+    picture = (report.RESULTS.parents[1] / f"docs/images/{name}.svg").read_text()
+    assert all("fill: #" in style for style in re.findall(r'<text style="([^"]*)"', picture))
+    colours = set(re.findall("#[0-9a-f]{6}", picture))
+    assert colours and all(light("#ffffff") / light(colour) >= 3 for colour in colours), colours
+    assert all(light(colour) / light("#1e2129") >= 3 for colour in colours), colours
 
 
 def test_summary_needs_its_markers(tmp_path: Path):

@@ -49,6 +49,15 @@ def test_every_block_is_found() -> None:
         assert len(opened) == len(FENCE.findall(text)), f"{page.name}: a block fenced unlike the others"
 
 
+def test_code_fits_beside_the_menus() -> None:
+    """On a screen of 1,300 pixels a line of code has room for 88 characters."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"^ *(```|~~~)(.*?)^ *\1$", text, re.MULTILINE | re.DOTALL):
+            wide = [line for line in block[1].split("\n") if len(line) > 88]
+            assert not wide, f"{page.relative_to(ROOT)}: {wide[0]}"
+
+
 def test_quoted_figures_are_those_of_the_saved_runs() -> None:
     pages = summary.pages([report.Results.load(path) for path in report.saved(report.RESULTS)])
     for page, text in pages.items():

@@ -55,6 +55,16 @@ def test_version_is_the_newest_of_the_changelog() -> None:
     assert all(version[4] != "unreleased" for version in versions[1:])
 
 
+def test_links_of_the_readme_work_on_an_index(metadata: Message) -> None:
+    """All are absolute, and the text of the others stays."""
+    page, readme = str(metadata.get_payload()), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    targets = re.findall(r"\]\(([^)]*)\)", page)
+    assert targets and all(target.startswith("https://") for target in targets)
+    assert targets == [target for target in re.findall(r"\]\(([^)]*)\)", readme) if "://" in target]
+    assert "Getting started, choosing, building a\n  model." in page
+
+
 def test_declared_dependencies(metadata: Message) -> None:
     required = [
         r.replace(" ", "")
