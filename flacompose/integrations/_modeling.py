@@ -74,9 +74,7 @@ def convolve_step(
 ) -> Tensor:
     """`causal_conv1d_update` of ``hidden_states [B, D, T]``, which writes to ``conv_state [B, D, L]``."""
     L, W = conv_state.shape[-1], weight.shape[-1]
-    before = conv_state if L == W else torch.nn.functional.pad(conv_state, (W - L, 0))
-    if torch.is_grad_enabled() and L == W:
-        before = before.clone()  # kept for the backward, and written to below
+    before = _unwritten(conv_state) if L == W else torch.nn.functional.pad(conv_state, (W - L, 0))
     fused = activation in ("silu", "swish")
     y, last = short_conv.update(hidden_states.transpose(1, 2), weight, bias, before, None, fused)
     if L != W:
@@ -103,7 +101,7 @@ def delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor | None]:
         return form(
             query, key, value, g, beta,
-            initial_state=initial_state, output_final_state=output_final_state,
+            initial_state=_unwritten(initial_state), output_final_state=output_final_state,
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
             cu_seqlens=_bounds(kwargs),
         )  # fmt: skip
@@ -130,7 +128,7 @@ def delta_rule_step(gate: str) -> Callable[..., Any]:
         exact = g.shape == beta.shape and torch.promote_types(g.dtype, beta.dtype) == g.dtype
         if exact and torch.compiler.is_compiling():
             g, beta = torch.stack((g, beta.to(g.dtype))).unbind()
-        given: Any = {gate: g, "initial_state": initial_state, "cu_seqlens": _bounds(kwargs)}
+        given: Any = {gate: g, "initial_state": _unwritten(initial_state), "cu_seqlens": _bounds(kwargs)}
         inputs = delta_op.Inputs(query, key, value, beta, scale=query.shape[-1] ** -0.5, **given)
         o, state = delta_op.update(*inputs, int(use_qk_l2norm_in_kernel))
         return o, state if output_final_state else None
@@ -157,7 +155,7 @@ def ssd(
     """`mamba2_chunk_scan`."""
     D = D.D if isinstance(D, _Limited) else D  # `dt_limit` is the same limit
     return mamba_chunk_scan_combined(
-        hidden_states, dt, A, B, C, chunk_size, D, z, dt_bias, initial_states, dt_softplus,
+        hidden_states, dt, A, B, C, chunk_size, D, z, dt_bias, _unwritten(initial_states), dt_softplus,
         (float(dt_limit[0]), float(dt_limit[1])), return_final_states, _bounds(kwargs),
     )  # fmt: skip
 
@@ -182,7 +180,7 @@ def selective_scan(
     given = D if isinstance(D, _Scanned) else _Scanned(D)
     y = selective_scan_fn(
         u, delta, A, B.to(dtype), C.to(dtype), given.D, z, delta_bias, delta_softplus, return_last_state,
-        given.initial_state, given.cu_seqlens,
+        _unwritten(given.initial_state), given.cu_seqlens,
     )  # fmt: skip
     if isinstance(y, tuple):
         return y[0].transpose(1, 2), y[1]
@@ -208,7 +206,8 @@ def state_space_step(
         dt = dt if dt_bias is None else dt + dt_bias
         dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*D.step_limit)
         D, dt_bias, dt_softplus = D.D, None, False
-    y, new = selective_state_update(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
+    before = _unwritten(state)
+    y, new = selective_state_update(before, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus)
     state.copy_(new)
     return y
 
@@ -392,8 +391,14 @@ def stabilised(
     bounds, mask, T = _bounds(kwargs), kwargs.get("attention_mask"), x.shape[1]
     if state is not None:
         _refuse_packed(kwargs)
-        if torch.is_grad_enabled():
-            state = [part.clone() for part in state]  # kept for the backward
+        heads = layer.config.num_heads
+        expected = x.shape[0], heads, layer.qk_dim // heads, layer.v_dim // heads
+        if tuple(state[0].shape) != expected:
+            raise ValueError(
+                f"the cache of an xLSTM must have states of shape {expected} here, got {tuple(state[0].shape)}; the "
+                "xLSTMCache of transformers rounds up the sizes of heads: leave it out, and the model makes its own"
+            )
+        state = [_unwritten(part) for part in state]
 
     def backend(query: Tensor, key: Tensor, value: Tensor, igate: Tensor, fgate: Tensor, **_: Any) -> Any:
         q, k, v, i, f = (y.transpose(1, 2) for y in (query, key, value, igate, fgate))
@@ -675,27 +680,99 @@ def counting(forward: Callable[..., Any]) -> Callable[..., Any]:
     return counting_forward
 
 
-def numbering(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of RecurrentGemma's decoder, whose recurrent blocks know neither their number nor what is a pad."""
+# What transformers calls a cache: "cache" in newer releases, which have the others still, as deprecated names.
+CACHES = ("cache", "past_key_values", "cache_params", "state")
 
+
+def making(
+    make: Callable[[Any, Tensor], Any], in_training: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the forward of a model that would make no cache, or one that its layers cannot use, where it is given none.
+
+    `make` is given the model and its ids or embeddings, in training only if the model makes a cache then unasked.
+    """
+
+    def of(forward: Callable[..., Any]) -> Callable[..., Any]:
+        _, *parameters = inspect.signature(forward).parameters.values()
+        names, name = [x.name for x in parameters if x.kind is not x.VAR_KEYWORD], name_of_cache(forward)
+
+        @wraps(forward)
+        def making_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = dict(**dict(zip(names, args, strict=False)), **kwargs)
+            given = {key: x for key, x in given.items() if x is not None or key not in CACHES}
+            x, use_cache = given.get("input_ids"), given.get("use_cache")
+            x = given.get("inputs_embeds") if x is None else x
+            if use_cache is None:
+                use_cache = self.config.use_cache and (in_training or not self.training)
+            checkpointed = self.training and self.gradient_checkpointing  # which transformers refuses a cache
+            if use_cache and x is not None and not checkpointed and not given.keys() & {*CACHES}:
+                given[name] = make(self, x)
+            return forward(self, *args[len(names) :], **given)
+
+        return making_forward
+
+    return of
+
+
+def name_of_cache(forward: Callable[..., Any]) -> str:
+    """What a forward calls its cache, in the transformers that is there."""
+    names = inspect.signature(forward).parameters
+    return next(name for name in CACHES if name in names)
+
+
+def _dtype_of_states(model: nn.Module, x: Tensor) -> torch.dtype:
+    """That of the states of a model that is given ids or embeddings `x`."""
+    return state_dtype(
+        x.dtype if x.is_floating_point() else cast(Any, model).get_input_embeddings().weight.dtype
+    )
+
+
+def numbering(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of RecurrentGemma's decoder, whose recurrent blocks know neither their number nor what is a pad.
+
+    It returns the cache, which that of transformers does not.
+    """
+    from transformers.cache_utils import DynamicCache
+    from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
+
+    cache_in, name = finder_of_caches(), name_of_cache(forward)
+
+    @making(lambda model, _: DynamicCache(config=model.config))
     @wraps(forward)
-    def numbering_forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        attention_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def numbering_forward(self: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
         tokens = _tokens(attention_mask)
         layers = [
             partial(layer, layer_idx=i, tokens=tokens) if hasattr(layer.temporal_block, "rg_lru") else layer
             for i, layer in enumerate(self.layers)
         ]
-        numbered = _With(self, layers=layers)
-        return forward(numbered, input_ids, position_ids, attention_mask, *args, **kwargs)
+        out, cache = (
+            forward(_With(self, layers=layers), attention_mask=attention_mask, **kwargs),
+            cache_in((), kwargs),
+        )
+        return BaseModelOutputWithPast(**out, **{name: cache}) if isinstance(out, BaseModelOutput) else out
 
     return numbering_forward
+
+
+def returning(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of RecurrentGemma's language model, which would not return the cache that its decoder does."""
+    from transformers.modeling_outputs import CausalLMOutput, CausalLMOutputWithPast
+
+    name = name_of_cache(forward)
+
+    @wraps(forward)
+    def returning_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        caches = []
+
+        def model(*args: Any, **kwargs: Any) -> Any:
+            out = self.model(*args, **kwargs)
+            caches.append(out.get(name))
+            return out
+
+        out = forward(_With(self, model=model), *args, **kwargs)
+        return CausalLMOutputWithPast(**out, **{name: caches[0]}) if isinstance(out, CausalLMOutput) else out
+
+    return returning_forward
 
 
 class RwkvState(list[Tensor]):
@@ -705,8 +782,26 @@ class RwkvState(list[Tensor]):
         self[:] = [x.index_select(0, rows) for x in self]
 
 
-def masking(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For the forward of a module of RWKV, which calls modules of these names without the mask of pads and bounds."""
+def rwkv_state(model: Any, x: Tensor) -> RwkvState:
+    """What RWKV begins with: that of transformers has as many channels in all five states."""
+    sizes = [model.config.hidden_size] * 2 + [model.config.attention_hidden_size] * 3
+    wide = _dtype_of_states(model, x)
+    dtypes = [model.get_input_embeddings().weight.dtype] * 2 + [wide] * 3
+    shapes = [(x.shape[0], size, model.config.num_hidden_layers) for size in sizes]
+    state = RwkvState(
+        torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+    state[4] -= 1e30
+    return state
+
+
+def masking(
+    *names: str, make: Callable[[Any, Tensor], Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the forward of a module of RWKV, which calls modules of these names without the mask of pads and bounds.
+
+    `make` is that of `making`, for the module that makes the states.
+    """
 
     def of(forward: Callable[..., Any]) -> Callable[..., Any]:
         takes_mask = "attention_mask" in inspect.signature(forward).parameters
@@ -730,7 +825,7 @@ def masking(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 out.state = RwkvState(out.state)
             return out
 
-        return masking_forward
+        return masking_forward if make is None else making(make, in_training=False)(masking_forward)
 
     return of
 
@@ -756,24 +851,10 @@ def remembering(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     told = whole(passing_to("blocks", keys=(*PACKED, "attention_mask"))(forward))
 
+    @making(lambda model, x: BeamCache(model, x.shape[0], _dtype_of_states(model, x), x.device))
     @wraps(forward)
-    def remembering_forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        cache_params: Any = None,
-        use_cache: bool | None = None,
-        attention_mask: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        like: Any = self.embeddings.weight if inputs_embeds is None else inputs_embeds
-        given = inputs_embeds if input_ids is None else input_ids
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        checkpointed = self.training and self.gradient_checkpointing  # which transformers refuses a cache
-        if use_cache and cache_params is None and given is not None and not checkpointed:
-            cache_params = BeamCache(self.config, given.shape[0], state_dtype(like.dtype), like.device)
-        kwargs |= dict(cache_params=cache_params, use_cache=use_cache, attention_mask=_tokens(attention_mask))
-        return told(self, input_ids, inputs_embeds, **kwargs)
+    def remembering_forward(self: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return told(self, attention_mask=_tokens(attention_mask), **kwargs)
 
     return remembering_forward
 
@@ -813,6 +894,11 @@ def passing_to(
         return passing_forward
 
     return of
+
+
+def _unwritten(state: Any) -> Any:
+    """A state of a cache, or a copy, which the op that reads it may keep for a backward: the cache is written to."""
+    return state.clone() if state is not None and torch.is_grad_enabled() else state
 
 
 def _is_step(x: Tensor) -> bool:

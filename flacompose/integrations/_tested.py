@@ -75,7 +75,7 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
     "qwen4_exp": {"Qwen4ExpTextGatedDeltaNet": GATED_DELTA},
     "recurrent_gemma": {
         "RecurrentGemmaRecurrentBlock": "act_fn conv_1d linear_out linear_x linear_y rg_lru",
-        "RecurrentGemmaModel": "layers",
+        "RecurrentGemmaForCausalLM": "model", "RecurrentGemmaModel": "layers",
     },
     "rwkv": {
         "RwkvSelfAttention": "extract_key_value layer_id output time_decay time_first",
@@ -129,10 +129,13 @@ OF_ONE = {
     "xLSTMLayer": f"{NAMES} {XLSTM_NAMES}",
 }
 
-# The parameters of the forwards of layers, and of the functions that are replaced.
+# The parameters of the forwards that are replaced, and of the functions that are. Where a release renames one, and goes
+# on to take the old name as a deprecated one, the new name is none of these.
 FORWARD = """
     self hidden hidden_states input_states x state position_ids cache past_key_values cache_params cache_offset
-    use_cache attention_mask conv_mask seq_idx dynamic_input position_embeddings kwargs
+    use_cache attention_mask conv_mask seq_idx dynamic_input position_embeddings kwargs input_ids inputs_embeds labels
+    logits_to_keep output_attentions output_hidden_states return_dict prev_topk_indices relative_distance
+    key_hidden_states value_hidden_states block_states
 """
 PARAMETERS: Mapping[str, str] = {
     "causal_conv1d_fn": "hidden_states weight bias activation kwargs",
@@ -202,8 +205,8 @@ def _differences(
             known = OF_ONE.get(name, NAMES).split()
             for new in sorted(used - {*known, *expected[name].split()}):
                 yield f"{name}.forward uses {new!r}"
-            for new in inspect.signature(forward).parameters.keys() - set(FORWARD.split()):
-                yield f"{name}.forward takes {new!r}"
+        for new in inspect.signature(forward).parameters.keys() - set(FORWARD.split()):
+            yield f"{name}.forward takes {new!r}"
     for name, function in functions.items():
         parameters = list(inspect.signature(function).parameters)
         if parameters != PARAMETERS[name].split():

@@ -92,11 +92,12 @@ AROUND = _of_classes(
     {
         "BambaModel": _modeling.counting,
         "KimiLinearModel OlmoHybridModel Qwen3NextModel Qwen3_5MoeTextModel Qwen3_5TextModel": _modeling.maskless,
+        "RecurrentGemmaForCausalLM": _modeling.returning,
         "RecurrentGemmaModel": _modeling.numbering,
         "RwkvBlock": _modeling.masking("attention", "feed_forward"),
         "RwkvFeedForward": _modeling.shifting,
         "RwkvForCausalLM": _modeling.masking("rwkv"),
-        "RwkvModel": _modeling.masking("blocks"),
+        "RwkvModel": _modeling.masking("blocks", make=_modeling.rwkv_state),
         "Glm5NextTextAttention Inkling2DynamicShortConvolution": _modeling.refusing,
         "FalconMambaForCausalLM Mamba2ForCausalLM MambaForCausalLM": _modeling.passing_to("backbone"),
         "FalconMambaModel MambaModel": _modeling.passing_to("layers"),

@@ -146,18 +146,37 @@ def test_generation(name: str, model: nn.Module) -> None:
             assert torch.equal(tokens[row, -24:], expected.argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["inkling", "lfm2", "lfm2_moe", "minimax", "rwkv", "xlstm"])
-def test_gradients_of_steps(name: str, model: nn.Module) -> None:
-    """Through the cache. In the other models, those of transformers write to what their backward needs."""
-    ids = prompt(model, 9, batch=2)
+@pytest.mark.parametrize("name", HERE)
+def test_gradients_through_a_cache(name: str, model: nn.Module) -> None:
+    """Of later tokens, in pieces of several and of one, with gradients of the tokens that are cached and without.
 
-    def gradient(logits: torch.Tensor) -> torch.Tensor:
-        return torch.autograd.grad(logits.square().mean(), model.get_input_embeddings().weight)[0]
+    No token occurs twice, so what the later ones give the rows of their embeddings is the same in both."""
+    ids, first = torch.randperm(64, device=model.device)[:18].view(2, 9), 4
+    weight = model.get_input_embeddings().weight
 
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, first:].square().mean()
+
+    def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        limit = 1e-4 * float(expected.abs().max()) + 1e-7
+        torch.testing.assert_close(actual.double(), expected, atol=limit, rtol=1e-4)
+
+    reference, later = double(model), ids[:, first:]
+    with InFloat64():
+        truth = torch.autograd.grad(
+            loss(Logits(reference)(ids)), list(reference.parameters()), allow_unused=True
+        )
     with enable():
-        actual = gradient(in_pieces(model, ids, [7, 1, 1]))
-    expected = gradient(Logits(model)(ids))
-    torch.testing.assert_close(actual, expected, atol=1e-4 * float(expected.abs().max()), rtol=1e-4)
+        whole = loss(in_pieces(model, ids, [first, 3, 1, 1]))
+        of_whole = torch.autograd.grad(whole, list(model.parameters()), allow_unused=True)
+        part = loss(in_pieces(model, ids, [first, 3, 1, 1], constant=True))
+        (of_part,) = torch.autograd.grad(part, weight)
+    for p, actual, expected in zip(model.parameters(), of_whole, truth, strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            assert_equal(actual, expected)
+        if p is weight:
+            assert_equal(of_part[later], expected[later])
 
 
 @pytest.mark.parametrize("name", ["xlstm"])
@@ -165,22 +184,25 @@ def test_states_are_not_rounded(name: str, model: nn.Module) -> None:
     """In half precision, a rounded maximum would scale what is kept at its scale."""
     with enable():
         out = copy.deepcopy(model).bfloat16()(prompt(model, 9), use_cache=True)
-    states = out.cache_params.rnn_state.values()
+    states = cache_of(out).rnn_state.values()
     assert {part.dtype for state in states for part in state} == {torch.float32}
 
 
 def in_pieces(
-    model: nn.Module, ids: torch.Tensor, pieces: list[int], mask: torch.Tensor | None = None
+    model: nn.Module,
+    ids: torch.Tensor,
+    pieces: list[int],
+    mask: torch.Tensor | None = None,
+    constant: bool = False,
 ) -> torch.Tensor:
-    """The logits of pieces of these lengths, one after another through a cache."""
-    # RecurrentGemma does not return the cache that it makes.
-    own = model.config.model_type == "recurrent_gemma"
-    cache, logits, end = transformers.DynamicCache(config=model.config) if own else None, [], 0
+    """The logits of pieces of these lengths, one after another through a cache, the first `constant` or not."""
+    cache, logits, end = None, [], 0
     for piece in ids.split(pieces, 1):
         end += piece.shape[1]
         given = {} if mask is None else {"attention_mask": mask[:, :end]}
-        out = model(piece, use_cache=True, **{cache_argument(model): cache}, **given)
-        cache = cache if own else cache_of(out)
+        with torch.no_grad() if constant and cache is None else contextlib.nullcontext():
+            out = model(piece, use_cache=True, **{cache_argument(model): cache}, **given)
+        cache = cache_of(out)
         logits.append(out.logits)
     return torch.cat(logits, 1)
 
@@ -264,6 +286,57 @@ def test_continued(name: str, model: nn.Module) -> None:
         torch.testing.assert_close(
             batch[row : row + 1, first:].double(), truth(ids[row : row + 1], first), **CLOSE
         )
+
+
+# Sizes for which the states that transformers makes would not fit its layers.
+SIZES = [
+    ("xlstm", dict(qk_dim_factor=0.5, v_dim_factor=1.0)),
+    ("xlstm", dict(num_heads=3, qk_dim_factor=1.5, v_dim_factor=0.75)),
+    ("rwkv", dict(attention_hidden_size=48)),
+]
+
+
+def sized(name: str, sizes: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    kind, options = TINY[name]
+    monkeypatch.setitem(TINY, name, (kind, options | sizes))
+    return tiny(name)
+
+
+@pytest.mark.parametrize("name,sizes", SIZES, ids=str)
+def test_sizes_of_states(
+    name: str, sizes: dict[str, float], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the layers, in training, where xLSTM makes a cache unasked, and in pieces."""
+    model = sized(name, sizes, monkeypatch).to(device)
+    ids = prompt(model, 9, batch=2)
+    truth = Uncached(model)
+    with enable():
+        assert model.train()(ids, labels=ids).loss.requires_grad
+        actual = in_pieces(model.eval(), ids, [5, 1, 3])
+    torch.testing.assert_close(actual.double(), truth(ids), **CLOSE)
+
+
+def test_a_cache_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of transformers' own cache of xLSTM, whose sizes it rounds up."""
+    model = sized(*SIZES[0], monkeypatch)
+    cache = modeling("xlstm").xLSTMCache(model.config, 1, torch.float32)
+    expected = r"cache of an xLSTM must have states of shape \(1, 4, 4, 8\) here, got \(1, 4, 16, 16\)"
+    with enable(), pytest.raises(ValueError, match=expected):
+        model(prompt(model, 3), **{cache_argument(model): cache})
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma"])
+def test_prefill_in_chunks(name: str, model: nn.Module) -> None:
+    """`generate` takes the cache of each chunk from what the model returns, where that of transformers has none."""
+    ids, mask = padded(model, 9)
+    with enable():
+        chunked, whole = (
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=12, do_sample=False, eos_token_id=None, prefill_chunk_size=n
+            )
+            for n in (4, None)
+        )  # fmt: skip
+    assert torch.equal(chunked, whole)
 
 
 @pytest.mark.parametrize("name", SSD_MODELS)
@@ -677,6 +750,7 @@ CHANGES = [
     ("MambaMixer", "A_log", "cumsum", "MambaMixer.forward uses 'cumsum'"),
     ("MambaMixer", "attention_mask", "reset_mask", "MambaMixer.forward takes 'reset_mask'"),
     ("MambaBlock", "mixer", "layer", "MambaBlock.forward does not use 'mixer'"),
+    ("MambaModel", "use_cache", "caching", "MambaModel.forward takes 'caching'"),
     ("MambaRMSNorm", "rsqrt", "causal_conv1d_fn", "a new class MambaRMSNorm, whose forward calls"),
     ("MambaModel", None, None, "no class MambaModel with a forward"),
     ("causal_conv1d_update", None, None, "causal_conv1d_update takes .*reverse"),
@@ -859,7 +933,7 @@ def test_pads_after_a_token(name: str, model: nn.Module) -> None:
 
     def states(ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
         cache = transformers.DynamicCache(config=model.config)
-        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        model(ids, attention_mask=mask, use_cache=True, **{cache_argument(model): cache})
         return [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
 
     with enable(), torch.no_grad():
@@ -882,7 +956,7 @@ def test_no_pieces(name: str, model: nn.Module) -> None:
         expected = gradient()
         model.config.max_inference_chunksize = 4
         torch.testing.assert_close(gradient(), expected)
-        assert hasattr(model(ids).cache_params, "reorder_cache")
+        assert hasattr(cache_of(model(ids)), "reorder_cache")
 
 
 def test_xlstm_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
