@@ -1,8 +1,8 @@
 """What the pages quote of all saved results.
 
 README.md, which is also the home page, has three reasons, a few figures and where another library is faster;
-docs/choosing.md has the costs of the recurrences; docs/performance.md has the plot and the tables; the page of the gated
-delta rule compares it with FlashQLA. Each stands between two markers of its page, so that
+docs/choosing.md has the costs of the recurrences; docs/performance.md has the plot and the tables; the page of the
+gated delta rule compares it with FlashQLA. Each stands between two markers of its page, so that
 ``python -m benchmarks.summary`` can write it anew.
 """
 
@@ -25,7 +25,12 @@ STYLE = {"svg.fonttype": "none", "savefig.transparent": True, "font.size": 10, *
 
 PEER, MAMBA, XLSTM, QLA, SOFTMAX = "fla", "mamba-ssm", "mlstm_kernels", "FlashQLA", "softmax"
 FLOOR = "floor"
-FORWARD, STEP, MEMORY, FIRST = "forward", "forward + backward", "peak memory over the inputs", "first step, cold caches"
+FORWARD, STEP, MEMORY, FIRST = (
+    "forward",
+    "forward + backward",
+    "peak memory over the inputs",
+    "first step, cold caches",
+)
 WITH_HOST = "{}, with the host"
 MODEL_STEP, MODEL_MEMORY = "step", "peak memory of a step"
 PUBLIC_STEP = "training step, compiled"
