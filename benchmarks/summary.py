@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from . import context
 from .cases import LARGER_HEADS, OPS
@@ -21,7 +22,12 @@ IMAGE = Path("docs/images/summary.svg")
 INK = "#808080"
 """The colour of text and axes. It is legible on white and on dark pages, through the pictures' transparent ground."""
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-STYLE = {"svg.fonttype": "none", "savefig.transparent": True, "font.size": 10, **dict.fromkeys(INKED, INK)}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "savefig.transparent": True,
+    "font.size": 10,
+    **dict.fromkeys(INKED, INK),
+}
 
 PEER, MAMBA, XLSTM, QLA, SOFTMAX = "fla", "mamba-ssm", "mlstm_kernels", "FlashQLA", "softmax"
 FLOOR = "floor"
