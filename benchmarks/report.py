@@ -138,7 +138,9 @@ def table(results: Results) -> str:
 def section(results: Results) -> str:
     """The run as docs/saved-runs.md has it: under a heading, its table, which opens at a click."""
     run = ", ".join(results.environment[name] for name in ("date", "commit") if name in results.environment)
-    folded = f'<details markdown="1">\n<summary>{run or "Figures"}</summary>\n\n{table(results)}\n</details>\n'
+    folded = (
+        f'<details markdown="1">\n<summary>{run or "Figures"}</summary>\n\n{table(results)}\n</details>\n'
+    )
     return f"## {title(results)}\n\n{folded}"
 
 

@@ -1,8 +1,8 @@
 """What the pages quote of all saved results.
 
 README.md, which is also the home page, has three reasons, a few figures and where another library is faster;
-docs/choosing.md has the costs of the recurrences; docs/performance.md has the plot and the tables; the page of the gated
-delta rule compares it with FlashQLA. Each stands between two markers of its page, so that
+docs/choosing.md has the costs of the recurrences; docs/performance.md has the plot and the tables; the page of the
+gated delta rule compares it with FlashQLA. Each stands between two markers of its page, so that
 ``python -m benchmarks.summary`` can write it anew.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from . import context
 from .cases import LARGER_HEADS, OPS
@@ -21,11 +22,21 @@ IMAGE = Path("docs/images/summary.svg")
 INK = "#808080"
 """The colour of text and axes. It is legible on white and on dark pages, through the pictures' transparent ground."""
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-STYLE = {"svg.fonttype": "none", "savefig.transparent": True, "font.size": 10, **dict.fromkeys(INKED, INK)}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "savefig.transparent": True,
+    "font.size": 10,
+    **dict.fromkeys(INKED, INK),
+}
 
 PEER, MAMBA, XLSTM, QLA, SOFTMAX = "fla", "mamba-ssm", "mlstm_kernels", "FlashQLA", "softmax"
 FLOOR = "floor"
-FORWARD, STEP, MEMORY, FIRST = "forward", "forward + backward", "peak memory over the inputs", "first step, cold caches"
+FORWARD, STEP, MEMORY, FIRST = (
+    "forward",
+    "forward + backward",
+    "peak memory over the inputs",
+    "first step, cold caches",
+)
 WITH_HOST = "{}, with the host"
 MODEL_STEP, MODEL_MEMORY = "step", "peak memory of a step"
 PUBLIC_STEP = "training step, compiled"

@@ -117,7 +117,11 @@ def accuracies(model: RecurrentLM, objects: int, args: argparse.Namespace) -> di
 # Legible on white and on dark pages, through the picture's transparent ground.
 COLOURS = ("#1f77b4", "#d1661a", "#2ca02c", "#d62728", "#9467bd")
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-STYLE = {"svg.hashsalt": "state_tracking", "svg.fonttype": "none", "savefig.transparent": True}
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "state_tracking",
+    "svg.fonttype": "none",
+    "savefig.transparent": True,
+}
 
 
 @matplotlib.rc_context(STYLE | dict.fromkeys(INKED, "#808080"))

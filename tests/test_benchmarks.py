@@ -1361,11 +1361,15 @@ def test_flashqla_is_beside_the_gated_delta_rule():
     figures = summary.collect([Results("FlashQLA", device | {"FlashQLA": "0.1"}, run)])
     told = " ".join(summary.faster(figures).split())
     assert "**1.40 to 1.60 times as long**" in told and "1.25 to 1.25 times (H200, commit 0123456)" in told
-    assert "With the host's time, in single calls in eager mode, a step takes 0.60 to 0.80 times as long" in told
+    assert (
+        "With the host's time, in single calls in eager mode, a step takes 0.60 to 0.80 times as long" in told
+    )
     lines = summary.beside_flashqla(figures).splitlines()
     assert lines[0] == "| gates | shape | forward | step | forward, with the host | step, with the host |"
     assert lines[3] == "| strong | B1 T9 | 1.25 | 1.60 | 0.45 | 0.80 |"
-    figures = summary.collect([Results("FlashQLA", device, [row for row in run if "host" not in row.quantity])])
+    figures = summary.collect(
+        [Results("FlashQLA", device, [row for row in run if "host" not in row.quantity])]
+    )
     assert "host" not in summary.faster(figures) + summary.beside_flashqla(figures)
 
 

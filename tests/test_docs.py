@@ -121,6 +121,7 @@ def test_site(tmp_path: Path) -> None:
     check_home(tmp_path)
     check_opens_as_files(tmp_path)
     check_nothing_from_elsewhere(tmp_path)
+    check_wide_tables(tmp_path)
 
 
 def check_formulas(site: Path) -> None:
@@ -155,6 +156,17 @@ def check_opens_as_files(site: Path) -> None:
         scripts = re.findall(r'<script src="([^"]+)"', text)
         assert [Path(script).name.split(".")[0] for script in scripts] == ["iframe-worker", "bundle"]
     assert (site / "search" / "search_index.js").is_file()
+
+
+def check_wide_tables(site: Path) -> None:
+    """On a telephone, where the heading is hidden, each cell of a table of three columns or more names its column."""
+    tables = re.findall(r"<table[^>]*>.*?</table>", (site / "choosing.html").read_text("utf-8"), re.DOTALL)
+    wide = [table for table in tables if len(re.findall(r"<th\b", table)) >= 3]
+    assert wide
+    for table in wide:
+        columns = re.findall(r"<th\b[^>]*>([^<]*)</th>", table)
+        labels = re.findall(r'<td data-column="([^"]*)"', table)
+        assert labels == columns * table.count("<tr>", table.index("<tbody>"))
 
 
 def check_nothing_from_elsewhere(site: Path) -> None:

@@ -12,13 +12,17 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 # What the Markdown extension arithmatex makes of `\( ... \)`, `\[ ... \]` and `$$ ... $$`.
-FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+FORMULA = re.compile(
+    r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL
+)
 # A docstring's formulas on consecutive lines are one such block.
 NEXT = re.compile(r"\$\$\s*\$\$")
 CONVERTER = LatexToMathML(fancy_error=False)
 
 
-def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_content(
+    content: str, *, page: Page, config: MkDocsConfig, files: Files
+) -> str:
     def render(found: re.Match[str]) -> str:
         tag, bracket, text = found.groups()
         try:
@@ -27,7 +31,9 @@ def on_page_content(content: str, *, page: Page, config: MkDocsConfig, files: Fi
                 for formula in NEXT.split(html.unescape(text))
             ]
         except LatexError as error:
-            raise PluginError(f"{page.file.src_uri}: {text!r} is no formula: {error}") from None
+            raise PluginError(
+                f"{page.file.src_uri}: {text!r} is no formula: {error}"
+            ) from None
         return f'<{tag} class="formula">{"".join(formulas)}</{tag}>'
 
     return FORMULA.sub(render, content)
