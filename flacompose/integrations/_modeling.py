@@ -787,9 +787,11 @@ def rwkv_state(model: Any, x: Tensor) -> RwkvState:
     sizes = [model.config.hidden_size] * 2 + [model.config.attention_hidden_size] * 3
     wide = _dtype_of_states(model, x)
     dtypes = [model.get_input_embeddings().weight.dtype] * 2 + [wide] * 3
-    shapes = [(x.shape[0], size, model.config.num_hidden_layers) for size in sizes]
     state = RwkvState(
-        torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in zip(shapes, dtypes, strict=True)
+        [
+            torch.zeros(x.shape[0], size, model.config.num_hidden_layers, dtype=dtype, device=x.device)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        ]
     )
     state[4] -= 1e30
     return state
