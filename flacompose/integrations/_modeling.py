@@ -745,11 +745,10 @@ def numbering(forward: Callable[..., Any]) -> Callable[..., Any]:
             partial(layer, layer_idx=i, tokens=tokens) if hasattr(layer.temporal_block, "rg_lru") else layer
             for i, layer in enumerate(self.layers)
         ]
-        out, cache = (
-            forward(_With(self, layers=layers), attention_mask=attention_mask, **kwargs),
-            cache_in((), kwargs),
-        )
-        return BaseModelOutputWithPast(**out, **{name: cache}) if isinstance(out, BaseModelOutput) else out
+        out = forward(_With(self, layers=layers), attention_mask=attention_mask, **kwargs)
+        if torch.compiler.is_compiling() or not isinstance(out, BaseModelOutput):
+            return out  # older releases bind methods to the cache, which the compiler cannot return
+        return BaseModelOutputWithPast(**out, **{name: cache_in((), kwargs)})
 
     return numbering_forward
 
