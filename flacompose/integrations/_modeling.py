@@ -745,11 +745,10 @@ def numbering(forward: Callable[..., Any]) -> Callable[..., Any]:
             partial(layer, layer_idx=i, tokens=tokens) if hasattr(layer.temporal_block, "rg_lru") else layer
             for i, layer in enumerate(self.layers)
         ]
-        out, cache = (
-            forward(_With(self, layers=layers), attention_mask=attention_mask, **kwargs),
-            cache_in((), kwargs),
-        )
-        return BaseModelOutputWithPast(**out, **{name: cache}) if isinstance(out, BaseModelOutput) else out
+        out = forward(_With(self, layers=layers), attention_mask=attention_mask, **kwargs)
+        if torch.compiler.is_compiling() or not isinstance(out, BaseModelOutput):
+            return out  # older releases bind methods to the cache, which the compiler cannot return
+        return BaseModelOutputWithPast(**out, **{name: cache_in((), kwargs)})
 
     return numbering_forward
 
@@ -787,9 +786,11 @@ def rwkv_state(model: Any, x: Tensor) -> RwkvState:
     sizes = [model.config.hidden_size] * 2 + [model.config.attention_hidden_size] * 3
     wide = _dtype_of_states(model, x)
     dtypes = [model.get_input_embeddings().weight.dtype] * 2 + [wide] * 3
-    shapes = [(x.shape[0], size, model.config.num_hidden_layers) for size in sizes]
     state = RwkvState(
-        torch.zeros(shape, dtype=dtype, device=x.device) for shape, dtype in zip(shapes, dtypes, strict=True)
+        [
+            torch.zeros(x.shape[0], size, model.config.num_hidden_layers, dtype=dtype, device=x.device)
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        ]
     )
     state[4] -= 1e30
     return state

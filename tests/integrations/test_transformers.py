@@ -325,6 +325,16 @@ def test_a_cache_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         model(prompt(model, 3), **{cache_argument(model): cache})
 
 
+@pytest.mark.parametrize("name", ["recurrent_gemma", "rwkv", "xlstm"])
+@torch.no_grad()
+def test_a_cache_is_made_while_compiling(name: str, model: nn.Module) -> None:
+    """Unasked, as the configuration says."""
+    ids = prompt(captured(name, model), 9)
+    with enable():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(ids).logits, Logits(model)(ids), **CLOSE)
+
+
 @pytest.mark.parametrize("name", ["recurrent_gemma"])
 def test_prefill_in_chunks(name: str, model: nn.Module) -> None:
     """`generate` takes the cache of each chunk from what the model returns, where that of transformers has none."""
