@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from contract.accuracy import assert_accurate, error
-from contract.cases import MAMBA3, OpCase
+from contract.cases import MAMBA3, MAMBA3_MIMO
 from contract.graphs import recorded
-from contract.opcase import entry
 from contract.problems import call, draw, evaluate, named
-from contract.recurrences import mamba3_mimo, mamba3_siso
+from contract.recurrences import mamba3_siso, mimo, mimo_case
 from torch.testing import assert_close
 
 from flacompose.ops import mamba3_mimo_combined
@@ -23,50 +20,13 @@ from flacompose.ops.families.mamba3 import op
 from flacompose.ops.families.mamba3.inputs import SIGNATURE
 from flacompose.ops.families.turns.eager import running
 
-OF_RANKS = {"Q": "B T R H K", "K": "B T R H K", "Q_bias": "HV R K", "K_bias": "HV R K"}
-WEIGHTS = dict.fromkeys(("MIMO_V", "MIMO_Z", "MIMO_Out"), "HV R V")
-
-
-def mimo(initial_state=None, output_final_state: bool = False, normed: bool = False, **inputs):
-    """With the states as the contract has them: the heads of keys before their ranks."""
-    if initial_state is not None:
-        angle, state, k, v = initial_state
-        initial_state = angle, state, k.transpose(1, 2), v
-    norm = {"fuse_pregate_headwise_rms_norm": normed, "outproj_norm_eps": 0.1}
-    divisor = inputs["Q"].shape[-1] // inputs["Angles"].shape[-1]
-    o, angle, state, k, v = mamba3_mimo_combined(
-        **inputs, **norm, rotary_dim_divisor=divisor, return_state=True, Input_States=initial_state
-    )
-    return o, (angle, state, k.transpose(1, 2), v) if output_final_state else None
-
-
-def reference(initial_state=None, **inputs):
-    if initial_state is not None:
-        angle, state, k, v = initial_state
-        initial_state = angle, state, k.transpose(1, 2), v
-    o, (angle, state, k, v) = mamba3_mimo(**inputs, initial_state=initial_state)
-    return o, (angle, state, k.transpose(1, 2), v)
-
-
-def case_of(normed: bool = False) -> OpCase:
-    axes = (
-        {name: " ".join(axes) for name, axes in (MAMBA3.inputs | MAMBA3.gates).items()} | OF_RANKS | WEIGHTS
-    )
-    states = {name: " ".join(axes) for name, axes in MAMBA3.states.items()} | {"Input_States[2]": "N HV R K"}
-    function, given = partial(mimo, normed=normed), partial(reference, eps=0.1 if normed else None)
-    return entry(
-        "mamba3_mimo_combined", function, None, "scalar_decay", " ".join([*MAMBA3.inputs, *WEIGHTS, "ADT"]), axes=axes,
-        groups=2, scaled=False, reference=given, gates=("ADT",), states=states, output="V",
-        draws={"DT": F.softplus}, other_ops=None,
-    )  # fmt: skip
-
 
 @pytest.mark.parametrize("lengths", [None, [30, 0, 1, 39]], ids=["dense", "packed"])
 @pytest.mark.parametrize(("state", "gates"), [(False, "mild"), (True, "mixed")])
 def test_several_keys_a_token(
     lengths: list[int] | None, state: bool, gates: str, device: torch.device
 ) -> None:
-    problem = draw(case_of(normed=state), device, K=8, V=6, lengths=lengths, state=state, gates=gates)
+    problem = draw(mimo_case(normed=state), device, K=8, V=6, lengths=lengths, state=state, gates=gates)
     assert_accurate(problem, evaluate(problem))
 
 
@@ -125,7 +85,7 @@ def test_one_token_is_a_row_of_one(without: tuple[str, ...], device: torch.devic
 
 
 def test_half_precision(device: torch.device) -> None:
-    for case in (MAMBA3, case_of()):
+    for case in (MAMBA3, MAMBA3_MIMO):
         problem = draw(case, device, torch.bfloat16, K=8, V=6)
         exact = problem.to(torch.float64)
         o, state = call(problem)
@@ -135,21 +95,21 @@ def test_half_precision(device: torch.device) -> None:
 
 
 def test_biases_of_another_dtype() -> None:
-    tensors = draw(case_of(), torch.device("cpu"), torch.float32, T=5, K=8, V=6, state=False).tensors
+    tensors = draw(MAMBA3_MIMO, torch.device("cpu"), torch.float32, T=5, K=8, V=6, state=False).tensors
     wide = {name: tensors[name].double() for name in ("Q_bias", "K_bias")}
     torch.testing.assert_close(mimo(**tensors | wide)[0], mimo(**tensors)[0])
 
 
 @pytest.mark.parametrize("name", ["ADT", "DT", "Trap"])
 def test_states_have_the_dtype_of_sums(name: str) -> None:
-    tensors = draw(case_of(), torch.device("cpu"), torch.float32, T=5, K=8, V=6, state=False).tensors
+    tensors = draw(MAMBA3_MIMO, torch.device("cpu"), torch.float32, T=5, K=8, V=6, state=False).tensors
     _, state = mimo(**tensors | {name: tensors[name].double()}, output_final_state=True)
     assert {x.dtype for x in state} == {torch.float32}
 
 
 def test_products_above_float16() -> None:
     """Of queries and keys; the output is far smaller than these."""
-    tensors = draw(case_of(), torch.device("cpu"), torch.float16, T=5, K=8, V=6, state=False).tensors
+    tensors = draw(MAMBA3_MIMO, torch.device("cpu"), torch.float16, T=5, K=8, V=6, state=False).tensors
     tensors |= {name: torch.full_like(tensors[name], 400.0) for name in ("Q", "K")}
     tensors |= {"DT": tensors["DT"] * 1e-6}
     assert mimo(**tensors)[0].isfinite().all()
@@ -204,7 +164,7 @@ def test_groups_of_angles(device: torch.device) -> None:
 
 
 def test_without_the_last_sum(device: torch.device) -> None:
-    tensors = named(draw(case_of(), device, T=5, K=8, V=6, state=False))
+    tensors = named(draw(MAMBA3_MIMO, device, T=5, K=8, V=6, state=False))
     summed = mimo(**tensors)[0]
     out = tensors.pop("MIMO_Out")
     apart = mimo(**tensors, MIMO_Out=None)[0]
@@ -247,6 +207,6 @@ ONE, S = torch.ones(1, 3, 4, 6), "MIMO_Z must be a tensor where Z is given, got 
     ],
 )  # fmt: skip
 def test_errors(change: dict, error: type[Exception], message: str) -> None:
-    tensors = named(draw(case_of(), torch.device("cpu"), B=1, T=3, K=8, V=6, state=False))
+    tensors = named(draw(MAMBA3_MIMO, torch.device("cpu"), B=1, T=3, K=8, V=6, state=False))
     with pytest.raises(error, match=re.escape(message)):
         mamba3_mimo_combined(**{"rotary_dim_divisor": 4, **tensors, **change})

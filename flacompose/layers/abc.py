@@ -130,7 +130,7 @@ class ABCAttention(RecurrentLayer):
         next_position: Tensor | tuple[()] = ()
         if self.use_rope:
             position, next_position = positions(x, past.position, tokens)
-            q, k = rotary(q, k, position)
+            q, k = rotary(q, k, position, 10000.0)
         if self.clamp_min is not None or self.clamp_max is not None:
             s = s.clamp(self.clamp_min, self.clamp_max)
 

@@ -112,7 +112,7 @@ class MultiScaleRetention(GatedOutputLayer):
         if self.feature_map_fn is not None:
             q, k = self.feature_map_fn(q), self.feature_map_fn(k)
         position, next_position = positions(x, past.position, tokens)
-        q, k = rotary(q, k, position)
+        q, k = rotary(q, k, position, 10000.0)
         k, v = repeat_heads(tokens.masked(k), self.num_kv_groups), repeat_heads(v, self.num_kv_groups)
 
         decay = log_decay(self.num_heads, q)

@@ -13,10 +13,11 @@ from flacompose.ops._ranks import sharing
 from flacompose.ops._varlen import bounds, sequence_count, sequence_of
 
 
-def rotary(q: Tensor, k: Tensor, position: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+def rotary(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
     r"""``q`` and ``k [B, T, H, K]``, each pair ``(x[i], x[i + K / 2])`` turned by the angle $p \cdot base^{-2 i / K}$.
 
     ``position`` ``p`` is ``[B, T]``, integers. Angles and products are float32 (float64 for float64), rounded once.
+    A caller writes `base` as a literal where it is fixed: Dynamo would trace a default with ``dynamic=True`` twice.
     """
     K, dtype = q.shape[3], state_dtype(q.dtype)
     frequency = base ** (-torch.arange(0, K, 2, device=q.device, dtype=dtype) / K)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from .opcase import OpCase
-from .recurrences import CASES, GATES_ON_BOTH_AXES, KEY_READS_BEFORE, MAMBA3, SOFTMAX, SSD
+from .recurrences import CASES, GATES_ON_BOTH_AXES, KEY_READS_BEFORE, MAMBA3, MAMBA3_MIMO, SOFTMAX, SSD
 
 __all__ = [
     "CASES",
     "GATES_ON_BOTH_AXES",
     "KEY_READS_BEFORE",
     "MAMBA3",
+    "MAMBA3_MIMO",
     "NAMED",
     "ONE_EACH",
     "SELECTIVE",

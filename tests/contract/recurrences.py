@@ -21,7 +21,7 @@ from flacompose.ops.families.slot_attention.reference import slot_attention
 from flacompose.ops.families.vector_decay import op
 from flacompose.ops.families.vector_decay.reference import vector_decay
 
-from .opcase import Function, State, entry, without_overwriting
+from .opcase import Function, OpCase, State, entry, without_overwriting
 
 # References and functions whose arguments differ from those of a family's. Their own have the names of operands.
 
@@ -396,7 +396,7 @@ CASES = [
           # Slots that hold the same are read as one, however they are weighed.
           uncancelled=partial(slot_attention, weights=constant_weight), other_ops=None),
 ]
-# These five are not under the whole contract. The first three are the operator with arguments that public functions
+# These are not under the whole contract. The first three are the operator with arguments that public functions
 # reach only together with others, or through `linear_recurrence`; the scans of Mamba-2
 # and Mamba-3 are more than their operator.
 GATES_ON_BOTH_AXES = entry("chunk-gk-gv", chunk, recurrent, "vector_decay", "q k v gk gv")
@@ -422,3 +422,44 @@ MAMBA3 = entry("mamba3_siso_combined", mamba3_siso, None, "scalar_decay",
                        "Input_States[3]": "N HV V"},
                output="V", draws={"DT": F.softplus}, before=("turns_forward", "rotation_forward"), other_ops=None)
 # fmt: on
+
+OF_RANKS = {"Q": "B T R H K", "K": "B T R H K", "Q_bias": "HV R K", "K_bias": "HV R K"}
+WEIGHTS = dict.fromkeys(("MIMO_V", "MIMO_Z", "MIMO_Out"), "HV R V")
+
+
+def mimo(initial_state=None, output_final_state: bool = False, normed: bool = False, **inputs):
+    """With the states as the contract has them: the heads of keys before their ranks."""
+    if initial_state is not None:
+        angle, state, k, v = initial_state
+        initial_state = angle, state, k.transpose(1, 2), v
+    norm = {"fuse_pregate_headwise_rms_norm": normed, "outproj_norm_eps": 0.1}
+    divisor = inputs["Q"].shape[-1] // inputs["Angles"].shape[-1]
+    o, angle, state, k, v = ops.mamba3_mimo_combined(
+        **inputs, **norm, rotary_dim_divisor=divisor, return_state=True, Input_States=initial_state
+    )
+    return o, (angle, state, k.transpose(1, 2), v) if output_final_state else None
+
+
+def mimo_reference(initial_state=None, **inputs):
+    if initial_state is not None:
+        angle, state, k, v = initial_state
+        initial_state = angle, state, k.transpose(1, 2), v
+    o, (angle, state, k, v) = mamba3_mimo(**inputs, initial_state=initial_state)
+    return o, (angle, state, k.transpose(1, 2), v)
+
+
+def mimo_case(normed: bool = False) -> OpCase:
+    """Mamba-3 with several keys and queries a token."""
+    axes = (
+        {name: " ".join(axes) for name, axes in (MAMBA3.inputs | MAMBA3.gates).items()} | OF_RANKS | WEIGHTS
+    )
+    states = {name: " ".join(axes) for name, axes in MAMBA3.states.items()} | {"Input_States[2]": "N HV R K"}
+    function, given = partial(mimo, normed=normed), partial(mimo_reference, eps=0.1 if normed else None)
+    return entry(
+        "mamba3_mimo_combined", function, None, "scalar_decay", " ".join([*MAMBA3.inputs, *WEIGHTS, "ADT"]), axes=axes,
+        groups=2, scaled=False, reference=given, gates=("ADT",), states=states, output="V",
+        draws={"DT": F.softplus}, other_ops=None,
+    )  # fmt: skip
+
+
+MAMBA3_MIMO = mimo_case()

@@ -147,7 +147,7 @@ def test_rotary_scores_depend_on_distance_alone(start):
     q, k = torch.randn(2, 1, 1, 1, 32, dtype=torch.float64)
     T = 50
     position = start + torch.arange(T)[None]
-    turned_q, turned_k = rotary(q.expand(1, T, 1, 32), k.expand(1, T, 1, 32), position)
+    turned_q, turned_k = rotary(q.expand(1, T, 1, 32), k.expand(1, T, 1, 32), position, 10000.0)
     scores = turned_q[0, :, 0] @ turned_k[0, :, 0].T
     torch.testing.assert_close(scores[1:, 1:], scores[:-1, :-1])
     torch.testing.assert_close(scores[0, 0], (q * k).sum())

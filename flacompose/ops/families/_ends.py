@@ -81,7 +81,8 @@ class MatrixEnds(DecayEnds):
     def forward(self, inputs: Any) -> tuple[Tensor, ...]:
         _, state = self.eager.forward(_with_identity(inputs))
         V, K = inputs.v.shape[-1], inputs.q.shape[-1]
-        return tuple(x.contiguous() for x in state.split([V, K], -1))
+        end, matrix = state.split([V, K], -1)
+        return end.clone(), matrix
 
     def backward(self, call: BackwardCall[Any]) -> Gradients:
         ends = self.signature.fake(*call.inputs)

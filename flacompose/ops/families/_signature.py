@@ -146,9 +146,12 @@ class Signature(Generic[AnyInputs]):
         return Signature(self.inputs, outputs, numbers)
 
     def flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function` of the inputs, and of what comes after them, as a function of the operator's arguments."""
+        """`function` of the inputs, and of what comes after them, as a function of the operator's arguments.
+
+        Its results are contiguous, as those of `fake` are: Inductor relies on the strides that a graph was traced with.
+        """
         n = len(self.inputs._fields)
-        return lambda *args: function(self.inputs(*args[:n]), *args[n:])
+        return lambda *args: tuple([x.contiguous() for x in function(self.inputs(*args[:n]), *args[n:])])
 
     def flat_backward(
         self, function: Callable[[BackwardCall[AnyInputs]], Gradients]
@@ -167,10 +170,15 @@ class Signature(Generic[AnyInputs]):
     def gradients_of(
         self, call: BackwardCall[AnyInputs], function: Callable[[BackwardCall[AnyInputs]], Gradients]
     ) -> Results:
-        """What a backward operator returns: each gradient or, where it is not wanted, a tensor without elements."""
+        """What a backward operator returns: each gradient or, where it is not wanted, a tensor without elements.
+
+        They are contiguous, like the results of `flat`.
+        """
         made = function(call)
         absent = call.inputs[0]
-        return tuple(made[x] if x in call.wanted else absent.new_empty(0) for x in self.differentiable)
+        return tuple(
+            made[x].contiguous() if x in call.wanted else absent.new_empty(0) for x in self.differentiable
+        )
 
     def fake(self, *args: Any) -> Results:
         """The results of a forward operator, without values."""

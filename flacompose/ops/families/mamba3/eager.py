@@ -8,7 +8,6 @@ The keys ``k`` that are written and returned are rounded to the dtype of `K`, as
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import state_dtype
@@ -44,5 +43,4 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
     # 3. The token is written.
     final_k, v = k.squeeze(1).to(K.dtype), (c.unsqueeze(-1) * V).squeeze(1)
     S = Z + final_k.to(dtype).unsqueeze(-1) * v.unsqueeze(-2)
-    results = o, final_angle, S.mT if values_first else S, final_k
-    return *(x.contiguous() for x in results), V.squeeze(1).clone(memory_format=torch.contiguous_format)
+    return o, final_angle, S.mT if values_first else S, final_k, V.squeeze(1).clone()

@@ -29,9 +29,9 @@ def forward(inputs: Inputs) -> tuple[Tensor, ...]:
         turned(biased(x, bias), angle, halves).to(x.dtype) for x, bias in ((q, q_bias), (k, k_bias))
     )
     k_before, v_before = _before(k_turned, initial_k, cu_seqlens), _before(v, initial_v, cu_seqlens)
-    of_tokens = without_tail(cu_seqlens, q_turned, k_before, v_before, products(q, k, q_bias, k_bias))
+    of_tokens = q_turned, k_before, v_before, products(q, k, q_bias, k_bias)
     last = last_token(k_turned, initial_k, cu_seqlens), last_token(v, initial_v, cu_seqlens)
-    return *(x.contiguous() for x in of_tokens), *last
+    return *without_tail(cu_seqlens, *of_tokens), *last
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:

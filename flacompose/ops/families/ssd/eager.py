@@ -33,7 +33,8 @@ def composed(
     (dt,) = without_tail(cu_seqlens, dt)
     dt = time_step(dt, dt_bias, softplus, x, (limit[0], limit[1]))
     g = bounded(log_decay(dt, upcast(A, x)))
-    y, final_state = scan(*Scan(C, B, x, g, None, dt, initial_state, cu_seqlens))
+    # A literal, since with `dynamic=True` Dynamo would trace the default twice.
+    y, final_state = scan(*Scan(C, B, x, g, None, dt, initial_state, cu_seqlens, 1.0))
     return skip(y, x, D, None, z, cu_seqlens), final_state
 
 
