@@ -1,6 +1,6 @@
 """What flash-linear-attention has and flacompose has not: an error that meets it says what to write in its place.
 
-Nothing here is reached by a call that is right, but for one look at the keywords of it.
+A call that is right meets no more of this than one look at its keywords.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZE = "leave it out; chunks have a fixed size"
 _STRENGTH = "leave it out; gates of any strength are computed without it"
 _KERNELS = "leave it out; it chooses among kernels of flash-linear-attention"
 _PAIRS = "leave it out; the matrix of all pairs of tokens is never computed"
-# Of arguments that are absent, by their names, or by these and the function or class, where several have the name.
+# What to write in place of an argument, by its name, or by a function or class and the name.
 KEYWORDS = {
     "state_v_first": _LAYOUT,
     "transpose_state_layout": _LAYOUT,
@@ -71,7 +71,7 @@ KEYWORDS = {
     "do_sample": "leave it out; a temperature above 0 samples",
     "max_length": "pass max_new_tokens=, which does not count the prompt",
 }
-# Of those whose order differs: the last argument before that, and the next ones of flash-linear-attention.
+# Where the order differs: the last argument before that, and the next ones of flash-linear-attention.
 _OF_LAYERS = "hidden_states", "attention_mask, past_key_values, use_cache"
 ORDERS = {
     "causal_conv1d": ("bias", "residual, initial_state"),
@@ -105,6 +105,7 @@ ORDERS = {
     "GatedRMSNorm.__init__": ("eps", "activation, device"),
     "RecurrentLM.forward": ("input_ids", "attention_mask, inputs_embeds, past_key_values"),
 }
+# What to write in place of a function or a package.
 _MAP = "use chunk_linear_attn of mapped keys and queries, as the layer {} does"
 NAMES = {
     "chunk_gdn": "use chunk_gated_delta_rule, the same function",
@@ -131,7 +132,7 @@ def explained(function: Callable[P, Result]) -> Callable[P, Result]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Result:
         if not known.issuperset(kwargs):
-            _refuse(name, *kwargs)
+            _refuse(name, tuple(kwargs))
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -140,12 +141,12 @@ def explained(function: Callable[P, Result]) -> Callable[P, Result]:
             raise
 
     # PyTorch counts compilations by the code object: each function has its own.
-    call.__code__ = call.__code__.replace(co_name=function.__name__)
+    call.__code__ = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
     return call
 
 
 @assume_constant_result  # so that Dynamo calls it, and its error is the first line of what the compiler says
-def _refuse(name: str, *keywords: str) -> None:
+def _refuse(name: str, keywords: tuple[str, ...]) -> None:
     """Raise an error if one of the `keywords` is of flash-linear-attention; otherwise the call itself raises one."""
     owner = name.split(".")[0]
     for keyword in keywords:

@@ -102,7 +102,9 @@ def test_errors_by_position(call: Callable[[], object], message: str) -> None:
 
 
 def test_keyword_in_a_compiled_function() -> None:
-    compiled = torch.compile(lambda: ops.chunk_gla(Q, Q, Q, Q, cu_seqlens_cpu=Q), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda: ops.chunk_gla(Q, Q, Q, Q, cu_seqlens_cpu=Q), fullgraph=True, backend="eager"
+    )
     with pytest.raises(Exception) as error:  # noqa: PT011, Dynamo has a type of its own
         compiled()
     expected = "TypeError: chunk_gla() got an unexpected keyword argument 'cu_seqlens_cpu': leave it out;"
@@ -126,7 +128,10 @@ def test_names(package: str) -> None:
     [
         ("from flacompose.ops import fused_chunk_gla", "use chunk_gla, the same function"),
         ("from flacompose.models import GLAForCausalLM", "load_fla of flacompose.integrations.fla"),
-        ("from flacompose import modules", "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers"),
+        (
+            "from flacompose import modules",
+            "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers",
+        ),
         ("import flacompose.modules", "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers"),
         ("from flacompose.modules.norm import RMSNorm", "RMSNorm and GatedRMSNorm are in flacompose.layers"),
     ],
