@@ -48,8 +48,8 @@ KEYWORDS = {
     "max_num_seqs": _KERNELS,
     "backend": _KERNELS,
     "cp_context": "flacompose.distributed.context_parallel makes a function or a module that shares out the tokens",
-    "fused_recurrent_gated_delta_rule.gk": "leave it out if it is None; fused_recurrent_kda has decays of channels, and "
-    "linear_recurrence has these beside g",
+    "fused_recurrent_gated_delta_rule.gk": "leave it out if it is None; fused_recurrent_kda has decays of channels, "
+    "and linear_recurrence has these beside g",
     "fused_recurrent_gated_delta_rule.gv": "leave it out if it is None; no delta rule here decays values",
     "fused_recurrent_rwkv4.state": "pass initial_state=tuple(state.squeeze(2).unbind(1))",
     "residual": "add it to the output",
@@ -119,8 +119,8 @@ NAMES = {
     "causal_conv1d_fn": "use causal_conv1d, whose inputs are [B, T, D]",
     "causal_conv1d_update": "use causal_conv1d, which returns the new state",
     "mamba3_mimo": "its name is mamba3_mimo_combined",
-    "modules": "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers; in the place of other fused norms, "
-    "losses and multilayer perceptrons write PyTorch, which torch.compile fuses",
+    "modules": "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers; in the place of other fused "
+    "norms, losses and multilayer perceptrons write PyTorch, which torch.compile fuses",
 }
 
 

@@ -86,7 +86,10 @@ Q = X.unsqueeze(2)
             "p must have shape (1, 5, 1, 16), got (1, 5, 1, 8). Arguments after k are p, v in flash-linear-attention, "
             "and v, p here: give them by keyword",
         ),
-        (lambda: ops.fused_recurrent_comba(Q, Q[..., :8], Q, Q, G, G), "k must have shape (1, 5, 1, 16), got (1, 5, 1, 8)"),
+        (
+            lambda: ops.fused_recurrent_comba(Q, Q[..., :8], Q, Q, G, G),
+            "k must have shape (1, 5, 1, 16), got (1, 5, 1, 8)",
+        ),
         (
             lambda: LAYER(X, None, None, True),
             "StatefulLayer.forward() takes from 2 to 3 positional arguments but 5 were given. Arguments after "
@@ -105,7 +108,7 @@ def test_keyword_in_a_compiled_function() -> None:
     compiled = torch.compile(
         lambda: ops.chunk_gla(Q, Q, Q, Q, cu_seqlens_cpu=Q), fullgraph=True, backend="eager"
     )
-    with pytest.raises(Exception) as error:  # noqa: PT011, Dynamo has a type of its own
+    with pytest.raises(Exception) as error:  # Dynamo has a type of its own
         compiled()
     expected = "TypeError: chunk_gla() got an unexpected keyword argument 'cu_seqlens_cpu': leave it out;"
     assert str(error.value).startswith(expected)
