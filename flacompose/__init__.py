@@ -1,6 +1,12 @@
 """Linear-attention recurrences as PyTorch ops that compile, export and compose."""
 
+from typing import TYPE_CHECKING
+
 from flacompose import layers, models, ops
+from flacompose._peer import absent_from
 
 __version__ = "0.6.0"
 __all__ = ["layers", "models", "ops"]
+
+if not TYPE_CHECKING:  # which would take every name for one of the module
+    __getattr__ = absent_from(__name__)

@@ -6,6 +6,9 @@ Every layer is called the same way,
 RWKV7 have one argument and one result more, the values of the first layer of a model.
 """
 
+from typing import TYPE_CHECKING
+
+from flacompose._peer import absent_from
 from flacompose.layers.abc import ABCAttention
 from flacompose.layers.based import BasedLinearAttention
 from flacompose.layers.comba import Comba
@@ -71,3 +74,6 @@ __all__ = [
     "SimpleGatedLinearAttention",
     "join_projections",
 ]
+
+if not TYPE_CHECKING:  # which would take every name for one of the module
+    __getattr__ = absent_from(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.activation import log_sigmoid
 from flacompose.layers.layout import distributed_like
@@ -18,6 +19,7 @@ class ForgetGateLayer(RecurrentLayer):
 
     gate_channels: int  # how many forget gates a token has
 
+    @explained
     def forward(
         self,
         hidden_states: Tensor,

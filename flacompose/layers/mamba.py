@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.first_values import copy_, first_time_steps_, with_first_values
@@ -64,6 +65,7 @@ class Mamba(RecurrentLayer):
 
     convolutions = ("conv1d",)
 
+    @explained
     def __init__(
         self,
         hidden_size: int = 2048,

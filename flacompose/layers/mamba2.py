@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.first_values import first_time_steps_
@@ -75,6 +76,7 @@ class Mamba2(RecurrentLayer):
 
     convolutions = ("conv1d",)
 
+    @explained
     def __init__(
         self,
         num_heads: int | None = None,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.ops._dtensor import unflatten
 from flacompose.ops._dtype import upcast
@@ -49,6 +50,7 @@ class RMSNorm(nn.RMSNorm):
 
     eps: float
 
+    @explained
     def __init__(
         self,
         hidden_size: int,
@@ -64,6 +66,7 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(hidden_size, eps, affine, device, dtype)
         self.hidden_size = hidden_size
 
+    @explained
     def forward(self, x: Tensor) -> Tensor:
         return self._normed(x).to(x.dtype)
 
@@ -92,6 +95,7 @@ class GatedRMSNorm(RMSNorm):
     The gate is ``silu(g)``, or, with ``activation="sigmoid"``, ``sigmoid(g)``; ``g`` has the shape of `x`.
     """
 
+    @explained
     def __init__(
         self,
         hidden_size: int,
@@ -106,6 +110,7 @@ class GatedRMSNorm(RMSNorm):
         _check.one_of("activation", activation, ("silu", "swish", "sigmoid"))
         self.activation = activation
 
+    @explained
     def forward(self, x: Tensor, g: Tensor) -> Tensor:  # type: ignore[override]
         gate = F.sigmoid if self.activation == "sigmoid" else F.silu
         return (self._normed(x) * gate(upcast(g))).to(x.dtype)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Tensor, nn
 
+from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.joint import Joinable
 from flacompose.layers.layout import Layout, distributed_like, layout
@@ -106,6 +107,7 @@ class StatefulLayer(Joinable):
         _check.float_dtype(dtype)
         return self.state_shapes.zeros(batch_size, device, dtype)
 
+    @explained
     def forward(
         self,
         hidden_states: Tensor,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.first_values import copy_, orthogonal_, with_first_values
 from flacompose.layers.layout import Layout, distributed_like
@@ -152,6 +153,7 @@ class RWKV7Attention(RecurrentLayer):
         nn.init.constant_(self.k_a, 1.02)
         nn.init.constant_(self.r_k, -0.04)
 
+    @explained
     def forward(  # type: ignore[override]
         self,
         hidden_states: Tensor,

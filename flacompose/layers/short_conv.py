@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.layout import distributed_like, take
 from flacompose.ops import _states
@@ -63,6 +64,7 @@ class ShortConvolution(nn.Module):
     # Those that share out the tokens, as `context_parallel` sets it.
     ranks: Ranks | None = None
 
+    @explained
     def __init__(
         self,
         hidden_size: int,
@@ -93,6 +95,7 @@ class ShortConvolution(nn.Module):
             bound = 1 / math.sqrt(self.kernel_size)
             nn.init.uniform_(self.bias, -bound, bound)
 
+    @explained
     def forward(
         self,
         x: Tensor,

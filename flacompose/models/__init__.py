@@ -1,7 +1,13 @@
 """Whole models of flacompose's layers."""
 
+from typing import TYPE_CHECKING
+
+from flacompose._peer import absent_from
 from flacompose.models.config import RecurrentConfig
 from flacompose.models.decoder import Decoder
 from flacompose.models.recurrent_lm import RecurrentLM
 
 __all__ = ["Decoder", "RecurrentConfig", "RecurrentLM"]
+
+if not TYPE_CHECKING:  # which would take every name for one of the module
+    __getattr__ = absent_from(__name__)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flacompose._peer import explained
 from flacompose.layers import RMSNorm, RWKV7Attention, _check
 from flacompose.layers.first_values import with_first_values
 from flacompose.layers.forget_gate import ForgetGateLayer
@@ -153,6 +154,7 @@ class RecurrentLM(nn.Module):
         """The state before the first token of `batch_size` sequences; as ``init_state`` of each layer makes it."""
         return tuple(layer.init_state(batch_size, device=device, dtype=dtype) for layer in self._stateful())
 
+    @explained
     def forward(
         self,
         input_ids: Tensor,
@@ -224,6 +226,7 @@ class RecurrentLM(nn.Module):
             x = _last(x, attention_mask, cu_seqlens)
         return self._logits(self.norm(x)), tuple(new)
 
+    @explained
     @torch.no_grad()
     def generate(
         self,

@@ -1,5 +1,9 @@
 """The recurrences, each one function of its inputs: nothing is changed in place, states come back as new tensors."""
 
+import sys
+from typing import TYPE_CHECKING
+
+from flacompose._peer import absent_from, explained
 from flacompose.ops.abc import chunk_abc
 from flacompose.ops.causal_conv1d import causal_conv1d
 from flacompose.ops.comba import chunk_comba, fused_recurrent_comba
@@ -80,3 +84,11 @@ __all__ = [
     "selective_scan_fn",
     "selective_state_update",
 ]
+
+if not TYPE_CHECKING:  # which would take every name for one of the module
+    __getattr__ = absent_from(__name__)
+
+for _name in __all__:
+    _function = globals()[_name]
+    globals()[_name] = _explained = explained(_function)
+    setattr(sys.modules[_function.__module__], _name, _explained)

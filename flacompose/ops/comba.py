@@ -33,8 +33,8 @@ def chunk_comba(
     $$S'_t = e^{g_t} S_{t-1} \qquad S_t = S'_t + \beta_t\, k_t (v_t - {S^*_t}^\top p_t)^\top \qquad
     o_t = \text{scale} \cdot S_t^\top q_t$$
 
-    It is the gated delta rule in which ``p`` reads what is replaced, in the place of the key. ``S*`` is ``S_{t-1}``, the
-    state before its decay, or with ``erase="after"`` the state after it, ``S'``. The default is the transition
+    It is the gated delta rule in which ``p`` reads what is replaced, in the place of the key. ``S*`` is ``S_{t-1}``,
+    the state before its decay, or with ``erase="after"`` the state after it, ``S'``. The default is the transition
     ``exp(g) - beta k p^T``, a scalar plus low rank, of "Comba: Improving Bilinear RNNs with Closed-loop Control"
     (<https://arxiv.org/abs/2506.02475>), which the kernels of flash-linear-attention compute, and so what models were
     trained with. Its reference in plain PyTorch, ``naive_recurrent_comba``, reads after the decay.

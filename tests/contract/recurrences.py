@@ -294,7 +294,11 @@ two_keys = partial(
     draws={"b": torch.sigmoid, "w": torch.sigmoid}, reference=gdn2, other_ops=None, prepared=True,
 )  # fmt: skip
 comba = partial(
-    entry, family="delta_rule", arguments="q k v p=a beta g", groups=2, draws={"beta": torch.sigmoid},
+    entry,
+    family="delta_rule",
+    arguments="q k v p=a beta g",
+    groups=2,
+    draws={"beta": torch.sigmoid},
     reference=partial(delta_rule, read_before=True),
 )
 mean = partial(

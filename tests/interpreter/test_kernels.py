@@ -460,12 +460,7 @@ def test_what_is_forgotten_is_not_swept(forgetful: Problem, joined: str) -> None
     assert dv[:, -reach:].isnan().any(-1).all() and dv[:, :-reach].isfinite().all()
 
 
-@every(
-    [
-        NAMED[name]
-        for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba", "chunk_kda")
-    ]
-)
+@every([NAMED[name] for name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_comba", "chunk_kda")])
 @pytest.mark.parametrize(
     ("segments", "lengths"), [(1, None), (3, None), (3, [3, 100, 0])], ids=["one", "three", "packed"]
 )

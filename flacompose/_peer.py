@@ -1,0 +1,207 @@
+"""What flash-linear-attention has and flacompose has not: an error that meets it says what to write in its place.
+
+A call that is right meets no more of this than one look at its keywords.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib.util import find_spec
+from inspect import signature
+from typing import NoReturn, ParamSpec, TypeVar
+
+import torch
+
+from flacompose._torch import assume_constant_result
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+_LAYOUT = "leave it out; states are [N, H, K, V] here, so pass and keep state.transpose(-1, -2)"
+_HOST = "leave it out; no bounds are copied to the host"
+_STATE = "pass state=, the second result of the call before"
+_MEMORY = "leave it out; only the inputs are kept for the backward pass"
+_SIZE = "leave it out; chunks have a fixed size"
+_STRENGTH = "leave it out; gates of any strength are computed without it"
+_KERNELS = "leave it out; it chooses among kernels of flash-linear-attention"
+_PAIRS = "leave it out; the matrix of all pairs of tokens is never computed"
+# What to write in place of an argument, by its name, or by a function or class and the name.
+KEYWORDS = {
+    "state_v_first": _LAYOUT,
+    "transpose_state_layout": _LAYOUT,
+    "cu_seqlens_cpu": _HOST,
+    "chunk_indices": _HOST,
+    "offsets": "its name is cu_seqlens",
+    "seq_idx": "pass the bounds of the sequences as cu_seqlens",
+    "head_first": "leave it out; inputs are [B, T, H, D], so pass x.transpose(1, 2) of one that has its heads first",
+    "reverse": "leave it out; to go backwards in time, pass x.flip(1) of each input and flip the output",
+    "chunk_size": _SIZE,
+    "checkpoint_level": _MEMORY,
+    "disable_recompute": _MEMORY,
+    "safe_gate": _STRENGTH,
+    "lower_bound": _STRENGTH,
+    "return_intermediate_states": "output_states of the recurrent form returns the states after the last few tokens",
+    "use_graph": _KERNELS,
+    "max_num_seqs": _KERNELS,
+    "backend": _KERNELS,
+    "cp_context": "flacompose.distributed.context_parallel makes a function or a module that shares out the tokens",
+    "fused_recurrent_gated_delta_rule.gk": "leave it out if it is None; fused_recurrent_kda has decays of channels, "
+    "and linear_recurrence has these beside g",
+    "fused_recurrent_gated_delta_rule.gv": "leave it out if it is None; no delta rule here decays values",
+    "fused_recurrent_rwkv4.state": "pass initial_state=tuple(state.squeeze(2).unbind(1))",
+    "residual": "add it to the output",
+    "past_key_values": _STATE,
+    "cache": _STATE,
+    "use_cache": "leave it out; the new state is always the second result",
+    "output_attentions": _PAIRS,
+    "ShortConvolution.mask": "pass lengths=, the number of tokens of each row, whose pads are at its end",
+    "ShortConvolution.output_final_state": "leave it out; the new state is always the second result",
+    "RMSNorm.bias": "leave it out; torch.nn.LayerNorm has a bias",
+    "prenorm": "add the residual before the norm, and keep the sum",
+    "residual_in_fp32": "add the residual before the norm, in the dtype that it shall have",
+    "inputs_embeds": "pass input_ids; embeddings is a module of the model",
+    "labels": "the loss is F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())",
+    "logits_to_keep": "pass last_only=True for the logits of the last token alone",
+    "output_hidden_states": "leave it out; a forward hook on model.layers sees them",
+    "return_dict": "leave it out; the results are (logits, state)",
+    "num_items_in_batch": "leave it out; no loss is computed",
+    "do_sample": "leave it out; a temperature above 0 samples",
+    "max_length": "pass max_new_tokens=, which does not count the prompt",
+}
+# Where the order differs: the last argument before that, and the next ones of flash-linear-attention.
+_OF_LAYERS = "hidden_states", "attention_mask, past_key_values, use_cache"
+ORDERS = {
+    "causal_conv1d": ("bias", "residual, initial_state"),
+    "chunk_abc": ("s", "initial_state, output_final_state"),
+    "chunk_comba": ("cu_seqlens", "cu_seqlens_cpu"),
+    "chunk_gated_delta_rule": ("use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel, allow_neg_eigval"),
+    "chunk_gdn2": ("use_gate_in_kernel", "cu_seqlens, cu_seqlens_cpu"),
+    "chunk_gla": ("output_final_state", "state_v_first, cu_seqlens"),
+    "chunk_gsa": ("output_final_state", "checkpoint_level, cu_seqlens"),
+    "chunk_kda": ("use_gate_in_kernel", "use_beta_sigmoid_in_kernel, allow_neg_eigval"),
+    "chunk_simple_gla": ("output_final_state", "state_v_first, cu_seqlens"),
+    "fused_recurrent_comba": ("k", "p, v"),
+    "fused_recurrent_dplr_delta_rule": ("output_final_state", "reverse, cu_seqlens"),
+    "fused_recurrent_gated_delta_rule": ("g", "gk, gv, beta, scale"),
+    "fused_recurrent_gdn2": ("w", "A_log, dt_bias, scale"),
+    "fused_recurrent_gla": ("output_final_state", "reverse, state_v_first, cu_seqlens"),
+    "fused_recurrent_gsa": ("output_final_state", "reverse, cu_seqlens"),
+    "fused_recurrent_kda": ("beta", "A_log, dt_bias, scale"),
+    "fused_recurrent_lightning_attn": ("output_final_state", "reverse, cu_seqlens"),
+    "fused_recurrent_linear_attn": ("output_final_state", "reverse, normalize, cu_seqlens"),
+    "fused_recurrent_retention": ("output_final_state", "reverse, state_v_first, cu_seqlens"),
+    "fused_recurrent_rwkv4": ("v", "state"),
+    "fused_recurrent_rwkv6": ("output_final_state", "reverse, cu_seqlens"),
+    "fused_recurrent_simple_gla": ("output_final_state", "reverse, state_v_first, cu_seqlens"),
+    "StatefulLayer.forward": _OF_LAYERS,
+    "ForgetGateLayer.forward": _OF_LAYERS,
+    "RWKV7Attention.forward": _OF_LAYERS,
+    "ShortConvolution.forward": ("x", "residual, mask, cache"),
+    "ShortConvolution.__init__": ("activation", "backend, device, dtype"),
+    "RMSNorm.__init__": ("elementwise_affine", "bias, eps"),
+    "GatedRMSNorm.__init__": ("eps", "activation, device"),
+    "RecurrentLM.forward": ("input_ids", "attention_mask, inputs_embeds, past_key_values"),
+}
+# What to write in place of a function or a package.
+_MAP = "use chunk_linear_attn of mapped keys and queries, as the layer {} does"
+NAMES = {
+    "chunk_gdn": "use chunk_gated_delta_rule, the same function",
+    "fused_recurrent_gdn": "use fused_recurrent_gated_delta_rule, the same function",
+    "chunk_lightnet": "use chunk_gla, as the layer LightNetAttention does",
+    "fused_recurrent_lightnet": "use fused_recurrent_gla, as the layer LightNetAttention does",
+    "fused_mul_recurrent_rwkv7": "use fused_recurrent_rwkv7(r, w, k, v, -kk, kk * a)",
+    "fused_chunk_based": _MAP.format("BasedLinearAttention"),
+    "parallel_based": _MAP.format("BasedLinearAttention"),
+    "parallel_rebased": _MAP.format("ReBasedLinearAttention"),
+    "causal_conv1d_fn": "use causal_conv1d, whose inputs are [B, T, D]",
+    "causal_conv1d_update": "use causal_conv1d, which returns the new state",
+    "mamba3_mimo": "its name is mamba3_mimo_combined",
+    "modules": "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers; in the place of other fused "
+    "norms, losses and multilayer perceptrons write PyTorch, which torch.compile fuses",
+}
+
+
+def explained(function: Callable[P, Result]) -> Callable[P, Result]:
+    """`function`, whose errors say what to write in place of an argument of flash-linear-attention."""
+    name, parameters = function.__qualname__, list(signature(function).parameters)
+    known = frozenset(parameters)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if not known.issuperset(kwargs):
+            _refuse(name, tuple(kwargs))
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if not torch.compiler.is_compiling():
+                _compare_orders(error, name, parameters, len(args))
+            raise
+
+    # PyTorch counts compilations by the code object: each function has its own.
+    call.__code__ = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
+    return call
+
+
+@assume_constant_result  # so that Dynamo calls it, and its error is the first line of what the compiler says
+def _refuse(name: str, keywords: tuple[str, ...]) -> None:
+    """Raise an error if one of the `keywords` is of flash-linear-attention; otherwise the call itself raises one."""
+    owner = name.split(".")[0]
+    for keyword in keywords:
+        words = KEYWORDS.get(f"{owner}.{keyword}", KEYWORDS.get(keyword))
+        if words:
+            raise TypeError(f"{name}() got an unexpected keyword argument '{keyword}': {words}")
+
+
+def _compare_orders(error: Exception, name: str, parameters: list[str], given: int) -> None:
+    """Add to an `error` about an argument that was given by position what stands there in flash-linear-attention."""
+    if name not in ORDERS or type(error) not in (TypeError, ValueError):
+        return
+    last, theirs = ORDERS[name]
+    same = parameters.index(last) + 1
+    ours = parameters[same : same + theirs.count(",") + 1]
+    named = re.match(r"\w*", str(error))
+    if given > same and named and named[0] not in parameters[:same]:
+        error.args = (
+            f"{error}. Arguments after {last} are {theirs} in flash-linear-attention, and {', '.join(ours)} here: "
+            "give them by keyword",
+        )
+
+
+def absent_from(module: str) -> Callable[[str], NoReturn]:
+    """``__getattr__`` of a `module`, whose errors say what to write in place of a name of flash-linear-attention."""
+
+    def __getattr__(name: str) -> NoReturn:
+        words = None if name.startswith("_") else _words(module, name)
+        text = f"module {module!r} has no attribute {name!r}" + (f": {words}" if words else "")
+        # The statement `from module import name` shows what an ImportError says, but not what an AttributeError says,
+        # and looks for a submodule only after the latter.
+        importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        if words and importing and find_spec(f"{module}.{name}") is None:
+            error = ImportError(text, name=module)
+            vars(error)["name_from"] = name  # by which Python finds a similar name
+            raise error
+        raise AttributeError(text, name=name, obj=sys.modules[module])
+
+    return __getattr__
+
+
+def _words(module: str, name: str) -> str | None:
+    if name in NAMES:
+        return NAMES[name]
+    if module == "flacompose":
+        return None
+    if re.search("(Config|Model|ForCausalLM)$", name):
+        return (
+            "all models are a RecurrentLM of flacompose.models, and load_fla of flacompose.integrations.fla makes one "
+            "of a checkpoint"
+        )
+    chunk = re.sub("^(fused_chunk|parallel)_", "chunk_", name)
+    if chunk != name and chunk in vars(sys.modules[module]):
+        return f"use {chunk}, the same function"
+    return (
+        "docs/coverage.md lists what flash-linear-attention has, and what of it is here; the rest can be imported from "
+        "fla in the same program"
+    )
