@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,6 +18,8 @@ from flacompose.integrations._mamba_ssm import as_fla, is_of_mamba_ssm
 from flacompose.layers import _check
 from flacompose.layers.activation import ACTIVATIONS
 from flacompose.models import RecurrentConfig, RecurrentLM
+from flacompose.models.hub import import_mixin, is_of_hub
+from flacompose.models.weights import check_names, read_by, read_json, read_safetensors
 
 
 class _Family(NamedTuple):
@@ -186,7 +187,7 @@ def _given(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
         raise TypeError(f"{expected}, got {type(config).__name__}")
     if isinstance(config, str) and config.lstrip().startswith("{"):
         raise ValueError(f"{expected}, got a str of JSON, which json.loads makes a mapping")
-    return _given(_json(Path(config)))
+    return _given(read_json(Path(config)))
 
 
 def _without_values(given: Mapping[str, Any]) -> RecurrentLM:
@@ -295,7 +296,7 @@ def from_fla(
         FileNotFoundError: As `config_from_fla`.
     """
     given = _given(config)
-    _check_names("state_dict", state_dict)
+    check_names("state_dict", state_dict)
     _check.optional_float_dtype(dtype)
     return _loaded(_without_values(given), given, state_dict, device, dtype, copy=True)
 
@@ -303,6 +304,7 @@ def from_fla(
 def load_fla(
     directory: str | os.PathLike[str],
     *,
+    revision: str | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> RecurrentLM:
@@ -311,23 +313,36 @@ def load_fla(
     Args:
         directory: It holds ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, or the index of several
             such files, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``; the first of these four
-            that is there is read. Safetensors need the package safetensors.
+            that is there is read. Safetensors need the package safetensors. A str "organisation/name" that is no path
+            of this machine is a repository of the Hugging Face Hub, whose files are downloaded by the package
+            huggingface_hub, once, as it keeps them.
+        revision: A branch, a tag or a commit of such a repository. Default: "main".
         device: Where the parameters shall be. Default: the CPU.
         dtype: What they shall be: float32, bfloat16, float16 or float64. Default: as they were saved.
 
     Raises:
-        FileNotFoundError: If a file is missing.
-        ImportError: If safetensors is needed and not installed.
-        ValueError: As `from_fla`, or if a file cannot be read, which is named, or the index and its files disagree.
+        FileNotFoundError: If a file is missing, or `directory` is neither a folder nor a repository.
+        ImportError: If safetensors or huggingface_hub is needed and not installed.
+        ValueError: As `from_fla`, or if a file cannot be read, which is named, or the index and its files disagree, or
+            `revision` is given with a folder.
         TypeError: As `from_fla`, or if `directory` is no path, or a file holds no mapping of names.
     """
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory must be a path, got {type(directory).__name__}")
     _check.optional_float_dtype(dtype)
-    folder = Path(directory)
-    given = _given(folder / "config.json")
+    if is_of_hub(directory):
+        name = os.fspath(directory)
+        mixin = import_mixin(
+            f"directory {name!r} is no folder, and to be downloaded from the Hugging Face Hub it"
+        )
+        find = partial(mixin.downloaded, name, revision)
+    elif revision is not None:
+        raise ValueError(f"revision must be None with a folder, got {revision!r} with {directory}")
+    else:
+        find = partial(_in_folder, Path(directory))
+    given = _given(find("config.json", required=True))
     model = _without_values(given)  # first, since it is cheap
-    return _loaded(model, given, _weights(folder), device, dtype, copy=False)
+    return _loaded(model, given, _weights(directory, find), device, dtype, copy=False)
 
 
 def _loaded(
@@ -377,15 +392,6 @@ def _split_mixtures(weights: dict[str, Tensor]) -> None:
                 f"state_dict[{name!r}] must have shape (6, hidden_size), got {tuple(rows.shape)}"
             )
         weights |= {f"{name[:-1]}{mixed}": row[None, None] for mixed, row in zip("rwkvag", rows, strict=True)}
-
-
-def _check_names(what: str, held: object) -> None:
-    """Check that `held` is a mapping of names."""
-    if not isinstance(held, Mapping):
-        raise TypeError(f"{what} must be a mapping of names to tensors, got {type(held).__name__}")
-    for key in held:
-        if not isinstance(key, str):
-            raise TypeError(f"{what} must have names for keys, got {key!r}")
 
 
 def _assumed(given: Mapping[str, Any], config: RecurrentConfig) -> str:
@@ -483,19 +489,28 @@ def _intermediate_size(values: Mapping[str, Any], model_type: str) -> Any:
     return -(-least // step) * step
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    readers = {"model.safetensors": _safetensors, "pytorch_model.bin": _pickle}
+# The path of a file, or None if there is none; with `required=True`, the path, or an error that there is none.
+Find = Callable[..., Any]
+
+
+def _in_folder(folder: Path, file: str, required: bool = False) -> Path | None:
+    return folder / file if required or (folder / file).is_file() else None
+
+
+def _weights(directory: Any, find: Find) -> dict[str, Tensor]:
+    """Those in `directory`, of whose files `find` gives the paths, or None."""
+    readers = {"model.safetensors": read_safetensors, "pytorch_model.bin": _pickle}
     for name, read in readers.items():
-        if (folder / name).is_file():
-            return read(folder / name)
-        if (folder / f"{name}.index.json").is_file():
-            return _sharded(folder / f"{name}.index.json", read)
+        if (file := find(name)) is not None:
+            return read(file)
+        if (index := find(f"{name}.index.json")) is not None:
+            return _sharded(index, read, find)
     files = ", ".join(f"{name}, {name}.index.json" for name in readers)
-    raise FileNotFoundError(f"{folder} must hold one of {files}")
+    raise FileNotFoundError(f"{directory} must hold one of {files}")
 
 
-def _sharded(index: Path, read: Any) -> dict[str, Tensor]:
-    files = _json(index).get("weight_map")
+def _sharded(index: Path, read: Any, find: Find) -> dict[str, Tensor]:
+    files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise ValueError(f"{index} must have a weight_map, got {type(files).__name__}")
     for name, file in files.items():
@@ -505,7 +520,7 @@ def _sharded(index: Path, read: Any) -> dict[str, Tensor]:
     for file in sorted(set(files.values())):
         if Path(file).name != file:
             raise ValueError(f"{index}: a file must be beside it, got {file!r}")
-        held = read(index.parent / file)
+        held = read(find(file, required=True))
         expected = {name for name, place in files.items() if place == file}
         if set(held) != expected:
             differs = ", ".join(sorted(set(held) ^ expected))
@@ -514,39 +529,8 @@ def _sharded(index: Path, read: Any) -> dict[str, Tensor]:
     return weights
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise ImportError(f"{path} needs the package safetensors: pip install safetensors") from error
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} must be a file")
-    return _read_by(load_file, path)
-
-
 def _pickle(path: Path) -> dict[str, Tensor]:
-    return _read_by(partial(torch.load, map_location="cpu", weights_only=True), path)
-
-
-def _read_by(load: Callable[[Path], Any], path: Path) -> dict[str, Tensor]:
-    try:
-        held = load(path)
-    except OSError:  # its message has the path
-        raise
-    except Exception as error:  # a damaged file, or one of another kind, makes readers raise anything
-        raise ValueError(f"{path} must be a whole {path.suffix} file of tensors: {error!r}") from error
-    _check_names(str(path), held)
-    return held
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} must hold JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold an object, got {type(content).__name__}")
-    return content
+    return read_by(partial(torch.load, map_location="cpu", weights_only=True), path)
 
 
 def _listed(names: list[str]) -> str:

@@ -33,7 +33,7 @@ class RecurrentState(NamedTuple):
             in a layer without a token shift.
         cache: The keys and the values of softmax attention, ``[N, L, H, D]`` each, in the dtype of the layer's
             projections. The first `position` of the ``L`` places of a sequence hold its tokens, and what is in the
-            others means nothing. ``()`` in every other layer.
+            others means nothing. ``()`` after packed sequences, and in every other layer.
     """
 
     recurrent: Any  # a tensor, or a tuple of them, as `StateShapes` says; () in a layer without a recurrence
@@ -270,6 +270,11 @@ class StateShapes(NamedTuple):
         else:
             _check_tensors(x, "state.recurrent", state.recurrent, self.recurrent, N)
         _check_tensors(x, "state.conv", state.conv, self.conv, N)
+        if self.cache is not None and isinstance(state.cache, tuple) and not state.cache:
+            raise ValueError(
+                "state.cache must hold 2 tensors, got 0, as after a call with cu_seqlens, which keeps no keys and "
+                "values of softmax attention: put sequences that shall go on in rows, with an attention_mask"
+            )
         _check_tensors(x, "state.cache", state.cache, self._cached(state), N)
         kind: Callable[[str, Tensor], None]
         for name, value, shape, kind in (

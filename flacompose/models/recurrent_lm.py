@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -9,8 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from flacompose._peer import explained
+from flacompose._torch import is_exporting
 from flacompose.layers import RMSNorm, RWKV7Attention, _check
 from flacompose.layers.first_values import with_first_values
 from flacompose.layers.forget_gate import ForgetGateLayer
@@ -21,6 +24,7 @@ from flacompose.models import sampling, speculative
 from flacompose.models.config import RecurrentConfig
 from flacompose.models.decoder import Decoder, check_decoder
 from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward, SwiGLU
+from flacompose.models.hub import import_mixin, is_of_hub
 from flacompose.models.softmax_attention import SoftmaxAttention
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared
 from flacompose.ops._states import MAX_STATES
@@ -68,8 +72,25 @@ class Block(nn.Module):
         num_states: int | None,
         lower_bound: Tensor | None,
         v_first: Tensor | None,
+        gradient_checkpointing: bool,
     ) -> tuple[Tensor, NewStates, Tensor | None]:
         """Its output, a new state for each of `stateful`, and the `v_first` of the blocks that follow."""
+        arguments = x, states, attention_mask, cu_seqlens, num_states, lower_bound, v_first
+        # Inside the block, so that FSDP2, which wraps blocks, gathers its parameters once for all of its backward.
+        if gradient_checkpointing and torch.is_grad_enabled() and not is_exporting():
+            return checkpoint(self._compute, *arguments, use_reentrant=False)
+        return self._compute(*arguments)
+
+    def _compute(
+        self,
+        x: Tensor,
+        states: Sequence[RecurrentState | None],
+        attention_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        num_states: int | None,
+        lower_bound: Tensor | None,
+        v_first: Tensor | None,
+    ) -> tuple[Tensor, NewStates, Tensor | None]:
         tokens = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "num_states": num_states}
         if isinstance(self.attn, RWKV7Attention):
             y, state, v_first = self.attn(self.attn_norm(x), states[0], **tokens, v_first=v_first)
@@ -176,7 +197,8 @@ class RecurrentLM(nn.Module):
             attention_mask: ``[B, T]``, bool or integers, 0 for pads, wherever they are in a row, anything else for
                 tokens; of a longer one the last ``T`` columns count. Logits at pads mean nothing. Default: no pads.
             cu_seqlens: Bounds of ``N`` sequences packed along ``T``, ``[N + 1]`` from 0 upwards, int32 or int64; ``B``
-                is then 1. Logits past ``cu_seqlens[-1]`` mean nothing. Not for models with softmax attention.
+                is then 1. Logits past ``cu_seqlens[-1]`` mean nothing. With softmax attention, which then keeps no keys
+                and values, no call can go on from the state that is returned, and `state` must be that of `init_state`.
                 Default: a sequence a row.
             last_only: Whether the logits are those of the last token of each sequence alone, which spares the memory of
                 the others; those of a sequence without tokens mean nothing.
@@ -191,7 +213,8 @@ class RecurrentLM(nn.Module):
 
         Raises:
             ValueError: If a shape is wrong, `state` has not one entry for each layer, `attention_mask` comes with
-                `cu_seqlens`, or `num_states` is not as said.
+                `cu_seqlens`, a model with softmax attention goes on from or to packed sequences, or `num_states` is not
+                as said.
             TypeError: If `input_ids` are neither int64 nor int32, or another argument has the wrong type.
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
@@ -215,8 +238,9 @@ class RecurrentLM(nn.Module):
                 n = len(block.stateful())
                 given = old[len(new) : len(new) + n]
                 x, states, v_first = block(
-                    x, given, attention_mask, cu_seqlens, num_states, lower_bound, v_first
-                )
+                    x, given, attention_mask, cu_seqlens, num_states, lower_bound, v_first,
+                    self.config.gradient_checkpointing,
+                )  # fmt: skip
                 new.extend(states)
         except StateError as error:
             raise self._naming_the_entry(error) from None
@@ -313,6 +337,113 @@ class RecurrentLM(nn.Module):
             else:
                 logits = decoder(token[:, None])[:, -1]
 
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+        """Save the model in a folder, through the model mixin of huggingface_hub, as `from_pretrained` loads it.
+
+        The folder gets ``config.json``, the arguments of the `RecurrentConfig`, ``model.safetensors``, and, unless it
+        has one, ``README.md``, a model card. It needs the packages huggingface_hub and safetensors.
+
+        Args:
+            save_directory: The folder, which is made if it is missing. Files of these names in it are replaced.
+
+        Raises:
+            ImportError: If one of the packages is not installed.
+            ValueError: If a parameter is on the meta device, or sharded: ``torch.distributed.checkpoint`` saves those.
+            TypeError: If `save_directory` is no path, or ``layer_options`` hold what JSON does not.
+        """
+        _check_path("save_directory", save_directory)
+        import_mixin("save_pretrained").Saved(self).save_pretrained(save_directory, config=self.config)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Push model using flacompose",
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+        create_pr: bool = False,
+    ) -> str:
+        """Upload what `save_pretrained` saves to the Hugging Face Hub.
+
+        Args:
+            repo_id: The repository, "organisation/name", which is made if it is missing.
+            commit_message: Of the commit.
+            private: Whether a new repository is private. Default: as the organisation has it.
+            token: What shows who you are. Default: that of ``hf auth login``.
+            branch: The branch that gets the commit. Default: "main".
+            create_pr: Whether the commit becomes a pull request.
+
+        Returns:
+            The URL of the commit.
+
+        Raises:
+            ImportError: As `save_pretrained`; likewise ValueError and TypeError.
+            Exception: What huggingface_hub raises.
+        """
+        saved = import_mixin("push_to_hub").Saved(self)
+        return saved.push_to_hub(
+            repo_id,
+            config=self.config,
+            commit_message=commit_message,
+            private=private,
+            token=token,
+            branch=branch,
+            create_pr=create_pr,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | os.PathLike[str],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        force_download: bool = False,
+        local_files_only: bool = False,
+    ) -> RecurrentLM:
+        """Load a model that `save_pretrained` or `push_to_hub` has saved.
+
+        Args:
+            name: A folder, or, if there is none of this name, a repository of the Hugging Face Hub,
+                "organisation/name".
+            device: Where the parameters shall be. Default: the CPU.
+            dtype: As that of the constructor. Default: as they were saved, each.
+            revision: A branch, a tag or a commit of the repository. Default: "main".
+            token: What shows who you are, or False for nothing. Default: that of ``hf auth login``.
+            cache_dir: Where downloads are kept. Default: where huggingface_hub keeps all of them.
+            force_download: Whether to download again what is kept.
+            local_files_only: Whether to take only what is kept.
+
+        Raises:
+            ImportError: If huggingface_hub or safetensors is not installed.
+            FileNotFoundError: If there is no such folder or repository, or a file in it is missing.
+            ValueError: If ``config.json`` holds something else than arguments of `RecurrentConfig`, or a file cannot be
+                read.
+            TypeError: If `name` is no path.
+            RuntimeError: From PyTorch, if parameters are missing, have other shapes, or are too many: all are named.
+        """
+        _check_path("name", name)
+        _check.optional_float_dtype(dtype)
+        if not os.path.isdir(name) and not is_of_hub(name):
+            raise FileNotFoundError(
+                f"name must be a folder or a repository of the Hub, organisation/name, got {os.fspath(name)!r}"
+            )
+        return import_mixin("from_pretrained").load(
+            cls,
+            os.fspath(name),
+            device=device,
+            dtype=dtype,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            force_download=force_download,
+            local_files_only=local_files_only,
+        )
+
     def _check_assistant(self, assistant: Any, num_assistant_tokens: int, temperature: float) -> None:
         if not isinstance(assistant, RecurrentLM):
             place = ": compile it in place, by assistant.compile()" if hasattr(assistant, "_orig_mod") else ""
@@ -388,6 +519,11 @@ class RecurrentLM(nn.Module):
         if self.config.tie_word_embeddings:
             return F.linear(x, self.embeddings.weight)
         return self.lm_head(x)
+
+
+def _check_path(name: str, path: object) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {type(path).__name__}")
 
 
 def _feed_forward(

@@ -9,14 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from flacompose._torch import assert_async
+from flacompose._torch import assert_async, is_exporting
 from flacompose.layers import _check
 from flacompose.layers.heads import repeat_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops._ranks import Ranks, lengths_of_ranks, of_all, sharing
+from flacompose.ops._ranks import Ranks, gathered, lengths_of_ranks, of_all, sharing
+from flacompose.ops._sizes import always_true
+from flacompose.ops._varlen import bounds
 
 
 class SoftmaxAttention(StatefulLayer):
@@ -27,6 +29,10 @@ class SoftmaxAttention(StatefulLayer):
 
     It is called as every layer is. Its state holds all keys and values so far, so it grows by ``T`` places in a call of
     ``T`` tokens, pads included; the tokens of a sequence take the first of them.
+
+    Packed sequences attend within themselves. The state after them has positions, and no keys and values: of ``N``
+    sequences these would take ``N`` rows as long as the longest may be. So no call can go on from it, and none with
+    ``cu_seqlens`` goes on from a state that holds any.
 
     Args:
         hidden_size: Size of the input and of the output, that of all heads together.
@@ -87,11 +93,11 @@ class SoftmaxAttention(StatefulLayer):
         self.state_shapes = StateShapes((), position=True, cache=(HKV, D))
 
     def _compute(self, x: Tensor, past: RecurrentState, tokens: Layout) -> tuple[Tensor, RecurrentState]:
-        if tokens.cu_seqlens is not None:
-            # The keys and values of N packed sequences would be N rows as long as the longest may be: N * T places.
+        cu_seqlens = tokens.cu_seqlens
+        if cu_seqlens is not None and past.cache and not always_true(past.cache[0].shape[1] == 0):
             raise ValueError(
-                "cu_seqlens must not be given where layers are softmax attention, whose keys and values "
-                "take a row for each sequence: put the sequences in rows, with an attention_mask"
+                "state must not hold keys and values of softmax attention in a call with cu_seqlens, got a "
+                f"cache of {past.cache[0].shape[1]} places: put the sequences in rows, with an attention_mask"
             )
         q, k, v = self._projections(x)
         q = q.unflatten(-1, (self.num_heads, -1))
@@ -101,6 +107,9 @@ class SoftmaxAttention(StatefulLayer):
         ranks = sharing()
         if ranks is not None:
             k, v = _of_all_ranks(ranks, k, v, tokens)
+        if cu_seqlens is not None:
+            o = self._attend_packed(q, k, v, cu_seqlens)
+            return self.o_proj(o.flatten(2)), RecurrentState((), position=next_position)
         first = past.position is None
         if first:
             # In memory of its own: the state must not hold the whole of a joint product, nor be a view. Later caches
@@ -137,6 +146,60 @@ class SoftmaxAttention(StatefulLayer):
                 visible = visible & (age < self.window_size)
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         return o.transpose(1, 2)
+
+    def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Attention of ``q [1, T, H, D]`` to ``k`` and ``v [1, L, HKV, D]`` within each sequence.
+
+        The ``L`` keys are those of the ``T`` tokens, or of the tokens of all ranks.
+        """
+        groups, T, L = self.num_heads // self.num_kv_heads, q.shape[1], k.shape[1]
+        k, v = repeat_heads(k, groups), repeat_heads(v, groups)
+        own, ranks = bounds(cu_seqlens, T), sharing()
+        # The bounds among all keys, and how many of these come before the first query.
+        whole, before = own, 0
+        if ranks is not None:
+            whole, before = gathered(ranks, own).sum(0), ranks.rank * T
+        if _has_flash(q):
+            from torch.nn.attention.varlen import varlen_attn  # slow to import
+
+            # Places in no sequence make one more before the others and one after them, so that the kernels, which know
+            # no other places, write all of their results. A sequence of queries ends with the last of its keys.
+            window = (-1 if self.window_size is None else self.window_size - 1, 0)
+            end = before + T
+            cu_q, cu_k = _covering(own, T), _covering(whole.clamp(max=end), end)
+            q, k, v = (y.contiguous() for y in (q[0], k[0, :end], v[0, :end]))
+            o: Any = varlen_attn(q, k, v, cu_q, cu_k, T, end, window_size=window)
+            return o[None]
+        query, key = before + torch.arange(T, device=q.device), torch.arange(L, device=q.device)
+        query_sequence, key_sequence = (
+            torch.searchsorted(whole, place, right=True) for place in (query, key)
+        )
+        age = query[:, None] - key  # [T, L]
+        visible = (query_sequence[:, None] == key_sequence) & (age >= 0)
+        if self.window_size is not None:
+            visible = visible & (age < self.window_size)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+
+
+def _has_flash(q: Tensor) -> bool:
+    """Whether PyTorch has kernels of packed sequences for ``q [1, T, H, D]``.
+
+    They are left out of exported programs, since they are an operator that other runtimes do not know.
+    """
+    return (
+        q.is_cuda
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[3] % 8 == 0
+        and q.shape[3] <= 256
+        and not is_exporting()
+        and torch.cuda.get_device_properties(q.device).major >= 8
+    )
+
+
+def _covering(cu: Tensor, T: int) -> Tensor:
+    """The bounds `cu`, int32, with a sequence before and one after them, so that all ``T`` places are in one."""
+    return torch.cat([cu.new_zeros(1), cu, cu.new_full((1,), T)]).int()
 
 
 def _of_all_ranks(ranks: Ranks, k: Tensor, v: Tensor, tokens: Layout) -> tuple[Tensor, Tensor]:

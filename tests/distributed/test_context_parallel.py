@@ -230,6 +230,21 @@ def hybrid(mesh: DeviceMesh) -> None:
             assert_same(a.double(), b.double())
         state = tuple(layer.map(lambda t: t.detach()) for layer in new)
     assert_same(of_rank(ids[:, own], last_only=True)[0], model(ids, last_only=True)[0])
+
+    model.zero_grad()
+    of_rank.zero_grad()
+    bounds = torch.tensor([0, 4, 4, 9, 6 * n - 1])  # with a tail on the last rank
+    y, new = model(ids[:1], cu_seqlens=bounds)
+    y_own, new_own = of_rank(ids[:1, own], cu_seqlens=bounds)
+    is_token = torch.arange(6 * n) < bounds[-1]
+    assert_same(y_own[:, is_token[own]], y[:, own][:, is_token[own]])
+    y[:, is_token].sin().sum().backward()
+    y_own[:, is_token[own]].sin().sum().backward()
+    for (path, a), b in zip(of_rank.named_parameters(), model.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert_same(summed(a.grad), b.grad, path)
+    for a, b in zip(tensors(new_own), tensors(new), strict=True):
+        assert_same(a.double(), b.double())
     mask = torch.ones(2, 6, dtype=torch.bool)
     with pytest.raises(
         ValueError, match="attention_mask must not be given across ranks to a model with softmax"

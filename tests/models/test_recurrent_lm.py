@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import sys
+import types
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flacompose.layers import RecurrentState
-from flacompose.models import RecurrentConfig, RecurrentLM
+from flacompose.models import RecurrentConfig, RecurrentLM, softmax_attention
 from flacompose.models.sampling import next_token
+from flacompose.models.softmax_attention import SoftmaxAttention
+from flacompose.ops._ranks import Ranks
 
 from .fla_weights import tokens
 from .goldens import GOLDENS, loaded
@@ -127,6 +135,228 @@ def test_packed_sequences_are_rows(name: str, device: torch.device) -> None:
         logits, alone = model(ids[:, begin:end], alone)
         close(more[:, begin:end], logits)
         close(tuple(s.select([n]) for s in state), alone)
+
+
+# All keys of a sequence, and a window of grouped heads; a recurrence before, between and after them.
+ATTENTION = [
+    {"layers": [1], "num_heads": 2},
+    {"layers": [2], "num_heads": 4, "num_kv_heads": 2, "window_size": 4, "qkv_bias": True},
+]
+
+
+def hybrid(**changes: Any) -> RecurrentLM:
+    torch.manual_seed(0)
+    return RecurrentLM(RecurrentConfig(**SMALL | {"num_hidden_layers": 4, "attn": ATTENTION} | changes))
+
+
+def inside(y: Tensor, cut: list[int]) -> Tensor:
+    return y[:, cut[0] : cut[-1]]
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_packed_sequences_of_a_hybrid_are_rows(started: bool, device: torch.device) -> None:
+    """Values and gradients in float64; the tail, and a sequence without tokens, change none of them."""
+    model, ids = hybrid().to(device, torch.float64), tokens(1, 30, VOCAB).to(device)
+    parameters, cut = list(model.parameters()), [0, 1, 12, 12, 25]
+    cu_seqlens = torch.tensor(cut, device=device)
+    packed, state = model(ids, model.init_state(4) if started else None, cu_seqlens=cu_seqlens)
+    alone = [model(ids[:, a:b]) for a, b in zip(cut, cut[1:], strict=False) if a < b]
+    rows = torch.cat([logits for logits, _ in alone], 1)
+    exact = {"atol": 1e-10, "rtol": 1e-10}
+    torch.testing.assert_close(inside(packed, cut), rows, **exact)
+    losses = (inside(packed, cut).sin().sum(), rows.sin().sum())
+    torch.testing.assert_close(*(torch.autograd.grad(loss, parameters) for loss in losses), **exact)
+    last, _ = model(ids, cu_seqlens=cu_seqlens, last_only=True)
+    torch.testing.assert_close(last[[0, 1, 3]], torch.cat([logits[:, -1] for logits, _ in alone]), **exact)
+    for n, (_, expected) in zip((0, 1, 3), alone, strict=True):
+        torch.testing.assert_close(state[0].select([n]), expected[0], **exact)
+        assert torch.equal(state[1].position[n], expected[1].position[0])
+
+
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *, window_size: Any
+) -> Tensor:
+    """What `varlen_attn` does, which has no kernel for CPUs and writes no places but those of its sequences."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and (max_q, max_k) == (len(q), len(k))
+    assert all(
+        cu[0] == 0 and cu[-1] == len(x) and x.is_contiguous() for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))
+    )
+    outputs, (left, right) = [], window_size
+    for n in range(len(cu_q) - 1):
+        query, *others = (x[cu[n] : cu[n + 1]].transpose(0, 1) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)))
+        Q, K = query.shape[1], others[0].shape[1]
+        age = (torch.arange(Q) + K - Q)[:, None] - torch.arange(K)  # the last query is beside the last key
+        visible = (age >= -right) & ((age <= left) | (left < 0))
+        o = torch.nn.functional.scaled_dot_product_attention(query, *others, attn_mask=visible)
+        outputs.append(o.transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("options", ATTENTION, ids=["all", "window"])
+def test_packed_attention_by_flash_attention(
+    options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that by a mask, of one process and of two ranks."""
+    torch.manual_seed(0)
+    options = {name: x for name, x in options.items() if name != "layers"}
+    layer = SoftmaxAttention(64, **options).to(device, torch.bfloat16)
+    T, bounds = 20, torch.tensor([0, 3, 3, 17, 33], device=device)  # one on both ranks, and a tail
+    q = torch.randn(1, 2 * T, layer.num_heads, layer.head_dim, device=device, dtype=torch.bfloat16)
+    k, v = q.new_empty(2, 1, 2 * T, layer.num_kv_heads, layer.head_dim).normal_()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    do = torch.randn_like(q)
+
+    def run(o: Tensor) -> Any:
+        o = inside(o, [0, 33])
+        return o, *torch.autograd.grad(o, inputs, inside(do, [0, 33]))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(softmax_attention, "_has_flash", lambda q: False)
+        expected = run(layer._attend_packed(q, k, v, bounds))
+    if device.type == "cpu":
+        monkeypatch.setattr(softmax_attention, "_has_flash", lambda q: True)
+        module: Any = types.SimpleNamespace(varlen_attn=flash)
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    assert softmax_attention._has_flash(q)
+    alone = run(layer._attend_packed(q, k, v, bounds))
+
+    own = [(bounds - rank * T).clamp(0, T) for rank in range(2)]
+    monkeypatch.setattr(softmax_attention, "gathered", lambda ranks, x: torch.stack(own))
+    pieces = []
+    for rank in range(2):
+        monkeypatch.setattr(softmax_attention, "sharing", lambda: Ranks("", rank, 2, device.type))  # noqa: B023
+        pieces.append(layer._attend_packed(q[:, rank * T : (rank + 1) * T], k, v, own[rank]))
+    for actual in (alone, run(torch.cat(pieces, 1))):
+        for a, b in zip(actual, expected, strict=True):
+            # Both round to bfloat16, 2 ** -8, in places of their own.
+            assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_packed_hybrid_compiled(device: torch.device) -> None:
+    """One graph for every number of tokens and of sequences, whose backward computes each block again."""
+    attn = [ATTENTION[1] | {"layers": [1]}]
+    model = hybrid(num_hidden_layers=2, attn=attn, gradient_checkpointing=True).to(device)
+    recomputed = []
+
+    def backward(graph: torch.fx.GraphModule, _: Any) -> Any:
+        recomputed.append(sum("_chunk" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    compiler = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=compiler)
+    parameters = list(model.parameters())
+    for cut, stance in (([0, 1, 12, 12, 25], "default"), ([0, 20, 41], "fail_on_recompile")):
+        ids = tokens(1, cut[-1] + 5, VOCAB).to(device)
+        cu_seqlens = torch.tensor(cut, device=device)
+        with torch.compiler.set_stance(stance):
+            actual, _ = compiled(ids, cu_seqlens=cu_seqlens)
+        expected, _ = model(ids, cu_seqlens=cu_seqlens)
+        close(inside(actual, cut), inside(expected, cut))
+        losses = (inside(y, cut).square().mean() for y in (actual, expected))
+        close(*(torch.autograd.grad(loss, parameters) for loss in losses))
+    assert recomputed == [1]
+
+
+def test_packed_hybrid_exported(device: torch.device) -> None:
+    """With gradients on, in which a program does not compute blocks again."""
+    model, ids = hybrid(gradient_checkpointing=True).to(device), tokens(1, 16, VOCAB).to(device)
+    sizes = {"input_ids": {1: Dim("T", min=2, max=8192)}, "cu_seqlens": {0: Dim("N1", min=3, max=1025)}}
+    cu_seqlens = torch.tensor([0, 5, 9, 16], device=device)
+    program = torch.export.export(
+        model, (ids,), {"cu_seqlens": cu_seqlens}, dynamic_shapes=sizes, strict=True
+    ).module()
+    for cut in ([0, 1, 3], [0, 64, 64, 130, 199]):
+        ids, cu_seqlens = tokens(1, cut[-1] + 1, VOCAB).to(device), torch.tensor(cut, device=device)
+        actual, expected = (f(ids, cu_seqlens=cu_seqlens)[0] for f in (program, model))
+        close(inside(actual, cut), inside(expected, cut))
+
+
+@torch.no_grad()
+def test_nothing_goes_on_from_packed_attention() -> None:
+    model, ids, cu_seqlens = hybrid(), tokens(1, 8, VOCAB), torch.tensor([0, 3, 8])
+    rows = ids.view(2, 4)
+    state = model(ids, cu_seqlens=cu_seqlens)[1]
+    for given, options in ((ids, {"cu_seqlens": cu_seqlens}), (rows, {})):
+        with pytest.raises(
+            ValueError, match=r"state\[1\].cache must hold 2 .* got 0, as after a call with cu_seqlens"
+        ):
+            model(given, state, **options)
+    with pytest.raises(
+        ValueError, match="keys and values of softmax attention .* cu_seqlens, got a cache of 4 pl"
+    ):
+        model(ids, model(rows)[1], cu_seqlens=cu_seqlens)
+
+
+class Kept(TorchDispatchMode):
+    """How many bytes what is computed within it takes as long as it is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(outputs):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return outputs
+
+    def bytes(self) -> int:
+        return sum(size for storage, size in self.storages.values() if not storage.expired())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attn": ATTENTION[:1]},
+        {"layer": "RWKV7Attention", "layer_options": {"head_dim": 16}, "feed_forward": "rwkv7"},
+        {"layer": "HGRN2Attention", "layer_options": {"expand_ratio": 8}, "use_lower_bound": True},
+    ],
+    ids=["hybrid", "rwkv7", "hgrn2"],
+)
+def test_gradient_checkpointing(changes: dict[str, Any]) -> None:
+    """The same bits of all gradients, through a state too, of less than half the memory."""
+    model, ids = small(num_hidden_layers=4, **changes), tokens(2, 40, VOCAB)
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        for p in parameters:  # what begins at 0 would hide others
+            p.add_(torch.randn_like(p), alpha=0.1)
+    calls = []
+    model.layers[0].attn.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+
+    def step(checkpointed: bool) -> tuple[Any, int]:
+        model.config = dataclasses.replace(model.config, gradient_checkpointing=checkpointed)
+        with Kept() as kept:
+            first, state = model(ids[:, :20])
+            second, _ = model(ids[:, 20:], state)
+            size = kept.bytes()
+        return torch.autograd.grad((first.sin() + second.sin()).sum(), parameters, allow_unused=True), size
+
+    (expected, whole), (actual, less) = step(False), step(True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert less < 0.5 * whole
+    assert len(calls) == 2 + 4
+    with torch.no_grad():
+        model(ids)
+    assert calls[6:] == [False]
+
+
+def test_random_numbers_are_drawn_again_in_a_checkpoint() -> None:
+    """As of a dropout that a user adds to a block."""
+    model, ids = small(), tokens(2, 12, VOCAB)
+    model.layers[0].attn.register_forward_hook(lambda _, args, y: (torch.dropout(y[0], 0.5, True), y[1]))
+    gradients = []
+    for checkpointed in (False, True):
+        model.config = dataclasses.replace(model.config, gradient_checkpointing=checkpointed)
+        torch.manual_seed(0)
+        loss = model(ids)[0].sin().sum()
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", [*MODELS, *HYBRIDS])
@@ -440,7 +670,9 @@ class TestSampling:
         ({"norm_eps": -1}, ValueError, "norm_eps must be at least 0, got -1"),
         *(
             ({flag: "yes"}, TypeError, f"^{flag} must be a bool, got 'yes'$")
-            for flag in ("norm_bias", "norm_embeddings", "use_lower_bound", "tie_word_embeddings")
+            for flag in (
+                "norm_bias", "norm_embeddings", "use_lower_bound", "tie_word_embeddings", "gradient_checkpointing",
+            )
         ),
         ({"use_lower_bound": True}, ValueError, "use_lower_bound must be False with GatedLinearAttention"),
         ({"attn": {"layers": [0]}}, TypeError, "attn must be a sequence of mappings, got dict"),
@@ -530,8 +762,6 @@ def test_errors_of_a_compiled_call(fullgraph: bool) -> None:
 
 def test_errors_of_a_hybrid() -> None:
     model, ids = loaded("gla hybrid"), tokens(1, 5, VOCAB)
-    with pytest.raises(ValueError, match="cu_seqlens must not be given where layers are softmax attention"):
-        model(ids, cu_seqlens=torch.tensor([0, 5]))
     recurrent, attention = model(ids)[1]
     keys, values = attention.cache
     for cache, error, message in [

@@ -1,0 +1,24 @@
+"""What of the Hugging Face Hub can be said without the package huggingface_hub, which is slow to import."""
+
+from __future__ import annotations
+
+import os
+import re
+from types import ModuleType
+
+
+def is_of_hub(name: str | os.PathLike[str]) -> bool:
+    """Whether `name` is no path of this machine and has the form of a repository's, "organisation/name"."""
+    form = isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)
+    return bool(form) and not os.path.exists(name)
+
+
+def import_mixin(what: str) -> ModuleType:
+    """`flacompose.models.hub_mixin`; `what` says what needs it, where a package is missing."""
+    try:
+        from flacompose.models import hub_mixin
+    except ImportError as error:
+        raise ImportError(
+            f"{what} needs the packages huggingface_hub and safetensors: pip install huggingface_hub safetensors"
+        ) from error
+    return hub_mixin
