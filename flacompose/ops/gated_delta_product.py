@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._bounds import checked
 from flacompose.ops._call import check, run
 from flacompose.ops._dtype import upcast
 from flacompose.ops._states import recurrent_form
@@ -130,6 +131,7 @@ def _product(
     check(op, op.Inputs(k, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens))
     _check.optional(q, "g", g, (B, T, v.shape[2]))
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    cu_seqlens = checked(cu_seqlens, T)
     if use_qk_l2norm_in_kernel:
         (q,) = without_tail(cu_seqlens, q)
         (k,) = without_tail(stretched(cu_seqlens, n), k)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._bounds import checked
 from flacompose.ops._dtensor import flatten, unflatten
 from flacompose.ops._dtype import autocast_dtype, state_dtype
 from flacompose.ops._groups import by_head, in_turn, spread
@@ -152,7 +153,7 @@ def run(
             if groups > 1:
                 q = in_turn(unflatten(q, 2, (H, groups)))
                 k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
-                cu_seqlens = stretched(cu_seqlens, groups)
+                cu_seqlens = stretched(checked(cu_seqlens, T), groups)
                 if output_states is not None:
                     form = partial(form, stride=groups)
             read = partial(_read, form, cu_seqlens)

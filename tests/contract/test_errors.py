@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -186,6 +187,25 @@ def test_cu_seqlens(
     problem = draw(case, device, lengths=[3, 2])
     message = message.format(first=case.first, device=problem.first.device)
     refused(problem, error, message, cu_seqlens=wrong(problem.cu_seqlens))
+
+
+WRONG_BOUNDS = {
+    "lengths": ([2, 3, 0], "begin with 0, got [2, 3, 0]; the bounds of sequences of given lengths are "
+                           "F.pad(lengths.cumsum(0), (1, 0))"),
+    "negative": ([-1, 2, 5], "begin with 0, got [-1, 2, 5]"),
+    "not ascending": ([0, 4, 2], "ascend, got [0, 4, 2], where 2 follows 4 at index 2"),
+    "past the tokens": ([0, 3, 6], "end at the number of tokens T = 5 at most, got [0, 3, 6]"),
+}  # fmt: skip
+
+
+@each_public_op
+@pytest.mark.parametrize("wrong", WRONG_BOUNDS)
+def test_bounds(case: OpCase, wrong: str) -> None:
+    """On a CPU the values of `cu_seqlens` are checked, and errors show those that the user gave."""
+    bounds, message = WRONG_BOUNDS[wrong]
+    problem = draw(case, torch.device("cpu"), lengths=[3, 2])
+    with pytest.raises(ValueError, match=f"^cu_seqlens must {re.escape(message)}"):
+        call(replace(problem, cu_seqlens=torch.tensor(bounds)))
 
 
 @each_public_op
