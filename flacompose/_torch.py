@@ -68,6 +68,37 @@ def assume_constant_result(function: AnyFunction) -> AnyFunction:
     return function
 
 
+def report_from_trace(trace: Any) -> None:
+    """Have Dynamo report an `error` by its `message`, the locals of the function that it traces.
+
+    What this raises is what Dynamo raises of code that it cannot trace: an error where all has to be one graph, and
+    elsewhere a reason to run the code as it is, which then raises the error itself. Dynamo calls it by `comptime`.
+    """
+    with private_names():
+        from torch._dynamo.exc import Unsupported
+
+    error, message = (
+        _traced(trace.get_local(x)._i_will_not_complain_if_bc_breaks_VariableTracker()) for x in ("error", "message")
+    )
+    raise Unsupported(f"{error}: {message}")
+
+
+def _traced(x: Any) -> Any:
+    """What Dynamo's `x` stands for: a constant, the number that a symbol has in this call, a tuple or a string."""
+    x = x.realize()
+    if x.is_python_constant():
+        return x.as_python_constant()
+    if hasattr(x, "sym_num"):
+        try:
+            return torch.fx.experimental.symbolic_shapes.guard_scalar(x.sym_num)
+        except RuntimeError:  # only the data know it
+            return x.sym_num
+    if hasattr(x, "format_string"):
+        named = {name: _traced(y) for name, y in x.sym_kwargs.items()}
+        return x.format_string.format(*map(_traced, x.sym_args), **named)
+    return tuple(map(_traced, x.items))
+
+
 def is_exporting() -> bool:
     """Whether a program is being exported. Dynamo of PyTorch 2.11 says so of every graph."""
     return torch.compiler._is_exporting_flag

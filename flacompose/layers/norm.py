@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 from flacompose.layers import _check
 from flacompose.ops._dtensor import unflatten
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:

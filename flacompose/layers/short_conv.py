@@ -17,6 +17,7 @@ from flacompose.ops import _states
 from flacompose.ops._bounds import checked
 from flacompose.ops._carry import last_tokens
 from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared, sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import bounds, sequence_of

@@ -13,6 +13,7 @@ from flacompose._torch import pytree
 from flacompose.layers import _check
 from flacompose.layers.layout import distributed_like
 from flacompose.ops._dtype import state_dtype
+from flacompose.ops._errors import TypeError, ValueError
 
 
 class RecurrentState(NamedTuple):

@@ -21,6 +21,7 @@ from flacompose.models.config import RecurrentConfig
 from flacompose.models.decoder import Decoder, check_decoder
 from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward, SwiGLU
 from flacompose.models.softmax_attention import SoftmaxAttention
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared
 from flacompose.ops._states import MAX_STATES
 from flacompose.ops._token_shift import last_of

@@ -14,7 +14,6 @@ from torch import Tensor
 from flacompose.ops._define import define_op
 from flacompose.ops._varlen import check_bounds
 
-
 Bounds = TypeVar("Bounds", bound=Tensor | None)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flacompose._torch import assume_constant_result
 from flacompose.ops import _check
+from flacompose.ops._errors import ValueError
 from flacompose.ops._sizes import violated
 from flacompose.ops.families._signature import Argument
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import autocast_on
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import violated
 

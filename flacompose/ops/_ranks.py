@@ -16,6 +16,7 @@ from torch import Tensor
 from flacompose._torch import collectives
 from flacompose.ops._bounds import checked
 from flacompose.ops._dtensor import of_shards
+from flacompose.ops._errors import ValueError
 
 
 class Ranks(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import violated
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtensor import replicated
+from flacompose.ops._errors import ValueError
 
 _SHOWN = Repr()
 _SHOWN.maxlist = 32

@@ -9,6 +9,7 @@ from flacompose.ops import _check, _states
 from flacompose.ops._call import check
 from flacompose.ops._carry import last_tokens
 from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import sharing
 from flacompose.ops.families.short_conv import op
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._errors import ValueError
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
 from flacompose.ops.families.delta_rule import op

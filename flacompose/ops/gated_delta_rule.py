@@ -10,6 +10,7 @@ from torch import Tensor, finfo
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._gates import bounded
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail

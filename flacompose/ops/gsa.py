@@ -14,6 +14,7 @@ from flacompose.ops import _check
 from flacompose.ops._bounds import checked
 from flacompose.ops._dtensor import flatten, unflatten
 from flacompose.ops._dtype import autocast_dtype, state_dtype
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._groups import by_head, in_turn, spread
 from flacompose.ops._logsumexp import running_logsumexp
 from flacompose.ops._sizes import always_true

@@ -9,6 +9,7 @@ from flacompose.ops import _check
 from flacompose.ops._call import check, run
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import state_dtype
+from flacompose.ops._errors import ValueError
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scalar_decay import op
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
 from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import without_tail

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._mamba3 import Scanned, States, scan
 from flacompose.ops._varlen import without_tail
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flacompose.ops import _check
 from flacompose.ops._call import check
 from flacompose.ops._dtype import autocast_dtype, state_dtype, upcast
+from flacompose.ops._errors import TypeError
 from flacompose.ops._gates import log_sigmoid
 from flacompose.ops._sizes import always_true
 from flacompose.ops._states import last, recurrent_form

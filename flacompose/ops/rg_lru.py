@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._errors import TypeError
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.rg_lru import op
 

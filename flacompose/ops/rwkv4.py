@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check
+from flacompose.ops._errors import TypeError
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.rwkv4 import op
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._gates import time_step
 from flacompose.ops._varlen import inside
 from flacompose.ops.families.selective_scan import op

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._gates import bounded, log_decay, time_step
 from flacompose.ops._wide import Op, by_values, fits
 from flacompose.ops.families.gated_skip.op import gated_skip
