@@ -16,15 +16,20 @@ from flacompose.ops.families._signature import Argument
 
 
 def check(
-    op: ModuleType, inputs: Any, names: Mapping[str, str] | None = None, required: tuple[str, ...] = ()
+    op: ModuleType,
+    inputs: Any,
+    names: Mapping[str, str] | None = None,
+    required: tuple[str, ...] = (),
+    output_final_state: bool = False,
 ) -> None:
-    """Check all tensors of the `inputs` of the family `op`, without reading their values.
+    """Check all tensors of the `inputs` of the family `op`, without reading their values, and the flag.
 
     The axes that the family's signature has for a tensor say which shape it must have: the first tensor with an axis
     gives its size, ``HV`` is a multiple of ``H``, and ``N`` is the number of sequences. All are floats on the device of
     the first input, and those that autocast casts have its dtype. Errors call an input as `names` does, or as the
     family does. Those that are `required` may not be absent, though the family would take them so.
     """
+    _check.flags(output_final_state=output_final_state)
     names = names or {}
     first_argument = inputs._fields[0]
     first, first_name = inputs[0], names.get(first_argument, first_argument)

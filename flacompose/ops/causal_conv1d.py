@@ -57,7 +57,7 @@ def causal_conv1d(
         TypeError: If an argument has the wrong type or dtype.
     """
     inputs = op.Inputs(x, weight, bias, initial_state, cu_seqlens, silu=activation is not None)
-    check(op, inputs)
+    check(op, inputs, output_final_state=output_final_state)
     if not _check.is_one_of(activation, "silu", "swish", None):
         raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
     if output_states is not None:

@@ -120,6 +120,7 @@ def _product(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, and call one form of the family's op on the steps of all tokens."""
+    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, output_final_state=output_final_state)
     _check.count("num_householder", n)
     _check.axes("q", q, ("B", "T", "H", "K"))
     _check.not_empty("q", q)
@@ -130,7 +131,6 @@ def _product(
     # The operator sees one query for each step, so keys stand in for queries here.
     check(op, op.Inputs(k, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens))
     _check.optional(q, "g", g, (B, T, v.shape[2]))
-    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     cu_seqlens = checked(cu_seqlens, T)
     if use_qk_l2norm_in_kernel:
         (q,) = without_tail(cu_seqlens, q)

@@ -147,7 +147,7 @@ def _run(
     scale = _check.scale(scale, q)
     # The arguments that are checked as those of scalar decay, which has no `beta`: here that is made of the others.
     given = scalar_decay.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(scalar_decay, given)
+    check(scalar_decay, given, output_final_state=output_final_state)
     _check.like(q, "g", g, (*v.shape[:3], q.shape[3]))
     _check.like(q, "b", b, k.shape)
     _check.like(q, "w", w, v.shape)

@@ -118,6 +118,7 @@ def run(
     by_tokens: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """Check the arguments, and call a form of vector decay's op twice; `by_tokens`, slot attention's for one token."""
+    _check.flags(output_final_state=output_final_state)
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
     groups = _check_tokens(q, k, v, s, g)
     B, T, H, K = k.shape

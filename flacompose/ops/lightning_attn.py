@@ -64,7 +64,7 @@ def chunk_lightning_attn(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs)
+    check(op, inputs, output_final_state=output_final_state)
     inputs = inputs._replace(g_gamma=log_decay(v.shape[2], layer_idx, num_layers, decay, q))
     return run(op.chunk, inputs, output_final_state)
 

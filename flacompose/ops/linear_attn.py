@@ -104,7 +104,7 @@ def _run(
     normalize: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
-    _check.flags(normalize=normalize)
+    _check.flags(normalize=normalize, output_final_state=output_final_state)
     scale = _check.scale(scale, q)
     if not normalize:
         if isinstance(initial_state, (tuple, list)):

@@ -92,7 +92,7 @@ def linear_recurrence(
     """
     scale = _check.scale(scale, q)
     inputs = scalar_decay.Inputs(q, k, v, g, None, beta, initial_state, cu_seqlens, scale)
-    check(scalar_decay, inputs)
+    check(scalar_decay, inputs, output_final_state=output_final_state)
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
     _check.optional(q, "gk", gk, (B, T, HV, K))
     _check.optional(q, "gv", gv, (B, T, HV, V))

@@ -53,6 +53,7 @@ def chunk_rg_lru(
         ValueError: If a shape or a device is wrong.
         TypeError: If an argument has the wrong type or dtype.
     """
+    _check.flags(output_final_state=output_final_state)
     return run(op.chunk, _inputs(x, r, i, a_param, reset, initial_state, cu_seqlens), output_final_state)
 
 

@@ -100,6 +100,7 @@ def _run(
         for i, x in enumerate(initial_state):
             _check.tensor(f"initial_state[{i}]", x)
     inputs = op.Inputs(v, k, w, u, a, b, m, cu_seqlens)
-    check(op, inputs, {f"initial_{x}": f"initial_state[{i}]" for i, x in enumerate("abm")})
+    names = {f"initial_{x}": f"initial_state[{i}]" for i, x in enumerate("abm")}
+    check(op, inputs, names, output_final_state=output_final_state)
     o, *state = form(*inputs)
     return o, (state[0], state[1], state[2]) if output_final_state else None

@@ -88,7 +88,7 @@ def selective_scan_fn(
     _check.optional(u, "D", D, (channels,), q_name="u")
     _check.optional(u, "z", z, u.shape, q_name="u")
     _check.parameter(u, "delta_bias", delta_bias, (channels,), q_name="u")
-    _check.flags(delta_softplus=delta_softplus)
+    _check.flags(delta_softplus=delta_softplus, return_last_state=return_last_state)
     _check.optional(u, "initial_states", initial_states, (N, channels, S), q_name="u")
 
     more_than_scan = D is not None or z is not None or delta_bias is not None or delta_softplus

@@ -92,7 +92,7 @@ def mamba_chunk_scan_combined(
     _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), q_name="x")
     _check.optional(x, "z", z, x.shape, q_name="x")
     _check.parameter(x, "dt_bias", dt_bias, (H,), q_name="x")
-    _check.flags(dt_softplus=dt_softplus)
+    _check.flags(dt_softplus=dt_softplus, return_final_states=return_final_states)
     check_dt_limit(dt_limit)
     _check.optional(x, "initial_states", initial_states, (N, H, P, S), q_name="x")
     if initial_states is not None:

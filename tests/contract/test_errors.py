@@ -251,21 +251,29 @@ def test_scale_under_the_compiler(case: OpCase, device: torch.device) -> None:
 
 
 def flags(case: OpCase) -> list[str]:
-    """The options of the public function that say how to compute. What it returns is asked for by Python's truth."""
+    """The options of the public function that are on or off."""
     parameters = inspect.signature(case.function).parameters.values()
-    return [x.name for x in parameters if x.annotation == "bool" and x.name != "output_final_state"]
+    return [x.name for x in parameters if x.annotation == "bool"]
+
+
+def shown(case: OpCase, flag: str) -> str:
+    """What the public function calls this option."""
+    of_the_peer = case.name == "selective_scan_fn" and flag == "output_final_state"
+    return "return_last_state" if of_the_peer else flag
 
 
 @each(flags)
 @pytest.mark.parametrize("value", ["False", 1, None], ids=str)
 def test_flags(case: OpCase, name: str, value: object, device: torch.device) -> None:
-    refused(draw(case, device, T=5), TypeError, f"{name} must be a bool, got {value!r}", **{name: value})
+    message = f"{shown(case, name)} must be a bool, got {value!r}"
+    refused(draw(case, device, T=5), TypeError, message, **{name: value})
 
 
 @each(flags)
 def test_flags_that_are_tensors(case: OpCase, name: str, device: torch.device) -> None:
     wrong = torch.ones((), dtype=torch.bool, device=device)
-    refused(draw(case, device, T=5), TypeError, f"{name} must be a bool, got Tensor", **{name: wrong})
+    message = f"{shown(case, name)} must be a bool, got Tensor"
+    refused(draw(case, device, T=5), TypeError, message, **{name: wrong})
 
 
 # A misspelt keyword, and those of flash-linear-attention that docs/migration.md lists as absent.
