@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flacompose.layers import GatedLinearAttention
+from flacompose.ops import chunk_mlstm, chunk_simple_gla
+
 from .cases import CASES, ONE_EACH, OpCase, each_op, every
 from .graphs import recorded
 from .problems import Problem, call, call_named, draw, named
@@ -290,3 +293,23 @@ def test_unknown_keywords(case: OpCase, device: torch.device) -> None:
         with recorded() as calls, pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
             call(problem, **{keyword: None})
         assert not calls
+
+
+def test_other_layouts() -> None:
+    """Shapes that would be right head-first, in the peer's layout of a state or in a layer's state are told so."""
+    (q, k), v, g = torch.randn(2, 2, 9, 3, 4), torch.randn(2, 9, 3, 5), -torch.rand(2, 9, 3)
+    first = [x.transpose(1, 2) for x in (q, k, v)]
+    state = torch.zeros(2, 3, 4, 5)
+    layer = GatedLinearAttention(hidden_size=8, num_heads=2).init_state(2)
+    head_first = ": head-first, or q is; all tensors of tokens are [B, T, H, ...]"
+    for arguments, error, end in (
+        ((*first, g), ValueError, head_first),
+        ((q, k, first[2], g), ValueError, head_first),
+        ((*first, g.mT, None, None, state), ValueError, "is q head-first? It must be [B, T, H, ...]"),
+        ((q, k, v, g, None, None, state.mT), ValueError, "states are [N, H, K, V], so give initial_state.mT"),
+        ((q, k, v, g, None, None, layer), TypeError, "of the state of a layer, give .recurrent"),
+    ):
+        with pytest.raises(error, match=f"{re.escape(end)}$"):
+            chunk_simple_gla(*arguments)
+    with pytest.raises(TypeError, match="of the state of a layer, give .recurrent$"):
+        chunk_mlstm(q, k, v, g, g, initial_state=layer)

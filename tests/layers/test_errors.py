@@ -9,7 +9,18 @@ import re
 import pytest
 import torch
 
-from flacompose.layers import ABCAttention, HGRN2Attention, LightNetAttention, RecurrentState, ShortConvolution
+from flacompose.layers import (
+    ABCAttention,
+    Comba,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    HGRN2Attention,
+    KimiDeltaAttention,
+    LightNetAttention,
+    RecurrentState,
+    ShortConvolution,
+)
 from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward
 
 from .truth import (
@@ -566,3 +577,15 @@ def test_wrong_bounds_in_plain_pytorch(part):
         for given in ([0, 5, 3, 9], [1, 5, 5, 9], [0, 5, 5, 10]):
             with pytest.raises(ValueError, match=rf"^cu_seqlens must .*got {re.escape(str(given))}"):
                 call(x, cu_seqlens=torch.tensor(given))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Comba, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention],
+    ids=lambda x: x.__name__,
+)
+def test_heads_far_wider_than_the_model(layer):
+    """The default size of a head is that of large models, and in a small one makes projections of many times its size."""
+    with pytest.warns(UserWarning, match=r"far wider than hidden_size = 16; .* as head_dim=3$"):
+        layer(hidden_size=16, num_heads=5)
+    layer(hidden_size=16, num_heads=5, head_dim=3)
