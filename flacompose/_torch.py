@@ -68,18 +68,25 @@ def assume_constant_result(function: AnyFunction) -> AnyFunction:
     return function
 
 
-def report_from_trace(trace: Any) -> None:
-    """Have Dynamo report an `error` by its `message`, the locals of the function that it traces.
+def report_from_trace(error: str, message: str) -> None:
+    """Have Dynamo, which traces this call, report an error that begins with these two. Outside a trace, do nothing."""
+    with private_names():
+        from torch._dynamo.comptime import comptime  # slow to import, and while Dynamo traces it is imported
 
-    What this raises is what Dynamo raises of code that it cannot trace: an error where all has to be one graph, and
-    elsewhere a reason to run the code as it is, which then raises the error itself. Dynamo calls it by `comptime`.
+    comptime(_report)
+
+
+def _report(trace: Any) -> None:
+    """What is called by Dynamo, with the locals of the function that it traces.
+
+    It raises what Dynamo raises of code that it cannot trace. That is an error where all has to be one graph, and
+    elsewhere a reason to run the code as it is, which then raises its own error.
     """
     with private_names():
         from torch._dynamo.exc import Unsupported
 
     error, message = (
-        _traced(trace.get_local(x)._i_will_not_complain_if_bc_breaks_VariableTracker())
-        for x in ("error", "message")
+        _traced(trace.get_local(x)._i_will_not_complain_if_bc_breaks_VariableTracker()) for x in ("error", "message")
     )
     raise Unsupported(f"{error}: {message}")
 

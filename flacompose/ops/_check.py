@@ -109,7 +109,7 @@ def _layout(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) 
     if x.dim() != len(shape) or x.dim() < 3:
         return ""
     if "state" in name.lower():
-        if has_shape(x.mT, shape):
+        if has_shape(x, [*shape[:-2], shape[-1], shape[-2]]):
             axes = "states are [N, H, K, V], so " if name.startswith("initial_state") and x.dim() == 4 else ""
             return f": its last two axes are the other way round; {axes}give {name}.mT"
         if q.dim() == 4 and has_shape(x, [shape[0], q.shape[1], *shape[2:]]):

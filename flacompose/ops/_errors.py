@@ -20,7 +20,7 @@ class ValueError(builtins.ValueError):
 
     def __init__(self, message: str = "") -> None:
         if torch.compiler.is_dynamo_compiling():
-            _report("ValueError", message)
+            report_from_trace("ValueError", message)
         super().__init__(message)
 
 
@@ -29,11 +29,5 @@ class TypeError(builtins.TypeError):
 
     def __init__(self, message: str = "") -> None:
         if torch.compiler.is_dynamo_compiling():
-            _report("TypeError", message)
+            report_from_trace("TypeError", message)
         super().__init__(message)
-
-
-def _report(error: str, message: str) -> None:
-    from torch._dynamo.comptime import comptime  # slow to import, and here already imported
-
-    comptime(report_from_trace)

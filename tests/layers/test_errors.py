@@ -585,7 +585,7 @@ def test_wrong_bounds_in_plain_pytorch(part):
     ids=lambda x: x.__name__,
 )
 def test_heads_far_wider_than_the_model(layer):
-    """The default size of a head is that of large models, and in a small one makes projections of many times its size."""
+    """The default size of a head is for large models: in a small one it makes projections of many times its size."""
     with pytest.warns(UserWarning, match=r"far wider than hidden_size = 16; .* as head_dim=3$"):
         layer(hidden_size=16, num_heads=5)
     layer(hidden_size=16, num_heads=5, head_dim=3)
