@@ -86,7 +86,8 @@ def _report(trace: Any) -> None:
         from torch._dynamo.exc import Unsupported
 
     error, message = (
-        _traced(trace.get_local(x)._i_will_not_complain_if_bc_breaks_VariableTracker()) for x in ("error", "message")
+        _traced(trace.get_local(x)._i_will_not_complain_if_bc_breaks_VariableTracker())
+        for x in ("error", "message")
     )
     raise Unsupported(f"{error}: {message}")
 

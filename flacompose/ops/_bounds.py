@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from flacompose.ops._checked import checking
 from flacompose.ops._define import define_op
 from flacompose.ops._varlen import check_bounds
 
@@ -18,7 +19,7 @@ Bounds = TypeVar("Bounds", bound=Tensor | None)
 
 
 def _checked(cu_seqlens: Tensor, lengths: Tensor | None, T: int) -> tuple[Tensor, ...]:
-    if cu_seqlens.is_cpu:
+    if cu_seqlens.is_cpu or checking():
         check_bounds(cu_seqlens, T if lengths is None else int(lengths.sum()))
     return (cu_seqlens.clone(),)
 
@@ -32,15 +33,15 @@ _op = define_op(
 )
 
 
-def checked(cu_seqlens: Bounds, T: int, lengths: Tensor | None = None) -> Bounds:
+def verified(cu_seqlens: Bounds, T: int, lengths: Tensor | None = None) -> Bounds:
     """`cu_seqlens` of ``T`` tokens, or of as many as the `lengths` of ranks sum to; on a CPU wrong values are refused.
 
-    Elsewhere no value is read, and wrong ones pass.
+    Elsewhere no value is read but within `flacompose.checked`, and wrong ones pass.
     """
-    if cu_seqlens is None or not cu_seqlens.is_cpu or hasattr(cu_seqlens, "device_mesh"):
+    if cu_seqlens is None or hasattr(cu_seqlens, "device_mesh"):
         return cu_seqlens
     if torch.compiler.is_compiling():
-        return _op(cu_seqlens, lengths, T)
+        return _op(cu_seqlens, lengths, T) if cu_seqlens.is_cpu else cu_seqlens
     if type(cu_seqlens) is Tensor:
         _checked(cu_seqlens, lengths, T)
     return cu_seqlens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flacompose._torch import collectives
-from flacompose.ops._bounds import checked
+from flacompose.ops._bounds import verified
 from flacompose.ops._dtensor import of_shards
 from flacompose.ops._errors import ValueError
 
@@ -101,4 +101,4 @@ def bounds_of_rank(ranks: Ranks, cu_seqlens: Tensor | None, T: int) -> Tensor | 
     if cu_seqlens is None:
         return None
     lengths = lengths_of_ranks(ranks, T, cu_seqlens.device)
-    return (checked(cu_seqlens, T, lengths).long() - lengths[: ranks.rank].sum()).clamp(0, T)
+    return (verified(cu_seqlens, T, lengths).long() - lengths[: ranks.rank].sum()).clamp(0, T)

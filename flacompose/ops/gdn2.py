@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtype import autocast_dtype, product
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
@@ -152,6 +153,8 @@ def _run(
     _check.like(q, "b", b, k.shape)
     _check.like(q, "w", w, v.shape)
     _check.flags(use_qk_l2norm_in_kernel=normalize, use_gate_in_kernel=use_gate)
+    if checking():
+        check_values({"b": b, "w": w, "g": g}, cu_seqlens, () if use_gate else ("g",), lowest=("g",))
     g = decay(q, g, use_gate, A_log, dt_bias, lower_bound, cu_seqlens)
     q, k, v, b, w = without_tail(cu_seqlens, q, k, v, b, w)
     if normalize:

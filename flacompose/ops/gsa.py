@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._bounds import checked
+from flacompose.ops._bounds import verified
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtensor import flatten, unflatten
 from flacompose.ops._dtype import autocast_dtype, state_dtype
 from flacompose.ops._errors import TypeError, ValueError
@@ -133,6 +134,10 @@ def run(
             _check.like(q, f"initial_state[{i}]", x, shape)
         Hk, Hv, z = initial_state if g is None else (*initial_state, None)
     scale = _check.scale(scale, q)
+    if checking():
+        given = {"q": q, "k": k, "v": v, "s": s, "g": g}
+        given |= {f"initial_state[{i}]": x for i, x in enumerate((Hk, Hv, z))}
+        check_values(given, cu_seqlens, gates=("g",), lowest=("s", "initial_state[2]"))
 
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
@@ -155,7 +160,7 @@ def run(
             if groups > 1:
                 q = in_turn(unflatten(q, 2, (H, groups)))
                 k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
-                cu_seqlens = stretched(checked(cu_seqlens, T), groups)
+                cu_seqlens = stretched(verified(cu_seqlens, T), groups)
                 if output_states is not None:
                     form = partial(form, stride=groups)
             read = partial(_read, form, cu_seqlens)

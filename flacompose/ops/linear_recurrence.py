@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtype import autocast_dtype, upcast
 from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import sharing
@@ -101,6 +102,8 @@ def linear_recurrence(
             _check.like(q, name, x, q.shape)
             _check.same_dtype(q, name, x)
     _check.optional(q, "u", u, (H, K))
+    if checking():
+        check_values({"q": q, "gk": gk, "gv": gv, "a": a, "b": b, "u": u}, cu_seqlens, gates=("gk", "gv"))
     before = reads_before(erase)
     _check_combination(gv, beta, a, b, erase, u, read)
 

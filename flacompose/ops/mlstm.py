@@ -139,7 +139,9 @@ def _run(
             _check.tensor(f"initial_state[{j}]", x)
     inputs = op.Inputs(q, k, v, f, None, i, C, cu_seqlens, scale)
     names = {"g": "f", "beta": "i", "initial_state": "initial_state[0]"}
-    check(op, inputs, names, required=("g", "beta"), output_final_state=output_final_state)
+    check(
+        op, inputs, names, required=("g", "beta"), output_final_state=output_final_state, logits=("g", "beta")
+    )
     if n is not None and m is not None:
         N, HV, K = sequence_count(q, cu_seqlens), v.shape[2], q.shape[3]
         _check.like(q, "initial_state[1]", n, (N, HV, K))

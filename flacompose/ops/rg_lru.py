@@ -92,7 +92,7 @@ def _inputs(
 ) -> op.Inputs:
     """The arguments of the op, checked."""
     inputs = op.Inputs(x, r, i, a_param, initial_state, None, cu_seqlens)
-    check(op, inputs)
+    check(op, inputs, logits=("r", "i", "a_param"))
     if reset is None:
         return inputs
     _check.tensor("reset", reset)

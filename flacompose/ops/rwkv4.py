@@ -101,6 +101,6 @@ def _run(
             _check.tensor(f"initial_state[{i}]", x)
     inputs = op.Inputs(v, k, w, u, a, b, m, cu_seqlens)
     names = {f"initial_{x}": f"initial_state[{i}]" for i, x in enumerate("abm")}
-    check(op, inputs, names, output_final_state=output_final_state)
+    check(op, inputs, names, output_final_state=output_final_state, logits=("k", "initial_m"))
     o, *state = form(*inputs)
     return o, (state[0], state[1], state[2]) if output_final_state else None
