@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +69,10 @@ def assume_constant_result(function: AnyFunction) -> AnyFunction:
     return function
 
 
+# The code of functions that catch the errors of what they call, to raise others.
+catching: set[CodeType] = set()
+
+
 def report_from_trace(error: str, message: str) -> None:
     """Have Dynamo, which traces this call, report an error that begins with these two. Outside a trace, do nothing."""
     with private_names():
@@ -79,12 +84,17 @@ def report_from_trace(error: str, message: str) -> None:
 def _report(trace: Any) -> None:
     """What is called by Dynamo, with the locals of the function that it traces.
 
-    It raises what Dynamo raises of code that it cannot trace. That is an error where all has to be one graph, and
+    It raises what Dynamo raises of code that it cannot trace, unless the error will be caught. That is an error where all has to be one graph, and
     elsewhere a reason to run the code as it is, which then raises its own error.
     """
     with private_names():
         from torch._dynamo.exc import Unsupported
 
+    frame = trace._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    while frame is not None:
+        if frame.f_code in catching:
+            return
+        frame = frame.parent
     error, message = (
         _traced(trace.get_local(x)._i_will_not_complain_if_bc_breaks_VariableTracker())
         for x in ("error", "message")

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flacompose._torch import pytree
+from flacompose._torch import catching, pytree
 from flacompose.layers import _check
 from flacompose.layers.layout import distributed_like
 from flacompose.ops._dtype import state_dtype
-from flacompose.ops._errors import TypeError, ValueError
 
 
 class RecurrentState(NamedTuple):
@@ -290,6 +289,9 @@ class StateShapes(NamedTuple):
         keys = state.cache[0] if isinstance(state.cache, (tuple, list)) and state.cache else None
         places = keys.shape[1] if isinstance(keys, Tensor) and keys.ndim == 4 else 0
         return ((places, *self.cache),) * 2
+
+
+catching.add(StateShapes.check.__code__)
 
 
 def _check_tensors(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, ...], ...], N: int) -> None:

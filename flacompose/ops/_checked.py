@@ -96,8 +96,7 @@ def check_values(
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             continue
-        x = x.detach()
-        x = x.to_local() if hasattr(x, "device_mesh") else x  # type: ignore[operator]
+        x = getattr(x, "_local_tensor", x).detach()  # of a DTensor, what this rank has
         if cu_seqlens is not None and x.dim() > 2 and "state" not in name and x.shape[1] % T == 0:
             x = x[
                 :, : end * (x.shape[1] // T)

@@ -84,7 +84,11 @@ def test_one_token_of_mamba() -> None:
 def test_layers_and_models() -> None:
     """The error names the layer whose op got what is wrong, and of a state which part it is."""
     torch.manual_seed(0)
-    model = RecurrentLM(RecurrentConfig(11, 16, 2, 32, "GatedLinearAttention", {"num_heads": 2}))
+    config = RecurrentConfig(
+        vocab_size=11, hidden_size=16, num_hidden_layers=2, intermediate_size=32, layer="GatedLinearAttention",
+        layer_options={"num_heads": 2},
+    )  # fmt: skip
+    model = RecurrentLM(config)
     ids = torch.arange(5)[None]
     with flacompose.checked():
         model(ids)
