@@ -69,8 +69,8 @@ def assume_constant_result(function: AnyFunction) -> AnyFunction:
     return function
 
 
-# The code of functions that catch the errors of what they call, to raise others.
-catching: set[CodeType] = set()
+# The code of functions that catch errors of what they call, to raise others, and the names of these errors.
+catching: dict[CodeType, tuple[str, ...]] = {}
 
 
 def report_from_trace(error: str, message: str) -> None:
@@ -90,15 +90,15 @@ def _report(trace: Any) -> None:
     with private_names():
         from torch._dynamo.exc import Unsupported
 
-    frame = trace._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    while frame is not None:
-        if frame.f_code in catching:
-            return
-        frame = frame.parent
     error, message = (
         _traced(trace.get_local(x)._i_will_not_complain_if_bc_breaks_VariableTracker())
         for x in ("error", "message")
     )
+    frame = trace._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    while frame is not None:
+        if error in catching.get(frame.f_code, ()):
+            return
+        frame = frame.parent
     raise Unsupported(f"{error}: {message}")
 
 

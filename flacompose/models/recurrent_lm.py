@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flacompose._torch import catching
 from flacompose.layers import RMSNorm, RWKV7Attention, _check
 from flacompose.layers.first_values import with_first_values
 from flacompose.layers.forget_gate import ForgetGateLayer
@@ -403,6 +404,9 @@ def _norm(config: RecurrentConfig, **factory: Any) -> nn.Module:
     if config.norm == "rms":
         return RMSNorm(config.hidden_size, True, config.norm_eps, **factory)
     return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias, **factory)
+
+
+catching[RecurrentLM.forward.__code__] = ("StateError",)
 
 
 def _last(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 An error in code that Dynamo traces is reported as "Observed exception", under explanations of Dynamo and hints that do
 not help, with its text at the end. Of these, the report begins with the text. A file whose errors users see while their
 code is compiled imports both from here, under the names of Python's, and raises them as ever. Outside a trace they are
-no more than subclasses of Python's.
+no more than subclasses of Python's, whose `__new__` keeps the message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class ValueError(builtins.ValueError):
     def __init__(self, message: str = "") -> None:
         if torch.compiler.is_dynamo_compiling():
             report_from_trace("ValueError", message)
-        super().__init__(message)
 
 
 class TypeError(builtins.TypeError):
@@ -30,4 +29,3 @@ class TypeError(builtins.TypeError):
     def __init__(self, message: str = "") -> None:
         if torch.compiler.is_dynamo_compiling():
             report_from_trace("TypeError", message)
-        super().__init__(message)

@@ -181,4 +181,6 @@ def test_every_file_raises_errors_that_are_reported_so() -> None:
         for file in (package / folder).glob("*.py"):
             raised = {x for x in ("TypeError", "ValueError") if f"raise {x}(" in file.read_text()}
             module = importlib.import_module(f"flacompose.{folder}.{file.stem}")
-            assert raised <= vars(module).keys() or file.name == "state.py", f"{file} raises Python's own {raised}"
+            assert raised <= vars(module).keys() or file.name == "state.py", (
+                f"{file} raises Python's own {raised}"
+            )
