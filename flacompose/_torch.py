@@ -84,8 +84,8 @@ def report_from_trace(error: str, message: str) -> None:
 def _report(trace: Any) -> None:
     """What is called by Dynamo, with the locals of the function that it traces.
 
-    It raises what Dynamo raises of code that it cannot trace, unless the error will be caught. That is an error where all has to be one graph, and
-    elsewhere a reason to run the code as it is, which then raises its own error.
+    It raises what Dynamo raises of code that it cannot trace, unless the error will be caught. That is an error where
+    all has to be one graph, and elsewhere a reason to run the code as it is, which then raises its own error.
     """
     with private_names():
         from torch._dynamo.exc import Unsupported
