@@ -33,15 +33,16 @@ _op = define_op(
 )
 
 
-def verified(cu_seqlens: Bounds, T: int, lengths: Tensor | None = None) -> Bounds:
+def verified(cu_seqlens: Bounds, T: int, lengths: Tensor | None = None, in_graphs: bool = True) -> Bounds:
     """`cu_seqlens` of ``T`` tokens, or of as many as the `lengths` of ranks sum to; on a CPU wrong values are refused.
 
-    Elsewhere no value is read but within `flacompose.checked`, and wrong ones pass.
+    Elsewhere no value is read but within `flacompose.checked`, and wrong ones pass. What calls an operator with bounds
+    made of these needs no node of its own `in_graphs`: there that operator refuses them, by the bounds that it got.
     """
     if cu_seqlens is None or hasattr(cu_seqlens, "device_mesh"):
         return cu_seqlens
     if torch.compiler.is_compiling():
-        return _op(cu_seqlens, lengths, T) if cu_seqlens.is_cpu else cu_seqlens
+        return _op(cu_seqlens, lengths, T) if in_graphs and cu_seqlens.is_cpu else cu_seqlens
     if type(cu_seqlens) is Tensor:
         _checked(cu_seqlens, lengths, T)
     return cu_seqlens

@@ -160,7 +160,7 @@ def run(
             if groups > 1:
                 q = in_turn(unflatten(q, 2, (H, groups)))
                 k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
-                cu_seqlens = stretched(verified(cu_seqlens, T), groups)
+                cu_seqlens = stretched(verified(cu_seqlens, T, in_graphs=False), groups)
                 if output_states is not None:
                     form = partial(form, stride=groups)
             read = partial(_read, form, cu_seqlens)
