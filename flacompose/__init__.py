@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 from flacompose import layers, models, ops
 from flacompose._peer import absent_from
+from flacompose.ops._checked import checked
 
 __version__ = "0.6.0"
-__all__ = ["layers", "models", "ops"]
+__all__ = ["checked", "layers", "models", "ops"]
 
 if not TYPE_CHECKING:  # which would take every name for one of the module
     __getattr__ = absent_from(__name__)

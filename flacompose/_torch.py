@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -66,6 +67,55 @@ def assume_constant_result(function: AnyFunction) -> AnyFunction:
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+# The code of functions that catch errors of what they call, to raise others, and the names of these errors.
+catching: dict[CodeType, tuple[str, ...]] = {}
+
+
+def report_from_trace(error: str, message: str) -> None:
+    """Have Dynamo, which traces this call, report an error that begins with these two. Outside a trace, do nothing."""
+    with private_names():
+        from torch._dynamo.comptime import comptime  # slow to import, and while Dynamo traces it is imported
+
+    comptime(_report)
+
+
+def _report(trace: Any) -> None:
+    """What is called by Dynamo, with the locals of the function that it traces.
+
+    It raises what Dynamo raises of code that it cannot trace, unless the error will be caught. That is an error where
+    all has to be one graph, and elsewhere a reason to run the code as it is, which then raises its own error.
+    """
+    with private_names():
+        from torch._dynamo.exc import Unsupported
+
+    error, message = (
+        _traced(trace.get_local(x)._i_will_not_complain_if_bc_breaks_VariableTracker())
+        for x in ("error", "message")
+    )
+    frame = trace._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    while frame is not None:
+        if error in catching.get(frame.f_code, ()):
+            return
+        frame = frame.parent
+    raise Unsupported(f"{error}: {message}")
+
+
+def _traced(x: Any) -> Any:
+    """What Dynamo's `x` stands for: a constant, the number that a symbol has in this call, a tuple or a string."""
+    x = x.realize()
+    if x.is_python_constant():
+        return x.as_python_constant()
+    if hasattr(x, "sym_num"):
+        try:
+            return torch.fx.experimental.symbolic_shapes.guard_scalar(x.sym_num)
+        except RuntimeError:  # only the data know it
+            return x.sym_num
+    if hasattr(x, "format_string"):
+        named = {name: _traced(y) for name, y in x.sym_kwargs.items()}
+        return x.format_string.format(*map(_traced, x.sym_args), **named)
+    return tuple(map(_traced, x.items))
 
 
 def is_exporting() -> bool:

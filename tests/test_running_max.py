@@ -54,7 +54,7 @@ def assert_right(inputs: op.Inputs, results: tuple[Tensor, ...]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("T", "bounds", "state"),
-    [(1, None, True), (64, None, False), (70, None, True), (70, (2, 2, 5, 36, 36, 61), True)],
+    [(1, None, True), (64, None, False), (70, None, True), (70, (0, 0, 5, 36, 36, 61), True)],
     ids=str,
 )
 def test_values(T: int, bounds: tuple[int, ...] | None, state: bool, dtype: torch.dtype) -> None:

@@ -562,6 +562,7 @@ OPTION_ERRORS = [
     ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
     ({"chunk_size": 2.0}, TypeError, "chunk_size must be an int, got float"),
     ({"dt_softplus": "False"}, TypeError, "dt_softplus must be a bool, got 'False'"),
+    ({"return_final_states": "yes"}, TypeError, "return_final_states must be a bool, got 'yes'"),
     ({"dt_limit": (1.0, 0.5)}, ValueError, "dt_limit must be two ascending bounds of at least 0, got (1.0, 0.5)"),
     ({"dt_limit": None}, TypeError, "dt_limit must be a tuple of two bounds, got NoneType"),
     ({"dt_limit": (None, 0.5)}, TypeError, "dt_limit[0] must be a number, got NoneType"),

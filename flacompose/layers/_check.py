@@ -28,6 +28,7 @@ from flacompose.ops._check import is_empty as is_empty
 from flacompose.ops._check import not_empty as not_empty
 from flacompose.ops._check import not_negative as not_negative
 from flacompose.ops._check import tensor as tensor
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._sizes import always_true, violated
 
 

@@ -16,6 +16,7 @@ from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_abc, fused_recurrent_gsa
+from flacompose.ops._errors import ValueError
 
 
 class ABCAttention(RecurrentLayer):

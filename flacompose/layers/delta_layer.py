@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +27,13 @@ class DeltaLayer(RecurrentLayer):
         """Check these arguments, keep what follows from them, and return ``H, HV, K, V``."""
         HV, V, parts = value_heads(num_heads, num_v_heads, head_dim, expand_v)
         H, K = num_heads, head_dim
+        if H * K > 4 * self.hidden_size:
+            warnings.warn(
+                f"queries and keys of num_heads * head_dim = {H} * {K} channels are far wider than "
+                f"hidden_size = {self.hidden_size}; a smaller head_dim may be meant, as "
+                f"head_dim={max(self.hidden_size // H, 1)}",
+                stacklevel=3,
+            )
         self.num_heads, self.num_v_heads, self.head_dim, self.value_parts = H, HV, head_dim, parts
         self.key_dim, self.value_dim, self.head_k_dim, self.head_v_dim = H * K, HV * V, K, V
         return H, HV, K, V

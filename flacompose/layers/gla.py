@@ -14,6 +14,7 @@ from flacompose.layers.recurrent import factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 
 
 class GatedLinearAttention(GatedOutputLayer):

@@ -16,6 +16,7 @@ from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_rg_lru, fused_recurrent_rg_lru
 from flacompose.ops._dtensor import flatten
+from flacompose.ops._errors import ValueError
 
 
 class GriffinRecurrentBlock(RecurrentLayer):

@@ -16,6 +16,7 @@ from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 
 
 class GatedSlotAttention(RecurrentLayer):

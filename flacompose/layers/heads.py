@@ -9,6 +9,7 @@ from torch import Tensor
 from flacompose.layers import _check
 from flacompose.ops._check import MAX_HEAD_SIZE
 from flacompose.ops._dtensor import flatten, shards, unflatten
+from flacompose.ops._errors import ValueError
 
 
 def heads_of(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flacompose.ops._dtensor import split
+from flacompose.ops._errors import TypeError, ValueError
 
 # Rows of the joint weight, and with them outputs of each token, are filled up to a multiple of this. Matrix products of
 # 16-bit numbers are fast where rows take a multiple of 16 bytes.

@@ -14,6 +14,7 @@ from flacompose.layers.recurrent import factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_kda, fused_recurrent_kda
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops.gated_delta_rule import log_decay
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from flacompose.layers import _check
 from flacompose.ops import _states
 from flacompose.ops._dtensor import replicated
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import violated
 from flacompose.ops._varlen import inside

@@ -12,6 +12,7 @@ from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
+from flacompose.ops._errors import ValueError
 from flacompose.ops.lightning_attn import check_decay, log_decay
 
 

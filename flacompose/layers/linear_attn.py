@@ -15,6 +15,7 @@ from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops._check import MAX_HEAD_SIZE
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 
 
 class LinearAttention(RecurrentLayer):

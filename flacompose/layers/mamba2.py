@@ -20,6 +20,7 @@ from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._dtensor import flatten, split
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._gates import time_step
 from flacompose.ops.ssd import check_dt_limit, chunk_ssd, recurrent_ssd
 

@@ -15,6 +15,7 @@ from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._dtensor import flatten, split, unflatten
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._gates import time_step
 from flacompose.ops._mamba3 import Scanned, States, scan
 from flacompose.ops.families.gated_skip.op import gated_skip

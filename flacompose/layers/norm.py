@@ -11,6 +11,7 @@ from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.ops._dtensor import unflatten
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:

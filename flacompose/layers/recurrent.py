@@ -16,6 +16,7 @@ from flacompose.layers.layout import Layout, distributed_like, layout
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.ops._dtype import autocast_dtype
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared, sharing
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops._wide import Op, by_values

@@ -21,6 +21,7 @@ from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
 from flacompose.ops import chunk_dplr_delta_rule, fused_recurrent_dplr_delta_rule
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 
 
 class RWKV7Attention(RecurrentLayer):

@@ -15,8 +15,10 @@ from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.layout import distributed_like, take
 from flacompose.ops import _states
+from flacompose.ops._bounds import verified
 from flacompose.ops._carry import last_tokens
 from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared, sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import bounds, sequence_of
@@ -243,7 +245,7 @@ class ShortConvolution(nn.Module):
     def _packed(self, x: Tensor, state: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Several sequences in one row."""
         T, W = x.shape[1], self.kernel_size
-        cu = bounds(cu_seqlens, T)
+        cu = bounds(verified(cu_seqlens, T), T)
         begin, end = cu[:-1], cu[1:]
         t = torch.arange(T, device=x.device)
         age = (t - cu[sequence_of(t, cu)])[:, None]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flacompose._torch import pytree
+from flacompose._torch import catching, pytree, report_from_trace
 from flacompose.layers import _check
 from flacompose.layers.layout import distributed_like
 from flacompose.ops._dtype import state_dtype
@@ -203,8 +203,12 @@ def kind_of(x: Any) -> str:
 class StateError(Exception):
     """A layer has refused a state: the message, and the layer's `StateShapes`, by which a model tells its layers apart.
 
-    These are `args`, since Dynamo traces no constructor of an exception that does more.
+    These are `args`, since Dynamo traces no constructor of an exception that keeps more.
     """
+
+    def __init__(self, message: str, shapes: StateShapes) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            report_from_trace("StateError", message)
 
     def __str__(self) -> str:
         return self.args[0]
@@ -294,6 +298,9 @@ class StateShapes(NamedTuple):
         keys = state.cache[0] if isinstance(state.cache, (tuple, list)) and state.cache else None
         places = keys.shape[1] if isinstance(keys, Tensor) and keys.ndim == 4 else 0
         return ((places, *self.cache),) * 2
+
+
+catching[StateShapes.check.__code__] = "TypeError", "ValueError"
 
 
 def _check_tensors(x: Tensor, name: str, values: Any, shapes: tuple[tuple[int, ...], ...], N: int) -> None:

@@ -15,6 +15,7 @@ from flacompose.layers.recurrent import Factory, RecurrentLayer, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
 from flacompose.ops._dtype import autocast_on, upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._wide import Op, by_keys, by_values
 
 

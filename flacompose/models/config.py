@@ -12,6 +12,7 @@ from flacompose.layers import _check
 from flacompose.layers.activation import ACTIVATIONS
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.recurrent import RecurrentLayer
+from flacompose.ops._errors import TypeError, ValueError
 
 # Arguments of layers that the model gives.
 _GIVEN = ("hidden_size", "d_model", "layer_idx", "num_hidden_layers", "device", "dtype")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flacompose._torch import pytree
 from flacompose.layers import _check
 from flacompose.ops._check import kind
+from flacompose.ops._errors import TypeError, ValueError
 
 _WARM_UPS = 3  # calls before a CUDA graph is recorded: the first compiles
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flacompose._peer import explained
-from flacompose._torch import is_exporting
+from flacompose._torch import catching, is_exporting
 from flacompose.layers import RMSNorm, RWKV7Attention, _check
 from flacompose.layers.first_values import with_first_values
 from flacompose.layers.forget_gate import ForgetGateLayer
@@ -26,6 +26,7 @@ from flacompose.models.decoder import Decoder, check_decoder
 from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward, SwiGLU
 from flacompose.models.hub import import_mixin, is_of_hub
 from flacompose.models.softmax_attention import SoftmaxAttention
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared
 from flacompose.ops._states import MAX_STATES
 from flacompose.ops._token_shift import last_of
@@ -541,6 +542,9 @@ def _norm(config: RecurrentConfig, **factory: Any) -> nn.Module:
     if config.norm == "rms":
         return RMSNorm(config.hidden_size, True, config.norm_eps, **factory)
     return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias, **factory)
+
+
+catching[RecurrentLM.forward.__code__] = ("StateError",)
 
 
 def _last(x: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.layers import _check
+from flacompose.ops._errors import ValueError
 
 
 def check(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -16,6 +16,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import Ranks, gathered, lengths_of_ranks, of_all, sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import bounds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -10,20 +10,31 @@ from torch import Tensor
 
 from flacompose._torch import assume_constant_result
 from flacompose.ops import _check
+from flacompose.ops._checked import check_values, checking
+from flacompose.ops._errors import ValueError
 from flacompose.ops._sizes import violated
 from flacompose.ops.families._signature import Argument
 
 
 def check(
-    op: ModuleType, inputs: Any, names: Mapping[str, str] | None = None, required: tuple[str, ...] = ()
+    op: ModuleType,
+    inputs: Any,
+    names: Mapping[str, str] | None = None,
+    required: tuple[str, ...] = (),
+    output_final_state: bool = False,
+    logits: Collection[str] = (),
+    values: bool = True,
 ) -> None:
-    """Check all tensors of the `inputs` of the family `op`, without reading their values.
+    """Check all tensors of the `inputs` of the family `op`, without reading their values, and the flag.
 
     The axes that the family's signature has for a tensor say which shape it must have: the first tensor with an axis
     gives its size, ``HV`` is a multiple of ``H``, and ``N`` is the number of sequences. All are floats on the device of
     the first input, and those that autocast casts have its dtype. Errors call an input as `names` does, or as the
-    family does. Those that are `required` may not be absent, though the family would take them so.
+    family does. Those that are `required` may not be absent, though the family would take them so. The `logits` are
+    those of which the public function makes what the family takes. Within `flacompose.checked`, their `values`
+    are checked too.
     """
+    _check.flags(output_final_state=output_final_state)
     names = names or {}
     first_argument = inputs._fields[0]
     first, first_name = inputs[0], names.get(first_argument, first_argument)
@@ -55,6 +66,11 @@ def check(
             _check.not_empty(name, x)
         if argument == first_argument:
             sizes["N"] = _check.sequences(x, inputs.cu_seqlens, first_name)
+    if values and checking():
+        present = {x: names.get(x, x) for x in op.SIGNATURE.differentiable if getattr(inputs, x) is not None}
+        given = {name: getattr(inputs, x) for x, name in present.items()}
+        decays = [name for x, name in present.items() if x in op.SIGNATURE.gates and x not in logits]
+        check_values(given, inputs.cu_seqlens, decays, [name for x, name in present.items() if x in logits])
 
 
 @assume_constant_result

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import autocast_on
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import violated
 
@@ -21,7 +22,7 @@ MAX_HEAD_SIZE = 512
 
 def tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}{_of_a_layer(x)}")
     if x.is_nested or x.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
 
@@ -97,9 +98,32 @@ def like(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str = "q
 def shape_and_device(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) -> None:
     """Check that the tensor `x` has this shape, and is on the device of `q`, which errors call `q_name`."""
     if not has_shape(x, shape):
-        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+        why = _layout(q, name, x, shape, q_name)
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}{why}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of {q_name}, {q.device}, got {x.device}")
+
+
+def _layout(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) -> str:
+    """What errors say of a tensor of a wrong shape which would be right, or whose `q` would be, in another layout."""
+    if x.dim() != len(shape) or x.dim() < 3:
+        return ""
+    if "state" in name.lower():
+        if has_shape(x, [*shape[:-2], shape[-1], shape[-2]]):
+            axes = "states are [N, H, K, V], so " if name.startswith("initial_state") and x.dim() == 4 else ""
+            return f": its last two axes are the other way round; {axes}give {name}.mT"
+        if q.dim() == 4 and has_shape(x, [shape[0], q.shape[1], *shape[2:]]):
+            return f": it has as many heads as {q_name} has tokens; is {q_name} head-first? It must be [B, T, H, ...]"
+        return ""
+    T = q.shape[1]
+    if not violated(shape[1] == T) and violated(x.shape[1] == T) and not violated(x.shape[2] == T):
+        return f": head-first, or {q_name} is; all tensors of tokens are [B, T, H, ...]"
+    return ""
+
+
+def _of_a_layer(x: object) -> str:
+    """What errors add where the state of a layer is given, of which an op takes a part."""
+    return ": of the state of a layer, give .recurrent" if hasattr(x, "recurrent") else ""
 
 
 def optional(q: Tensor, name: str, x: Tensor | None, shape: tuple[int, ...], q_name: str = "q") -> None:
@@ -206,8 +230,9 @@ def scale(x: float | None, q: Tensor) -> float:
 
 
 def kind(x: object) -> str:
-    """What to call `x` in an error: its type, and its length if it is a tuple or a list."""
-    return type(x).__name__ + (f" of {len(x)}" if isinstance(x, (tuple, list)) else "")
+    """What to call `x`, which should be a state, in an error: its type, and its length if it is a tuple or a list."""
+    length = f" of {len(x)}" if isinstance(x, (tuple, list)) else ""
+    return type(x).__name__ + length + _of_a_layer(x)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -29,8 +29,9 @@ from flacompose.ops._chip import chip_of, is_here, runs_kernels, warn_of_eager
 from flacompose.ops._derivatives import derivative_kernels, vmap_rule_of
 from flacompose.ops._flops import count_flops
 from flacompose.ops._launching import launching_by
-from flacompose.ops._schema import axis_position
+from flacompose.ops._schema import axis_position, names_of
 from flacompose.ops._sharding import shardings_of, unregistered
+from flacompose.ops._varlen import check_bounds
 
 # A collected Library takes its registrations with it.
 LIBRARY = torch.library.Library("flacompose", "FRAGMENT")
@@ -95,6 +96,7 @@ def define_op(
     returned = _returned_by(op)
 
     LIBRARY.impl(name, returned(eager), "CompositeExplicitAutograd")
+    LIBRARY.impl(name, returned(_with_bounds_checked(op, eager)), "CPU")
     torch.library.register_fake(op, returned(fake), lib=LIBRARY)
     if triton is not None:
         if find_spec("triton") is not None and torch.version.hip is None:
@@ -118,6 +120,24 @@ def _returned_by(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[...,
     if len(op._schema.returns) > 1:
         return lambda function: function
     return lambda function: lambda *args: function(*args)[0]
+
+
+def _with_bounds_checked(op: OpOverload, eager: Callable[..., Any]) -> Callable[..., Any]:
+    """`eager` for the CPU, where the values of `cu_seqlens` can be read, so that a call with wrong ones is refused.
+
+    A backward gets those of its forward, which has checked them.
+    """
+    names = names_of(op._schema.arguments)
+    if "cu_seqlens" not in names[1:] or "output_mask" in names:
+        return eager
+    at = names.index("cu_seqlens")
+
+    def implementation(*args: Any) -> Any:
+        if args[at] is not None:
+            check_bounds(args[at], args[0].shape[1])
+        return eager(*args)
+
+    return implementation
 
 
 def _inductor_compiles(ahead_of_time: bool) -> bool:

@@ -25,6 +25,7 @@ from flacompose._torch import (
     unpack_dual,
 )
 from flacompose.ops._dtype import AUTOCAST_DEVICES, autocast_on
+from flacompose.ops._errors import ValueError
 from flacompose.ops._schema import names_of, primal_of, tensor_positions, unwanted_results, with_values
 from flacompose.ops._sharding import register_shardings
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flacompose.ops._errors import TypeError
+
 
 def replicated(x: Tensor, like: Tensor) -> Tensor:
     """``x``, the same on every rank, as a DTensor if `like` is one: PyTorch mixes no plain tensors with these."""

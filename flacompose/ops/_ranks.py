@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from flacompose._torch import collectives
+from flacompose.ops._bounds import verified
 from flacompose.ops._dtensor import of_shards
+from flacompose.ops._errors import ValueError
 
 
 class Ranks(NamedTuple):
@@ -98,5 +100,5 @@ def bounds_of_rank(ranks: Ranks, cu_seqlens: Tensor | None, T: int) -> Tensor | 
     """The bounds within this rank's ``T`` tokens of sequences whose bounds in the whole row are `cu_seqlens`."""
     if cu_seqlens is None:
         return None
-    before = lengths_of_ranks(ranks, T, cu_seqlens.device)[: ranks.rank].sum()
-    return (cu_seqlens.long() - before).clamp(0, T)
+    lengths = lengths_of_ranks(ranks, T, cu_seqlens.device)
+    return (verified(cu_seqlens, T, lengths).long() - lengths[: ranks.rank].sum()).clamp(0, T)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import violated
 
@@ -32,6 +33,7 @@ def recurrent_form(
     With `output_states` it is the form whose second result is that many states; `stride` tokens of the op then stand
     for one of ``x [B, T, ...]``.
     """
+    _check.flags(output_final_state=output_final_state)
     if sharing() is not None:
         raise ValueError(
             "a function that computes token by token must not be called across ranks: use its chunk form"

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _states
+from flacompose.ops._bounds import verified
 from flacompose.ops._carry import last_tokens
 from flacompose.ops._ranks import Ranks, sharing
 from flacompose.ops._sizes import always_true
@@ -25,6 +26,7 @@ def token_shift(
     """
     ranks = sharing()
     if ranks is None:
+        cu_seqlens = verified(cu_seqlens, x.shape[1])
         before = None if last is None else last.to(x.dtype)
         return shifted(x, before, cu_seqlens), last_of(x, last, lengths, cu_seqlens, num_states)
     before, after = _neighbours(ranks, x, last, lengths, cu_seqlens)

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from reprlib import Repr
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flacompose.ops._dtensor import replicated
+from flacompose.ops._errors import ValueError
+
+_SHOWN = Repr()
+_SHOWN.maxlist = 32
 
 
 def sequence_count(x: Tensor, cu_seqlens: Tensor | None) -> int:
     """The number of sequences ``N`` in ``x [B, T, ...]``: one per row of the batch, or those that are packed."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def check_bounds(cu_seqlens: Tensor, T: int) -> None:
+    """Check the values of `cu_seqlens` for ``T`` packed tokens. They are read, so it waits for a GPU."""
+    values = cu_seqlens.tolist()
+    if values[0] == 0 and values[-1] <= T and values == sorted(values):
+        return
+    got = f"got {_SHOWN.repr(values)}"
+    if values[0] != 0:
+        raise ValueError(
+            f"cu_seqlens must begin with 0, {got}; the bounds of sequences of given lengths are "
+            "F.pad(lengths.cumsum(0), (1, 0))"
+        )
+    for i, (start, end) in enumerate(zip(values, values[1:])):
+        if end < start:
+            raise ValueError(f"cu_seqlens must ascend, {got}, where {end} follows {start} at index {i + 1}")
+    raise ValueError(f"cu_seqlens must end at the number of tokens T = {T} at most, {got}")
 
 
 def bounds(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -9,6 +9,7 @@ from flacompose.ops import _check, _states
 from flacompose.ops._call import check
 from flacompose.ops._carry import last_tokens
 from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import sharing
 from flacompose.ops.families.short_conv import op
 
@@ -56,7 +57,7 @@ def causal_conv1d(
         TypeError: If an argument has the wrong type or dtype.
     """
     inputs = op.Inputs(x, weight, bias, initial_state, cu_seqlens, silu=activation is not None)
-    check(op, inputs)
+    check(op, inputs, output_final_state=output_final_state)
     if not _check.is_one_of(activation, "silu", "swish", None):
         raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
     if output_states is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._errors import ValueError
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
 from flacompose.ops.families.delta_rule import op
@@ -70,6 +71,7 @@ def chunk_comba(
     before = reads_before(erase)
     scale = _check.scale(scale, q)
     given = op.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale, before)
+    _check.flags(output_final_state=output_final_state)
     return run(op.chunk, _inputs(given, use_qk_l2norm_in_kernel), output_final_state)
 
 

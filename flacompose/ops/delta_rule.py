@@ -61,7 +61,7 @@ def chunk_delta_rule(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs)
+    check(op, inputs, output_final_state=output_final_state)
     _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         inputs = with_norms(inputs)

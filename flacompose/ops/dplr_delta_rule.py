@@ -59,7 +59,7 @@ def chunk_dplr_delta_rule(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, a, b, gk, initial_state, cu_seqlens, scale)
-    check(op, inputs, required=("gk",))
+    check(op, inputs, required=("gk",), output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
 

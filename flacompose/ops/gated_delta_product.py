@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._bounds import verified
 from flacompose.ops._call import check, run
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtype import upcast
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import stretched, without_tail
@@ -119,6 +121,7 @@ def _product(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, and call one form of the family's op on the steps of all tokens."""
+    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, output_final_state=output_final_state)
     _check.count("num_householder", n)
     _check.axes("q", q, ("B", "T", "H", "K"))
     _check.not_empty("q", q)
@@ -127,9 +130,12 @@ def _product(
     _check.same_dtype(q, "k", k)
     scale = _check.scale(scale, q)
     # The operator sees one query for each step, so keys stand in for queries here.
-    check(op, op.Inputs(k, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens))
+    check(op, op.Inputs(k, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens), values=False)
     _check.optional(q, "g", g, (B, T, v.shape[2]))
-    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    if checking():
+        given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
+        check_values(given, cu_seqlens, gates=("g",))
+    cu_seqlens = verified(cu_seqlens, T, in_graphs=False)
     if use_qk_l2norm_in_kernel:
         (q,) = without_tail(cu_seqlens, q)
         (k,) = without_tail(stretched(cu_seqlens, n), k)

@@ -10,6 +10,7 @@ from torch import Tensor, finfo
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._gates import bounded
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
@@ -79,7 +80,8 @@ def chunk_gated_delta_rule(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs, required=("g",))
+    logits = () if use_gate_in_kernel is False else ("g",)
+    check(op, inputs, required=("g",), logits=logits, output_final_state=output_final_state)
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,
@@ -117,7 +119,8 @@ def fused_recurrent_gated_delta_rule(
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs, required=("g",))
+    logits = () if use_gate_in_kernel is False else ("g",)
+    check(op, inputs, required=("g",), logits=logits)
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval,

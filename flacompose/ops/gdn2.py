@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtype import autocast_dtype, product
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import without_tail
@@ -147,11 +148,13 @@ def _run(
     scale = _check.scale(scale, q)
     # The arguments that are checked as those of scalar decay, which has no `beta`: here that is made of the others.
     given = scalar_decay.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(scalar_decay, given)
+    check(scalar_decay, given, output_final_state=output_final_state)
     _check.like(q, "g", g, (*v.shape[:3], q.shape[3]))
     _check.like(q, "b", b, k.shape)
     _check.like(q, "w", w, v.shape)
     _check.flags(use_qk_l2norm_in_kernel=normalize, use_gate_in_kernel=use_gate)
+    if checking():
+        check_values({"b": b, "w": w, "g": g}, cu_seqlens, () if use_gate else ("g",), lowest=("g",))
     g = decay(q, g, use_gate, A_log, dt_bias, lower_bound, cu_seqlens)
     q, k, v, b, w = without_tail(cu_seqlens, q, k, v, b, w)
     if normalize:

@@ -49,7 +49,7 @@ def chunk_gla(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs, {"gk": "g"}, required=("gk",))
+    check(op, inputs, {"gk": "g"}, required=("gk",), output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
 

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._bounds import verified
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtensor import flatten, unflatten
 from flacompose.ops._dtype import autocast_dtype, state_dtype
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._groups import by_head, in_turn, spread
 from flacompose.ops._logsumexp import running_logsumexp
 from flacompose.ops._sizes import always_true
@@ -116,6 +119,7 @@ def run(
     by_tokens: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """Check the arguments, and call a form of vector decay's op twice; `by_tokens`, slot attention's for one token."""
+    _check.flags(output_final_state=output_final_state)
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
     groups = _check_tokens(q, k, v, s, g)
     B, T, H, K = k.shape
@@ -130,6 +134,10 @@ def run(
             _check.like(q, f"initial_state[{i}]", x, shape)
         Hk, Hv, z = initial_state if g is None else (*initial_state, None)
     scale = _check.scale(scale, q)
+    if checking():
+        given = {"q": q, "k": k, "v": v, "s": s, "g": g}
+        given |= {f"initial_state[{i}]": x for i, x in enumerate((Hk, Hv, z))}
+        check_values(given, cu_seqlens, gates=("g",), lowest=("s", "initial_state[2]"))
 
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
@@ -152,7 +160,7 @@ def run(
             if groups > 1:
                 q = in_turn(unflatten(q, 2, (H, groups)))
                 k, v, s, g = (spread(x, groups) for x in (k, v, s, g))
-                cu_seqlens = stretched(cu_seqlens, groups)
+                cu_seqlens = stretched(verified(cu_seqlens, T, in_graphs=False), groups)
                 if output_states is not None:
                     form = partial(form, stride=groups)
             read = partial(_read, form, cu_seqlens)

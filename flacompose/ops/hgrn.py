@@ -41,7 +41,7 @@ def chunk_hgrn(
         TypeError: If an argument has the wrong type or dtype.
     """
     inputs = op.Inputs(x, g, initial_state, cu_seqlens)
-    check(op, inputs)
+    check(op, inputs, output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
 

@@ -54,7 +54,7 @@ def chunk_iplr_delta_rule(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, a, b, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs)
+    check(op, inputs, output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
 

@@ -76,7 +76,8 @@ def chunk_kda(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs, {"gk": "g"}, required=("gk",))
+    logits = () if use_gate_in_kernel is False else ("gk",)
+    check(op, inputs, {"gk": "g"}, required=("gk",), logits=logits, output_final_state=output_final_state)
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, lower_bound,
@@ -115,7 +116,8 @@ def fused_recurrent_kda(
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs, {"gk": "g"}, required=("gk",))
+    logits = () if use_gate_in_kernel is False else ("gk",)
+    check(op, inputs, {"gk": "g"}, required=("gk",), logits=logits)
     inputs = with_gates(
         inputs, use_qk_l2norm_in_kernel, use_gate_in_kernel, A_log, dt_bias, use_beta_sigmoid_in_kernel,
         allow_neg_eigval, lower_bound,

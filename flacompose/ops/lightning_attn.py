@@ -9,6 +9,7 @@ from flacompose.ops import _check
 from flacompose.ops._call import check, run
 from flacompose.ops._dtensor import replicated
 from flacompose.ops._dtype import state_dtype
+from flacompose.ops._errors import ValueError
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.scalar_decay import op
 
@@ -63,7 +64,7 @@ def chunk_lightning_attn(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs)
+    check(op, inputs, output_final_state=output_final_state)
     inputs = inputs._replace(g_gamma=log_decay(v.shape[2], layer_idx, num_layers, decay, q))
     return run(op.chunk, inputs, output_final_state)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
 from flacompose.ops._dtype import autocast_dtype, autocast_on, upcast
+from flacompose.ops._errors import TypeError
 from flacompose.ops._states import recurrent_form
 from flacompose.ops._varlen import sequence_count
 from flacompose.ops.families.scalar_decay import op
@@ -103,7 +104,7 @@ def _run(
     normalize: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
-    _check.flags(normalize=normalize)
+    _check.flags(normalize=normalize, output_final_state=output_final_state)
     scale = _check.scale(scale, q)
     if not normalize:
         if isinstance(initial_state, (tuple, list)):

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import sharing
 from flacompose.ops._sizes import always_true
 from flacompose.ops._varlen import without_tail
@@ -91,7 +93,7 @@ def linear_recurrence(
     """
     scale = _check.scale(scale, q)
     inputs = scalar_decay.Inputs(q, k, v, g, None, beta, initial_state, cu_seqlens, scale)
-    check(scalar_decay, inputs)
+    check(scalar_decay, inputs, output_final_state=output_final_state)
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
     _check.optional(q, "gk", gk, (B, T, HV, K))
     _check.optional(q, "gv", gv, (B, T, HV, V))
@@ -100,6 +102,8 @@ def linear_recurrence(
             _check.like(q, name, x, q.shape)
             _check.same_dtype(q, name, x)
     _check.optional(q, "u", u, (H, K))
+    if checking():
+        check_values({"q": q, "gk": gk, "gv": gv, "a": a, "b": b, "u": u}, cu_seqlens, gates=("gk", "gv"))
     before = reads_before(erase)
     _check_combination(gv, beta, a, b, erase, u, read)
 

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtype import autocast_dtype, upcast
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._mamba3 import Scanned, States, scan
 from flacompose.ops._varlen import without_tail
 
@@ -239,6 +241,20 @@ def _check_all(
     _check.optional(V, "D", D, (H,), q_name="V")
     _check.optional(V, "Z", Z, V.shape, q_name="V")
     _check.count("chunk_size", chunk_size)
+    if checking():
+        values = {
+            "V": V,
+            "Q": Q,
+            "K": K,
+            "ADT": ADT,
+            "DT": DT,
+            "Trap": Trap,
+            "Q_bias": Q_bias,
+            "K_bias": K_bias,
+        }
+        check_values(
+            values | {"Angles": Angles, "D": D, "Z": Z}, cu_seqlens, gates=("ADT",), lowest=("Trap",)
+        )
     if given is None:
         return States()
     if not isinstance(given, (tuple, list)) or len(given) != 4:

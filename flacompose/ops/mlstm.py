@@ -11,6 +11,7 @@ from torch import Tensor
 from flacompose.ops import _check
 from flacompose.ops._call import check
 from flacompose.ops._dtype import autocast_dtype, state_dtype, upcast
+from flacompose.ops._errors import TypeError
 from flacompose.ops._gates import log_sigmoid
 from flacompose.ops._sizes import always_true
 from flacompose.ops._states import last, recurrent_form
@@ -138,7 +139,9 @@ def _run(
             _check.tensor(f"initial_state[{j}]", x)
     inputs = op.Inputs(q, k, v, f, None, i, C, cu_seqlens, scale)
     names = {"g": "f", "beta": "i", "initial_state": "initial_state[0]"}
-    check(op, inputs, names, required=("g", "beta"))
+    check(
+        op, inputs, names, required=("g", "beta"), output_final_state=output_final_state, logits=("g", "beta")
+    )
     if n is not None and m is not None:
         N, HV, K = sequence_count(q, cu_seqlens), v.shape[2], q.shape[3]
         _check.like(q, "initial_state[1]", n, (N, HV, K))

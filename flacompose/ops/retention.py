@@ -52,7 +52,7 @@ def chunk_retention(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(op, inputs)
+    check(op, inputs, output_final_state=output_final_state)
     inputs = inputs._replace(g_gamma=log_decay(v.shape[2], q))
     return run(op.chunk, inputs, output_final_state)
 

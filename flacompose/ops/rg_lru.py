@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._errors import TypeError
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.rg_lru import op
 
@@ -52,6 +53,7 @@ def chunk_rg_lru(
         ValueError: If a shape or a device is wrong.
         TypeError: If an argument has the wrong type or dtype.
     """
+    _check.flags(output_final_state=output_final_state)
     return run(op.chunk, _inputs(x, r, i, a_param, reset, initial_state, cu_seqlens), output_final_state)
 
 
@@ -90,7 +92,7 @@ def _inputs(
 ) -> op.Inputs:
     """The arguments of the op, checked."""
     inputs = op.Inputs(x, r, i, a_param, initial_state, None, cu_seqlens)
-    check(op, inputs)
+    check(op, inputs, logits=("r", "i", "a_param"))
     if reset is None:
         return inputs
     _check.tensor("reset", reset)

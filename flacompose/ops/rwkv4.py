@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flacompose.ops import _check
 from flacompose.ops._call import check
+from flacompose.ops._errors import TypeError
 from flacompose.ops._states import recurrent_form
 from flacompose.ops.families.rwkv4 import op
 
@@ -99,6 +100,7 @@ def _run(
         for i, x in enumerate(initial_state):
             _check.tensor(f"initial_state[{i}]", x)
     inputs = op.Inputs(v, k, w, u, a, b, m, cu_seqlens)
-    check(op, inputs, {f"initial_{x}": f"initial_state[{i}]" for i, x in enumerate("abm")})
+    names = {f"initial_{x}": f"initial_state[{i}]" for i, x in enumerate("abm")}
+    check(op, inputs, names, output_final_state=output_final_state, logits=("k", "initial_m"))
     o, *state = form(*inputs)
     return o, (state[0], state[1], state[2]) if output_final_state else None

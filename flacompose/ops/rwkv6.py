@@ -54,7 +54,7 @@ def chunk_rwkv6(
     """
     scale = _check.scale(scale, r)
     inputs = op.Inputs(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
-    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "u"))
+    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "u"), output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
 

@@ -58,7 +58,7 @@ def chunk_rwkv7(
     """
     scale = _check.scale(scale, r)
     inputs = op.Inputs(r, k, v, a, b, w, initial_state, cu_seqlens, scale)
-    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk",))
+    check(op, inputs, {"q": "r", "gk": "w"}, required=("gk",), output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
 

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import ValueError
 from flacompose.ops._gates import time_step
 from flacompose.ops._varlen import inside
 from flacompose.ops.families.selective_scan import op
@@ -87,8 +89,12 @@ def selective_scan_fn(
     _check.optional(u, "D", D, (channels,), q_name="u")
     _check.optional(u, "z", z, u.shape, q_name="u")
     _check.parameter(u, "delta_bias", delta_bias, (channels,), q_name="u")
-    _check.flags(delta_softplus=delta_softplus)
+    _check.flags(delta_softplus=delta_softplus, return_last_state=return_last_state)
     _check.optional(u, "initial_states", initial_states, (N, channels, S), q_name="u")
+
+    if checking():
+        values = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
+        check_values(values | {"initial_states": initial_states}, cu_seqlens, gates=("A",), lowest=("delta",))
 
     more_than_scan = D is not None or z is not None or delta_bias is not None or delta_softplus
     tokens = None

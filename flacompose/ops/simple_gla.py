@@ -56,7 +56,7 @@ def chunk_simple_gla(
     """
     scale = _check.scale(scale, q)
     inputs = op.Inputs(q, k, v, g, g_gamma, beta, initial_state, cu_seqlens, scale)
-    check(op, inputs)
+    check(op, inputs, output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
 
 

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
+from flacompose.ops._checked import check_values, checking
 from flacompose.ops._dtype import upcast
+from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._gates import bounded, log_decay, time_step
 from flacompose.ops._wide import Op, by_values, fits
 from flacompose.ops.families.gated_skip.op import gated_skip
@@ -91,9 +93,12 @@ def mamba_chunk_scan_combined(
     _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), q_name="x")
     _check.optional(x, "z", z, x.shape, q_name="x")
     _check.parameter(x, "dt_bias", dt_bias, (H,), q_name="x")
-    _check.flags(dt_softplus=dt_softplus)
+    _check.flags(dt_softplus=dt_softplus, return_final_states=return_final_states)
     check_dt_limit(dt_limit)
     _check.optional(x, "initial_states", initial_states, (N, H, P, S), q_name="x")
+    if checking():
+        values = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+        check_values(values | {"initial_states": initial_states}, cu_seqlens, gates=("A",), lowest=("dt",))
     if initial_states is not None:
         initial_states = initial_states.mT
 
@@ -169,6 +174,19 @@ def selective_state_update(
         _check.optional(state, name, option, shape, q_name="state")
     _check.parameter(state, "dt_bias", dt_bias, channels, q_name="state")
     _check.flags(dt_softplus=dt_softplus)
+    if checking():
+        values = {
+            "x": x,
+            "dt": dt,
+            "A": A,
+            "B": B,
+            "C": C,
+            "D": D,
+            "z": z,
+            "dt_bias": dt_bias,
+            "state": state,
+        }
+        check_values(values, gates=("A",), lowest=("dt",))
 
     dt_bias = None if dt_bias is None else dt_bias.reshape(channels)
     dt = time_step(dt, dt_bias, dt_softplus, state).unsqueeze(-1)

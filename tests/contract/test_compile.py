@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flacompose.ops import _logsumexp
+import flacompose
+from flacompose.ops import _logsumexp, chunk_gla
 
 from .accuracy import assert_close
 from .cases import DISTINCT, INDUCTOR, ONE_EACH, SSD, OpCase, every, one_op_a_form, one_op_a_form_of_kernels
@@ -154,3 +158,29 @@ def test_training_with_cuda_graphs(case: OpCase, device: torch.device) -> None:
         problem = draw(case, device, T=65, seed=seed)
         torch.compiler.cudagraph_mark_step_begin()
         assert_close(run(problem, compiled), run(problem, layered(case)), 1e-5)
+
+
+@pytest.mark.parametrize("changes", [{"v": torch.ones(2, 5, 1, 4)}, {"output_final_state": "yes"}], ids=list)
+def test_errors_begin_with_their_text(changes: dict[str, object]) -> None:
+    """With the numbers of the call, not with symbols. Where breaks of the graph are allowed, it is the error itself."""
+    q, k, v, g = torch.randn(4, 2, 5, 3, 4)
+    arguments = {"q": q, "k": k, "v": v, "g": -g.abs(), **changes}
+    with pytest.raises((TypeError, ValueError)) as plain:
+        chunk_gla(**arguments)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as reported:
+        torch.compile(chunk_gla, fullgraph=True, dynamic=True, backend="eager")(**arguments)
+    assert str(reported.value).startswith(f"{plain.type.__name__}: {plain.value}\n")
+    with pytest.raises(plain.type, match=f"^{re.escape(str(plain.value))}$"):
+        torch.compile(chunk_gla, dynamic=True, backend="eager")(**arguments)
+
+
+def test_every_file_raises_errors_that_are_reported_so() -> None:
+    """Every file of ops, layers and models whose errors users see imports them from `_errors`."""
+    package = Path(flacompose.__file__).parent
+    for folder in ("ops", "layers", "models"):
+        for file in (package / folder).glob("*.py"):
+            raised = {x for x in ("TypeError", "ValueError") if f"raise {x}(" in file.read_text()}
+            module = importlib.import_module(f"flacompose.{folder}.{file.stem}")
+            assert raised <= vars(module).keys() or file.name == "state.py", (
+                f"{file} raises Python's own {raised}"
+            )

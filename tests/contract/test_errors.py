@@ -6,12 +6,16 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from flacompose.layers import GatedLinearAttention
+from flacompose.ops import chunk_mlstm, chunk_simple_gla
 
 from .cases import CASES, ONE_EACH, OpCase, each_op, every
 from .graphs import recorded
@@ -188,6 +192,25 @@ def test_cu_seqlens(
     refused(problem, error, message, cu_seqlens=wrong(problem.cu_seqlens))
 
 
+WRONG_BOUNDS = {
+    "lengths": ([2, 3, 0], "begin with 0, got [2, 3, 0]; the bounds of sequences of given lengths are "
+                           "F.pad(lengths.cumsum(0), (1, 0))"),
+    "negative": ([-1, 2, 5], "begin with 0, got [-1, 2, 5]"),
+    "not ascending": ([0, 4, 2], "ascend, got [0, 4, 2], where 2 follows 4 at index 2"),
+    "past the tokens": ([0, 3, 6], "end at the number of tokens T = 5 at most, got [0, 3, 6]"),
+}  # fmt: skip
+
+
+@each_public_op
+@pytest.mark.parametrize("wrong", WRONG_BOUNDS)
+def test_bounds(case: OpCase, wrong: str) -> None:
+    """On a CPU the values of `cu_seqlens` are checked, and errors show those that the user gave."""
+    bounds, message = WRONG_BOUNDS[wrong]
+    problem = draw(case, torch.device("cpu"), lengths=[3, 2])
+    with pytest.raises(ValueError, match=f"^cu_seqlens must {re.escape(message)}"):
+        call(replace(problem, cu_seqlens=torch.tensor(bounds)))
+
+
 @each_public_op
 def test_cu_seqlens_and_a_batch(case: OpCase, device: torch.device) -> None:
     problem = draw(case, device, T=5)
@@ -231,21 +254,29 @@ def test_scale_under_the_compiler(case: OpCase, device: torch.device) -> None:
 
 
 def flags(case: OpCase) -> list[str]:
-    """The options of the public function that say how to compute. What it returns is asked for by Python's truth."""
+    """The options of the public function that are on or off."""
     parameters = inspect.signature(case.function).parameters.values()
-    return [x.name for x in parameters if x.annotation == "bool" and x.name != "output_final_state"]
+    return [x.name for x in parameters if x.annotation == "bool"]
+
+
+def shown(case: OpCase, flag: str) -> str:
+    """What the public function calls this option."""
+    of_the_peer = case.name == "selective_scan_fn" and flag == "output_final_state"
+    return "return_last_state" if of_the_peer else flag
 
 
 @each(flags)
 @pytest.mark.parametrize("value", ["False", 1, None], ids=str)
 def test_flags(case: OpCase, name: str, value: object, device: torch.device) -> None:
-    refused(draw(case, device, T=5), TypeError, f"{name} must be a bool, got {value!r}", **{name: value})
+    message = f"{shown(case, name)} must be a bool, got {value!r}"
+    refused(draw(case, device, T=5), TypeError, message, **{name: value})
 
 
 @each(flags)
 def test_flags_that_are_tensors(case: OpCase, name: str, device: torch.device) -> None:
     wrong = torch.ones((), dtype=torch.bool, device=device)
-    refused(draw(case, device, T=5), TypeError, f"{name} must be a bool, got Tensor", **{name: wrong})
+    message = f"{shown(case, name)} must be a bool, got Tensor"
+    refused(draw(case, device, T=5), TypeError, message, **{name: wrong})
 
 
 # A misspelt keyword, and those of flash-linear-attention that docs/migration.md lists as absent.
@@ -262,3 +293,23 @@ def test_unknown_keywords(case: OpCase, device: torch.device) -> None:
         with recorded() as calls, pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
             call(problem, **{keyword: None})
         assert not calls
+
+
+def test_other_layouts() -> None:
+    """Shapes that would be right head-first, in the peer's layout of a state or in a layer's state are told so."""
+    (q, k), v, g = torch.randn(2, 2, 9, 3, 4), torch.randn(2, 9, 3, 5), -torch.rand(2, 9, 3)
+    first = [x.transpose(1, 2) for x in (q, k, v)]
+    state = torch.zeros(2, 3, 4, 5)
+    layer = GatedLinearAttention(hidden_size=8, num_heads=2).init_state(2)
+    head_first = ": head-first, or q is; all tensors of tokens are [B, T, H, ...]"
+    for arguments, error, end in (
+        ((*first, g), ValueError, head_first),
+        ((q, k, first[2], g), ValueError, head_first),
+        ((*first, g.mT, None, None, state), ValueError, "is q head-first? It must be [B, T, H, ...]"),
+        ((q, k, v, g, None, None, state.mT), ValueError, "states are [N, H, K, V], so give initial_state.mT"),
+        ((q, k, v, g, None, None, layer), TypeError, "of the state of a layer, give .recurrent"),
+    ):
+        with pytest.raises(error, match=f"{re.escape(end)}$"):
+            chunk_simple_gla(*arguments)
+    with pytest.raises(TypeError, match="of the state of a layer, give .recurrent$"):
+        chunk_mlstm(q, k, v, g, g, initial_state=layer)

@@ -9,7 +9,19 @@ import re
 import pytest
 import torch
 
-from flacompose.layers import ABCAttention, HGRN2Attention, LightNetAttention, RecurrentState
+from flacompose.layers import (
+    ABCAttention,
+    Comba,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    HGRN2Attention,
+    KimiDeltaAttention,
+    LightNetAttention,
+    RecurrentState,
+    ShortConvolution,
+)
+from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward
 
 from .truth import (
     EVERY,
@@ -18,9 +30,7 @@ from .truth import (
     NORMALIZED,
     RETENTION,
     assert_close,
-    assert_states_close,
     build,
-    random_state,
 )
 
 SMALL = {"hidden_size": 16, "num_heads": 2}
@@ -543,15 +553,39 @@ def test_autocast_takes_any_but_float64(device):
             layer(X.to(device, torch.float64))
 
 
-@pytest.mark.parametrize(
-    ("given", "taken"), [([0, 5, 3, 9], [0, 5, 5, 9]), ([-2, 7, 4], [0, 7, 7]), ([0, 99, 1], [0, 9, 9])]
-)
+@pytest.mark.parametrize("given", [[0, 5, 3, 9], [4, 5], [0, 99]], ids=str)
 @every_layer
-def test_bounds_that_do_not_ascend(config, given, taken, device):
-    """Bounds that do not ascend are taken as the ops take them: each at least the one before, within the tokens."""
-    layer = build(config, device=device)
-    x, state = torch.randn(1, 9, 24, device=device), random_state(layer, len(given) - 1)
-    y, new = layer(x, state, cu_seqlens=torch.tensor(given, device=device))
-    expected, after = layer(x, state, cu_seqlens=torch.tensor(taken, device=device))
-    assert_close(y, expected, 1e-6)
-    assert_states_close(new, after, 1e-6)
+def test_wrong_bounds(config, given):
+    """On a CPU a layer refuses them in the words of the ops, whichever of its parts reads them first."""
+    layer = build(config)
+    with pytest.raises(ValueError, match=rf"^cu_seqlens must .*got {re.escape(str(given))}"):
+        layer(torch.randn(1, 9, 24), cu_seqlens=torch.tensor(given))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [RWKV6FeedForward(24, 8), RWKV7FeedForward(24, 8), ShortConvolution(24, 4)],
+    ids=lambda part: type(part).__name__,
+)
+def test_wrong_bounds_in_plain_pytorch(part):
+    """What reads bounds in PyTorch alone refuses wrong ones too, in graphs as well."""
+    compiled = torch.compile(part, fullgraph=True, dynamic=True, backend="aot_eager")
+    x = torch.randn(1, 9, 24)
+    y, _ = compiled(x, cu_seqlens=torch.tensor([0, 4, 4, 7]))
+    assert_close(y[:, :7], part(x, cu_seqlens=torch.tensor([0, 4, 4, 7]))[0][:, :7], 1e-6)
+    for call in (part, compiled):
+        for given in ([0, 5, 3, 9], [1, 5, 5, 9], [0, 5, 5, 10]):
+            with pytest.raises(ValueError, match=rf"^cu_seqlens must .*got {re.escape(str(given))}"):
+                call(x, cu_seqlens=torch.tensor(given))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [Comba, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, KimiDeltaAttention],
+    ids=lambda x: x.__name__,
+)
+def test_heads_far_wider_than_the_model(layer):
+    """The default size of a head is for large models: in a small one it makes projections of many times its size."""
+    with pytest.warns(UserWarning, match=r"far wider than hidden_size = 16; .* as head_dim=3$"):
+        layer(hidden_size=16, num_heads=5)
+    layer(hidden_size=16, num_heads=5, head_dim=3)

@@ -14,8 +14,8 @@
         final_state: Annotated[Tensor, "N H K V"]
 
 A tensor with axes has a gradient, unless `CONSTANT` marks it, and one without them has none. `AUTOCAST` marks an
-argument that autocast casts. A result has the dtype of the argument that `Dtype` names; a state has none, and is
-float32, or float64 for float64.
+argument that autocast casts, `GATE` the logarithm of a decay. A result has the dtype of the argument that `Dtype`
+names; a state has none, and is float32, or float64 for float64.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class Constant(NamedTuple):
     """Marks an argument that has axes and no gradient, as of bools; the public function checks it by itself."""
 
 
+class Gate(NamedTuple):
+    """Marks an argument that is the natural logarithm of a decay, from 0 to -inf."""
+
+
 class Dtype(NamedTuple):
     """Marks a result with the dtype of the argument `of`, or with that of states where the bool `unless` is true."""
 
@@ -53,7 +57,7 @@ class Dtype(NamedTuple):
     unless: str | None = None
 
 
-AUTOCAST, CONSTANT = Autocast(), Constant()
+AUTOCAST, CONSTANT, GATE = Autocast(), Constant(), Gate()
 SCHEMA_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
 
 
@@ -63,6 +67,7 @@ class _Field(NamedTuple):
     axes: str | None
     autocast: Autocast | None
     constant: Constant | None
+    gate: Gate | None
     rule: Dtype | None
 
 
@@ -71,7 +76,8 @@ def _fields(named_tuple: type[Any]) -> list[_Field]:
     for name, hint in get_type_hints(named_tuple, include_extras=True).items():
         kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         of_kind: list[Any] = [
-            next((x for x in marks if isinstance(x, mark)), None) for mark in (str, Autocast, Constant, Dtype)
+            next((x for x in marks if isinstance(x, mark)), None)
+            for mark in (str, Autocast, Constant, Gate, Dtype)
         ]
         if kind not in SCHEMA_TYPES:
             raise TypeError(f"{named_tuple.__qualname__}.{name}: no schema has {kind}")
@@ -122,6 +128,7 @@ class Signature(Generic[AnyInputs]):
         self.tensors = _tensors(arguments)
         self._results = results
         self.axes = {x.name: x.axes for x in (*arguments, *results) if x.axes is not None}
+        self.gates = [x.name for x in arguments if x.gate is not None]
         self.autocast = {x.name: x.autocast.unless for x in arguments if x.autocast is not None}
         self.differentiable = [x.name for x in arguments if x.axes is not None and x.constant is None]
         self.arguments = ", ".join([f"{x.type} {x.name}" for x in arguments] + [f"int {x}" for x in numbers])

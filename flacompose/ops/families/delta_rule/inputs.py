@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+from flacompose.ops.families._signature import AUTOCAST, GATE, Dtype, Signature
 
 
 class Inputs(NamedTuple):
@@ -16,8 +16,8 @@ class Inputs(NamedTuple):
     k: Annotated[Tensor, "B T H K", AUTOCAST]
     v: Annotated[Tensor, "B T HV V", AUTOCAST]  # HV a multiple of H
     beta: Annotated[Tensor, "B T HV"]  # how much of a value is replaced
-    g: Annotated[Tensor | None, "B T HV"] = None  # a decay per token and head
-    gk: Annotated[Tensor | None, "B T HV K"] = None  # a decay per token, head and channel of the key
+    g: Annotated[Tensor | None, "B T HV", GATE] = None  # a decay per token and head
+    gk: Annotated[Tensor | None, "B T HV K", GATE] = None  # a decay per token, head and channel of the key
     a: Annotated[Tensor | None, "B T H K", AUTOCAST] = None  # reads what is replaced; else the key
     initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+from flacompose.ops.families._signature import AUTOCAST, GATE, Dtype, Signature
 
 
 class Inputs(NamedTuple):
@@ -17,7 +17,7 @@ class Inputs(NamedTuple):
     v: Annotated[Tensor, "B T H V", AUTOCAST]
     a: Annotated[Tensor, "B T H K", AUTOCAST]  # reads what b writes back
     b: Annotated[Tensor, "B T H K", AUTOCAST]
-    gk: Annotated[Tensor | None, "B T H K"] = None  # a decay per token, head and channel of the key
+    gk: Annotated[Tensor | None, "B T H K", GATE] = None  # a decay per token, head and channel of the key
     initial_state: Annotated[Tensor | None, "N H K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
     scale: float = 1.0

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+from flacompose.ops.families._signature import AUTOCAST, GATE, Dtype, Signature
 
 
 class Inputs(NamedTuple):
@@ -15,7 +15,7 @@ class Inputs(NamedTuple):
     q: Annotated[Tensor, "B T H K", AUTOCAST]
     k: Annotated[Tensor, "B T H K", AUTOCAST]
     x: Annotated[Tensor, "B T HV V", AUTOCAST]  # what is divided, HV a multiple of H
-    g: Annotated[Tensor, "B T HV"]  # natural-log decay
+    g: Annotated[Tensor, "B T HV", GATE]  # natural-log decay
     beta: Annotated[Tensor, "B T HV"]  # how strongly a key is written
     floor: Annotated[Tensor, "B T HV"]  # the least that is divided by
     initial_state: Annotated[Tensor | None, "N HV K"] = None

@@ -6,14 +6,14 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flacompose.ops.families._signature import Signature
+from flacompose.ops.families._signature import GATE, Signature
 
 
 class Inputs(NamedTuple):
     """The arguments, in the order of the schema."""
 
     x: Annotated[Tensor, "B T D"]  # the logarithm of how strongly a token is written
-    g: Annotated[Tensor, "B T D"]  # natural-log decay
+    g: Annotated[Tensor, "B T D", GATE]  # natural-log decay
     initial_state: Annotated[Tensor | None, "N D"] = None  # the maximum before the first token, 0 if absent
     cu_seqlens: Tensor | None = None  # [N + 1]
 

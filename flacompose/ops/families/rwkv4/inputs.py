@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+from flacompose.ops.families._signature import AUTOCAST, GATE, Dtype, Signature
 
 
 class Inputs(NamedTuple):
@@ -14,7 +14,7 @@ class Inputs(NamedTuple):
 
     v: Annotated[Tensor, "B T D", AUTOCAST]
     k: Annotated[Tensor, "B T D"]  # the logarithm of how strongly a token is written
-    w: Annotated[Tensor, "D"]  # natural-log decay of a channel
+    w: Annotated[Tensor, "D", GATE]  # natural-log decay of a channel
     u: Annotated[Tensor, "D"]  # bonus of the present token
     # The state before the first token, all of it or nothing
     initial_a: Annotated[Tensor | None, "N D"] = None

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+from flacompose.ops.families._signature import AUTOCAST, GATE, Dtype, Signature
 
 
 class Inputs(NamedTuple):
@@ -15,8 +15,8 @@ class Inputs(NamedTuple):
     q: Annotated[Tensor, "B T H K", AUTOCAST]
     k: Annotated[Tensor, "B T H K", AUTOCAST]
     v: Annotated[Tensor, "B T HV V", AUTOCAST]  # HV a multiple of H
-    g: Annotated[Tensor | None, "B T HV"] = None  # a decay per token and head
-    g_gamma: Annotated[Tensor | None, "HV"] = None  # a decay per head, the same for every token
+    g: Annotated[Tensor | None, "B T HV", GATE] = None  # a decay per token and head
+    g_gamma: Annotated[Tensor | None, "HV", GATE] = None  # a decay per head, the same for every token
     beta: Annotated[Tensor | None, "B T HV"] = None  # how strongly a token is written, 1 if absent
     initial_state: Annotated[Tensor | None, "N HV K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]

@@ -6,14 +6,14 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+from flacompose.ops.families._signature import AUTOCAST, GATE, Dtype, Signature
 
 
 class Inputs(NamedTuple):
     """The arguments of every form, in the order of the schema."""
 
     x: Annotated[Tensor, "B T D", AUTOCAST]
-    g: Annotated[Tensor, "B T D"]
+    g: Annotated[Tensor, "B T D", GATE]
     initial_state: Annotated[Tensor | None, "N D"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
 

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flacompose.ops.families._signature import AUTOCAST, Dtype, Signature
+from flacompose.ops.families._signature import AUTOCAST, GATE, Dtype, Signature
 
 
 class Inputs(NamedTuple):
@@ -16,7 +16,7 @@ class Inputs(NamedTuple):
     k: Annotated[Tensor, "B T H K", AUTOCAST]
     v: Annotated[Tensor, "B T H V", AUTOCAST]
     s: Annotated[Tensor, "B T H M", AUTOCAST]  # what each slot takes of the token
-    g: Annotated[Tensor, "B T H M"]  # natural-log decay of the slots
+    g: Annotated[Tensor, "B T H M", GATE]  # natural-log decay of the slots
     initial_k: Annotated[Tensor | None, "N H K M"] = None
     initial_v: Annotated[Tensor | None, "N H M V"] = None
     scale: float = 1.0

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from flacompose.ops.families._signature import AUTOCAST, Autocast, Dtype, Signature
+from flacompose.ops.families._signature import AUTOCAST, GATE, Autocast, Dtype, Signature
 
 
 class Inputs(NamedTuple):
@@ -15,8 +15,8 @@ class Inputs(NamedTuple):
     q: Annotated[Tensor, "B T H K", Autocast(unless="softmax")]
     k: Annotated[Tensor, "B T H K", AUTOCAST]
     v: Annotated[Tensor, "B T H V", AUTOCAST]
-    gk: Annotated[Tensor | None, "B T H K"] = None
-    gv: Annotated[Tensor | None, "B T H V"] = None
+    gk: Annotated[Tensor | None, "B T H K", GATE] = None
+    gv: Annotated[Tensor | None, "B T H V", GATE] = None
     u: Annotated[Tensor | None, "H K"] = None  # the bonus of the current token
     initial_state: Annotated[Tensor | None, "N H K V"] = None
     cu_seqlens: Tensor | None = None  # [N + 1]
