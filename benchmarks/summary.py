@@ -15,6 +15,7 @@ from typing import Any
 
 from . import context
 from .cases import LARGER_HEADS, OPS
+from .cuda import FORWARD, STEP, WITH_HOST
 from .processes import ROOT
 from .report import NAMES, RESULTS, Results, Row, number, put_between, saved
 
@@ -31,13 +32,7 @@ STYLE: dict[Any, Any] = {
 
 PEER, MAMBA, XLSTM, QLA, SOFTMAX = "fla", "mamba-ssm", "mlstm_kernels", "FlashQLA", "softmax"
 FLOOR = "floor"
-FORWARD, STEP, MEMORY, FIRST = (
-    "forward",
-    "forward + backward",
-    "peak memory over the inputs",
-    "first step, cold caches",
-)
-WITH_HOST = "{}, with the host"
+MEMORY, FIRST = "peak memory over the inputs", "first step, cold caches"
 MODEL_STEP, MODEL_MEMORY = "step", "peak memory of a step"
 PUBLIC_STEP = "training step, compiled"
 
