@@ -19,9 +19,8 @@ from flacompose._torch import FakeTensor, report_from_trace
 from flacompose.ops._errors import ValueError
 from flacompose.ops._varlen import check_bounds
 
-MANY_HEADS = (
-    64  # of a model; an axis of heads that is as long, and longer than that of tokens, looks like tokens
-)
+# An axis of heads that is as long as this, and longer than that of tokens, looks like tokens.
+MANY_HEADS = 64
 
 _entered = 0
 
@@ -98,9 +97,8 @@ def check_values(
             continue
         x = getattr(x, "_local_tensor", x).detach()  # of a DTensor, what this rank has
         if cu_seqlens is not None and x.dim() > 2 and "state" not in name and x.shape[1] % T == 0:
-            x = x[
-                :, : end * (x.shape[1] // T)
-            ]  # a token may have several places, as in a gated delta product
+            # A token may have several places, as in a gated delta product.
+            x = x[:, : end * (x.shape[1] // T)]
         is_gate = name in gates
         _refuse(name, x, ~(x < torch.inf) if is_gate or name in lowest else ~x.isfinite(), "must be finite")
         if is_gate:
