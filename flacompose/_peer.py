@@ -15,7 +15,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from flacompose._torch import assume_constant_result
+from flacompose._torch import assume_constant_result, leave_uncompiled
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -140,8 +140,11 @@ def explained(function: Callable[P, Result]) -> Callable[P, Result]:
                 _compare_orders(error, name, parameters, len(args))
             raise
 
-    # PyTorch counts compilations by the code object: each function has its own.
-    call.__code__ = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
+    # If Dynamo compiled this where a compiled call begins with it, an argument given by keyword would need another
+    # graph than the same by position. It tells functions apart by their code, so each has its own.
+    code = call.__code__.replace(co_name=function.__name__)  # type: ignore[attr-defined]
+    leave_uncompiled(code)
+    call.__code__ = code  # type: ignore[attr-defined]
     return call
 
 
@@ -157,13 +160,14 @@ def _refuse(name: str, keywords: tuple[str, ...]) -> None:
 
 def _compare_orders(error: Exception, name: str, parameters: list[str], given: int) -> None:
     """Add to an `error` about an argument that was given by position what stands there in flash-linear-attention."""
-    if name not in ORDERS or type(error) not in (TypeError, ValueError):
+    if name not in ORDERS or len(error.args) != 1:
         return
     last, theirs = ORDERS[name]
     same = parameters.index(last) + 1
     ours = parameters[same : same + theirs.count(",") + 1]
-    named = re.match(r"\w*", str(error))
-    if given > same and named and named[0] not in parameters[:same]:
+    message = str(error)
+    of_one = re.split(r"\W", message)[0] in parameters[same:]
+    if given > same and (of_one or "positional argument" in message):
         error.args = (
             f"{error}. Arguments after {last} are {theirs} in flash-linear-attention, and {', '.join(ours)} here: "
             "give them by keyword",

@@ -33,6 +33,7 @@ def private_names() -> Iterator[None]:
 with private_names():
     from torch import _C, _VF
     from torch._C import DispatchKey, DispatchKeySet
+    from torch._C._dynamo import eval_frame
     from torch._functorch.autograd_function import custom_function_call as custom_function_call
     from torch._library.triton import triton_ops_to_kernels as triton_ops_to_kernels
     from torch._ops import OpOverload as OpOverload
@@ -44,6 +45,7 @@ with private_names():
     from torch.utils import _pytree as pytree
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+    _SKIPPED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
     any_requires_grad = _C._any_requires_grad
     are_functorch_transforms_active = _C._are_functorch_transforms_active
     set_fwd_grad_enabled = forward_ad._set_fwd_grad_enabled
@@ -67,6 +69,14 @@ def assume_constant_result(function: AnyFunction) -> AnyFunction:
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+def leave_uncompiled(code: CodeType) -> None:
+    """Have Dynamo compile what this code calls, in the place of it, where a compiled call begins with it.
+
+    It is `torch._dynamo.eval_frame.skip_code`, which would import all of Dynamo.
+    """
+    eval_frame.set_code_exec_strategy(code, _SKIPPED)
 
 
 # The code of functions that catch errors of what they call, to raise others, and the names of these errors.

@@ -854,6 +854,7 @@ def test_host_rows(monkeypatch, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.filterwarnings("ignore:queries and keys of num_heads")  # of large models, in a small one
 def test_models_decode_what_they_compute(name: str):
     torch.manual_seed(0)
     net = models.build(name, layers=2, width=64, vocabulary=50).double().eval()

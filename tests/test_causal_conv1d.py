@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 import torch.nn.functional as F
-from contract.accuracy import assert_accurate, assert_equal, error
+from contract.accuracy import assert_accurate, assert_equal
 from contract.cases import NAMED, every
 from contract.problems import draw, evaluate
 from families import flat
@@ -125,25 +123,6 @@ def test_inputs_as_models_have_them(source: str, device: torch.device) -> None:
     for strided, contiguous in zip(*results, strict=True):
         assert torch.equal(strided, contiguous)
     torch.testing.assert_close(results[0][0].mT, conv1d(x.mT, weight, bias))
-
-
-@each
-def test_tokens_before_the_first_sequence(case, device: torch.device) -> None:
-    """They are in no sequence, as those after the last: zeros, without a gradient, and nothing reads them."""
-    problem = draw(case, device, lengths=[4, 0, 130, 66])
-    bounds = problem.cu_seqlens
-    bounds[0] = 2
-    before = problem.with_tensors(x=problem.tensors["x"].clone())
-    before.tensors["x"][:, :2] = torch.nan
-    results = evaluate(before)
-    assert not results["o"][:, :2].any() and not results["dx"][:, :2].any()
-    for n, (start, end) in enumerate(pairwise(bounds.tolist())):
-        if start < end:
-            inputs = {**problem.tensors, "x": problem.tensors["x"][:, start:end]}
-            inputs["initial_state"] = inputs["initial_state"][n : n + 1]
-            y, state = case.call(**inputs, output_final_state=True)
-            assert error(results["o"][:, start:end], y) <= 1e-6
-            assert torch.equal(results["final_state"][n : n + 1], state)
 
 
 class InPyTorch(nn.Module):

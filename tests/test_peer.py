@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from flacompose import layers, models, ops
 from flacompose._peer import ORDERS
@@ -112,6 +113,19 @@ def test_keyword_in_a_compiled_function() -> None:
         compiled()
     expected = "TypeError: chunk_gla() got an unexpected keyword argument 'cu_seqlens_cpu': leave it out;"
     assert str(error.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [(ops.chunk_gla, dict(q=Q, k=Q, v=Q, g=-Q.abs())), (LAYER, dict(hidden_states=X, state=None))],
+    ids=["function", "layer"],
+)
+def test_one_graph_by_position_and_by_keyword(function, arguments) -> None:
+    graphs = CompileCounter()
+    compiled = torch.compile(function, fullgraph=True, backend=graphs)
+    compiled(*arguments.values())
+    compiled(**arguments)
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("package", ["ops", "layers", "models"])

@@ -308,7 +308,9 @@ ERRORS = [
     ({"D": lambda x: x[:1]}, ValueError, "D must have shape (6,), got (1,)"),
     ({"z": lambda x: x[:, :1]}, ValueError, "z must have shape (2, 70, 6), got (2, 1, 6)"),
     ({"delta_bias": lambda x: x[:1]}, ValueError, "delta_bias must have the 6 elements of shape (6,), got shape (1,)"),
-    ({"initial_states": lambda x: x.mT}, ValueError, "initial_states must have shape (2, 6, 5), got (2, 5, 6)"),
+    ({"initial_states": lambda x: x.mT}, ValueError,
+     "initial_states must have shape (2, 6, 5), got (2, 5, 6): its last two axes are the other way round; "
+     "give initial_states.mT"),
     ({"z": lambda x: x.to("meta")}, ValueError, "z must be on the device of u, {device}, got meta"),
 ]  # fmt: skip
 

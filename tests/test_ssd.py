@@ -539,7 +539,9 @@ SCAN_ERRORS = [
     ({"D": lambda x: x.view(2, 2)}, ValueError, "D must have shape (4, 6), got (2, 2)"),
     ({"z": lambda x: x[:, :1]}, ValueError, "z must have shape (2, 70, 4, 6), got (2, 1, 4, 6)"),
     ({"dt_bias": lambda x: x[:1]}, ValueError, "dt_bias must have the 4 elements of shape (4,), got shape (1,)"),
-    ({"initial_states": lambda x: x.mT}, ValueError, "initial_states must have shape (2, 4, 6, 5), got (2, 4, 5, 6)"),
+    ({"initial_states": lambda x: x.mT}, ValueError,
+     "initial_states must have shape (2, 4, 6, 5), got (2, 4, 5, 6): its last two axes are the other way round; "
+     "give initial_states.mT"),
     ({"dt": lambda x: None}, TypeError, "dt must be a tensor, got NoneType"),
     ({"z": lambda x: x.to("meta")}, ValueError, "z must be on the device of x, {device}, got meta"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -498,7 +499,7 @@ class RecurrentLM(nn.Module):
     def _naming_the_entry(self, error: StateError) -> Exception:
         """The `error` of a layer, which calls "state" what is an entry of the model's state."""
         message, shapes = error.args
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+        kind = TypeError if isinstance(error, builtins.TypeError) else ValueError
         for i, layer in enumerate(self._stateful()):
             if layer.state_shapes is shapes:
                 return kind(message.replace("state", f"state[{i}]", 1))

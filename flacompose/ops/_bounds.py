@@ -20,7 +20,7 @@ Bounds = TypeVar("Bounds", bound=Tensor | None)
 
 def _checked(cu_seqlens: Tensor, lengths: Tensor | None, T: int) -> tuple[Tensor, ...]:
     if cu_seqlens.is_cpu or checking():
-        check_bounds(cu_seqlens, T if lengths is None else int(lengths.sum()))
+        check_bounds(cu_seqlens, T if lengths is None else sum(lengths.tolist()))
     return (cu_seqlens.clone(),)
 
 

@@ -20,6 +20,7 @@ from flacompose.layers import (
 from .truth import EVERY, assert_close, assert_true, build, row, tokens_of
 
 
+@pytest.mark.filterwarnings("ignore:queries and keys of num_heads")  # many heads, to draw many decays
 @pytest.mark.parametrize(
     ("layer", "low"),
     [(GatedDeltaNet, 0), (GatedDeltaProduct, 0), (Comba, 0), (KimiDeltaAttention, 1), (GatedDeltaNet2, 1)],

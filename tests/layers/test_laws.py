@@ -606,6 +606,8 @@ def test_export(name, layout, device, tmp_path, request):
         else []
     )
     ops = [n.target for n in program.graph.nodes if "flacompose" in str(n.target)]
+    if layout == "packed":  # on a CPU, what reads bounds in plain PyTorch has them checked
+        ops = [op for op in ops if op is not namespace.checked_bounds.default]
     assert ops == before + [op_of(name, "chunk")] * nodes
     modules, lengths = [program.module()], LENGTHS[1:]
     if layout == "rows":

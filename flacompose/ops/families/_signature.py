@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import state_dtype
+from flacompose.ops._launching import launches_into_graph
 from flacompose.ops._varlen import sequence_count
 
 AnyInputs = TypeVar("AnyInputs", bound=Any)
@@ -158,7 +159,7 @@ class Signature(Generic[AnyInputs]):
         Its results are contiguous, as those of `fake` are: Inductor relies on the strides that a graph was traced with.
         """
         n = len(self.inputs._fields)
-        return lambda *args: tuple([x.contiguous() for x in function(self.inputs(*args[:n]), *args[n:])])
+        return lambda *args: tuple(map(_contiguous, function(self.inputs(*args[:n]), *args[n:])))
 
     def flat_backward(
         self, function: Callable[[BackwardCall[AnyInputs]], Gradients]
@@ -184,7 +185,7 @@ class Signature(Generic[AnyInputs]):
         made = function(call)
         absent = call.inputs[0]
         return tuple(
-            made[x].contiguous() if x in call.wanted else absent.new_empty(0) for x in self.differentiable
+            _contiguous(made[x]) if x in call.wanted else absent.new_empty(0) for x in self.differentiable
         )
 
     def fake(self, *args: Any) -> Results:
@@ -222,6 +223,11 @@ class Signature(Generic[AnyInputs]):
             same = rule is not None and self.axes[rule.of] == axes
             found.append((like, like.shape if same else [sizes[axis] for axis in axes.split()], dtype))
         return found
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """`x`, contiguous; in a graph that gets the kernels there is no operator whose results would have to be."""
+    return x if launches_into_graph() else x.contiguous()  # which would guard on symbolic sizes
 
 
 def _empty(x: Tensor) -> Tensor:
