@@ -12,6 +12,7 @@ from flacompose.layers import _check
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
+from flacompose.layers.number import number
 from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -61,6 +62,8 @@ class ABCAttention(RecurrentLayer):
     """
 
     joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "s_proj")
+    clamp_min = number("clamp_min")
+    clamp_max = number("clamp_max")
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from flacompose.layers.activation import activation, log_sigmoid
 from flacompose.layers.gated_output import GatedOutputLayer
 from flacompose.layers.heads import heads_of, in_heads, repeat_heads
 from flacompose.layers.layout import Layout
+from flacompose.layers.number import number
 from flacompose.layers.recurrent import factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
@@ -62,6 +63,7 @@ class GatedLinearAttention(GatedOutputLayer):
 
     chunk_modes = ("fused_chunk",)
     joinable = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0")
+    clamp_min = number("clamp_min")
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from flacompose.layers.feature_map import T2RFeatureMap
 from flacompose.layers.heads import heads_of, in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
+from flacompose.layers.number import number
 from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
@@ -65,6 +66,7 @@ class GatedSlotAttention(RecurrentLayer):
 
     chunk_modes = ("fused_chunk",)
     joinable = ("q_proj", "k_proj", "v_proj", "f_proj")
+    scale = number("scale")
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.first_values import copy_, first_time_steps_, with_first_values
 from flacompose.layers.layout import Layout
-from flacompose.layers.mamba2 import LARGEST_LOG_RATE
+from flacompose.layers.mamba2 import rates
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -135,7 +135,7 @@ class Mamba(RecurrentLayer):
         dt = tokens.masked(F.softplus(upcast(self.dt_proj(dt))))
         scan = partial(
             selective_scan_fn,
-            A=-upcast(self.A_log).clamp(max=LARGEST_LOG_RATE).exp(),
+            A=rates(self.A_log),
             D=self.D,
             return_last_state=True,
             cu_seqlens=tokens.cu_seqlens,

@@ -24,9 +24,6 @@ from flacompose.ops._errors import ValueError
 from flacompose.ops._gates import time_step
 from flacompose.ops.ssd import check_dt_limit, chunk_ssd, recurrent_ssd
 
-# The exponential of a greater A_log may be infinite, of which neither a gradient nor a decay can be made.
-LARGEST_LOG_RATE = 80.0
-
 
 class Mamba2(RecurrentLayer):
     r"""A layer of Mamba-2, of $u$, per head:
@@ -174,7 +171,7 @@ class Mamba2(RecurrentLayer):
         x, B, C = x.unflatten(-1, (H, P)), in_heads(B, G), in_heads(C, G)
         # A token whose time step is 0 leaves the state as it is.
         dt = tokens.masked(time_step(dt, self.dt_bias, True, x, self.dt_limit))  # [B, T, H]
-        A = -upcast(self.A_log, dt).clamp(max=LARGEST_LOG_RATE).exp()
+        A = rates(self.A_log, dt)
         B, C = sharded_like_values(B, dt, H), sharded_like_values(C, dt, H)
         gated_after = self.norm is not None and self.norm_before_gate
         # What the op gates has the dtype of x, and a large gate takes it out of float16's range. A norm brings it back,
@@ -190,6 +187,14 @@ class Mamba2(RecurrentLayer):
         if self.norm is not None:
             o = self.norm(o, z if gated_after else None).to(x.dtype)
         return self.out_proj(o), RecurrentState(recurrent, conv)
+
+
+def rates(A_log: Tensor, *others: Tensor) -> Tensor:
+    """The rates of decay ``-exp(A_log)``, in float32 (float64 if one of the tensors is).
+
+    The exponential of a greater number may be infinite, of which neither a gradient nor a decay can be made.
+    """
+    return -upcast(A_log, *others).clamp(max=80.0).exp()
 
 
 class _Convolution(ShortConvolution):

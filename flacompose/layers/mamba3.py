@@ -11,6 +11,7 @@ from flacompose.layers.first_values import first_time_steps_
 from flacompose.layers.heads import in_heads
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import HeadwiseRMSNorm, RMSNorm
+from flacompose.layers.number import number
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops._dtensor import flatten, split, unflatten
@@ -68,6 +69,7 @@ class Mamba3(RecurrentLayer):
     mimo_x: nn.Parameter | None
     mimo_z: nn.Parameter | None
     mimo_o: nn.Parameter | None
+    A_floor = number("A_floor")
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from flacompose.layers import _check
 from flacompose.layers.first_values import copy_, with_first_values
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GroupNorm
+from flacompose.layers.number import number
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_mlstm, fused_recurrent_mlstm
@@ -53,6 +54,7 @@ class MLSTM(RecurrentLayer):
     """
 
     joinable = ("q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact")
+    eps = number("eps")
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 
 from flacompose._peer import explained
 from flacompose.layers import _check
+from flacompose.layers.number import number
 from flacompose.ops._dtensor import unflatten
 from flacompose.ops._dtype import upcast
 from flacompose.ops._errors import ValueError
@@ -122,6 +123,8 @@ class GroupNorm(nn.GroupNorm):
 
     In float32 (float64 for float64), rounded to the dtype of its input.
     """
+
+    eps = number("eps")
 
     def forward(self, x: Tensor) -> Tensor:
         # With one axis of tokens: with more, PyTorch's gradient refuses a number of tokens that only the data know.

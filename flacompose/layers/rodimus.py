@@ -14,6 +14,7 @@ from flacompose.layers import _check
 from flacompose.layers.first_values import before_softplus, with_first_values
 from flacompose.layers.layout import Layout
 from flacompose.layers.norm import RMSNorm
+from flacompose.layers.number import number
 from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears, low_rank
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -62,6 +63,7 @@ class RodimusAttention(RecurrentLayer):
 
     joinable = ("up_proj", "gate_proj")
     num_heads = 1
+    k_norm_eps = number("k_norm_eps")
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from flacompose._torch import assert_async, is_exporting
 from flacompose.layers import _check
 from flacompose.layers.heads import repeat_heads
 from flacompose.layers.layout import Layout
+from flacompose.layers.number import number
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
@@ -52,6 +53,7 @@ class SoftmaxAttention(StatefulLayer):
     """
 
     joinable = ("q_proj", "k_proj", "v_proj")
+    rope_theta = number("rope_theta")
 
     def __init__(
         self,

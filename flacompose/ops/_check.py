@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -206,7 +205,8 @@ def finite(name: str, x: float) -> None:
     """Check that `x` is a finite real number."""
     number(name, x)
     # On a symbolic number these comparisons need no guard, and math.isfinite would break the graph.
-    too_large = isinstance(x, int) and abs(x) > sys.float_info.max
+    # The greatest float as a literal: Dynamo would take `sys.float_info.max` for an input of the graph.
+    too_large = isinstance(x, int) and abs(x) > 1.7976931348623157e308
     if too_large or not -math.inf < x < math.inf:  # so that NaN fails
         raise ValueError(f"{name} must be finite, got {x}")
 

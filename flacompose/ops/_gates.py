@@ -10,11 +10,13 @@ from torch import Tensor, finfo
 
 from flacompose.ops._dtype import upcast
 
-# Less by 1 than the logarithm of the least number above 0, so that the exponential is 0.
-LOWEST = {
-    dtype: log(finfo(dtype).smallest_normal * finfo(dtype).eps) - 1
-    for dtype in (torch.float32, torch.float64)
-}
+
+def lowest(dtype: torch.dtype) -> float:
+    """Less by 1 than the logarithm of the least number above 0, so that the exponential is 0.
+
+    A function, since Dynamo would take a number of the module for an input of the graph.
+    """
+    return log(finfo(dtype).smallest_normal * finfo(dtype).eps) - 1
 
 
 def log_sigmoid(x: Tensor) -> Tensor:
@@ -29,7 +31,7 @@ def bounded(g: Tensor) -> Tensor:
     Below it the true gradient is 0. Kernels would give a rounding error, which a huge rate would multiply; the clamp
     gives exactly 0.
     """
-    return g.clamp(min=LOWEST[g.dtype])
+    return g.clamp(min=lowest(g.dtype))
 
 
 def time_step(

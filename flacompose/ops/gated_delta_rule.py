@@ -17,8 +17,6 @@ from flacompose.ops._varlen import without_tail
 from flacompose.ops.delta_rule import with_norms
 from flacompose.ops.families.delta_rule import op
 
-LARGEST_LOG_RATE = 40.0  # a larger A_log is not exponentiated: see log_decay
-
 
 def chunk_gated_delta_rule(
     q: Tensor,
@@ -217,10 +215,10 @@ def log_decay(
         return lower_bound * x.sigmoid()
     assert A_log is not None  # checked
     # exp(A_log) may overflow where softplus(x) underflows, and their product be an ordinary decay. So what A_log has
-    # above LARGEST_LOG_RATE is added to x: softplus(x + a) is exp(a) * softplus(x) to rounding where x + a is far below
+    # above 40 is added to x: softplus(x + a) is exp(a) * softplus(x) to rounding where x + a is far below
     # 0, and elsewhere both decays are so strong that they leave nothing of the state. The lower bound, at which the
     # rate is 0, is for an A_log of -inf: without it, the excess would be -inf - -inf, NaN.
-    low = A_log.clamp(-1000.0, LARGEST_LOG_RATE)
+    low = A_log.clamp(-1000.0, 40.0)
     excess = A_log - low
     x = x + (excess if bias is None else bias + excess)
     return bounded(-low.exp() * F.softplus(x))

@@ -17,7 +17,7 @@ def chunk_rwkv7(
     v: Tensor,
     a: Tensor,
     b: Tensor,
-    scale: float | None = 1.0,
+    scale: float | None = 1,  # as an int, which graphs have as a constant
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -69,7 +69,7 @@ def fused_recurrent_rwkv7(
     v: Tensor,
     a: Tensor,
     b: Tensor,
-    scale: float | None = 1.0,
+    scale: float | None = 1,  # as an int, which graphs have as a constant
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,

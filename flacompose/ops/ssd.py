@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 from typing import Literal
 
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ def mamba_chunk_scan_combined(
     dt_bias: Tensor | None = None,
     initial_states: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    dt_limit: tuple[float, float] = (0, float("inf")),  # 0 as an int, which graphs have as a constant
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -220,7 +221,7 @@ def chunk_ssd(
     """
     if not fits(x):
         return _composed(chunk_simple_gla, C, B, x, dt, A, D, z, initial_state, cu_seqlens)
-    return ssd(Inputs(x, dt, A, B, C, D, z, None, initial_state, cu_seqlens))
+    return ssd(Inputs(x, dt, A, B, C, D, z, None, initial_state, cu_seqlens, False, 0.0, inf))
 
 
 def recurrent_ssd(

@@ -1,17 +1,78 @@
-"""The backend of a compiled layer is called once: no number of ours becomes symbolic, for which Dynamo starts again."""
+"""A compiled layer or operator goes to the backend once: no number of ours becomes symbolic and Dynamo begins again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
+from contract.cases import NAMED, OpCase
+from contract.problems import call_named, draw, named
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+from flacompose.ops import chunk_rwkv7
 
 from .truth import EVERY, build, tokens_of
 
 
-@pytest.mark.parametrize("name", ["retention", "mamba2", "abc"])
-def test_backend_is_called_once(name: str, few_levels: None) -> None:
+def _unchanged(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    return make_boxed_func(module.forward)
+
+
+def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+    """The function compiled for every size, and the numbers of nodes of the graphs that the backend was given."""
+    sizes, through_autograd = [], aot_autograd(fw_compiler=_unchanged, bw_compiler=_unchanged)
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        sizes.append(len(module.graph.nodes))
+        return through_autograd(module, inputs)
+
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=True), sizes
+
+
+# The recurrent forms take the same numbers.
+@pytest.mark.parametrize(
+    "case", [case for case in NAMED.values() if case.form != "recurrent"], ids=lambda case: case.name
+)
+def test_operators_go_to_the_backend_once(case: OpCase, few_levels: None) -> None:
+    problem = draw(case, torch.device("cpu"), T=9, K=4, V=4, M=4)
+    run, sizes = compiled(partial(call_named, case, output_final_state=True))
+    run(**{name: x.requires_grad_() for name, x in named(problem).items()})
+    assert len(sizes) == 1
+
+
+def test_the_default_scale_of_rwkv7_is_a_constant() -> None:
+    """Which the contract does not call with."""
+    r = torch.randn(2, 9, 2, 4)
+    run, sizes = compiled(chunk_rwkv7)
+    run(r, -r.abs(), r, r, r, r)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_layers_go_to_the_backend_once(name: str, few_levels: None) -> None:
     layer = build(EVERY[name])
-    counter = CompileCounterWithBackend("aot_eager")
-    torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)(tokens_of(layer, 2, 9))
-    assert counter.frame_count == 1
+    run, sizes = compiled(layer)
+    with torch.no_grad():  # the forward alone, of which training makes the same inputs, in half of the time
+        run(tokens_of(layer, 2, 9))
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "value"), [("mamba3", "A_floor", 9.0), ("rwkv6", "g_norm.eps", 1.0)]
+)
+def test_a_number_that_changes_is_not_ignored(name: str, number: str, value: float) -> None:
+    layer = build(EVERY[name])
+    run, sizes = compiled(layer)
+    x = tokens_of(layer, 2, 9)
+    with torch.no_grad():
+        before = run(x)[0]
+        module, _, attribute = number.rpartition(".")
+        setattr(layer.get_submodule(module), attribute, value)
+        after = run(x)[0]
+        assert len(sizes) == 2
+        assert not torch.allclose(before, after)
+        torch.testing.assert_close(after, layer(x)[0])

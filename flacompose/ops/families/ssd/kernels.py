@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from flacompose.ops._gates import LOWEST
+from flacompose.ops._gates import lowest
 from flacompose.ops.families._kernels import LOWEST_RATE, bounded, find_chunk, finite, in_float32, softplus
 from flacompose.ops.families.scalar_decay.gates import store_sums
 
-LEAST_GATE = tl.constexpr(LOWEST[torch.float32])
+LEAST_GATE = tl.constexpr(lowest(torch.float32))
 
 
 @triton.jit

@@ -1,0 +1,25 @@
+"""Numbers of modules that compiled graphs have as constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def number(name: str) -> Any:
+    """A property for the attribute `name` of a module: a number that is fixed in a graph, and guarded.
+
+    With ``dynamic=True`` Dynamo takes a float of a module for an input of the graph. Where an operator needs its value,
+    as the clamp does, it hands the graph to the backend, finds out, and begins again. What a tuple of a module holds is
+    a constant, so this is where the property keeps the number.
+    """
+    held = f"_{name}"
+
+    def get(module: nn.Module) -> Any:
+        return getattr(module, held)[0]
+
+    def put(module: nn.Module, value: float | None) -> None:
+        setattr(module, held, (value,))
+
+    return property(get, put)
