@@ -140,7 +140,7 @@ def test_launches_at_every_length(dtype: torch.dtype, N: int | None) -> None:
         mode.cache_enabled = False
         T, bounds = symbol("T", 65), None if N is None else symbol("N", N + 1)
         for call in (*matrix_calls(dtype, 16, 16, T, bounds), *other_calls(dtype, T, bounds)):
-            launched(call, into_graph=True)
+            launched(call)
             assert [guard.expr for guard in symbol.env.guards] == [], f"{call.at} {call.op}"
 
 

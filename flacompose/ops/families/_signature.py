@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from flacompose.ops._dtype import state_dtype
-from flacompose.ops._launching import launches_into_graph
 from flacompose.ops._varlen import sequence_count
 
 AnyInputs = TypeVar("AnyInputs", bound=Any)
@@ -226,8 +225,8 @@ class Signature(Generic[AnyInputs]):
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    """`x`, contiguous; in a graph that gets the kernels there is no operator whose results would have to be."""
-    return x if launches_into_graph() else x.contiguous()  # which would guard on symbolic sizes
+    """`x`, contiguous; in a trace as it is, since sizes that are symbols would be guarded on."""
+    return x.contiguous() if type(x) is Tensor else x
 
 
 def _empty(x: Tensor) -> Tensor:
