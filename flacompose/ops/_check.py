@@ -109,7 +109,8 @@ def _layout(q: Tensor, name: str, x: Tensor, shape: Sequence[int], q_name: str) 
         return ""
     if "state" in name.lower():
         if has_shape(x, [*shape[:-2], shape[-1], shape[-2]]):
-            axes = "states are [N, H, K, V], so " if name.startswith("initial_state") and x.dim() == 4 else ""
+            of_keys = name.split("[")[0] == "initial_state" and x.dim() == 4  # not Mamba's initial_states
+            axes = "states are [N, H, K, V], so " if of_keys else ""
             return f": its last two axes are the other way round; {axes}give {name}.mT"
         if q.dim() == 4 and has_shape(x, [shape[0], q.shape[1], *shape[2:]]):
             return f": it has as many heads as {q_name} has tokens; is {q_name} head-first? It must be [B, T, H, ...]"

@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from flacompose.ops import chunk_rwkv7
 
-from .truth import EVERY, build, tokens_of
+from .truth import DISTINCT, EVERY, build, tokens_of
 
 
 def _unchanged(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def test_the_default_scale_of_rwkv7_is_a_constant() -> None:
     assert len(sizes) == 1
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_layers_go_to_the_backend_once(name: str, few_levels: None) -> None:
     layer = build(EVERY[name])
     run, sizes = compiled(layer)
