@@ -22,6 +22,7 @@ help: ## List the targets
 
 demo: $(VENV)/demo.stamp ## Train, plot, export, reload and sample a small language model, in about two minutes
 	$(BIN)/python examples/train_lm.py $(ARGS)
+	@echo "make clean removes the environment $(VENV) too"
 
 test: lint types pytest ## Everything that has to hold: lint, types, both test runs; the tests build the documentation
 

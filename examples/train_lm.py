@@ -7,9 +7,10 @@ The recurrent state is an argument and a result of the model, and everything her
 is trained on in consecutive segments that hand the state on (truncated backpropagation through time), the
 exported program continues any sequence at any length, and generation is the same model one token at a time.
 
-Ctrl-C saves a checkpoint in --out, and the same command continues from it. On one CPU thread the result is that
-of an uninterrupted run, to the bit. On several threads or a GPU it differs in the last bits, as any two runs do:
-the order in which the embedding's gradient is summed varies there.
+Everything that it writes is in --out. Ctrl-C saves a checkpoint there, beside the compiler's cache, and the same
+command continues from it; a run that has ended removes both. On one CPU thread the result is that of an uninterrupted
+run, to the bit. On several threads or a GPU it differs in the last bits, as any two runs do: the order in which the
+embedding's gradient is summed varies there.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ import argparse
 import hashlib
 import math
 import os
+import shutil
 import signal
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -144,6 +150,25 @@ def byte_frequency_loss(train: Streams, valid: Streams) -> float:
 # ------------------------------------------------------------------------------------------------- training
 
 
+@contextmanager
+def working(on: str) -> Iterator[None]:
+    """A line that counts the seconds, while what is slow says nothing itself."""
+    ended = threading.Event()
+
+    def count() -> None:
+        while not ended.wait(0.5):
+            line.refresh()
+
+    with tqdm(desc=on, bar_format="{desc}: {elapsed}") as line:
+        counter = threading.Thread(target=count)
+        counter.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            counter.join()
+
+
 class StopOnInterrupt:
     """The first Ctrl-C asks the training loop to stop after its step; the second one stops at once."""
 
@@ -208,13 +233,13 @@ class Trainer:
         self.step += 1
 
     @torch.no_grad()
-    @torch.compiler.set_stance("force_eager")  # the blocks are compiled for training alone
     def validate(self) -> float:
         """Mean nats per held-out byte, the state carried from segment to segment."""
         states, total = self.model.init_states(self.args.batch), 0.0
-        for i in range(self.valid.segments):
-            loss, states = segment_loss(self.model, self.valid.segment(i, self.device), states)
-            total += loss.item()
+        with torch.compiler.set_stance("force_eager"):  # the blocks are compiled for training alone
+            for i in range(self.valid.segments):
+                loss, states = segment_loss(self.model, self.valid.segment(i, self.device), states)
+                total += loss.item()
         return total / self.valid.segments
 
     def advance(self, stop: StopOnInterrupt) -> None:
@@ -234,8 +259,8 @@ class Trainer:
         with StopOnInterrupt() as stop:
             if self.step < steps:
                 stop.compiling = True
-                print("compiling the first step, which can take a minute", flush=True)
-                self.advance(stop)
+                with working("compiling the first step"):
+                    self.advance(stop)
                 stop.compiling = False
             # Its clock starts here, so that the rate is that of compiled steps.
             with tqdm(total=steps, initial=self.step, unit="step", desc="training") as bar:
@@ -247,7 +272,8 @@ class Trainer:
             self.save(checkpoint)
         if self.step < steps:
             print(
-                f"interrupted at step {self.step}; saved {checkpoint}. The same command continues from there."
+                f"interrupted at step {self.step}; saved {checkpoint}. The same command continues from there, and "
+                f"rm -r {checkpoint.parent} removes everything."
             )
             raise SystemExit(130)
 
@@ -344,14 +370,14 @@ def tensors(logits: Tensor, states: States) -> list[Tensor]:
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")
 def check(program: ExportedProgram, model: ByteLM, text: Tensor) -> None:
     """Compare logits and states with eager, at lengths that the program was not traced with."""
     device = next(model.parameters()).device
     exported = program.module()
     for length in (3, 64, 65, 165, 1000):
         tokens = text[:length].to(device, torch.long)[None]
-        expected = tensors(*model(tokens, model.init_states(1)))
+        with torch.compiler.set_stance("force_eager"):
+            expected = tensors(*model(tokens, model.init_states(1)))
         actual = tensors(*exported(tokens, model.init_states(1)))
         error = max(
             ((a - e).norm() / e.norm().clamp_min(1e-6)).item() for a, e in zip(actual, expected, strict=True)
@@ -441,6 +467,14 @@ def main(argv: list[str] | None = None) -> None:
     except OSError as error:
         raise SystemExit(f"error: --out {args.out}: {error.strerror}") from None
 
+    # For all that the compiler writes, unless the user has named another. PyTorch reads these when its compiler is
+    # imported, which is at the first use; precompiled headers are always kept where temporary files are.
+    cache = (args.out / "compiler-cache").resolve()
+    cache.mkdir(exist_ok=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = str(cache)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = ByteLM(args.width, args.depth, args.heads).to(device)
@@ -470,16 +504,21 @@ def main(argv: list[str] | None = None) -> None:
     print(f"wrote {args.out / 'loss.png'}")
 
     model.eval()
-    paths = export(model, args.out)
-    any_length, one_token = (torch.export.load(path) for path in paths)
+    with working("exporting and loading"):
+        paths = export(model, args.out)
+        any_length, one_token = (torch.export.load(path) for path in paths)
     print(f"exported {paths[0]} and {paths[1]}; loaded again, against eager:")
     check(any_length, model, valid.data)
-    sample = generate(
-        any_length, one_token, model.init_states(1), args.prompt.encode(), args.sample, args.seed
-    )
+    with working("sampling"):
+        sample = generate(
+            any_length, one_token, model.init_states(1), args.prompt.encode(), args.sample, args.seed
+        )
     print(f"sampled from the loaded programs:\n{'-' * 80}\n{sample.decode(errors='replace')}\n{'-' * 80}")
     checkpoint.unlink()
-    print(f"removed {checkpoint}: the run is complete, and the same command starts a new one")
+    shutil.rmtree(cache, ignore_errors=True)
+    print(f"removed {checkpoint} and the compiler's cache: the same command starts a new run")
+    left = ", ".join(sorted(path.name for path in args.out.iterdir()))
+    print(f"left {left} in {args.out}; rm -r {args.out} removes them")
     print(f"finished in {time.perf_counter() - started:.0f} s")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -31,13 +32,15 @@ def command(out: Path, text: Path, *options: str) -> list[str]:
 def environment() -> dict[str, str]:
     """One thread, so that sums have one order, and this checkout rather than one that is installed."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    caches = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}  # of this process, which the example would use
+    inherited = {name: value for name, value in os.environ.items() if name not in caches}
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def run(out: Path, text: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run(out: Path, text: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(out, text, *options),
-        env=environment(),
+        env=environment() | variables,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -54,10 +57,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def full_run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run from start to end: where it wrote and what it said."""
-    out = tmp_path_factory.mktemp("whole")
-    result = run(out, text)
+    """A run from start to end: where it wrote and what it said. It leaves no file of the compiler's anywhere."""
+    out, temporary = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("temporary")
+    result = run(out, text, TMPDIR=str(temporary))
     assert result.returncode == 0, result.stderr
+    assert not list(temporary.iterdir())
+    for slow in ("compiling the first step", "exporting and loading", "sampling"):
+        assert re.search(rf"{slow}: \d\d:\d\d", result.stderr), slow
     return out, result.stdout
 
 
@@ -81,8 +87,21 @@ def test_whole_run(full_run: tuple[Path, str]) -> None:
     for length in (3, 64, 65, 165, 1000):
         assert f"length {length:>5}: largest relative error" in said
     assert "The value of " in said
-    assert said.index("compiling the first step") < said.index("held-out loss")
-    assert f"removed {out / 'checkpoint.pt'}" in said
+    assert f"removed {out / 'checkpoint.pt'} and the compiler's cache" in said
+    assert f"left lm.pt2, lm_step.pt2, loss.png in {out}; rm -r {out} removes them" in said
+
+
+def test_clean_removes_what_the_demo_leaves(tmp_path: Path, main: Callable) -> None:
+    out = main.__globals__["parse_args"]([]).out
+    for left in (out, Path(".venv"), Path("examples/__pycache__")):
+        (tmp_path / left).mkdir(parents=True)
+    subprocess.run(
+        ["make", "--silent", "--file", str(ROOT / "Makefile"), "clean"],
+        cwd=tmp_path,
+        check=True,
+        timeout=60,
+    )
+    assert [path.name for path in tmp_path.rglob("*")] == ["examples"]
 
 
 def test_export_runs_in_a_process_without_the_example(full_run: tuple[Path, str]) -> None:
@@ -123,8 +142,8 @@ with torch.no_grad():
     assert result.returncode == 0, result.stderr
 
 
-def interrupted(out: Path, text: Path, stream: str, sign: str) -> tuple[str, str]:
-    """What a run said that got a Ctrl-C as soon as `sign` was on `stream`."""
+def interrupted(out: Path, text: Path, sign: str) -> tuple[str, str]:
+    """What a run said that got a Ctrl-C as soon as `sign` was on its standard error."""
     process = subprocess.Popen(
         command(out, text),
         env=environment(),
@@ -135,27 +154,29 @@ def interrupted(out: Path, text: Path, stream: str, sign: str) -> tuple[str, str
         bufsize=1,
     )
     progress = ""
+    assert process.stderr is not None
     while sign not in progress:
-        character = getattr(process, stream).read(1)
+        character = process.stderr.read(1)
         assert character, f"ended before {sign}: {progress}"
         progress += character
     process.send_signal(signal.SIGINT)
     said, complaint = process.communicate(timeout=200)
-    said, complaint = (progress + said, complaint) if stream == "stdout" else (said, progress + complaint)
+    complaint = progress + complaint
     assert process.returncode == 130, complaint
     assert "interrupted at step" in said
     assert "Traceback" not in complaint
-    assert [path.name for path in out.iterdir()] == ["checkpoint.pt"]
+    assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "compiler-cache"}
+    assert f"rm -r {out} removes everything" in said
     return said, complaint
 
 
 def test_interrupted_and_continued_equals_uninterrupted(
     full_run: tuple[Path, str], text: Path, tmp_path: Path
 ) -> None:
-    said, complaint = interrupted(tmp_path, text, "stdout", "compiling")
+    said, complaint = interrupted(tmp_path, text, "compiling")
     assert "still compiling: stopping after this step" in complaint
     assert "interrupted at step 1;" in said
-    said, complaint = interrupted(tmp_path, text, "stderr", "training")
+    said, complaint = interrupted(tmp_path, text, "training")
     assert "stopping after this step" in complaint
     assert "continuing from step 1 " in said
     assert torch.load(tmp_path / "checkpoint.pt")["step"] > 1

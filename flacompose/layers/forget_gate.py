@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, overload
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,34 @@ class ForgetGateLayer(RecurrentLayer):
     """A layer whose forget gates may have a lower bound, which is an argument of each call."""
 
     gate_channels: int  # how many forget gates a token has
+
+    if TYPE_CHECKING:  # nn.Module says nothing of the types of a call
+
+        @overload
+        def __call__(
+            self,
+            hidden_states: Tensor,
+            state: RecurrentState | None = None,
+            *,
+            attention_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            lower_bound: Tensor | None = None,
+            num_states: None = None,
+        ) -> tuple[Tensor, RecurrentState]: ...
+
+        @overload
+        def __call__(
+            self,
+            hidden_states: Tensor,
+            state: RecurrentState | None = None,
+            *,
+            attention_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            lower_bound: Tensor | None = None,
+            num_states: int,
+        ) -> tuple[Tensor, RecurrentStates]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @explained
     def forward(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,32 @@ class StatefulLayer(Joinable):
             dtype = parameter.dtype if autocast is None else autocast
         _check.float_dtype(dtype)
         return self.state_shapes.zeros(batch_size, device, dtype)
+
+    if TYPE_CHECKING:  # nn.Module says nothing of the types of a call
+
+        @overload
+        def __call__(
+            self,
+            hidden_states: Tensor,
+            state: RecurrentState | None = None,
+            *,
+            attention_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            num_states: None = None,
+        ) -> tuple[Tensor, RecurrentState]: ...
+
+        @overload
+        def __call__(
+            self,
+            hidden_states: Tensor,
+            state: RecurrentState | None = None,
+            *,
+            attention_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            num_states: int,
+        ) -> tuple[Tensor, RecurrentStates]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @explained
     def forward(

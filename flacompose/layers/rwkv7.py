@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -153,6 +153,34 @@ class RWKV7Attention(RecurrentLayer):
         copy_(self.k_k, 0.71 - 0.1 * _spread(self.k_k))
         nn.init.constant_(self.k_a, 1.02)
         nn.init.constant_(self.r_k, -0.04)
+
+    if TYPE_CHECKING:  # nn.Module says nothing of the types of a call
+
+        @overload  # type: ignore[override]
+        def __call__(
+            self,
+            hidden_states: Tensor,
+            state: RecurrentState | None = None,
+            *,
+            v_first: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            num_states: None = None,
+        ) -> tuple[Tensor, RecurrentState, Tensor]: ...
+
+        @overload
+        def __call__(
+            self,
+            hidden_states: Tensor,
+            state: RecurrentState | None = None,
+            *,
+            v_first: Tensor | None = None,
+            attention_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            num_states: int,
+        ) -> tuple[Tensor, RecurrentStates, Tensor]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @explained
     def forward(  # type: ignore[override]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +96,19 @@ class ShortConvolution(nn.Module):
         if self.bias is not None:
             bound = 1 / math.sqrt(self.kernel_size)
             nn.init.uniform_(self.bias, -bound, bound)
+
+    if TYPE_CHECKING:  # nn.Module says nothing of the types of a call
+
+        def __call__(
+            self,
+            x: Tensor,
+            state: Tensor | None = None,
+            *,
+            lengths: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            num_states: int | None = None,
+            sizes: Sequence[int] | None = None,
+        ) -> tuple[Any, Tensor]: ...
 
     @explained
     def forward(

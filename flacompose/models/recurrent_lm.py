@@ -6,7 +6,7 @@ import builtins
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -93,11 +93,11 @@ class Block(nn.Module):
         lower_bound: Tensor | None,
         v_first: Tensor | None,
     ) -> tuple[Tensor, NewStates, Tensor | None]:
-        tokens = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "num_states": num_states}
+        tokens: Any = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "num_states": num_states}
         if isinstance(self.attn, RWKV7Attention):
             y, state, v_first = self.attn(self.attn_norm(x), states[0], **tokens, v_first=v_first)
         else:
-            bound = {} if lower_bound is None else {"lower_bound": lower_bound}
+            bound: Any = {} if lower_bound is None else {"lower_bound": lower_bound}
             y, state = self.attn(self.attn_norm(x), states[0], **tokens, **bound)
         x = x + y
         if self.mlp is None:
@@ -176,6 +176,34 @@ class RecurrentLM(nn.Module):
     ) -> States:
         """The state before the first token of `batch_size` sequences; as ``init_state`` of each layer makes it."""
         return tuple(layer.init_state(batch_size, device=device, dtype=dtype) for layer in self._stateful())
+
+    if TYPE_CHECKING:  # nn.Module says nothing of the types of a call
+
+        @overload
+        def __call__(
+            self,
+            input_ids: Tensor,
+            state: Sequence[RecurrentState] | None = None,
+            *,
+            attention_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            last_only: bool = False,
+            num_states: None = None,
+        ) -> tuple[Tensor, States]: ...
+
+        @overload
+        def __call__(
+            self,
+            input_ids: Tensor,
+            state: Sequence[RecurrentState] | None = None,
+            *,
+            attention_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            last_only: bool = False,
+            num_states: int,
+        ) -> tuple[Tensor, tuple[RecurrentStates, ...]]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @explained
     def forward(
