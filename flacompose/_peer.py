@@ -166,7 +166,7 @@ def _compare_orders(error: Exception, name: str, parameters: list[str], given: i
     same = parameters.index(last) + 1
     ours = parameters[same : same + theirs.count(",") + 1]
     message = str(error)
-    of_one = re.split(r"\W", message)[0] in parameters[same:]
+    of_one = re.split(r"\W", message)[0] in parameters[same:given]
     if given > same and (of_one or "positional argument" in message):
         error.args = (
             f"{error}. Arguments after {last} are {theirs} in flash-linear-attention, and {', '.join(ours)} here: "
