@@ -471,6 +471,7 @@ def main(argv: list[str] | None = None) -> None:
     # imported, which is at the first use; precompiled headers are always kept where temporary files are.
     cache = (args.out / "compiler-cache").resolve()
     cache.mkdir(exist_ok=True)
+    temporary = os.environ.get("TMPDIR")
     tempfile.tempdir = os.environ["TMPDIR"] = str(cache)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
@@ -515,6 +516,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     print(f"sampled from the loaded programs:\n{'-' * 80}\n{sample.decode(errors='replace')}\n{'-' * 80}")
     checkpoint.unlink()
+    tempfile.tempdir = None
+    os.environ.pop("TMPDIR") if temporary is None else os.environ.update(TMPDIR=temporary)
     shutil.rmtree(cache, ignore_errors=True)
     print(f"removed {checkpoint} and the compiler's cache: the same command starts a new run")
     left = ", ".join(sorted(path.name for path in args.out.iterdir()))

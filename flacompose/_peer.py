@@ -15,7 +15,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from flacompose._torch import assume_constant_result, leave_uncompiled
+from flacompose._torch import leave_uncompiled, report_from_trace
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -132,7 +132,7 @@ def explained(function: Callable[P, Result]) -> Callable[P, Result]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Result:
         if not known.issuperset(kwargs):
-            _refuse(name, tuple(kwargs))
+            _refuse(name, [keyword for keyword in kwargs if keyword not in known])
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -148,14 +148,19 @@ def explained(function: Callable[P, Result]) -> Callable[P, Result]:
     return call
 
 
-@assume_constant_result  # so that Dynamo calls it, and its error is the first line of what the compiler says
-def _refuse(name: str, keywords: tuple[str, ...]) -> None:
-    """Raise an error if one of the `keywords` is of flash-linear-attention; otherwise the call itself raises one."""
+def _refuse(name: str, keywords: list[str]) -> None:
+    """Raise an error if one of the `keywords`, which are unknown, is of flash-linear-attention.
+
+    Otherwise the call itself raises one, whose words Dynamo would put last.
+    """
     owner = name.split(".")[0]
     for keyword in keywords:
         words = KEYWORDS.get(f"{owner}.{keyword}", KEYWORDS.get(keyword))
+        message = f"{name}() got an unexpected keyword argument '{keyword}'" + (f": {words}" if words else "")
+        if torch.compiler.is_dynamo_compiling():
+            report_from_trace("TypeError", message)
         if words:
-            raise TypeError(f"{name}() got an unexpected keyword argument '{keyword}': {words}")
+            raise TypeError(message)
 
 
 def _compare_orders(error: Exception, name: str, parameters: list[str], given: int) -> None:
@@ -166,7 +171,7 @@ def _compare_orders(error: Exception, name: str, parameters: list[str], given: i
     same = parameters.index(last) + 1
     ours = parameters[same : same + theirs.count(",") + 1]
     message = str(error)
-    of_one = re.split(r"\W", message)[0] in parameters[same:given]
+    of_one = message.split(" ")[0] in parameters[same:given]  # and not a part of it, as "state[0]" is
     if given > same and (of_one or "positional argument" in message):
         error.args = (
             f"{error}. Arguments after {last} are {theirs} in flash-linear-attention, and {', '.join(ours)} here: "
@@ -206,6 +211,6 @@ def _words(module: str, name: str) -> str | None:
     if chunk != name and chunk in vars(sys.modules[module]):
         return f"use {chunk}, the same function"
     return (
-        "docs/coverage.md lists what flash-linear-attention has, and what of it is here; the rest can be imported from "
-        "fla in the same program"
+        "the page on coverage of the documentation lists what flash-linear-attention has, and what of it is here; the "
+        "rest can be imported from fla in the same program"
     )

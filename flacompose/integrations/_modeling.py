@@ -765,7 +765,7 @@ def returning(forward: Callable[..., Any]) -> Callable[..., Any]:
 
         def model(*args: Any, **kwargs: Any) -> Any:
             out = self.model(*args, **kwargs)
-            caches.append(out.get(name))
+            caches.append(getattr(out, name, None))
             return out
 
         out = forward(_With(self, model=model), *args, **kwargs)

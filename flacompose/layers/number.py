@@ -17,7 +17,8 @@ def number(name: str) -> Any:
     held = f"_{name}"
 
     def get(module: nn.Module) -> Any:
-        return getattr(module, held)[0]
+        # Modules that were saved whole by an older version have the number itself.
+        return module.__dict__[name] if name in module.__dict__ else getattr(module, held)[0]
 
     def put(module: nn.Module, value: float | None) -> None:
         setattr(module, held, (value,))

@@ -9,7 +9,7 @@ from typing import Any
 
 import safetensors.torch  # noqa: F401  (as the mixin does when it saves: a package that is missing is found now)
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from flacompose.models.config import RecurrentConfig
 from flacompose.models.weights import read_json, read_safetensors
@@ -87,7 +87,8 @@ def downloaded(repo_id: str, revision: str | None, file: str, required: bool = F
     """Where a file of a repository of the Hub lies now; None if it has no such file, which may be `required`."""
     try:
         return Path(hf_hub_download(repo_id, file, revision=revision))
-    except RepositoryNotFoundError as error:
+    # The last of these says that there is no connection, of what was never downloaded: the repository may have it.
+    except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise _not_found(repo_id, error) from error
     except EntryNotFoundError as error:
         if required:

@@ -451,8 +451,8 @@ class RecurrentLM(nn.Module):
         Raises:
             ImportError: If huggingface_hub or safetensors is not installed.
             FileNotFoundError: If there is no such folder or repository, or a file in it is missing.
-            ValueError: If ``config.json`` holds something else than arguments of `RecurrentConfig`, or a file cannot be
-                read.
+            ValueError: If ``config.json`` holds something else than arguments of `RecurrentConfig`, a file cannot be
+                read, or `revision` is given with a folder.
             TypeError: If `name` is no path.
             RuntimeError: From PyTorch, if parameters are missing, have other shapes, or are too many: all are named.
         """
@@ -462,6 +462,8 @@ class RecurrentLM(nn.Module):
             raise FileNotFoundError(
                 f"name must be a folder or a repository of the Hub, organisation/name, got {os.fspath(name)!r}"
             )
+        if revision is not None and not is_of_hub(name):
+            raise ValueError(f"revision must be None with a folder, got {revision!r} with {os.fspath(name)}")
         return import_mixin("from_pretrained").load(
             cls,
             os.fspath(name),

@@ -17,6 +17,7 @@ from flacompose.layers.number import number
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
+from flacompose.ops._bounds import verified
 from flacompose.ops._errors import ValueError
 from flacompose.ops._ranks import Ranks, gathered, lengths_of_ranks, of_all, sharing
 from flacompose.ops._sizes import always_true
@@ -102,12 +103,15 @@ class SoftmaxAttention(StatefulLayer):
                 "state must not hold keys and values of softmax attention in a call with cu_seqlens, got a "
                 f"cache of {past.cache[0].shape[1]} places: put the sequences in rows, with an attention_mask"
             )
+        ranks = sharing()
+        if ranks is None:  # those of ranks have been checked
+            tokens = tokens._replace(cu_seqlens=verified(cu_seqlens, x.shape[1]))
+            cu_seqlens = tokens.cu_seqlens
         q, k, v = self._projections(x)
         q = q.unflatten(-1, (self.num_heads, -1))
         k, v = (y.unflatten(-1, (self.num_kv_heads, -1)) for y in (k, v))
         position, next_position = positions(x, past.position, tokens)  # [B, T], [B]
         q, k = rotary(q, k, position, self.rope_theta)
-        ranks = sharing()
         if ranks is not None:
             k, v = _of_all_ranks(ranks, k, v, tokens)
         if cu_seqlens is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Collection, Mapping
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +23,9 @@ from flacompose.ops._varlen import check_bounds
 # An axis of heads that is as long as this, and longer than that of tokens, looks like tokens.
 MANY_HEADS = 64
 
-_entered = 0
+# PyTorch's stance is one for the process: the first context of all threads takes it, and the last one leaves it.
+_lock, _entered = Lock(), 0
+_stance: Any = None
 
 
 class checked:  # called as a function
@@ -30,8 +33,8 @@ class checked:  # called as a function
 
     It is for debugging, in eager mode, on any device: it reads values, so that every call waits for the GPU. Functions
     of `torch.compile` run uncompiled within it, so that the ops in them are checked too. Checked are all ops of
-    `flacompose.ops`, wherever they are called: in layers, in models, in models of transformers. An exported program or
-    a package of AOTInductor has operators only, and is not checked.
+    `flacompose.ops`, wherever they are called, by any thread: in layers, in models, in models of transformers. An
+    exported program or a package of AOTInductor has operators only, and is not checked.
 
         with flacompose.checked():
             loss = model(input_ids, labels=labels).loss
@@ -48,19 +51,23 @@ class checked:  # called as a function
     """
 
     def __enter__(self) -> None:
-        global _entered
+        global _entered, _stance
         if torch.compiler.is_dynamo_compiling():
             report_from_trace("RuntimeError", "flacompose.checked() must be entered outside of compiled code")
-        self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
-        _entered += 1
+        with _lock:
+            if _entered == 0:
+                _stance = torch.compiler.set_stance("force_eager")
+                _stance.__enter__()
+            _entered += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _entered
-        _entered -= 1
-        self._stance.__exit__(kind, error, trace)
+        with _lock:
+            _entered -= 1
+            if _entered == 0:
+                _stance.__exit__(kind, error, trace)
 
 
 def checking() -> bool:
@@ -79,7 +86,7 @@ def check_values(
     The `gates` are logarithms of decays. These, and what `lowest` names, may be -inf.
     """
     first_name, first = next(iter(tensors.items()))
-    if not isinstance(first, Tensor) or isinstance(first, FakeTensor):
+    if not isinstance(first, Tensor) or any(map(_has_no_values, tensors.values())):
         return
     T = first.shape[1] if first.dim() > 1 else 1
     end = T
@@ -101,9 +108,37 @@ def check_values(
             x = x[:, : end * (x.shape[1] // T)]
         is_gate = name in gates
         _refuse(name, x, ~(x < torch.inf) if is_gate or name in lowest else ~x.isfinite(), "must be finite")
-        if is_gate:
+        if is_gate and name == "A":
+            _refuse(
+                name,
+                x,
+                x > 0,
+                "must be at most 0, as a rate of decay is",
+                ": of a checkpoint, give -exp(A_log)",
+            )
+        elif is_gate:
             decays = ": these look like decays themselves, so give their logarithms" if _is_decay(x) else ""
             _refuse(name, x, x > 0, "must be at most 0, as the logarithm of a decay is", decays)
+
+
+def check_parameters(A_log: Tensor | None, dt_bias: Tensor | None) -> None:
+    """Check the values of what a gate is made with; to be called if `checking`. A rate of 0 has an `A_log` of -inf."""
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None and not _has_no_values(x):
+            x = getattr(x, "_local_tensor", x).detach()
+            _refuse(name, x, ~(x < torch.inf) if name == "A_log" else ~x.isfinite(), "must be finite")
+
+
+def check_steps(name: str, dt: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None = None) -> None:
+    """Check time steps that pass no softplus; to be called if `checking`. One below 0 would make a decay above 1."""
+    if not _has_no_values(dt):
+        dt = dt if cu_seqlens is None else dt[:, : int(cu_seqlens[-1])]
+        dt = dt.detach() if bias is None else dt.detach() + bias.detach()
+        _refuse(name, dt, dt < 0, "must be at least 0 where it passes no softplus, its bias added")
+
+
+def _has_no_values(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_meta or isinstance(x, FakeTensor))
 
 
 def _bounds(cu_seqlens: Tensor, T: int) -> None:
@@ -118,7 +153,13 @@ def _is_decay(x: Tensor) -> bool:
 
 
 def _refuse(name: str, x: Tensor, wrong: Tensor, rule: str, why: str = "") -> None:
-    if bool(wrong.any()):
+    try:
+        found = bool(wrong.any())
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"flacompose.checked() reads values, and {name} has none here, as within torch.vmap: leave one of them out"
+        ) from error
+    if found:
         at = tuple(wrong.nonzero()[0].tolist())
         raise ValueError(
             f"{name} {rule}, got {x[at].item():.6g} first at index {at}, {int(wrong.sum())} in all, "

@@ -22,7 +22,7 @@ _formulas: list[tuple[Any, Callable[..., int]]] = []
 def count_flops(op: Any, formula: Callable[..., int]) -> None:
     """Register the formula of an operator now, or when PyTorch's counter is imported."""
     _formulas.append((op, formula))
-    if FLOP_COUNTER in sys.modules:
+    if hasattr(sys.modules.get(FLOP_COUNTER), "register_flop_formula"):
         sys.modules[FLOP_COUNTER].register_flop_formula(op)(formula)
 
 
@@ -34,7 +34,8 @@ class _AtImport(MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != FLOP_COUNTER:
             return None
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        finders = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        specs = (finder.find_spec(name, path, target) for finder in finders)
         spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -43,6 +44,8 @@ class _AtImport(MetaPathFinder):
                 execute(module)
                 for op, formula in _formulas:
                     module.register_flop_formula(op)(formula)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
 
             vars(spec.loader)["exec_module"] = exec_module
         return spec

@@ -9,6 +9,7 @@ from torch import Tensor, finfo
 
 from flacompose.ops import _check
 from flacompose.ops._call import check, run
+from flacompose.ops._checked import check_parameters, checking
 from flacompose.ops._dtype import upcast
 from flacompose.ops._errors import ValueError
 from flacompose.ops._gates import bounded
@@ -183,6 +184,8 @@ def decay(
             )
     if lower_bound is not None and lower_bound >= 0:
         raise ValueError(f"lower_bound must be below 0, got {lower_bound}")
+    if checking():
+        check_parameters(A_log, dt_bias)
     if not use_gate:
         return g
     if A_log is None and lower_bound is None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._checked import check_values, checking
+from flacompose.ops._checked import check_steps, check_values, checking
 from flacompose.ops._dtype import upcast
 from flacompose.ops._errors import ValueError
 from flacompose.ops._gates import time_step
@@ -95,6 +95,9 @@ def selective_scan_fn(
     if checking():
         values = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
         check_values(values | {"initial_states": initial_states}, cu_seqlens, gates=("A",), lowest=("delta",))
+        if not delta_softplus:
+            bias = None if delta_bias is None else delta_bias.reshape(channels)
+            check_steps("delta", delta, bias, cu_seqlens)
 
     more_than_scan = D is not None or z is not None or delta_bias is not None or delta_softplus
     tokens = None

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose.ops import _check
-from flacompose.ops._checked import check_values, checking
+from flacompose.ops._checked import check_steps, check_values, checking
 from flacompose.ops._dtype import upcast
 from flacompose.ops._errors import TypeError, ValueError
 from flacompose.ops._gates import bounded, log_decay, time_step
@@ -188,6 +188,8 @@ def selective_state_update(
             "state": state,
         }
         check_values(values, gates=("A",), lowest=("dt",))
+        if not dt_softplus:
+            check_steps("dt", dt, None if dt_bias is None else dt_bias.reshape(channels))
 
     dt_bias = None if dt_bias is None else dt_bias.reshape(channels)
     dt = time_step(dt, dt_bias, dt_softplus, state).unsqueeze(-1)

@@ -8,7 +8,15 @@ import torch
 import flacompose
 from flacompose.layers import GatedLinearAttention
 from flacompose.models import RecurrentConfig, RecurrentLM
-from flacompose.ops import chunk_gla, chunk_kda, chunk_simple_gla, selective_state_update
+from flacompose.ops import (
+    chunk_gated_delta_rule,
+    chunk_gdn2,
+    chunk_gla,
+    chunk_kda,
+    chunk_simple_gla,
+    selective_scan_fn,
+    selective_state_update,
+)
 
 from .cases import CASES, OpCase, every
 from .problems import call, draw
@@ -118,3 +126,57 @@ def test_compiled_functions_run_as_they_are() -> None:
         RuntimeError, match="^RuntimeError: flacompose.checked.. must be entered outside of compiled"
     ):
         torch.compile(within, fullgraph=True, backend="eager")(g)
+
+
+def test_the_last_context_leaves_the_stance(device: torch.device) -> None:
+    """Whichever was entered first, as contexts of two threads may be left, and one that is entered twice."""
+    first, second = flacompose.checked(), flacompose.checked()
+    compiled = torch.compile(lambda x: torch.compiler.is_compiling(), backend="eager")
+    x = torch.zeros(1)
+    for order in ((first, second), (first, first)):
+        for context in order:
+            context.__enter__()
+        order[0].__exit__(None, None, None)
+        assert not compiled(x)
+        order[1].__exit__(None, None, None)
+        assert compiled(x)
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias"])
+@pytest.mark.parametrize("op", [chunk_gated_delta_rule, chunk_kda, chunk_gdn2])
+def test_parameters_of_gates(op, name: str) -> None:
+    x = torch.randn(1, 5, 2, 4)
+    per_head = op is chunk_gated_delta_rule
+    given = {"q": x, "k": x, "v": x, "g": x[..., 0] if per_head else x, "use_gate_in_kernel": True}
+    given |= {"b": x, "w": x} if op is chunk_gdn2 else {"beta": x[..., 0]}
+    parameters = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2 if per_head else 8)}
+    parameters[name][1] = torch.nan
+    with (
+        flacompose.checked(),
+        pytest.raises(ValueError, match=rf"^{name} must be finite, got nan first at index \(1,\)"),
+    ):
+        op(**given, **parameters)
+
+
+def test_rates_and_steps() -> None:
+    """A rate above 0 and a time step below 0 make decays above 1; neither is the logarithm of one."""
+    x, A, B = torch.rand(1, 5, 4), -torch.rand(4, 3), torch.rand(1, 5, 3)
+    with flacompose.checked():
+        selective_scan_fn(x, x, A, B, B)
+        selective_scan_fn(x, -x, A, B, B, delta_softplus=True)
+        with pytest.raises(
+            ValueError, match=r"^A must be at most 0, as a rate .*: of a checkpoint, give -exp"
+        ):
+            selective_scan_fn(x, x, -A, B, B)
+        with pytest.raises(ValueError, match=r"^delta must be at least 0 where it passes no softplus"):
+            selective_scan_fn(x, -x, A, B, B)
+        with pytest.raises(ValueError, match=r"^dt must be at least 0 where it passes no softplus"):
+            selective_state_update(torch.zeros(1, 4, 3), x[0, :1], -x[0, :1], A, B[0, :1], B[0, :1])
+
+
+def test_tensors_without_values() -> None:
+    x = torch.rand(2, 1, 5, 2, 4)
+    with flacompose.checked():
+        chunk_gla(*torch.rand(4, 1, 5, 2, 4, device="meta"))
+        with pytest.raises(RuntimeError, match=r"^flacompose.checked\(\) reads values, and q has none here"):
+            torch.vmap(chunk_gla)(x, x, x, -x)

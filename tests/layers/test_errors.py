@@ -22,6 +22,7 @@ from flacompose.layers import (
     ShortConvolution,
 )
 from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward
+from flacompose.models.softmax_attention import SoftmaxAttention
 
 from .truth import (
     EVERY,
@@ -30,7 +31,9 @@ from .truth import (
     NORMALIZED,
     RETENTION,
     assert_close,
+    assert_states_close,
     build,
+    random_state,
 )
 
 SMALL = {"hidden_size": 16, "num_heads": 2}
@@ -562,9 +565,24 @@ def test_wrong_bounds(config, given):
         layer(torch.randn(1, 9, 24), cu_seqlens=torch.tensor(given))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU refuses such bounds")
+@pytest.mark.parametrize(
+    ("given", "taken"), [([0, 5, 3, 9], [0, 5, 5, 9]), ([-2, 7, 4], [0, 7, 7]), ([0, 99, 1], [0, 9, 9])]
+)
+@every_layer
+def test_wrong_bounds_on_a_gpu(config, given, taken, device):
+    """They are taken as each at least the one before, within the tokens, since their values are not read."""
+    layer = build(config, device=device)
+    x, state = torch.randn(1, 9, 24, device=device), random_state(layer, len(given) - 1)
+    y, new = layer(x, state, cu_seqlens=torch.tensor(given, device=device))
+    expected, after = layer(x, state, cu_seqlens=torch.tensor(taken, device=device))
+    assert_close(y, expected, 1e-6)
+    assert_states_close(new, after, 1e-6)
+
+
 @pytest.mark.parametrize(
     "part",
-    [RWKV6FeedForward(24, 8), RWKV7FeedForward(24, 8), ShortConvolution(24, 4)],
+    [RWKV6FeedForward(24, 8), RWKV7FeedForward(24, 8), ShortConvolution(24, 4), SoftmaxAttention(24, 2)],
     ids=lambda part: type(part).__name__,
 )
 def test_wrong_bounds_in_plain_pytorch(part):

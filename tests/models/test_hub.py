@@ -56,7 +56,7 @@ def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, d
         if repo_id != "someone/model":
             raise errors.LocalEntryNotFoundError("no connection")
         if not Path("remote", filename).exists():
-            raise errors.LocalEntryNotFoundError(f"{filename} is not there")
+            raise errors.EntryNotFoundError(f"{filename} is not there")
         Path("cache").mkdir(exist_ok=True)
         return shutil.copy(Path("remote", filename), Path("cache", filename))
 
@@ -154,6 +154,24 @@ def test_load_fla_from_the_hub(file: str, online: list[tuple[str, dict[str, Any]
         load_fla("someone/model", revision="v1")
 
 
+def test_without_a_connection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file that was never downloaded is not taken for one that the repository lacks."""
+    from huggingface_hub import errors
+
+    from flacompose.models import hub_mixin
+
+    (tmp_path / "config.json").write_text(json.dumps(GOLDENS["rwkv6"]["config"]))
+
+    def download(repo_id: str, filename: str, **_: Any) -> str:
+        if filename != "config.json":
+            raise errors.LocalEntryNotFoundError("no connection")
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr(hub_mixin, "hf_hub_download", download)
+    with pytest.raises(FileNotFoundError, match="could not be read from the Hub: no connection"):
+        load_fla("someone/model")
+
+
 def test_push_to_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import HfApi
 
@@ -214,6 +232,8 @@ def test_errors(tmp_path: Path) -> None:
         with pytest.raises(error, match=message):
             RecurrentLM.from_pretrained(name)  # type: ignore[arg-type]
     model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="revision must be None with a folder, got 'v1' with "):
+        RecurrentLM.from_pretrained(tmp_path, revision="v1")
     with pytest.raises(TypeError, match="dtype must be float32, .* got int8"):
         RecurrentLM.from_pretrained(tmp_path, dtype=torch.int8)
     config = json.loads((tmp_path / "config.json").read_text())
