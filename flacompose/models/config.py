@@ -100,6 +100,7 @@ class RecurrentConfig:
         if self.use_lower_bound and not issubclass(self.layer_class, ForgetGateLayer):
             raise ValueError(f"use_lower_bound must be False with {self.layer}, whose gates take no bound")
         self._check_attn()
+        object.__setattr__(self, "attn", tuple(self.attn))  # as of a list that JSON held
 
     def _check_layer_options(self) -> None:
         """Check its keys; the layer checks their values."""

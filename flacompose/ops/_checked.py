@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import ContextDecorator
 from threading import Lock
 from types import TracebackType
 from typing import Any
@@ -28,7 +29,7 @@ _lock, _entered = Lock(), 0
 _stance: Any = None
 
 
-class checked:  # called as a function
+class checked(ContextDecorator):  # called as a function
     """A context in which every op of this library first checks the values of its inputs, to find what is wrong.
 
     It is for debugging, in eager mode, on any device: it reads values, so that every call waits for the GPU. Functions
@@ -97,7 +98,7 @@ def check_values(
         warnings.warn(
             f"{first_name} of {_where()} has {T} tokens and {first.shape[2]} heads, "
             f"[B, T, H, ...] = {tuple(first.shape)}: is it head-first?",
-            stacklevel=4,
+            stacklevel=_levels_to_user(),
         )
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -165,6 +166,14 @@ def _refuse(name: str, x: Tensor, wrong: Tensor, rule: str, why: str = "") -> No
             f"{name} {rule}, got {x[at].item():.6g} first at index {at}, {int(wrong.sum())} in all, "
             f"in {_where()}{why}"
         )
+
+
+def _levels_to_user() -> int:
+    """How many calls of this package, that of the caller among them, are between it and who calls it."""
+    levels, frame = 0, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("flacompose"):
+        levels, frame = levels + 1, frame.f_back  # type: ignore[assignment]
+    return levels + 1
 
 
 def _where() -> str:

@@ -96,11 +96,12 @@ def shifted(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tens
     before = None if before is None else before.to(x.dtype)
     if cu_seqlens is None:
         return torch.cat([first if before is None else before.unsqueeze(1), x], 1)[:, :T]
-    cu = bounds(cu_seqlens, T)
-    # There is a place more, for sequences without tokens.
-    place = torch.where(cu.diff() > 0, cu[:-1], T)
-    before = x.new_zeros(place.shape[0], *x.shape[2:]) if before is None else before
-    return torch.cat([first, x], 1).index_copy(1, place, before.unsqueeze(0))[:, :T]
+    # Chosen, and not written to their places: Inductor of PyTorch 2.13 reads such places before they are written.
+    cu, t = bounds(cu_seqlens, T), torch.arange(T, device=x.device)
+    n = sequence_of(t, cu)
+    is_first = ((t == cu[n]) & (t < cu[n + 1])).view(-1, *[1] * (x.ndim - 2))
+    own = 0 if before is None else before[n].unsqueeze(0)
+    return torch.where(is_first, own, torch.cat([first, x], 1)[:, :T])
 
 
 def last_token(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -59,7 +59,7 @@ def causal_conv1d(
     inputs = op.Inputs(x, weight, bias, initial_state, cu_seqlens, silu=activation is not None)
     check(op, inputs, output_final_state=output_final_state)
     if not _check.is_one_of(activation, "silu", "swish", None):
-        raise ValueError(f"activation must be 'silu', 'swish' or None, got {activation!r}")
+        raise ValueError(f"activation must be 'silu', 'swish' or None, got {_check.shown(activation)}")
     if output_states is not None:
         _states.check(output_states, x, cu_seqlens)
     ranks = sharing()

@@ -171,6 +171,8 @@ def mamba3_mimo_combined(
     if Z is not None and MIMO_Z is None:
         raise TypeError("MIMO_Z must be a tensor where Z is given, got NoneType")
     _check.optional(V, "MIMO_Out", MIMO_Out, (H, R, P), q_name="V")
+    if checking():
+        check_values({"MIMO_V": MIMO_V, "MIMO_Z": MIMO_Z, "MIMO_Out": MIMO_Out})
     _check.count("rotary_dim_divisor", rotary_dim_divisor)
     S, A = Q.shape[-1], Angles.shape[-1]
     if A != S // rotary_dim_divisor:

@@ -75,8 +75,9 @@ def test_layouts_that_look_head_first() -> None:
     with flacompose.checked():
         with pytest.warns(
             UserWarning, match="^q of chunk_gla has 2 tokens and 128 heads, .* is it head-first"
-        ):
+        ) as warned:
             chunk_gla(*inputs(T=2, H=128))
+        assert warned[0].filename == __file__  # the user's line, not one of this package
         for T, H in ((1, 128), (2, 63), (64, 64)):
             chunk_gla(*inputs(T, H))
 

@@ -210,3 +210,25 @@ def test_ranks() -> None:
             layer.a_low_rank_dim,
             layer.v_low_rank_dim,
         )
+
+
+def test_packed_rows_in_code_that_is_generated() -> None:
+    """What a compiler makes of the shift and of what is computed before it, in one piece, is what eager code does."""
+    part, mix = RWKV7FeedForward(24, 8), torch.randn(24, 24)
+    torch.nn.init.normal_(part.value.weight)
+    bounds = torch.tensor([0, 4, 4, 9, 30])
+
+    def results(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.nn.functional.rms_norm(x @ mix, (24,))
+        y, state = part(x, cu_seqlens=bounds)
+        return x + y, state.shift
+
+    x = torch.randn(1, 33, 24, requires_grad=True)
+    found = []
+    for call in (torch.compile(results, fullgraph=True), results):
+        y, shift = call(x)
+        found.append(
+            (y, shift, *torch.autograd.grad(y.square().sum() + shift.sum(), [x, *part.parameters()]))
+        )
+    for actual, expected in zip(*found, strict=True):
+        assert_close(actual, expected, 1e-5)
