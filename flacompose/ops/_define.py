@@ -123,7 +123,7 @@ def _returned_by(op: OpOverload) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def _with_bounds_checked(op: OpOverload, eager: Callable[..., Any]) -> Callable[..., Any]:
-    """`eager` for the CPU, where the values of `cu_seqlens` can be read, so that a call with wrong ones is refused.
+    """`eager` for the CPU, where a call with wrong values of `cu_seqlens`, or without tokens, is refused.
 
     A backward gets those of its forward, which has checked them.
     """
@@ -135,7 +135,14 @@ def _with_bounds_checked(op: OpOverload, eager: Callable[..., Any]) -> Callable[
     def implementation(*args: Any) -> Any:
         if args[at] is not None:
             check_bounds(args[at], args[0].shape[1])
-        return eager(*args)
+        try:
+            return eager(*args)
+        except (IndexError, RuntimeError):
+            if args[0].numel() > 0:
+                raise
+            # Public functions refuse this, but exported programs are called without them.
+            shape = tuple(args[0].shape)
+            raise ValueError(f"{names[0]} must have no empty dimension, got {shape}") from None
 
     return implementation
 
