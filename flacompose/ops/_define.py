@@ -27,6 +27,7 @@ from flacompose._torch import (
 )
 from flacompose.ops._chip import chip_of, is_here, runs_kernels, warn_of_eager
 from flacompose.ops._derivatives import derivative_kernels, vmap_rule_of
+from flacompose.ops._errors import ValueError
 from flacompose.ops._flops import count_flops
 from flacompose.ops._launching import launching_by
 from flacompose.ops._schema import axis_position, names_of
