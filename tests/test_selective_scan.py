@@ -172,6 +172,18 @@ def test_mixed_rates_and_time_steps(case, dtype: torch.dtype, device: torch.devi
     assert_accurate(problem, evaluate(problem))
 
 
+@pytest.mark.parametrize("delta", [-200.0, -103.0, -95.0, -88.0])
+def test_time_steps_that_underflow(delta: float, device: torch.device) -> None:
+    """Or nearly so, at rates that nearly overflow: their gradients are finite, as at a rate of -inf."""
+    problem = draw(FULL, device, **SIZES)
+    tensors = problem.tensors
+    tensors["delta"][:, 1::2] = delta
+    results = evaluate(problem.with_tensors(A=torch.full_like(tensors["A"], -3e38)))
+    assert all(x.isfinite().all() for x in results.values())
+    if delta == -200:
+        assert_equal(results, evaluate(problem.with_tensors(A=torch.full_like(tensors["A"], -torch.inf))))
+
+
 def test_time_steps_of_0_leave_the_state_as_it_is(device: torch.device) -> None:
     problem = draw(SELECTIVE, device)
     problem = problem.with_tensors(delta=torch.zeros_like(problem.tensors["delta"]))

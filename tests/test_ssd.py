@@ -96,7 +96,8 @@ def test_values_and_gradients(
 
 def assert_extremes_right(device: torch.device) -> None:
     """At rates of -inf a time step above 1e-36 forgets all and one of 0 nothing; such a rate has no gradient, and gives
-    the steps none. Nor has a gate that leaves nothing. Time steps far from 0 are precise."""
+    the steps none; nor do rates that nearly overflow. Nor has a gate that leaves nothing. Time steps far from 0 are
+    precise."""
     problem = drawn(case_of(softplus=False), device, B=1, T=9)
     tensors = problem.tensors
     tensors["A"][1:3] = -INF
@@ -116,6 +117,16 @@ def assert_extremes_right(device: torch.device) -> None:
         problem = drawn(case_of(), device, B=1, T=9, state=False)
         problem.tensors["dt"].fill_(dt)
         assert_accurate(problem, evaluate(problem))
+
+    problem = drawn(case_of(), device, B=1, T=9)
+    tensors = problem.tensors
+    tensors["dt"][:, 1::2] = -200  # its softplus underflows
+    endless = evaluate(problem.with_tensors(A=torch.full_like(tensors["A"], -INF)))
+    problem = problem.with_tensors(A=torch.full_like(tensors["A"], -3e38))
+    assert_equal(evaluate(problem), endless)
+    for dt in (-103.0, -95.0, -88.0):
+        tensors["dt"][:, 1::2] = dt  # and here is nearly 0
+        assert all(x.isfinite().all() for x in evaluate(problem.with_tensors(dt=tensors["dt"])).values())
 
 
 @pytest.mark.parametrize("form", ["composed", "operator"])
@@ -374,7 +385,7 @@ def test_exported_as_one_node(device: torch.device) -> None:
 def test_graph_of_the_scan() -> None:
     """Time steps and gates before the op, what joins input and output directly after it."""
     module = exported(torch.device("cpu")).run_decompositions().graph_module
-    gates = ["eq", "alias", "where", "clamp", "mul", "clamp"]
+    gates = ["lt", "alias", "where", "clamp", "mul", "clamp"]
     assert other_ops(module) == ["unsqueeze", "clamp", *gates, "mul", "add"]
 
 
@@ -491,6 +502,18 @@ def test_a_step_of_rates_of_minus_infinity(device: torch.device) -> None:
         assert torch.equal(x, y)
     _, _, d_dt, dA, *_ = torch.autograd.grad([x.sum() for x in results], leaves)
     assert d_dt.isfinite().all() and not dA[..., endless].any() and dA[..., ~endless].all()
+
+
+@pytest.mark.parametrize("dt", [-200.0, -103.0, -95.0, -88.0])
+def test_a_step_that_underflows(dt: float, device: torch.device) -> None:
+    """Or nearly so, at rates that nearly overflow: its gradient is finite, as at a rate of -inf."""
+    tensors = step(device, heads=True)
+    tensors["A"].fill_(-3e38)
+    tensors["dt"].fill_(dt)
+    leaves = [x.requires_grad_() for x in tensors.values()]
+    results = selective_state_update(*leaves, dt_softplus=True)
+    for x in torch.autograd.grad([x.sum() for x in results], leaves):
+        assert x.isfinite().all()
 
 
 @pytest.mark.parametrize("heads", [True, False], ids=["heads", "no heads"])

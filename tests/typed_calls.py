@@ -17,6 +17,14 @@ from flacompose.layers import (
     ShortConvolution,
 )
 from flacompose.models import RecurrentLM
+from flacompose.ops import (
+    chunk_gla,
+    fused_recurrent_gla,
+    fused_recurrent_rwkv4,
+    linear_recurrence,
+    mamba_chunk_scan_combined,
+    selective_scan_fn,
+)
 
 
 def layers(mamba: Mamba2, hgrn: HGRNAttention, rwkv: RWKV7Attention, x: Tensor) -> None:
@@ -35,3 +43,18 @@ def modules(convolution: ShortConvolution, model: RecurrentLM, x: Tensor) -> Non
     logits, states = model(x)
     assert_type(model(x, states), tuple[Tensor, tuple[RecurrentState, ...]])
     assert_type(model(x, num_states=2), tuple[Tensor, tuple[RecurrentStates, ...]])
+
+
+def operators(x: Tensor, state: tuple[Tensor, Tensor, Tensor], wanted: bool) -> None:
+    """The second result is a state where a flag asks for one."""
+    assert_type(chunk_gla(x, x, x, x), tuple[Tensor, None])
+    assert_type(chunk_gla(x, x, x, x, output_final_state=True), tuple[Tensor, Tensor])
+    assert_type(chunk_gla(x, x, x, x, output_final_state=wanted), tuple[Tensor, Tensor | None])
+    assert_type(chunk_gla(x, x, x, x, None, x, True), tuple[Tensor, Tensor | None])
+    assert_type(fused_recurrent_gla(x, x, x, output_states=2), tuple[Tensor, Tensor])
+    assert_type(fused_recurrent_rwkv4(x, x, x, x, state, True)[0], Tensor)
+    assert_type(linear_recurrence(x, x, x, output_final_state=True), tuple[Tensor, Tensor])
+    assert_type(mamba_chunk_scan_combined(x, x, x, x, x, 64), Tensor)
+    assert_type(selective_scan_fn(x, x, x, x, x, return_last_state=True), tuple[Tensor, Tensor])
+    chunk_gla(x, x, x)  # type: ignore[call-overload]
+    chunk_gla(x, x, x, x, output_final_states=True)  # type: ignore[call-overload]

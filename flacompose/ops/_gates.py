@@ -46,10 +46,15 @@ def time_step(
     return dt.clamp(*limit)
 
 
-def log_decay(dt: Tensor, A: Tensor) -> Tensor:
-    """``dt * A``, with -inf replaced by the lowest finite number, since 0 * -inf is NaN. A softplus may underflow to 0.
+def forgets(A: Tensor) -> Tensor:
+    """Where a rate is so large, above 1.2e30 in float32, that it gives time steps no gradient.
 
-    Rates of -inf give `dt` no gradient. At a time step of 0 it would be infinite, and NaN where that step comes from a
-    mask.
+    Every time step but one that is nearly 0 then leaves nothing of the state. The gradient of a step that is 0 could
+    overflow, and would be NaN where a mask, or a softplus that underflows, has made that step.
     """
-    return torch.where(A == -inf, dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)
+    return A < finfo(A.dtype).min / 2**28
+
+
+def log_decay(dt: Tensor, A: Tensor) -> Tensor:
+    """``dt * A``, with the lowest finite number for a rate of -inf, which times a time step of 0 would be NaN."""
+    return torch.where(forgets(A), dt.detach(), dt) * A.clamp(min=finfo(A.dtype).min)

@@ -74,13 +74,17 @@ def test_rates_of_every_size(rate: float) -> None:
 
 
 def test_rates_of_minus_infinity() -> None:
-    """Beside a slow one, at time steps above 0 and of 0, also in the tokens that fill up a tile."""
+    """Beside a slow one, at time steps above 0 and of 0, also in the tokens that fill up a tile. Rates that nearly
+    overflow do the same."""
     problem = draw(SELECTIVE, CPU, B=1, T=10, K=2, V=2)
     delta = problem.tensors["delta"].clone()
     delta[:, 1::3] = 0
     A = problem.tensors["A"].clone()
     A[:, 0] = -torch.inf
-    check(problem.with_tensors(A=A, delta=delta))
+    problem = problem.with_tensors(A=A, delta=delta)
+    check(problem)
+    other = problem.with_tensors(A=A.clamp(min=-3e38))
+    assert_equal(evaluate(other, function=launched), evaluate(problem, function=launched))
 
 
 @pytest.mark.parametrize("layout", [permuted, tokens_last])

@@ -8,6 +8,7 @@ import triton.language as tl
 # Its exponential is 0 in float32. So a sum of gates that includes it gives a weight of 0, as one with -inf does.
 LOWEST_GATE = tl.constexpr(-128.0)
 LOWEST_RATE = tl.constexpr(-3.4028234663852886e38)  # the lowest number of float32
+FORGETS = tl.constexpr(LOWEST_RATE.value / 2**28)  # the bound of `forgets` in `_gates`
 SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # from which on PyTorch takes softplus for the identity
 
 
@@ -278,7 +279,8 @@ def expm1_near_0(g):
 def decayed(h, g):
     """``exp(g) * h``, without an ``exp(g)`` near 1, whose rounding adds up over tokens where gates are constant."""
     g = g.to(tl.float32)
-    return tl.where(g > -0.1, h + h * expm1_near_0(g), h * tl.exp(g))
+    nearly_all = tl.where(tl.abs(h) == float("inf"), h, h + h * expm1_near_0(g))  # inf - inf would be NaN
+    return tl.where(g > -0.1, nearly_all, h * tl.exp(g))
 
 
 @triton.jit

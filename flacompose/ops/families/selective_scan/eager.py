@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flacompose.ops._gates import forgets
 from flacompose.ops.families._chunks import Chunks, Sweep
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.selective_scan.inputs import Inputs
@@ -89,10 +90,10 @@ class _Scan:
         self.dy = None if dy is None else dy.unflatten(2, self.groups)
         self.B, self.C = B, C
         self.chunks = Chunks(x, cu_seqlens)
-        # Times a time step of 0, a rate of -inf would be NaN, and the gradient that it gives a time step infinite.
+        # A rate of -inf times a time step of 0 would be NaN.
         A = A.to(self.chunks.dtype).contiguous().unflatten(0, self.groups).unsqueeze(1)  # [G, 1, P, S]
         self.A = A.clamp(min=torch.finfo(A.dtype).min)
-        self.A_of_dt = A.masked_fill(A == -torch.inf, 0)
+        self.A_of_dt = A.masked_fill(forgets(A), 0)
         self.segments = self.chunks.segments(self.chunks.B * self.chunks.size * A.numel())
 
     def initial(self, state: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from flacompose.ops.families._kernels import (
-    LOWEST_RATE,
+    FORGETS,
     chunks_of_segment,
     decayed,
     finite,
@@ -292,8 +292,8 @@ def gradient_kernel(
                     if dA is not None:
                         dA_ += d_exponent * dt_[:, None]
                     if ddt is not None:
-                        # A rate of -inf gives a time step no gradient, which would be infinite at one of 0.
-                        d_of_dt = tl.where(A_ == LOWEST_RATE, 0.0, d_exponent * A_)
+                        # Such a rate gives a time step no gradient, which could overflow at one of 0.
+                        d_of_dt = tl.where(A_ < FORGETS, 0.0, d_exponent * A_)
                         ddt_j = x_ * d_product + tl.sum(d_of_dt, 1)
                         ddt_ = tl.where(column_of_token, ddt_j[:, None], ddt_)
 

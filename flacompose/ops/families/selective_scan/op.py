@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
 from torch import Tensor
 
+from flacompose.ops._gates import log_decay
 from flacompose.ops.families._across import across_ranks
 from flacompose.ops.families._op import define_ops, start_gradient
 from flacompose.ops.families._stretches import Decay
@@ -35,11 +35,7 @@ def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
     """What the tokens of each sequence do to a state: the decays ``[N, D, S]``, and the state they reach from zero."""
     # C does nothing to the state.
     end, sum_dt = _ends(*inputs._replace(C=inputs.B.detach(), initial_state=None))
-    # A rate of -inf, which times a sum of 0 would be NaN, forgets everything in the first time step above 0.
-    A, sum_dt = inputs.A.to(end.dtype), sum_dt.unsqueeze(-1)
-    forgets = A == -torch.inf
-    log = (A.masked_fill(forgets, 0) * sum_dt).masked_fill(forgets & (sum_dt > 0), -torch.inf)
-    return Decay((log,)), end
+    return Decay((log_decay(sum_dt.unsqueeze(-1), inputs.A.to(end.dtype)),)), end
 
 
 forward = across_ranks(SIGNATURE, _ops["forward"], _ops["backward"], stretch, d_start)

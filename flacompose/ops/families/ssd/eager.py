@@ -7,12 +7,11 @@ o_t = (S_t^T C_t + D x_t) * silu(z_t)
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
 
 from torch import Tensor
 
 from flacompose.ops._dtype import upcast
-from flacompose.ops._gates import bounded, log_decay, time_step
+from flacompose.ops._gates import bounded, forgets, log_decay, time_step
 from flacompose.ops._varlen import without_tail
 from flacompose.ops.families._signature import BackwardCall, Gradients
 from flacompose.ops.families.gated_skip import eager as gated_skip
@@ -64,8 +63,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
     found = scalar_decay.backward(BackwardCall(SCAN, scan, arriving, frozenset(wanted)))
     dx = found["v"] + of_skip.pop("x") if of_skip else found["v"]
 
-    # A rate of -inf gives time steps no gradient, and has none: gates that leave nothing have none.
-    d_delta = found["beta"] + found["g"] * rates.masked_fill(rates == -inf, 0)
+    d_delta = found["beta"] + found["g"] * rates.masked_fill(forgets(rates), 0)
     d_free = d_delta.masked_fill((free < limit[0]) | (free > limit[1]), 0)
     (ddt,) = without_tail(cu_seqlens, d_free * raw.sigmoid() if softplus else d_free)
     return call.made(

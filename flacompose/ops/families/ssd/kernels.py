@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from flacompose.ops._gates import lowest
-from flacompose.ops.families._kernels import LOWEST_RATE, bounded, find_chunk, finite, in_float32, softplus
+from flacompose.ops.families._kernels import (
+    FORGETS,
+    LOWEST_RATE,
+    bounded,
+    find_chunk,
+    finite,
+    in_float32,
+    softplus,
+)
 from flacompose.ops.families.scalar_decay.gates import store_sums
 
 LEAST_GATE = tl.constexpr(lowest(torch.float32))
@@ -81,8 +89,8 @@ def time_step_gradient_kernel(
 ):
     """The gradients of what makes time steps and gates, of a chunk and `BH` heads.
 
-    A gate below `LEAST_GATE`, whose exponential is 0, has none. A rate of -inf has none either, and gives none to time
-    steps.
+    A gate below `LEAST_GATE`, whose exponential is 0, has none. A rate of -inf has none either, and one below `FORGETS`
+    gives none to time steps.
     """
     row = tl.program_id(0).to(tl.int64)
     start, end = find_chunk(row, T, N, cu_seqlens, C)
@@ -95,7 +103,7 @@ def time_step_gradient_kernel(
     A_ = finite(tl.load(A + h, mask=in_h, other=0.0).to(tl.float32))
     leaves_nothing = (A_ == LOWEST_RATE)[None, :] | (delta * A_[None, :] < LEAST_GATE)
     dg_ = tl.where(leaves_nothing, 0.0, tl.load(dg + at, mask=mask, other=0.0))
-    d_free = tl.load(d_delta + at, mask=mask, other=0.0) + dg_ * tl.where(A_ == LOWEST_RATE, 0.0, A_)[None, :]
+    d_free = tl.load(d_delta + at, mask=mask, other=0.0) + dg_ * tl.where(A_ < FORGETS, 0.0, A_)[None, :]
     d_free = tl.where((free < least) | (free > most), 0.0, d_free)
     if SOFTPLUS:
         d_free *= tl.sigmoid(x)
