@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import wraps
 from importlib.util import find_spec
 from inspect import signature
@@ -119,6 +120,8 @@ NAMES = {
     "causal_conv1d_fn": "use causal_conv1d, whose inputs are [B, T, D]",
     "causal_conv1d_update": "use causal_conv1d, which returns the new state",
     "mamba3_mimo": "its name is mamba3_mimo_combined",
+    "FusedRMSNormGated": "its name is GatedRMSNorm",
+    "load_fla": "it is in flacompose.integrations.fla",
     "modules": "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers; in the place of other fused "
     "norms, losses and multilayer perceptrons write PyTorch, which torch.compile fuses",
 }
@@ -200,17 +203,19 @@ def absent_from(module: str) -> Callable[[str], NoReturn]:
 def _words(module: str, name: str) -> str | None:
     if name in NAMES:
         return NAMES[name]
-    if module == "flacompose":
-        return None
     if re.search("(Config|Model|ForCausalLM)$", name):
         return (
             "all models are a RecurrentLM of flacompose.models, and load_fla of flacompose.integrations.fla makes one "
             "of a checkpoint"
         )
+    if module == "flacompose":
+        return None
+    public = [x for x in vars(sys.modules[module]) if not x.startswith("_")]
     chunk = re.sub("^(fused_chunk|parallel)_", "chunk_", name)
-    if chunk != name and chunk in vars(sys.modules[module]):
+    if chunk != name and chunk in public:
         return f"use {chunk}, the same function"
-    return (
+    similar = " or ".join(get_close_matches(name, public, cutoff=0.85))
+    return (similar and f"is it {similar}? Otherwise ") + (
         "the page on coverage of the documentation lists what flash-linear-attention has, and what of it is here; the "
         "rest can be imported from fla in the same program"
     )

@@ -148,7 +148,14 @@ def test_names(package: str) -> None:
     ("statement", "message"),
     [
         ("from flacompose.ops import fused_chunk_gla", "use chunk_gla, the same function"),
+        (
+            "from flacompose.ops import chunk_gal",
+            "is it chunk_gsa or chunk_gla? Otherwise the page on coverage",
+        ),
         ("from flacompose.models import GLAForCausalLM", "load_fla of flacompose.integrations.fla"),
+        ("from flacompose import GLAForCausalLM", "load_fla of flacompose.integrations.fla"),
+        ("from flacompose.models import load_fla", "it is in flacompose.integrations.fla"),
+        ("from flacompose.layers import FusedRMSNormGated", "its name is GatedRMSNorm"),
         (
             "from flacompose import modules",
             "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers",
