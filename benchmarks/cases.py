@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops.families.delta_rule.reference import delta_rule
-from flacompose.ops.families.low_rank.reference import low_rank
-from flacompose.ops.families.scalar_decay.reference import scalar_decay
-from flacompose.ops.families.scan.reference import scan
-from flacompose.ops.families.selective_scan.reference import selective_scan
-from flacompose.ops.families.slot_attention.reference import slot_attention
-from flacompose.ops.families.vector_decay.reference import vector_decay
+from flacompose.ops._recurrences.elementwise.scan.reference import scan
+from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
+from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
+from flacompose.ops._recurrences.matrix.channel_decay.reference import channel_decay
+from flacompose.ops._recurrences.matrix.delta_rule.reference import delta_rule
+from flacompose.ops._recurrences.matrix.head_decay.reference import head_decay
+from flacompose.ops._recurrences.matrix.low_rank.reference import low_rank
 from flacompose.ops.retention import log_decay
 
 Functions = ModuleType | SimpleNamespace
@@ -253,7 +253,7 @@ def _reference(
 
 
 def _retention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return scalar_decay(q, k, v, g_gamma=log_decay(v.shape[2], q), scale=scale)
+    return head_decay(q, k, v, g_gamma=log_decay(v.shape[2], q), scale=scale)
 
 
 def _rwkv7(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -314,8 +314,8 @@ def _mlstm(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> tuple[Tenso
     """With weights as they are, for input gates of ordinary size."""
     scale, ones = q.shape[-1] ** -0.5, torch.ones_like(v[..., :1])
     options = {"g": F.logsigmoid(f), "beta": i.exp(), "scale": scale}
-    o, S = scalar_decay(q, k, v, **options)
-    return o / (scalar_decay(q, k, ones, **options)[0].abs().clamp(min=1) + 1e-6), S
+    o, S = head_decay(q, k, v, **options)
+    return o / (head_decay(q, k, ones, **options)[0].abs().clamp(min=1) + 1e-6), S
 
 
 def _op(name: str, reference: Callable[..., tuple[Tensor, Any]], inputs: Mapping[str, Draw], **fields) -> Op:
@@ -393,14 +393,14 @@ OPS = {
     for op in (
         _op(
             "gla",
-            _reference(vector_decay, g="gk"),
+            _reference(channel_decay, g="gk"),
             {**QKV, "g": gate("B T H K")},
             recurrent_names={"g": "gk"},
         ),
-        _op("simple_gla", _reference(scalar_decay), {**QKV_GROUPED, "g": gate("B T HV")}),
+        _op("simple_gla", _reference(head_decay), {**QKV_GROUPED, "g": gate("B T HV")}),
         _op("retention", _reference(_retention), QKV_GROUPED),
         # The peer's chunk form would normalise, unless it is told not to.
-        _op("linear_attn", _reference(scalar_decay), QKV_GROUPED, options={"normalize": False}),
+        _op("linear_attn", _reference(head_decay), QKV_GROUPED, options={"normalize": False}),
         _op(
             "gsa",
             _reference(slot_attention),
@@ -409,7 +409,7 @@ OPS = {
         ),
         _op(
             "rwkv6",
-            _reference(vector_decay, r="q", w="gk"),
+            _reference(channel_decay, r="q", w="gk"),
             {"r": ROWS, "k": ROWS, "v": QKV["v"], "u": Draw("H K"), "w": gate("B T H K")},
         ),
         _op(

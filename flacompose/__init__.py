@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from flacompose import layers, models, ops
 from flacompose._peer import absent_from
-from flacompose.ops._checked import checked
+from flacompose.ops._operators.checked import checked
 
 __version__ = "0.6.0"
 __all__ = ["checked", "layers", "models", "ops"]

@@ -7,11 +7,11 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from flacompose.ops.families._signature import Signature
+from flacompose.ops._operators.signature import Signature
 
 
 def part(family: str, name: str) -> ModuleType:
-    return import_module(f"flacompose.ops.families.{family}.{name}")
+    return import_module(f"flacompose.ops._recurrences.{family}.{name}")
 
 
 def signature_of(module: ModuleType) -> Signature[Any]:

@@ -18,27 +18,27 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from flacompose.ops._chip import ADA, AMPERE, BLACKWELL, HOPPER, Chip
-from flacompose.ops._launching import launching_by
-from flacompose.ops.families import _sequences
-from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.gated_skip import cuda as gated_skip
-from flacompose.ops.families.low_rank import cuda as low_rank
-from flacompose.ops.families.mamba3 import cuda as mamba3
-from flacompose.ops.families.mlstm import cuda as mlstm
-from flacompose.ops.families.normalizer import cuda as normalizer
-from flacompose.ops.families.rg_lru import cuda as rg_lru
-from flacompose.ops.families.rotation import cuda as rotation
-from flacompose.ops.families.running_max import cuda as running_max
-from flacompose.ops.families.rwkv4 import cuda as rwkv4
-from flacompose.ops.families.scalar_decay import cuda as scalar_decay
-from flacompose.ops.families.scan import cuda as scan
-from flacompose.ops.families.selective_scan import cuda as selective_scan
-from flacompose.ops.families.short_conv import cuda as short_conv
-from flacompose.ops.families.slot_attention import cuda as slot_attention
-from flacompose.ops.families.ssd import cuda as ssd
-from flacompose.ops.families.turns import cuda as turns
-from flacompose.ops.families.vector_decay import cuda as vector_decay
+from flacompose.ops._launch import sequences
+from flacompose.ops._launch.chip import ADA, AMPERE, BLACKWELL, HOPPER, Chip
+from flacompose.ops._launch.launch import launching_by
+from flacompose.ops._recurrences.elementwise.cumulative_angle import cuda as turns
+from flacompose.ops._recurrences.elementwise.rg_lru import cuda as rg_lru
+from flacompose.ops._recurrences.elementwise.rwkv4 import cuda as rwkv4
+from flacompose.ops._recurrences.elementwise.scan import cuda as scan
+from flacompose.ops._recurrences.elementwise.selective_scan import cuda as selective_scan
+from flacompose.ops._recurrences.elementwise.stabilizer import cuda as stabilizer
+from flacompose.ops._recurrences.fused.gated_skip import cuda as gated_skip
+from flacompose.ops._recurrences.fused.mamba3 import cuda as mamba3
+from flacompose.ops._recurrences.fused.mlstm import cuda as mlstm
+from flacompose.ops._recurrences.fused.normalizer import cuda as normalizer
+from flacompose.ops._recurrences.fused.rotary import cuda as rotation
+from flacompose.ops._recurrences.fused.slot_attention import cuda as slot_attention
+from flacompose.ops._recurrences.fused.ssd import cuda as ssd
+from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
+from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
+from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
+from flacompose.ops._recurrences.matrix.low_rank import cuda as low_rank
+from flacompose.ops._recurrences.short_conv import cuda as short_conv
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -156,11 +156,11 @@ class Launch:
 @contextmanager
 def tables_of(chip: Chip) -> Iterator[None]:
     """Within it, launches are configured for `chip`, whatever the device of their tensors is."""
-    chip_of, _sequences.chip_of = _sequences.chip_of, lambda device: chip
+    chip_of, sequences.chip_of = sequences.chip_of, lambda device: chip
     try:
         yield
     finally:
-        _sequences.chip_of = chip_of
+        sequences.chip_of = chip_of
 
 
 class Call(NamedTuple):
@@ -244,9 +244,7 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
             present = g if "g" in gates.split() else None, new(HV) if "g_gamma" in gates else None
             args = q, k, v, *present, beta if "beta" in gates else None, states, cu_seqlens, 1.0
             masks = _masks("q k v g g_gamma beta initial_state", "q", "k", "v", "q k v", "g")
-            yield from _calls(
-                f"scalar_decay {gates} groups={groups} {at}", scalar_decay, args, v, masks, states
-            )
+            yield from _calls(f"head_decay {gates} groups={groups} {at}", head_decay, args, v, masks, states)
         for given in ("", "D z dt_bias", "D") if K <= 256 else ():
             D, z, bias = (x if name in given else None for name, x in (("D", g), ("z", v), ("dt_bias", g)))
             D, bias = (None if x is None else new(HV, *E) for x, E in ((D, (1,)), (bias, ())))
@@ -281,11 +279,11 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
         states = new(N, R, H, K), new(N, H, V)
         args = qs, qs, v, bias, bias, new(B, T, H, K // 2), *states, cu_seqlens, halves
         described = f"rotation R={R} {at}"
-        yield Call(described, flat(rotation, "forward"), "rotation_forward", args)
+        yield Call(described, flat(rotation, "forward"), "rotary_forward", args)
         d_turned, d_products = new(B, T, R, H, K, dtype=dtype), new(B, T, H, R, R)
         for arriving in (d_turned, d_turned, v, d_products, *states), (None, d_turned, v, None, None, None):
             given = *args, *arriving, [True] * 8
-            yield Call(described, flat(rotation, "backward"), "rotation_backward", given)
+            yield Call(described, flat(rotation, "backward"), "rotary_backward", given)
 
     v = new(B, T, H, V, dtype=dtype)
     for gates, read_before in (("", True), ("gk", True), ("gk", False)):
@@ -309,8 +307,8 @@ def matrix_calls(dtype: torch.dtype, K: int, V: int, T: Size, bounds: Size | Non
         args = q, k, v, *present, state, cu_seqlens, 1.0
         args += options.get("softmax", False), options.get("full_precision", False)
         masks = _masks("q k v gk gv u initial_state", "q", "k", "v", "q k v")
-        described = f"vector_decay {gates} {' '.join(options)} {at} {gate_dtype} gates"
-        yield from _calls(described, vector_decay, args, v, masks, state)
+        described = f"channel_decay {gates} {' '.join(options)} {at} {gate_dtype} gates"
+        yield from _calls(described, channel_decay, args, v, masks, state)
 
     # One token has one kernel, whatever the others have. The slots are as many as the values.
     for G in (1, 2) if bounds is None else ():
@@ -377,7 +375,7 @@ def other_calls(dtype: torch.dtype, T: Size, bounds: Size | None = None) -> Iter
             turning = new(1, T, H, 8, dtype=dtype), new(1, T, D // 8), new(rows, D // 8, 8), cu_seqlens
             do, masks = new(1, T, D // 8, 8), _masks("x dt initial_state", "x")
             yield from _calls(f"turns H={H} of {D // 8} {at}", turns, turning, do, masks, turning[2])
-        yield Call(f"running_max D={D} {at}", flat(running_max, "forward"), "running_max_forward", args)
+        yield Call(f"stabilizer D={D} {at}", flat(stabilizer, "forward"), "stabilizer_forward", args)
         states = [new(rows, D) for _ in range(3)]
         args = x, g, new(D), new(D), *states, cu_seqlens
         masks = _masks("v k w u initial_a initial_b initial_m", "v", "k", "w", "u", "initial_a")

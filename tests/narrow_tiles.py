@@ -16,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # A family's function of a configuration, the names of its tiles, the widths that are tried, and an entry that uses it.
 PLACES = [
-    ("vector_decay", "gated_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
-    ("vector_decay", "gated_config", ("BD1", "BD2"), (32, 64), "bonus-chunk-gk-gv"),
-    ("vector_decay", "plain_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
-    ("vector_decay", "state_config", ("BK", "BV"), (16, 32, 64), "chunk_gla"),
-    ("vector_decay", "score_config", ("BD",), (16, 32), "chunk_gla"),
+    ("channel_decay", "gated_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
+    ("channel_decay", "gated_config", ("BD1", "BD2"), (32, 64), "bonus-chunk-gk-gv"),
+    ("channel_decay", "plain_config", ("BD1", "BD2"), (16, 32, 64), "chunk_gla"),
+    ("channel_decay", "state_config", ("BK", "BV"), (16, 32, 64), "chunk_gla"),
+    ("channel_decay", "score_config", ("BD",), (16, 32), "chunk_gla"),
     ("delta_rule", "channel_config", ("BK", "BV"), (16, 32, 64), "chunk_kda"),
     ("delta_rule", "gradient_config", ("BK", "BV"), (16, 32, 64), "chunk_gated_delta_rule"),
     ("delta_rule", "pair_gradient_config", ("BV",), (16, 32), "chunk_kda"),
@@ -38,7 +38,7 @@ def check(family: str, function: str, tiles: str, stages: str, name: str) -> Non
     from contract.cases import NAMED
     from contract.problems import draw, evaluate
 
-    module = import_module(f"flacompose.ops.families.{family}.cuda")
+    module = import_module(f"flacompose.ops._recurrences.{family}.cuda")
     shipped = getattr(module, function)
     widths = {key: int(width) for key, _, width in (tile.partition("=") for tile in tiles.split(","))}
     setattr(module, function, lambda *args: {**shipped(*args), **widths, "num_stages": int(stages)})

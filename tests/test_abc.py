@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.export import Dim, export
 from torch.func import grad, jvp, vmap
 
-from flacompose.ops import _logsumexp, chunk_abc, chunk_gsa, fused_recurrent_gsa
-from flacompose.ops._logsumexp import running_logsumexp
-from flacompose.ops.families.slot_attention.reference import slot_attention
+from flacompose.ops import chunk_abc, chunk_gsa, fused_recurrent_gsa
+from flacompose.ops._composed import logsumexp
+from flacompose.ops._composed.logsumexp import running_logsumexp
+from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
 
 FORMS = [chunk_abc, fused_recurrent_gsa]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
@@ -138,7 +139,7 @@ def test_no_nan_in_derivatives(strength: float, device: torch.device) -> None:
 @pytest.fixture
 def few_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are traced for at most 16 tokens, so that their compilation is short: each level is the same code."""
-    monkeypatch.setattr(_logsumexp, "LEVELS", 4)
+    monkeypatch.setattr(logsumexp, "LEVELS", 4)
 
 
 class Model(torch.nn.Module):
@@ -288,7 +289,7 @@ def logsumexp_by_shard(mesh: DeviceMesh, compiled: bool) -> None:
     s, z = torch.randn(3, 9, 4, 5), torch.randn(3, 4, 5)
     layouts = [(Shard(2), Shard(1)), (Shard(0), Shard(0))]
     if compiled:
-        _logsumexp.LEVELS = 4  # in this process, which ends with the test
+        logsumexp.LEVELS = 4  # in this process, which ends with the test
         run = torch.compile(running_logsumexp, fullgraph=True, backend="aot_eager")
         for layout in layouts:
             check_sharded(mesh, run, [s, z], layout, unsharded=running_logsumexp)

@@ -14,9 +14,9 @@ from torch.export import Dim, export
 
 from flacompose.layers import ShortConvolution
 from flacompose.ops import causal_conv1d
-from flacompose.ops._launching import launching_by
-from flacompose.ops.families.short_conv import eager
-from flacompose.ops.families.short_conv.inputs import Inputs
+from flacompose.ops._launch.launch import launching_by
+from flacompose.ops._recurrences.short_conv import eager
+from flacompose.ops._recurrences.short_conv.inputs import Inputs
 
 each = every([NAMED["causal_conv1d-silu"], NAMED["causal_conv1d"]])
 WIDTHS = [1, 2, 3, 5, 8, 9, 30]
@@ -158,7 +158,7 @@ def test_a_state_holds_the_inputs_as_they_are(device: torch.device) -> None:
 
 def test_in_a_graph_one_token_is_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its few products become part of Inductor's own kernels; longer inputs and packed ones are a kernel."""
-    cuda = pytest.importorskip("flacompose.ops.families.short_conv.cuda")
+    cuda = pytest.importorskip("flacompose.ops._recurrences.short_conv.cuda")
     launched: list[str] = []
     x, weight, state = torch.randn(2, 3, 6), torch.randn(6, 4), torch.randn(2, 6, 4)
     args = weight, None, state, None, True

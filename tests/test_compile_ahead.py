@@ -26,17 +26,17 @@ from triton.backends.nvidia import driver as nvidia  # noqa: E402
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from flacompose.ops._launching import launching_by  # noqa: E402
-from flacompose.ops.families import _compile, _launcher, _segments  # noqa: E402
-from flacompose.ops.families._op import on_cuda  # noqa: E402
-from flacompose.ops.families.running_max import cuda as running_max  # noqa: E402
-from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
-from flacompose.ops.families.scan import cuda as scan  # noqa: E402
-from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
-from flacompose.ops.families.vector_decay import slots  # noqa: E402
+from flacompose.ops._launch import build, row_split, warm_up  # noqa: E402
+from flacompose.ops._launch.launch import launching_by  # noqa: E402
+from flacompose.ops._recurrences.elementwise.scan import cuda as scan  # noqa: E402
+from flacompose.ops._recurrences.elementwise.stabilizer import cuda as stabilizer  # noqa: E402
+from flacompose.ops._recurrences.forms import on_cuda  # noqa: E402
+from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay  # noqa: E402
+from flacompose.ops._recurrences.matrix.channel_decay import slots  # noqa: E402
+from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay  # noqa: E402
 
-FAMILIES = scalar_decay, scan, vector_decay
-LAUNCHING = *FAMILIES, slots, running_max, _segments
+FAMILIES = head_decay, scan, channel_decay
+LAUNCHING = *FAMILIES, slots, stabilizer, row_split
 KERNELS = {x for module in LAUNCHING for x in vars(module).values() if isinstance(x, triton.JITFunction)}
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=["scalar", "scan", "vector"])
@@ -69,7 +69,7 @@ Compiled = list[tuple[str, bool]]
 """Every kernel that is compiled, what other tests have compiled too, and whether ahead of its launch."""
 
 
-def ahead(family: ModuleType, form: str) -> _compile.compile_ahead:
+def ahead(family: ModuleType, form: str) -> warm_up.compile_ahead:
     """What compiles the kernels of a form, or of the "backward", ahead of their launches."""
     return on_cuda(family.__name__.split(".")[-2], form, signature_of(family)).implementation
 
@@ -79,20 +79,20 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
     kernels: Compiled = []
     pools: list[ThreadPoolExecutor] = []
 
-    class Pool(_compile._Pool):
+    class Pool(warm_up._Pool):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             pools.append(self)
 
     def note(fn: Any, is_manual_warmup: bool, **_: Any) -> None:
-        kernels.append((fn.name, is_manual_warmup and _compile.launching.launcher is not None))
+        kernels.append((fn.name, is_manual_warmup and warm_up.launching.launcher is not None))
 
     def launch(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         """Does of a launch what needs no GPU."""
-        if _compile.launching.launcher is None:
+        if warm_up.launching.launcher is None:
             kernel.warmup(*args, grid=grid, **kwargs)
         else:
-            _compile.launching.launcher(kernel, grid, *args, **kwargs)
+            warm_up.launching.launcher(kernel, grid, *args, **kwargs)
 
     for kernel in KERNELS:
         kernel.device_caches.clear()
@@ -106,7 +106,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
         monkeypatch.setattr(driver, "_active", Hopper())
         monkeypatch.setattr(triton.compiler.CompiledKernel, "run", None)
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
-    monkeypatch.setattr(_compile, "_Pool", Pool)
+    monkeypatch.setattr(warm_up, "_Pool", Pool)
     yield kernels
     for started in pools:  # what is left compiles for the driver that this test put in place
         started.shutdown(cancel_futures=True)
@@ -123,7 +123,7 @@ def arguments(family: ModuleType, requires_grad: bool = True) -> tuple[Any, ...]
     q, k, v, g = (x.detach().requires_grad_(requires_grad) for x in (q, k, v, g))
     if family is scan:
         return q[:, :, 0], g[:, :, 0], None, None
-    if family is scalar_decay:
+    if family is head_decay:
         return q, k, v, g[..., 0], None, None, None, None, 1.0
     return q, k, v, g, None, None, None, None, 1.0, False, False
 
@@ -132,7 +132,7 @@ def backward(
     family: ModuleType, args: tuple[Any, ...], do: Tensor | None, d_final_state: Tensor | None = None
 ) -> None:
     """The gradients of all inputs."""
-    gradients = {scalar_decay: 7, scan: 3, vector_decay: 7}[family]
+    gradients = {head_decay: 7, scan: 3, channel_decay: 7}[family]
     mask = [x is not None for x in args[:gradients]]
     ahead(family, "backward")(*args, do, d_final_state, mask)
 
@@ -153,7 +153,7 @@ def test_the_backward_with_the_forward(family: ModuleType, compiled: Compiled) -
 def test_an_op_of_three_results(compiled: Compiled) -> None:
     """Its backward, which starts with the forward, is given the gradient of the first and of no other."""
     x, g, *others = arguments(scan)
-    assert len(ahead(running_max, "forward")(x, g, *others)) == 3
+    assert len(ahead(stabilizer, "forward")(x, g, *others)) == 3
     assert [ahead for _, ahead in compiled] == [True]
 
 
@@ -182,8 +182,8 @@ def test_sums_without_sympy(implementation: Any, monkeypatch: pytest.MonkeyPatch
     expected = [(y.shape, y.stride(), y.dtype, y.device) for y in implementation(x)]
     if implementation is of_sums:
         monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
-    with _compile._compiling_in_threads() as mode:
-        _, results = _compile.compile_ahead(implementation, 1).start(mode, (x,))
+    with warm_up._compiling_in_threads() as mode:
+        _, results = warm_up.compile_ahead(implementation, 1).start(mode, (x,))
     assert [(y.shape, y.stride(), y.dtype, y.device) for y in results] == expected
 
 
@@ -198,7 +198,7 @@ def test_which_ops_import_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
         for call in (*matrix_calls(torch.bfloat16, 128, 128, 130), *other_calls(torch.bfloat16, 130)):
             if not call.op.endswith("_ends"):  # of rows that ranks share
                 try:
-                    with _compile._SumsOfMetaTensors():
+                    with warm_up._SumsOfMetaTensors():
                         call()
                 except ImportError:
                     importing.add(call.op)
@@ -211,7 +211,7 @@ def test_begun_while_a_graph_is_compiled(family: ModuleType, dynamic: bool, comp
     args = arguments(family, requires_grad=False)
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes) as mode:
-        mask = [True] * {scalar_decay: 7, scan: 3, vector_decay: 7}[family]
+        mask = [True] * {head_decay: 7, scan: 3, channel_decay: 7}[family]
         fake = [mode.from_tensor(x, static_shapes=not dynamic) if isinstance(x, Tensor) else x for x in args]
         assert any(isinstance(n, torch.SymInt) for n in fake[0].shape) == dynamic
         ahead(family, "chunk").begin(fake)
@@ -225,38 +225,38 @@ def test_begun_while_a_graph_is_compiled(family: ModuleType, dynamic: bool, comp
 
 
 def test_the_backward_after_an_evaluation(compiled: Compiled) -> None:
-    ahead(vector_decay, "chunk")(*arguments(vector_decay, requires_grad=False))
+    ahead(channel_decay, "chunk")(*arguments(channel_decay, requires_grad=False))
     evaluation = len(compiled)
-    args = arguments(vector_decay)
-    o, _ = ahead(vector_decay, "chunk")(*args)
+    args = arguments(channel_decay)
+    o, _ = ahead(channel_decay, "chunk")(*args)
     forward = len(compiled)
     assert evaluation < forward
-    backward(vector_decay, args, o)
+    backward(channel_decay, args, o)
     assert forward == len(compiled)
 
 
 def test_once_a_kind(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[Any] = []
-    prepare = _compile.compile_ahead.prepare
+    prepare = warm_up.compile_ahead.prepare
     monkeypatch.setattr(
-        _compile.compile_ahead, "prepare", lambda self, *a: (prepared.append(self), prepare(self, *a))
+        warm_up.compile_ahead, "prepare", lambda self, *a: (prepared.append(self), prepare(self, *a))
     )
-    args = arguments(vector_decay)
+    args = arguments(channel_decay)
     for _ in range(2):
-        o, _ = ahead(vector_decay, "chunk")(*args)
-        backward(vector_decay, args, o)
-    assert prepared == [ahead(vector_decay, "chunk"), ahead(vector_decay, "backward")]
-    assert not ahead(vector_decay, "backward").started
-    ahead(vector_decay, "chunk").ready.clear()
-    ahead(vector_decay, "chunk")(*args)  # with gradients for which all is there
-    assert not ahead(vector_decay, "backward").started
+        o, _ = ahead(channel_decay, "chunk")(*args)
+        backward(channel_decay, args, o)
+    assert prepared == [ahead(channel_decay, "chunk"), ahead(channel_decay, "backward")]
+    assert not ahead(channel_decay, "backward").started
+    ahead(channel_decay, "chunk").ready.clear()
+    ahead(channel_decay, "chunk")(*args)  # with gradients for which all is there
+    assert not ahead(channel_decay, "backward").started
 
 
 @pytest.mark.parametrize("other", ["dtype", "head size", "absent gate", "option", "length"])
 def test_another_kind(other: str, compiled: Compiled) -> None:
     """Of which other kernels are launched, and compiled ahead."""
-    q, k, v, gk, *rest = arguments(vector_decay)
-    ahead(vector_decay, "chunk")(q, k, v, gk, *rest)
+    q, k, v, gk, *rest = arguments(channel_decay)
+    ahead(channel_decay, "chunk")(q, k, v, gk, *rest)
     before = len(compiled)
     if other == "dtype":
         q, k, v, gk = q.bfloat16(), k.bfloat16(), v.bfloat16(), gk.bfloat16()
@@ -269,14 +269,14 @@ def test_another_kind(other: str, compiled: Compiled) -> None:
     else:
         *rest, _, wide = rest
         rest = [*rest, True, wide]
-    ahead(vector_decay, "chunk")(q, k, v, gk, *rest)
+    ahead(channel_decay, "chunk")(q, k, v, gk, *rest)
     assert before < len(compiled)
     assert all(ahead for _, ahead in compiled)
 
 
 def test_another_number_of_sequences() -> None:
     """In a row of as many tokens, which is then cut into other segments."""
-    assert _compile._kind(torch.zeros(2)) != _compile._kind(torch.zeros(1001))
+    assert warm_up._kind(torch.zeros(2)) != warm_up._kind(torch.zeros(1001))
 
 
 def test_no_launch_compiles_another_length(compiled: Compiled) -> None:
@@ -291,16 +291,16 @@ def test_no_launch_compiles_another_length(compiled: Compiled) -> None:
 @no_gpu
 def test_all_are_loaded_before_one_is_launched(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     events = []
-    launch = vector_decay.launch
+    launch = channel_decay.launch
 
     def noted_launch(*args: Any, **kwargs: Any) -> None:
-        if _compile.launching.launcher is None:
+        if warm_up.launching.launcher is None:
             events.append("launch")
         launch(*args, **kwargs)
 
-    monkeypatch.setattr(vector_decay, "launch", noted_launch)
+    monkeypatch.setattr(channel_decay, "launch", noted_launch)
     monkeypatch.setattr(triton.compiler.CompiledKernel, "run", property(lambda _: events.append("load")))
-    ahead(vector_decay, "chunk")(*arguments(vector_decay))
+    ahead(channel_decay, "chunk")(*arguments(channel_decay))
     assert events == sorted(events, reverse=True)
     assert events.count("load") == events.count("launch")
 
@@ -308,17 +308,17 @@ def test_all_are_loaded_before_one_is_launched(compiled: Compiled, monkeypatch: 
 @no_gpu
 def test_each_device_has_its_own(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that is loaded on one device does not run on another."""
-    args = arguments(vector_decay)
-    kind = _compile.compile_ahead.kind
+    args = arguments(channel_decay)
+    kind = warm_up.compile_ahead.kind
     monkeypatch.setattr(
-        _compile.compile_ahead,
+        warm_up.compile_ahead,
         "kind",
         lambda self, _, args: kind(self, torch.device("cuda", Hopper.device), args),
     )
-    ahead(vector_decay, "chunk")(*args)
+    ahead(channel_decay, "chunk")(*args)
     monkeypatch.setattr(Hopper, "device", 1)
-    ahead(vector_decay, "chunk")(*args)
-    first, second = ({*vector_decay.state_kernel.device_caches[device][0].values()} for device in (0, 1))
+    ahead(channel_decay, "chunk")(*args)
+    first, second = ({*channel_decay.state_kernel.device_caches[device][0].values()} for device in (0, 1))
     assert len(first) == len(second) > 0 and not first & second
     assert all(ahead for _, ahead in compiled)
 
@@ -327,14 +327,14 @@ def test_each_device_has_its_own(compiled: Compiled, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("form", ["chunk", "backward"])
 def test_a_failure_leaves_nothing(form: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one of the backward ahead of it: the next call of the forward starts both again."""
-    args = arguments(vector_decay)
+    args = arguments(channel_decay)
     with monkeypatch.context() as broken:
-        broken.setattr(ahead(vector_decay, form), "implementation", lambda *_: 1 / 0)
+        broken.setattr(ahead(channel_decay, form), "implementation", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            ahead(vector_decay, "chunk")(*args)
-    o, _ = ahead(vector_decay, "chunk")(*args)
+            ahead(channel_decay, "chunk")(*args)
+    o, _ = ahead(channel_decay, "chunk")(*args)
     forward = len(compiled)
-    backward(vector_decay, args, o)
+    backward(channel_decay, args, o)
     assert forward == len(compiled)
 
 
@@ -351,9 +351,9 @@ def test_parsing_that_fails_among_threads_is_tried_again(failures: int, called: 
             raise result
         return result
 
-    with _compile._Pool(1) as pool:
+    with warm_up._Pool(1) as pool:
         future = pool.submit(compile_kernel)
-        if failures < _compile.ATTEMPTS:
+        if failures < warm_up.ATTEMPTS:
             assert future.result() == "kernel"
         else:  # something else is wrong
             with pytest.raises(RuntimeError if called else SystemError):
@@ -373,7 +373,7 @@ def test_one_thread_loads() -> None:
         futures[1].result()
         failed = future_kernel(pool.submit(Kernel))
         futures[1].future = failed.future = None  # as since Triton 3.9
-        _compile._load([Kernel(), *futures, futures[0], failed])
+        warm_up._load([Kernel(), *futures, futures[0], failed])
     assert loaded_in == [get_ident()] * 10
 
 
@@ -393,7 +393,7 @@ def test_launchers_are_built_with_their_kernels(
     build_in = triton.runtime.build._build
 
     def noted(name: str, *others: Any) -> Any:
-        if name == _launcher.NAME:
+        if name == build.NAME:
             built.append(get_ident())
         return build_in(name, *others)
 
@@ -405,13 +405,13 @@ def test_launchers_are_built_with_their_kernels(
 
 def test_a_call_within_the_load_of_another(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a signal's handler that evaluates a model."""
-    load = _compile._load
+    load = warm_up._load
 
     def interrupted(kernels: list[Any]) -> None:
-        monkeypatch.setattr(_compile, "_load", load)
+        monkeypatch.setattr(warm_up, "_load", load)
         ahead(scan, "chunk")(*arguments(scan))
         load(kernels)
 
-    monkeypatch.setattr(_compile, "_load", interrupted)
-    ahead(vector_decay, "chunk")(*arguments(vector_decay))
+    monkeypatch.setattr(warm_up, "_load", interrupted)
+    ahead(channel_decay, "chunk")(*arguments(channel_decay))
     assert all(ahead for _, ahead in compiled)

@@ -87,8 +87,8 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("family", "operation", "count"),
     [
-        ("scalar_decay", torch.ops.aten.bmm.default, 1),  # of queries and gradients of outputs
-        ("vector_decay", torch.ops.aten.bmm.default, 1),
+        ("head_decay", torch.ops.aten.bmm.default, 1),  # of queries and gradients of outputs
+        ("channel_decay", torch.ops.aten.bmm.default, 1),
         (
             "scan",
             torch.ops.aten.add.Tensor,
@@ -99,7 +99,7 @@ class Counted(TorchDispatchMode):
 def test_what_no_gradient_asks_for_is_not_computed(family: str, operation: object, count: int) -> None:
     """The gradient of the initial state alone takes one sweep over the chunks, and nothing within them."""
     eager, inputs = (
-        import_module(f"flacompose.ops.families.{family}.{name}") for name in ("eager", "inputs")
+        import_module(f"flacompose.ops._recurrences.{family}.{name}") for name in ("eager", "inputs")
     )
     q, k, v, do = torch.randn(4, 1, 128, 2, 8)
     if family == "scan":

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._pytree import tree_leaves
 
-from flacompose.ops._define import _inductor_compiles
-from flacompose.ops.families.scan.reference import scan as reference
+from flacompose.ops._operators.define import _inductor_compiles
+from flacompose.ops._recurrences.elementwise.scan.reference import scan as reference
 
 # PyTorch copying its own tree specifications.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")

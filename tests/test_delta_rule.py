@@ -24,9 +24,9 @@ from flacompose.ops import (
     fused_recurrent_gdn2,
     fused_recurrent_kda,
 )
-from flacompose.ops.families import _chunks
-from flacompose.ops.families.delta_rule import op
-from flacompose.ops.families.delta_rule.reference import delta_rule
+from flacompose.ops._recurrences import chunks
+from flacompose.ops._recurrences.matrix.delta_rule import op
+from flacompose.ops._recurrences.matrix.delta_rule.reference import delta_rule
 from flacompose.ops.gated_delta_rule import log_decay
 
 B, T, H, HV, K, V = 2, 70, 2, 4, 16, 12
@@ -147,7 +147,7 @@ def test_segments_of_chunks(
     x["initial_state"] = torch.randn(4 if packed else B, HV, K, V, dtype=torch.float64, device=device)
     form = chunk_kda if channels else chunk_gated_delta_rule
     whole = results(form, x, cu_seqlens=cu_seqlens)
-    monkeypatch.setattr(_chunks, "SEGMENT", 2 * 64 * 64 * HV)  # 1 chunk of two rows, or 2 of packed sequences
+    monkeypatch.setattr(chunks, "SEGMENT", 2 * 64 * 64 * HV)  # 1 chunk of two rows, or 2 of packed sequences
     assert_close(results(form, x, cu_seqlens=cu_seqlens), whole, atol=1e-12, rtol=1e-12)
 
 

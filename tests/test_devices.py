@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
-from flacompose.ops import _chip, _define
-from flacompose.ops._define import define_op
+from flacompose.ops._launch import chip
+from flacompose.ops._operators import define
+from flacompose.ops._operators.define import define_op
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that other GPUs are here")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -25,8 +26,8 @@ ONE = torch.ones(1, 1, 1)
 
 @pytest.fixture(autouse=True)
 def warn_again() -> None:
-    _chip.warn_of_eager.cache_clear()
-    _chip.runs_kernels.cache_clear()
+    chip.warn_of_eager.cache_clear()
+    chip.runs_kernels.cache_clear()
 
 
 def plus_one(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,7 @@ def test_other_devices_compute_in_pytorch_and_say_so(key: str) -> None:
         assert run(op, key) == 2
 
 
-@pytest.mark.parametrize("op", ["vector_decay_chunk", "delta_rule_backward", "scan_recurrent", "scan_steps"])
+@pytest.mark.parametrize("op", ["channel_decay_chunk", "delta_rule_backward", "scan_recurrent", "scan_steps"])
 def test_every_operator_has_an_implementation_for_xpu(op: str) -> None:
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"flacompose::{op}", "XPU")
 
@@ -83,7 +84,7 @@ def test_rocm_builds_have_no_kernels() -> None:
 import warnings, torch
 torch.version.hip, torch.version.cuda = "7.1", None
 from torch._C import DispatchKey, DispatchKeySet
-from flacompose.ops.families.scan import op
+from flacompose.ops._recurrences.elementwise.scan import op
 x = torch.rand(1, 5, 4)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -97,7 +98,7 @@ assert ["a GPU of AMD" in str(w.message) for w in caught] == [True], caught
 
 
 def test_without_triton_a_gpu_computes_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_define, "find_spec", lambda name: None)
+    monkeypatch.setattr(define, "find_spec", lambda name: None)
     op = toy("without_triton")
     with pytest.warns(UserWarning, match="where Triton is not installed"):
         assert run(op, "CUDA") == 2
@@ -113,7 +114,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, properties: Properties) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a tensor on a CPU
-    monkeypatch.setattr(_define, "runs_kernels", lambda index: _chip.runs_kernels(0))
+    monkeypatch.setattr(define, "runs_kernels", lambda index: chip.runs_kernels(0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: properties.name)
 

@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from flacompose.ops import _groups
-from flacompose.ops.families.vector_decay import eager
+from flacompose.ops._arguments import grouped_queries
+from flacompose.ops._recurrences.matrix.channel_decay import eager
 
 
-@pytest.mark.parametrize("module", [_groups, eager], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [grouped_queries, eager], ids=lambda module: module.__name__)
 def test_examples(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted and not result.failed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flacompose.ops._dtype import product, upcast
+from flacompose.ops._tensors.dtype import product, upcast
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32, torch.float64)

@@ -16,27 +16,27 @@ triton = pytest.importorskip("triton")
 from families import flat  # noqa: E402
 from launches import CHIPS, Call, Launch, every_call, matrix_calls, recorded, tables_of  # noqa: E402
 
-from flacompose.ops._chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
-from flacompose.ops.families.delta_rule import cuda as delta_rule  # noqa: E402
-from flacompose.ops.families.delta_rule import gradient_launches  # noqa: E402
-from flacompose.ops.families.delta_rule import launches as delta_rule_launches  # noqa: E402
-from flacompose.ops.families.delta_rule import sweeps as delta_rule_sweeps  # noqa: E402
-from flacompose.ops.families.scalar_decay import cuda as scalar_decay  # noqa: E402
-from flacompose.ops.families.vector_decay import cuda as vector_decay  # noqa: E402
+from flacompose.ops._launch.chip import ADA, HOPPER, Chip, chip_of, is_here  # noqa: E402
+from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay  # noqa: E402
+from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule  # noqa: E402
+from flacompose.ops._recurrences.matrix.delta_rule import gradient_launches  # noqa: E402
+from flacompose.ops._recurrences.matrix.delta_rule import launches as delta_rule_launches  # noqa: E402
+from flacompose.ops._recurrences.matrix.delta_rule import state_passing as delta_rule_sweeps  # noqa: E402
+from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay  # noqa: E402
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-STATE = "vector_decay gk gv ", "state_kernel", BFLOAT16, 128, 128, {}
+STATE = "channel_decay gk gv ", "state_kernel", BFLOAT16, 128, 128, {}
 CHANNELS = "delta_rule gk", "channel_kernel"
 PAIRS = "delta_rule gk", "channel_pair_kernel", FLOAT32
 # The first launch of a kernel by these calls with these constants, where it wants more than others, or where the
 # configuration is another than on Hopper. All of them everywhere would take minutes.
 LARGEST = [
     (STATE, (80, 86, 120)),
-    (("scalar_decay  ", "sweep_kernel", BFLOAT16, 128, 128, {"REVERSE": True}), (80, 86, 90, 100)),
-    (("scalar_decay g ", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True}), (120,)),
-    (("scalar_decay g", "sweep_kernel", FLOAT32, 256, 16, {"BD1": 16}), (120,)),
-    (("scalar_decay g_gamma", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True, "FINE": True}), (86,)),
-    (("scalar_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (80, 120)),
+    (("head_decay  ", "sweep_kernel", BFLOAT16, 128, 128, {"REVERSE": True}), (80, 86, 90, 100)),
+    (("head_decay g ", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True}), (120,)),
+    (("head_decay g", "sweep_kernel", FLOAT32, 256, 16, {"BD1": 16}), (120,)),
+    (("head_decay g_gamma", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True, "FINE": True}), (86,)),
+    (("head_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (80, 120)),
     (("ssd D z", "gradient_kernel", BFLOAT16, 128, 64, {"SHARED": True}), (80, 86, 90, 100, 120)),
     (("delta_rule ", "sweep_kernel", BFLOAT16, 256, 64, {}), (100,)),
     (("delta_rule g", "two_way_kernel", BFLOAT16, 256, 64, {}), (90, 100)),
@@ -151,8 +151,8 @@ def configurations(function: Any, *choices: Any) -> Iterator[tuple[Any, Any]]:
 @pytest.mark.parametrize(
     ("function", "choices", "digest"),
     [
-        (vector_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
-        (scalar_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
+        (channel_decay.state_config, (BOTH, SIZES, SIZES, BOTH), "09d7c8cc24547c9d"),
+        (head_decay.sweep_config, (BOTH, (32, 64), SIZES, SIZES), "f2cac5c1c9c6909a"),
         (delta_rule_sweeps.sweep_config, (BOTH, SIZES, SIZES, (2, 64, 1000)), "76be16f5a545c7fa"),
         (delta_rule_sweeps.join_config, (BOTH, SIZES), "65fbc21e32172651"),
         (gradient_launches.channel_config, (BOTH,), "52e3d26836d43c16"),
@@ -175,10 +175,10 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
     chip = CHIPS[capability]
     for K, V in product(SIZES, SIZES):
         for args in product((K,), (V,), BOTH):
-            mine, hopper = (vector_decay.state_config(x, True, *args) for x in (chip, HOPPER))
+            mine, hopper = (channel_decay.state_config(x, True, *args) for x in (chip, HOPPER))
             assert (mine["BK"], mine["BV"]) == (hopper["BK"], hopper["BV"])
         for C in (32, 64):
-            config = scalar_decay.sweep_config(chip, True, C, K, V)
+            config = head_decay.sweep_config(chip, True, C, K, V)
             assert min(config[name] for name in ("BD1", "BD2", "BP")) == 64
     assert {gradient_launches.channel_config(chip, True)[name] for name in ("BK", "BV")} == {64}
 
@@ -188,15 +188,15 @@ def test_products_in_bfloat16_stay_wide(capability: int) -> None:
 )
 def test_chunks_of_groups(group: int, tokens: int) -> None:
     """Long ones where a program takes more than 16 of the heads that share keys, as measured."""
-    assert scalar_decay.chunk_size(True, 32, True, group, 128, 128) == tokens
+    assert head_decay.chunk_size(True, 32, True, group, 128, 128) == tokens
     if group > 1:  # and otherwise not
         for bfloat16, K, fine in ((False, 128, False), (True, 64, False), (True, 128, True)):
-            assert scalar_decay.chunk_size(bfloat16, 32, True, group, K, 128, fine) == 64
+            assert head_decay.chunk_size(bfloat16, 32, True, group, K, 128, fine) == 64
 
 
-def test_tiles_of_scalar_decay_are_padded_least() -> None:
+def test_tiles_of_head_decay_are_padded_least() -> None:
     for D in range(1, 513):
-        size = scalar_decay.sweep_config(HOPPER, True, 32, D, D)["BD1"]
+        size = head_decay.sweep_config(HOPPER, True, 32, D, D)["BD1"]
         tiles = -(-D // size)
         assert tiles == -(-D // 256)
         assert tiles * size - D < 64 * tiles
@@ -248,7 +248,7 @@ def test_kernels_ahead_are_those_of_the_device(gpus: list[Properties], first: in
         gpus.reverse()
     q = torch.empty(1, 130, 2, 128, dtype=BFLOAT16, device="meta")
     args = q, q, q, q, q, None, None, None, 1.0, False, False
-    calls = [Call("", flat(vector_decay, "chunk"), "vector_decay_chunk", args)]
+    calls = [Call("", flat(channel_decay, "chunk"), "channel_decay_chunk", args)]
     stages = [
         dict(launch.options)["num_stages"] for launch in recorded(calls) if launch.name == "state_kernel"
     ]
@@ -263,7 +263,7 @@ def launches() -> dict[Launch, str]:
 def test_every_kernel_is_recorded(launches: dict[Launch, str]) -> None:
     """What `make fit` compiles has every kernel of every family in it."""
     names = {f"{launch.module}.{launch.name}" for launch in launches}
-    modules = {module for module in sys.modules if module.startswith("flacompose.ops.families.")}
+    modules = {module for module in sys.modules if module.startswith("flacompose.ops._recurrences.")}
     kernels = {
         f"{x.fn.__module__}.{name}"
         for module in modules

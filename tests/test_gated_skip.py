@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 
-from flacompose.ops.families.gated_skip.op import SIGNATURE, gated_skip, operator
+from flacompose.ops._recurrences.fused.gated_skip.op import SIGNATURE, gated_skip, operator
 
 Form = Callable[..., Tensor]
 GIVEN = ["D w z", "D z", "w z", "D w", "z"]

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flacompose.ops.families._gluon import arrived, copy, make_visible, reinterpret, rows_of, store
+from flacompose.ops._tiles.hopper import arrived, copy, make_visible, reinterpret, rows_of, store
 
 
 @gluon.jit

@@ -24,34 +24,31 @@ from gluon_emulator import run
 from launches import tables_of
 from unregistered import launched
 
-from flacompose.ops import families
-from flacompose.ops._chip import AMPERE, HOPPER, Chip
-from flacompose.ops._launching import launching_by
-from flacompose.ops.families import _sequences
-from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.delta_rule import (
-    eager,
-    gradient_launches,
-    hopper_channel_blocks,
-    hopper_channel_pairs,
-    hopper_channels,
-    hopper_gradients,
-    hopper_pairs,
-    hopper_reverse,
-    hopper_sweep,
-    launches,
-    sweeps,
+from flacompose.ops import _recurrences
+from flacompose.ops._launch import sequences
+from flacompose.ops._launch.chip import AMPERE, HOPPER, Chip
+from flacompose.ops._launch.launch import launching_by
+from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
+from flacompose.ops._recurrences.matrix.delta_rule import eager, gradient_launches, launches, state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import backward as hopper_backward
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import (
+    channel_block_gradients as hopper_channel_block_gradients,
 )
-from flacompose.ops.families.delta_rule.inputs import Inputs
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import channel_factors as hopper_channel_factors
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import channel_gradients as hopper_channel_gradients
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_factors as hopper_head_factors
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_gradients as hopper_head_gradients
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import state_passing as hopper_state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.inputs import Inputs
 
 CPU = torch.device("cpu")
-OF_HEADS = {hopper_pairs.pair_kernel, hopper_gradients.gradient_kernel}
-FORWARDS = {hopper_pairs.inverse_kernel, hopper_sweep.sweep_kernel}
-JOINT = {hopper_reverse.reverse_gradient_kernel}
+OF_HEADS = {hopper_head_factors.hopper_head_factor_kernel, hopper_head_gradients.hopper_head_gradient_kernel}
+FORWARDS = {hopper_head_factors.hopper_inverse_kernel, hopper_state_passing.hopper_state_passing_kernel}
+JOINT = {hopper_backward.hopper_backward_kernel}
 OF_CHANNELS = {
-    hopper_channel_pairs.channel_pair_kernel,
-    hopper_channels.channel_kernel,
-    hopper_channel_blocks.channel_block_kernel,
+    hopper_channel_factors.hopper_channel_factor_kernel,
+    hopper_channel_gradients.hopper_channel_gradient_kernel,
+    hopper_channel_block_gradients.hopper_channel_block_gradient_kernel,
 }
 KERNELS = {
     "chunk_delta_rule": OF_HEADS | FORWARDS,
@@ -65,7 +62,7 @@ KERNELS = {
 
 def test_every_kernel_is_run() -> None:
     kernels = set()
-    for path in Path(families.__file__).parent.glob("*/hopper_*.py"):
+    for path in Path(_recurrences.__file__).parent.glob("*/hopper_*.py"):
         module = import_module(f"{families.__name__}.{path.parent.name}.{path.stem}")
         kernels |= {x for name, x in vars(module).items() if name.endswith("_kernel")}
     assert kernels == set().union(JOINT, *KERNELS.values())
@@ -288,8 +285,8 @@ def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], mem
     noted = {}
 
     def emulate(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        taken = kernel is hopper_channel_blocks.channel_block_kernel
-        if taken or kernel is hopper_channel_pairs.channel_pair_kernel:
+        taken = kernel is hopper_channel_block_gradients.hopper_channel_block_gradient_kernel
+        if taken or kernel is hopper_channel_factors.hopper_channel_factor_kernel:
             kwargs["mild"].fill_(memory)
         run(kernel, grid, *args, **kwargs)
         if taken:
@@ -322,7 +319,7 @@ def test_pairs_of_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
     They are those of Triton's kernel.
     """
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
     q, k, v = torch.randn(3, 1, 140, 1, 64, dtype=torch.bfloat16)
     beta, g = torch.rand(2, 1, 140, 1)
     k = torch.nn.functional.normalize(k.float(), dim=-1).bfloat16()
@@ -354,9 +351,9 @@ def test_sweeps_in_segments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That are joined by their maps, or where sweeps restart."""
-    monkeypatch.setattr(sweeps, "restart_count", lambda *_: restarts)
+    monkeypatch.setattr(state_passing, "restart_count", lambda *_: restarts)
     if restarts == 1:
-        monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+        monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
     problem = draw(
         NAMED["chunk_gated_delta_rule"],
         CPU,
@@ -408,8 +405,8 @@ def test_joint_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where programs fill a chip, one kernel makes all gradients: the same to the bit as the two that it replaces."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
-    monkeypatch.setattr(sweeps, "are_few", lambda *_: False)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(state_passing, "are_few", lambda *_: False)
     case = replace(NAMED[name], groups=groups)
     problem = draw(case, CPU, torch.bfloat16, B=B, T=T, H=2, K=D, V=D, gates=gates)
     expected, apart = emulated(problem, launched)

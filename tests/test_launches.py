@@ -24,37 +24,48 @@ from families import flat
 from launches import matrix_calls, other_calls, recorded, tables_of
 
 from flacompose.ops import chunk_delta_rule, chunk_gsa, fused_recurrent_delta_rule, fused_recurrent_gsa
-from flacompose.ops._chip import AMPERE, BLACKWELL, HOPPER, Chip
-from flacompose.ops._launching import launching_by
-from flacompose.ops.families import _hopper
-from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.delta_rule import (
-    hopper_channel_blocks,
-    hopper_channel_pairs,
-    hopper_channels,
-    hopper_gradients,
-    hopper_pairs,
-    hopper_reverse,
-    hopper_sweep,
-    sweeps,
+from flacompose.ops._launch import hopper
+from flacompose.ops._launch.chip import AMPERE, BLACKWELL, HOPPER, Chip
+from flacompose.ops._launch.launch import launching_by
+from flacompose.ops._recurrences.elementwise.rg_lru import cuda as rg_lru
+from flacompose.ops._recurrences.elementwise.scan import cuda as scan
+from flacompose.ops._recurrences.elementwise.selective_scan import cuda as selective_scan
+from flacompose.ops._recurrences.fused.slot_attention import cuda as slot_attention
+from flacompose.ops._recurrences.fused.slot_attention.kernels import slot_attention_token_kernel
+from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
+from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
+    channel_decay_gated_axis_kernel,
+    channel_decay_plain_axis_kernel,
+    channel_decay_score_kernel,
 )
-from flacompose.ops.families.delta_rule.channel_kernels import (
-    channel_kernel,
-    channel_pair_kernel,
-    pair_gradient_kernel,
+from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
+from flacompose.ops._recurrences.matrix.delta_rule import state_passing as sweeps
+from flacompose.ops._recurrences.matrix.delta_rule.both_directions import delta_both_directions_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.channel_kernels import (
+    delta_channel_factor_kernel,
+    delta_channel_gradient_kernel,
+    delta_channel_product_gradient_kernel,
 )
-from flacompose.ops.families.delta_rule.gradients import add_heads_kernel, gradient_kernel
-from flacompose.ops.families.delta_rule.kernels import pair_kernel, reverse_kernel, sweep_kernel
-from flacompose.ops.families.delta_rule.two_way import two_way_kernel
-from flacompose.ops.families.rg_lru import cuda as rg_lru
-from flacompose.ops.families.scalar_decay import cuda as scalar_decay
-from flacompose.ops.families.scalar_decay.gates import gate_gradient_kernel, gate_kernel
-from flacompose.ops.families.scan import cuda as scan
-from flacompose.ops.families.selective_scan import cuda as selective_scan
-from flacompose.ops.families.slot_attention import cuda as slot_attention
-from flacompose.ops.families.slot_attention.kernels import token_kernel
-from flacompose.ops.families.vector_decay import cuda as vector_decay
-from flacompose.ops.families.vector_decay.kernels import gated_kernel, plain_kernel, score_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.gradients import (
+    delta_add_heads_kernel,
+    delta_head_gradient_kernel,
+)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import backward as hopper_backward
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import (
+    channel_block_gradients as hopper_channel_block_gradients,
+)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import channel_factors as hopper_channel_factors
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import channel_gradients as hopper_channel_gradients
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_factors as hopper_head_factors
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_gradients as hopper_head_gradients
+from flacompose.ops._recurrences.matrix.delta_rule.hopper import state_passing as hopper_state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import (
+    delta_backward_state_passing_kernel,
+    delta_factor_kernel,
+    delta_state_passing_kernel,
+)
+from flacompose.ops._recurrences.matrix.gates_of_heads import head_gate_gradient_kernel, head_gate_sum_kernel
+from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 Launches = list[tuple[Any, dict[str, Any]]]
 
@@ -156,7 +167,7 @@ def test_one_token_of_slots_is_one_launch(dtype: torch.dtype, G: int) -> None:
     """And nothing is copied for it."""
     args = one_token_of_slots(dtype, 2, 3, G, 128, 64, 200)
     ((kernel, arguments),), _ = launched(lambda: flat(slot_attention, "token")(*args))
-    assert kernel is token_kernel
+    assert kernel is slot_attention_token_kernel
     assert [arguments[name] for name in kernel.arg_names[:7]] == [Is(x) for x in args[:7]]
 
 
@@ -186,10 +197,10 @@ def test_what_is_mild_is_found_once(gates: tuple[str, ...]) -> None:
     q, k, v, g, do = torch.zeros(5, 1, 5, 2, 16)
     gk, gv = (g if name in gates else None for name in ("gk", "gv"))
     args = q, k, v, gk, gv, None, None, None, 1.0, False, False, do, None, [True] * 7
-    launches, _ = launched(lambda: flat(vector_decay, "backward")(*args))
+    launches, _ = launched(lambda: flat(channel_decay, "backward")(*args))
     alone = len(gates) == 1
-    found = [arguments["mild"] for kernel, arguments in launches if kernel is plain_kernel]
-    told = [arguments for kernel, arguments in launches if kernel is gated_kernel]
+    found = [arguments["mild"] for kernel, arguments in launches if kernel is channel_decay_plain_axis_kernel]
+    told = [arguments for kernel, arguments in launches if kernel is channel_decay_gated_axis_kernel]
     assert {arguments["KNOWN"] for arguments in told} == {alone}
     assert {any(x is arguments["mild"] for x in found) for arguments in told} == {alone}
 
@@ -197,11 +208,11 @@ def test_what_is_mild_is_found_once(gates: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        ("q", {sweep_kernel, gradient_kernel}),
-        ("k", {two_way_kernel, gradient_kernel}),
-        ("v", {reverse_kernel}),
-        ("g", {two_way_kernel, gradient_kernel, gate_gradient_kernel}),
-        ("initial_state", {reverse_kernel}),
+        ("q", {delta_state_passing_kernel, delta_head_gradient_kernel}),
+        ("k", {delta_both_directions_kernel, delta_head_gradient_kernel}),
+        ("v", {delta_backward_state_passing_kernel}),
+        ("g", {delta_both_directions_kernel, delta_head_gradient_kernel, head_gate_gradient_kernel}),
+        ("initial_state", {delta_backward_state_passing_kernel}),
     ],
 )
 def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> None:
@@ -210,7 +221,7 @@ def test_unwanted_gradients_cost_nothing(wanted: str, expected: set[Any]) -> Non
     mask = [name == wanted for name in ("q", "k", "v", "beta", "g", "gk", "a", "initial_state")]
     args = q, k, v, beta, g, None, None, torch.zeros(1, 2, 16, 16), None, 1.0, False, do, None, mask
     launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
-    assert {kernel for kernel, _ in launches} == expected | {gate_kernel, pair_kernel}
+    assert {kernel for kernel, _ in launches} == expected | {head_gate_sum_kernel, delta_factor_kernel}
 
 
 @pytest.mark.parametrize("chip", [AMPERE, HOPPER, BLACKWELL], ids=["Ampere", "Hopper", "Blackwell"])
@@ -254,12 +265,12 @@ def test_gluon_on_hopper(
     (pairs,) = (kernel for kernel, x in launches if "beta" in x and "P" in x)
     on_hopper = chip == HOPPER and dtype == torch.bfloat16 and not into_graph
     has_pairs = on_hopper and K != 80 and unaligned not in ("q", "k")
-    assert pairs is (hopper_pairs.pair_kernel if has_pairs else pair_kernel)
+    assert pairs is (hopper_head_factors.hopper_head_factor_kernel if has_pairs else delta_factor_kernel)
     if has_pairs and V != 80 and unaligned != "do":
-        assert found == [(hopper_gradients.gradient_kernel, 2, i, i > 0) for i in range(3)]
+        assert found == [(hopper_head_gradients.hopper_head_gradient_kernel, 2, i, i > 0) for i in range(3)]
     else:
         ((kernel, *others),) = found
-        assert kernel is not hopper_gradients.gradient_kernel and others == [6, None, None]
+        assert kernel is not hopper_head_gradients.hopper_head_gradient_kernel and others == [6, None, None]
 
 
 @pytest.mark.parametrize(
@@ -300,9 +311,13 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
         launches, (o, _) = launched(lambda: flat(delta_rule, "chunk")(*args), change == "graph")
     assert o.shape == v.shape
     kernels = {kernel for kernel, _ in launches}
-    assert (hopper_pairs.inverse_kernel in kernels) == (hopper_sweep.sweep_kernel in kernels) == taken
-    assert (sweep_kernel in kernels) != taken
-    sweeps = [x for kernel, x in launches if kernel is hopper_sweep.sweep_kernel]
+    assert (
+        (hopper_head_factors.hopper_inverse_kernel in kernels)
+        == (hopper_state_passing.hopper_state_passing_kernel in kernels)
+        == taken
+    )
+    assert (delta_state_passing_kernel in kernels) != taken
+    sweeps = [x for kernel, x in launches if kernel is hopper_state_passing.hopper_state_passing_kernel]
     assert all(x["v_token"] % 8 == 0 and x["q"] is q and x["k"] is k for x in sweeps)
     # Of a long row, the states that segments end at, what they do to any other, and the outputs.
     assert [(x["IDENTITY"], x["o"] is not None) for x in sweeps] == (
@@ -317,9 +332,9 @@ def test_heads_are_added_after_states_are_free(wanted: str, sums: int) -> None:
     are_free: list[bool] = []
 
     def record(kernel: Any, *_: Any, **arguments: Any) -> None:
-        if kernel is hopper_reverse.reverse_gradient_kernel:
+        if kernel is hopper_backward.hopper_backward_kernel:
             states.append(weakref.ref(arguments["states"]))
-        elif kernel is add_heads_kernel:
+        elif kernel is delta_add_heads_kernel:
             are_free.append(states[0]() is None)
 
     q, v, beta = (torch.zeros(60, 3, *size, dtype=torch.bfloat16) for size in ((1, 64), (4, 64), (4,)))
@@ -368,8 +383,10 @@ def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: 
             lambda: flat(delta_rule, "backward")(*args, v, None, [*mask, *[False] * 5]), change == "graph"
         )
     kernels = {kernel for kernel, _ in launches}
-    assert (hopper_reverse.reverse_gradient_kernel in kernels) == taken
-    assert (reverse_kernel in kernels or two_way_kernel in kernels) != taken
+    assert (hopper_backward.hopper_backward_kernel in kernels) == taken
+    assert (
+        delta_backward_state_passing_kernel in kernels or delta_both_directions_kernel in kernels
+    ) != taken
 
 
 @pytest.mark.parametrize(
@@ -378,17 +395,18 @@ def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: 
 )
 def test_gluon_of_a_newer_triton(version: str, known: bool) -> None:
     """It may have changed what its kernels are written in, and then they are not even imported."""
-    assert _hopper.is_known(version) == known
+    assert hopper.is_known(version) == known
 
 
 def test_gluon_is_imported_where_it_is_launched() -> None:
-    code = (
-        "import sys, flacompose.ops.families.delta_rule.cuda; assert 'triton.experimental' not in sys.modules"
-    )
+    code = "import sys, flacompose.ops._recurrences.matrix.delta_rule.cuda; assert 'triton.experimental' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(("group", "kernel"), [(4, hopper_gradients.gradient_kernel), (5, gradient_kernel)])
+@pytest.mark.parametrize(
+    ("group", "kernel"),
+    [(4, hopper_head_gradients.hopper_head_gradient_kernel), (5, delta_head_gradient_kernel)],
+)
 def test_gluon_adds_up_few_heads(group: int, kernel: Any) -> None:
     """Each is a rounding of the sum."""
     q, v = (
@@ -416,10 +434,17 @@ def test_gluon_reads_by_any_vector_before_and_after_the_decay(
         launches, gradients = launched(lambda: flat(delta_rule, "backward")(*args))
     kernels = {kernel for kernel, _ in launches}
     if with_a and first:
-        assert {pair_kernel, gradient_kernel} <= kernels
+        assert {delta_factor_kernel, delta_head_gradient_kernel} <= kernels
     else:
-        assert {hopper_pairs.pair_kernel, hopper_gradients.gradient_kernel} <= kernels
-    told = [x for kernel, x in launches if kernel.__name__ in ("pair_kernel", "gradient_kernel")]
+        assert {
+            hopper_head_factors.hopper_head_factor_kernel,
+            hopper_head_gradients.hopper_head_gradient_kernel,
+        } <= kernels
+    told = [
+        x
+        for kernel, x in launches
+        if kernel.__name__ in ("delta_factor_kernel", "delta_head_gradient_kernel")
+    ]
     assert {x["READ_BEFORE"] for x in told} == {x["READ_BEFORE"] for _, x in launches if "READ_BEFORE" in x}
     assert {x["READ_BEFORE"] for x in told} == {read_before}
     assert all(x["a"] is a for x in told)
@@ -481,8 +506,8 @@ def test_few_programs_sweep_both_ways(
     args = q, q, v, beta, None, gk, None, None, cu_seqlens, 1.0, False, v, None, mask
     with tables_of(HOPPER):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args), change == "graph")
-    both = [x for kernel, x in launches if kernel is two_way_kernel]
-    apart = [x for kernel, x in launches if kernel is reverse_kernel]
+    both = [x for kernel, x in launches if kernel is delta_both_directions_kernel]
+    apart = [x for kernel, x in launches if kernel is delta_backward_state_passing_kernel]
     assert (len(both), len(apart)) == (two_way, not two_way)
     (arguments,) = both or apart
     assert (arguments["dv"] is arguments["W"]) == in_place
@@ -519,25 +544,36 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     )
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
-    in_gluon = hopper_channels.channel_kernel, hopper_channel_blocks.channel_block_kernel
-    pairs_in_gluon = hopper_channel_pairs.channel_pair_kernel
-    pairs = [x for x in launches if x[0] in (pairs_in_gluon, channel_pair_kernel)]
-    gradients = [x for x in launches if x[0] in (*in_gluon, pair_gradient_kernel, channel_kernel)]
+    in_gluon = (
+        hopper_channel_gradients.hopper_channel_gradient_kernel,
+        hopper_channel_block_gradients.hopper_channel_block_gradient_kernel,
+    )
+    pairs_in_gluon = hopper_channel_factors.hopper_channel_factor_kernel
+    pairs = [x for x in launches if x[0] in (pairs_in_gluon, delta_channel_factor_kernel)]
+    gradients = [
+        x
+        for x in launches
+        if x[0] in (*in_gluon, delta_channel_product_gradient_kernel, delta_channel_gradient_kernel)
+    ]
     found = [(kernel, x.get("MILD")) for kernel, x in gradients]
-    strong = channel_pair_kernel, False
+    strong = delta_channel_factor_kernel, False
     if chip == HOPPER and K in (64, 128) and unaligned is None:
         expected = [(pairs_in_gluon, None, None), (*strong, False)]
     else:
-        expected = [(channel_pair_kernel, True, True), (*strong, True)]
+        expected = [(delta_channel_factor_kernel, True, True), (*strong, True)]
     assert [(kernel, x.get("MILD"), x.get("IN_BLOCKS")) for kernel, x in pairs] == expected
     if chip == HOPPER and (K, V) == (128, 64) and unaligned is None:
-        assert found == [*((kernel, None) for kernel in in_gluon), (channel_kernel, False)]
+        assert found == [*((kernel, None) for kernel in in_gluon), (delta_channel_gradient_kernel, False)]
         mild, blocks, others = (x for _, x in gradients)
         noted = mild["mild_chunks"]
         assert all(x["mild"] is noted for _, x in pairs) and blocks["mild_chunks"] is noted
         assert all(blocks[name] is others[name] for name in ("mild", "pairs", "diagonal"))
     else:
-        assert found == [(pair_gradient_kernel, None), (channel_kernel, True), (channel_kernel, False)]
+        assert found == [
+            (delta_channel_product_gradient_kernel, None),
+            (delta_channel_gradient_kernel, True),
+            (delta_channel_gradient_kernel, False),
+        ]
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -577,12 +613,12 @@ def test_values_beside_others_are_not_copied(B: int, rows: int, copied: bool) ->
     v = torch.zeros(B, rows, 96)[:, :5, 32:64].unflatten(2, (2, 16))
     args = q, k, v, torch.zeros(B, 5, 2), None, None, None, None, None, 1.0
     launches, _ = launched(lambda: flat(delta_rule, "chunk")(*args))
-    (found,) = (arguments for kernel, arguments in launches if kernel is sweep_kernel)
+    (found,) = (arguments for kernel, arguments in launches if kernel is delta_state_passing_kernel)
     assert (found["v"].data_ptr() != v.data_ptr()) == copied
     assert found["v_token"] == (32 if copied else 96)
 
 
-FAMILIES = {"delta": delta_rule, "scalar": scalar_decay, "vector": vector_decay}
+FAMILIES = {"delta": delta_rule, "scalar": head_decay, "vector": channel_decay}
 
 
 def launch_recurrent(family: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> None:
@@ -658,9 +694,11 @@ def test_no_scores_of_mild_chunks() -> None:
     """The forward of one gate on the value axis makes those of the others alone."""
     q, k, v, gv = torch.zeros(4, 1, 5, 2, 16)
     args = q, k, v, None, gv, None, None, None, 1.0, False, False
-    launches, _ = launched(lambda: flat(vector_decay, "chunk")(*args))
+    launches, _ = launched(lambda: flat(channel_decay, "chunk")(*args))
     mild, scored, strong = (
-        arguments for kernel, arguments in launches if kernel in (gated_kernel, score_kernel)
+        arguments
+        for kernel, arguments in launches
+        if kernel in (channel_decay_gated_axis_kernel, channel_decay_score_kernel)
     )
     assert mild["P"] is None and scored["P"] is strong["P"]
     assert scored["mild"] is mild["mild"] is strong["mild"] is not None
@@ -682,7 +720,7 @@ def test_gates_are_read_as_they_come() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [scalar_decay, vector_decay, delta_rule, scan], ids=["scalar", "vector", "delta", "scan"]
+    "family", [head_decay, channel_decay, delta_rule, scan], ids=["scalar", "vector", "delta", "scan"]
 )
 @pytest.mark.parametrize("sequences", [1, 600])
 def test_many_sequences_are_not_cut(family: Any, sequences: int) -> None:
@@ -691,7 +729,7 @@ def test_many_sequences_are_not_cut(family: Any, sequences: int) -> None:
     q, k, v = torch.empty(3, 1, T, 2, 16, device="meta")
     cu_seqlens = torch.empty(sequences + 1, dtype=torch.int64, device="meta")
     gates = {delta_rule: (v[..., 0], None, None, None)}.get(family, (None,) * 3)
-    options = (False, False) if family is vector_decay else ()
+    options = (False, False) if family is channel_decay else ()
     args = q, k, v, *gates, None, cu_seqlens, 1.0, *options
     if family is scan:
         args = q[:, :, 0], k[:, :, 0], None, cu_seqlens
@@ -716,8 +754,8 @@ QKV = [(16,)] * 3
             # test_kernels_of_a_step sees it elsewhere, by the layer of ABC.
             marks=pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="indexing asks for CUDA"),
         ),
-        (fused_recurrent_gsa, [*QKV, (12,), (12,)], 2, ["flacompose.vector_decay_recurrent.default"] * 2),
-        (chunk_gsa, [*QKV, (12,), (12,)], 1, ["flacompose.vector_decay_chunk.default"] * 2),
+        (fused_recurrent_gsa, [*QKV, (12,), (12,)], 2, ["flacompose.channel_decay_recurrent.default"] * 2),
+        (chunk_gsa, [*QKV, (12,), (12,)], 1, ["flacompose.channel_decay_chunk.default"] * 2),
     ],
 )
 def test_inductor_launches_one_token_itself(

@@ -93,8 +93,8 @@ def test_rows_are_equal(call: str, choice: str) -> None:
 
 # Choices that no row makes, but for the first; one or more for each family and each way to come to it.
 CHOICES = {
-    "scalar_decay": ["g"],
-    "vector_decay": ["g gv", "g gk", "g gk gv", "g before u", "before", "gv before u"],
+    "head_decay": ["g"],
+    "channel_decay": ["g gv", "g gk", "g gk gv", "g before u", "before", "gv before u"],
     "delta_rule": [
         "g gk beta",
         "beta a",

@@ -20,7 +20,7 @@ from flacompose.ops import (
     fused_recurrent_comba,
     fused_recurrent_dplr_delta_rule,
 )
-from flacompose.ops.families.low_rank.reference import low_rank
+from flacompose.ops._recurrences.matrix.low_rank.reference import low_rank
 
 B, T, H, K, V = 2, 150, 2, 16, 12
 

@@ -16,9 +16,9 @@ from contract.recurrences import mamba3_siso, mimo, mimo_case
 from torch.testing import assert_close
 
 from flacompose.ops import mamba3_mimo_combined
-from flacompose.ops.families.mamba3 import op
-from flacompose.ops.families.mamba3.inputs import SIGNATURE
-from flacompose.ops.families.turns.eager import running
+from flacompose.ops._recurrences.elementwise.cumulative_angle.eager import running
+from flacompose.ops._recurrences.fused.mamba3 import op
+from flacompose.ops._recurrences.fused.mamba3.inputs import SIGNATURE
 
 
 @pytest.mark.parametrize("lengths", [None, [30, 0, 1, 39]], ids=["dense", "packed"])

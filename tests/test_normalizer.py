@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flacompose.ops.families.normalizer import op
-from flacompose.ops.families.normalizer.reference import normalizer
+from flacompose.ops._recurrences.fused.normalizer import op
+from flacompose.ops._recurrences.fused.normalizer.reference import normalizer
 
 BOUNDS = [0, 3, 3, 73, 75]
 T = 77

@@ -89,9 +89,9 @@ def test_torch_is_recent_enough() -> None:
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
-@pytest.mark.parametrize("family", ["scalar_decay", "scan", "selective_scan", "short_conv", "vector_decay"])
+@pytest.mark.parametrize("family", ["head_decay", "scan", "selective_scan", "short_conv", "channel_decay"])
 def test_schemas_have_the_inputs_in_their_order(family: str) -> None:
-    inputs = import_module(f"flacompose.ops.families.{family}.inputs").Inputs
+    inputs = import_module(f"flacompose.ops._recurrences.{family}.inputs").Inputs
     one_form = family in ("selective_scan", "short_conv")
     for form in ("forward", "backward") if one_form else ("chunk", "recurrent", "backward"):
         schema = getattr(torch.ops.flacompose, f"{family}_{form}").default._schema

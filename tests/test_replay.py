@@ -19,12 +19,12 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.runtime import driver
 
-from flacompose.ops._launching import launch, launching_by
-from flacompose.ops.families import _replay
-from flacompose.ops.families._replay import Replay
-from flacompose.ops.families.scalar_decay import cuda as scalar_decay
-from flacompose.ops.families.scan import cuda as scan
-from flacompose.ops.families.vector_decay import cuda as vector_decay
+from flacompose.ops._launch import replay as replay_module
+from flacompose.ops._launch.launch import launch, launching_by
+from flacompose.ops._launch.replay import Replay
+from flacompose.ops._recurrences.elementwise.scan import cuda as scan
+from flacompose.ops._recurrences.matrix.channel_decay import cuda as channel_decay
+from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 
 class Driver:
@@ -175,7 +175,7 @@ def test_results_are_new_at_every_call(kernel: Kernel) -> None:
 
 
 def test_no_more_kinds_are_kept_than_a_number(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_replay, "MAX_KINDS", 3)
+    monkeypatch.setattr(replay_module, "MAX_KINDS", 3)
     replay, calls = make(kernel)
     for T in (1, 2, 3, 4):
         for _ in range(3):
@@ -221,7 +221,7 @@ def test_nothing_is_repeated_while_a_hook_is_set(kernel: Kernel, hooks: Any) -> 
 def test_a_kind_forgotten_while_it_is_recorded_stays_so(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_replay, "MAX_KINDS", 1)
+    monkeypatch.setattr(replay_module, "MAX_KINDS", 1)
     calls: list[int] = []
 
     def implementation(x: Tensor) -> tuple[Tensor, ...]:
@@ -245,20 +245,20 @@ def test_nothing_but_allocations_and_launches_is_repeated(
     """Of a training step's forward and backward, whose inputs are as the kernels take them."""
     q, k, v, g, do = torch.randn(5, 1, 70, 2, 24, dtype=torch.bfloat16)
     module, args, do = {
-        "scalar": (scalar_decay, (q, k, v, g[..., 0].contiguous(), None, None, None, None, 1.0), do),
+        "scalar": (head_decay, (q, k, v, g[..., 0].contiguous(), None, None, None, None, 1.0), do),
         "scan": (
             scan,
             (q[:, :, 0].contiguous(), g[:, :, 0].contiguous(), None, None),
             do[:, :, 0].contiguous(),
         ),
-        "vector": (vector_decay, (q, k, v, g, None, None, None, None, 1.0, False, False), do),
+        "vector": (channel_decay, (q, k, v, g, None, None, None, None, 1.0, False, False), do),
     }[family]
     mask = [x is not None for x in args[: {"scalar": 7, "scan": 3, "vector": 7}[family]]]
 
     def launched(recorder: Any, kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         recorder.lines.append(recorder.call(print, *args, **kwargs))
 
-    monkeypatch.setattr(_replay._Recorder, "launch", launched)
+    monkeypatch.setattr(replay_module._Recorder, "launch", launched)
     calls = (flat(module, "chunk"), args), (flat(module, "backward"), (*args, do, None, mask))
     for implementation, arguments in calls:
         replay = Replay(implementation)

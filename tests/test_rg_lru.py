@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flacompose.ops import chunk_rg_lru, fused_recurrent_rg_lru
-from flacompose.ops.families._stretches import join
-from flacompose.ops.families.rg_lru import op
-from flacompose.ops.families.rg_lru.reference import rg_lru
+from flacompose.ops._parallel.transitions import join
+from flacompose.ops._recurrences.elementwise.rg_lru import op
+from flacompose.ops._recurrences.elementwise.rg_lru.reference import rg_lru
 
 FORMS = [chunk_rg_lru, fused_recurrent_rg_lru]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

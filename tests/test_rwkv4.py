@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing import assert_close
 
 from flacompose.ops import chunk_rwkv4, fused_recurrent_rwkv4
-from flacompose.ops.families.rwkv4 import op
-from flacompose.ops.families.rwkv4.inputs import LOWEST
-from flacompose.ops.families.rwkv4.reference import rwkv4
+from flacompose.ops._recurrences.elementwise.rwkv4 import op
+from flacompose.ops._recurrences.elementwise.rwkv4.inputs import LOWEST
+from flacompose.ops._recurrences.elementwise.rwkv4.reference import rwkv4
 
 FORMS = [chunk_rwkv4, fused_recurrent_rwkv4]
 each_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flacompose.ops import selective_scan_fn, selective_state_update
-from flacompose.ops.families import _chunks
-from flacompose.ops.families.selective_scan import eager
+from flacompose.ops._recurrences import chunks
+from flacompose.ops._recurrences.elementwise.selective_scan import eager
 
 T, D, S = 70, 6, 5
 # Rates as gates, since with none of them nothing is forgotten: what is 0 is measured on that.
@@ -273,8 +273,8 @@ def test_the_states_of_all_tokens_are_never_in_memory(
     lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In PyTorch no tensor has more elements than a segment may have, here those of the states of one chunk."""
-    limit = _chunks.CHUNK * 16 * 64
-    monkeypatch.setattr(_chunks, "SEGMENT", limit)
+    limit = chunks.CHUNK * 16 * 64
+    monkeypatch.setattr(chunks, "SEGMENT", limit)
     problem = draw(SELECTIVE, torch.device("cpu"), B=1, T=512, K=16, V=64, lengths=lengths)
     with recorded() as calls:
         evaluate(problem)

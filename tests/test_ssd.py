@@ -25,9 +25,9 @@ from torch.export import Dim, export
 from torch.testing import assert_close
 
 from flacompose.ops import mamba_chunk_scan_combined, selective_state_update, ssd
-from flacompose.ops.families.scalar_decay import op as scalar_decay
-from flacompose.ops.families.ssd import op
-from flacompose.ops.families.ssd.op import SIGNATURE, operator
+from flacompose.ops._recurrences.fused.ssd import op
+from flacompose.ops._recurrences.fused.ssd.op import SIGNATURE, operator
+from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
 
 INF = float("inf")
 BATCH, HEADS, GROUPS, P, S = 2, 4, 2, 6, 5
@@ -142,7 +142,7 @@ def test_gates_that_leave_nothing_have_no_gradient(monkeypatch: pytest.MonkeyPat
     def chunk(q, k, v, g, *rest):
         return v + g.unsqueeze(-1), torch.zeros(())
 
-    monkeypatch.setattr(scalar_decay, "chunk", chunk)
+    monkeypatch.setattr(head_decay, "chunk", chunk)
     tensors = draw(torch.device("cpu"), T=3)
     x, B, C = tensors["x"], tensors["B"], tensors["C"]
     dt = torch.ones(BATCH, 3, HEADS, requires_grad=True)
@@ -276,7 +276,7 @@ def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "_is_compiling_flag", True)
         assert called(given) == ["ssd_forward"]
-    composed = ["scalar_decay_chunk", "gated_skip_forward"]
+    composed = ["head_decay_chunk", "gated_skip_forward"]
     wide = (*given[:3], *(x.repeat(1, 1, 1, 60) for x in given[3:5]), *given[5:])
     assert called(wide) == called(few(torch.device("cpu"))) == composed
     with monkeypatch.context() as patch:
@@ -286,7 +286,7 @@ def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(op, "sharing", lambda: True)
         patch.setattr(op.eager, "composed", lambda inputs, *_: (inputs.x, inputs.x))
         assert called(given) == []
-    assert called(given, graph=True) == ["flacompose::scalar_decay_chunk"]
+    assert called(given, graph=True) == ["flacompose::head_decay_chunk"]
 
 
 def test_heads_of_any_size_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +376,7 @@ def test_exported_as_one_node(device: torch.device) -> None:
     program = exported(device)
     decomposed = program.run_decompositions()
     for form in (program, decomposed):
-        assert op_nodes(form.graph_module) == ["flacompose::scalar_decay_chunk"]
+        assert op_nodes(form.graph_module) == ["flacompose::head_decay_chunk"]
         for T in (2, 3, 63, 64, 65, 165):
             inputs = arguments(device, T)
             assert error(form.module()(*inputs), Scan()(*inputs)) <= 1e-6

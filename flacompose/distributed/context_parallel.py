@@ -15,8 +15,8 @@ from flacompose import ops
 from flacompose.layers.recurrent import StatefulLayer
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.models import RecurrentLM
-from flacompose.ops import _check
-from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared
+from flacompose.ops._arguments import require
+from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, check_device, shared
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -106,7 +106,7 @@ def _function_across(function: Target, ranks: Ranks) -> Target:
             for name, y in given.items():
                 check_device(ranks, name, y)
             if bounds is not None and isinstance(x, Tensor):
-                N = _check.sequences(x, bounds, first)
+                N = require.sequences(x, bounds, first)
                 for name in STATES:
                     for state in _tensors(given.get(name)):
                         if state.shape[:1] != (N,):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flacompose._torch import reorders_tokens, sdpa_is_plain
 from flacompose.integrations import _modeling
 from flacompose.integrations.transformers import recurrent_layers, runs_on
-from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, lengths_of_ranks, shared
+from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, check_device, lengths_of_ranks, shared
 
 # Layers that mix tokens with their neighbours by modules of their own beside the ops.
 MIXING = ("ZayaCCAProjection", "Glm5NextTextAttention", "Inkling2DynamicShortConvolution")

@@ -35,10 +35,10 @@ from flacompose.ops import (
     selective_scan_fn,
     selective_state_update,
 )
-from flacompose.ops._dtype import state_dtype
-from flacompose.ops._ranks import sharing
-from flacompose.ops.families.delta_rule import op as delta_op
-from flacompose.ops.families.short_conv import op as short_conv
+from flacompose.ops._parallel.ranks import sharing
+from flacompose.ops._recurrences.matrix.delta_rule import op as delta_op
+from flacompose.ops._recurrences.short_conv import op as short_conv
+from flacompose.ops._tensors.dtype import state_dtype
 
 # By which of their arguments modules of transformers tell packed sequences apart.
 PACKED = ("cu_seq_lens_q", "cu_seqlens", "seq_idx")

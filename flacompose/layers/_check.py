@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._check import (
+from flacompose._errors import TypeError, ValueError
+from flacompose.ops._arguments.require import (
     _FLOATS,
     MAX_HEAD_SIZE,
     _name,
@@ -20,16 +21,15 @@ from flacompose.ops._check import (
     sequences,
     shown,
 )
-from flacompose.ops._check import count as count
-from flacompose.ops._check import flags as flags
-from flacompose.ops._check import has_shape as has_shape
-from flacompose.ops._check import indices as indices
-from flacompose.ops._check import is_empty as is_empty
-from flacompose.ops._check import not_empty as not_empty
-from flacompose.ops._check import not_negative as not_negative
-from flacompose.ops._check import tensor as tensor
-from flacompose.ops._errors import TypeError, ValueError
-from flacompose.ops._sizes import always_true, violated
+from flacompose.ops._arguments.require import count as count
+from flacompose.ops._arguments.require import flags as flags
+from flacompose.ops._arguments.require import has_shape as has_shape
+from flacompose.ops._arguments.require import indices as indices
+from flacompose.ops._arguments.require import is_empty as is_empty
+from flacompose.ops._arguments.require import not_empty as not_empty
+from flacompose.ops._arguments.require import not_negative as not_negative
+from flacompose.ops._arguments.require import tensor as tensor
+from flacompose.ops._tensors.sizes import always_true, violated
 
 
 def one_of(name: str, x: object, choices: Iterable[str], why: str = "") -> None:

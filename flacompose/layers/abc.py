@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.heads import heads_of
 from flacompose.layers.layout import Layout
@@ -17,7 +18,6 @@ from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_abc, fused_recurrent_gsa
-from flacompose.ops._errors import ValueError
 
 
 class ABCAttention(RecurrentLayer):

@@ -13,7 +13,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import Factory, RecurrentLayer
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 
 
 class DeltaLayer(RecurrentLayer):

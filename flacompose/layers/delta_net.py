@@ -14,7 +14,7 @@ from flacompose.layers.norm import GatedRMSNorm, RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_delta_rule, fused_recurrent_delta_rule
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 
 
 class DeltaNet(RecurrentLayer):

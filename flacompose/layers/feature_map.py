@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flacompose.layers.first_values import identity_, with_first_values
 from flacompose.layers.norm import rms_norm
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 
 
 class HedgehogFeatureMap(nn.Module):

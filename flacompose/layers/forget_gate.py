@@ -13,7 +13,7 @@ from flacompose.layers.activation import log_sigmoid
 from flacompose.layers.layout import distributed_like
 from flacompose.layers.recurrent import RecurrentLayer
 from flacompose.layers.state import RecurrentState, RecurrentStates
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 
 
 class ForgetGateLayer(RecurrentLayer):

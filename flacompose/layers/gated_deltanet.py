@@ -13,7 +13,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import factory_of, linears
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 from flacompose.ops.gated_delta_rule import log_decay
 
 

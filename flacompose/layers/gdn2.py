@@ -12,7 +12,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_gdn2, fused_recurrent_gdn2
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 from flacompose.ops.gated_delta_rule import log_decay
 
 

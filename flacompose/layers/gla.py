@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.activation import activation, log_sigmoid
 from flacompose.layers.gated_output import GatedOutputLayer
@@ -14,8 +15,7 @@ from flacompose.layers.number import number
 from flacompose.layers.recurrent import factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
+from flacompose.ops._tensors.dtype import upcast
 
 
 class GatedLinearAttention(GatedOutputLayer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.first_values import before_softplus
@@ -15,8 +16,7 @@ from flacompose.layers.rotary import positions
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_rg_lru, fused_recurrent_rg_lru
-from flacompose.ops._dtensor import flatten
-from flacompose.ops._errors import ValueError
+from flacompose.ops._tensors.dtensor import flatten
 
 
 class GriffinRecurrentBlock(RecurrentLayer):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.activation import log_sigmoid
 from flacompose.layers.feature_map import T2RFeatureMap
@@ -16,8 +17,7 @@ from flacompose.layers.number import number
 from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gsa, fused_recurrent_gsa
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
+from flacompose.ops._tensors.dtype import upcast
 
 
 class GatedSlotAttention(RecurrentLayer):

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
-from flacompose.ops._check import MAX_HEAD_SIZE
-from flacompose.ops._dtensor import flatten, shards, unflatten
-from flacompose.ops._errors import ValueError
+from flacompose.ops._arguments.require import MAX_HEAD_SIZE
+from flacompose.ops._tensors.dtensor import flatten, shards, unflatten
 
 
 def heads_of(

@@ -13,7 +13,7 @@ from flacompose.layers.norm import GatedRMSNorm
 from flacompose.layers.recurrent import factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_hgrn, fused_recurrent_hgrn
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 
 
 class HGRNAttention(ForgetGateLayer):

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from flacompose.ops._dtensor import split
-from flacompose.ops._errors import TypeError, ValueError
+from flacompose._errors import TypeError, ValueError
+from flacompose.ops._tensors.dtensor import split
 
 # Rows of the joint weight, and with them outputs of each token, are filled up to a multiple of this. Matrix products of
 # 16-bit numbers are fast where rows take a multiple of 16 bytes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.delta_layer import DeltaLayer
 from flacompose.layers.first_values import set_first_decays
@@ -13,8 +14,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState
 from flacompose.ops import chunk_kda, fused_recurrent_kda
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
+from flacompose.ops._tensors.dtype import upcast
 from flacompose.ops.gated_delta_rule import log_decay
 
 

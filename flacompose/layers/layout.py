@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flacompose._errors import TypeError, ValueError
 from flacompose.layers import _check
-from flacompose.ops import _states
-from flacompose.ops._dtensor import replicated
-from flacompose.ops._errors import TypeError, ValueError
-from flacompose.ops._ranks import sharing
-from flacompose.ops._sizes import violated
-from flacompose.ops._varlen import inside
+from flacompose.ops._arguments import intermediate_states
+from flacompose.ops._parallel.ranks import sharing
+from flacompose.ops._tensors.dtensor import replicated
+from flacompose.ops._tensors.packed import inside
+from flacompose.ops._tensors.sizes import violated
 
 
 class Layout(NamedTuple):
@@ -80,7 +80,7 @@ def layout(
             raise ValueError(
                 f"num_states must not be given with attention_mask: every token must count, got {num_states}"
             )
-        _states.check(num_states, hidden_states, cu_seqlens, "num_states")
+        intermediate_states.check(num_states, hidden_states, cu_seqlens, "num_states")
         return Layout(num_states=num_states)
     if attention_mask is not None:
         return _padded(hidden_states, attention_mask)

@@ -13,8 +13,8 @@ from flacompose.layers.norm import GatedRMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears, low_rank
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops._dtype import upcast
-from flacompose.ops._logsumexp import running_logsumexp
+from flacompose.ops._composed.logsumexp import running_logsumexp
+from flacompose.ops._tensors.dtype import upcast
 
 
 class LightNetAttention(RecurrentLayer):

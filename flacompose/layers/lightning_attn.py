@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
 from flacompose.layers.layout import Layout
@@ -12,7 +13,6 @@ from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
-from flacompose.ops._errors import ValueError
 from flacompose.ops.lightning_attn import check_decay, log_decay
 
 

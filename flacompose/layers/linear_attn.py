@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.feature_map import FEATURE_MAPS
 from flacompose.layers.heads import heads_of, in_heads, repeat_heads
@@ -13,9 +14,8 @@ from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
-from flacompose.ops._check import MAX_HEAD_SIZE
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
+from flacompose.ops._arguments.require import MAX_HEAD_SIZE
+from flacompose.ops._tensors.dtype import upcast
 
 
 class LinearAttention(RecurrentLayer):

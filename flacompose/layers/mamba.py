@@ -21,9 +21,9 @@ from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import selective_scan_fn
-from flacompose.ops._check import is_one_of
-from flacompose.ops._dtensor import split
-from flacompose.ops._dtype import upcast
+from flacompose.ops._arguments.require import is_one_of
+from flacompose.ops._tensors.dtensor import split
+from flacompose.ops._tensors.dtype import upcast
 
 
 class Mamba(RecurrentLayer):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.activation import activation
@@ -18,10 +19,9 @@ from flacompose.layers.norm import RMSNorm, rms_norm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops._dtensor import flatten, split
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
-from flacompose.ops._gates import time_step
+from flacompose.ops._tensors.dtensor import flatten, split
+from flacompose.ops._tensors.dtype import upcast
+from flacompose.ops._tensors.gates import time_step
 from flacompose.ops.ssd import check_dt_limit, chunk_ssd, recurrent_ssd
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.first_values import first_time_steps_
 from flacompose.layers.heads import in_heads
@@ -14,12 +15,11 @@ from flacompose.layers.norm import HeadwiseRMSNorm, RMSNorm
 from flacompose.layers.number import number
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops._dtensor import flatten, split, unflatten
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
-from flacompose.ops._gates import time_step
-from flacompose.ops._mamba3 import Scanned, States, scan
-from flacompose.ops.families.gated_skip.op import gated_skip
+from flacompose.ops._composed.mamba3 import Scanned, States, scan
+from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
+from flacompose.ops._tensors.dtensor import flatten, split, unflatten
+from flacompose.ops._tensors.dtype import upcast
+from flacompose.ops._tensors.gates import time_step
 from flacompose.ops.mamba3 import mixed
 
 

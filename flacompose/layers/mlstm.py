@@ -15,7 +15,7 @@ from flacompose.layers.number import number
 from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_mlstm, fused_recurrent_mlstm
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 
 
 class MLSTM(RecurrentLayer):

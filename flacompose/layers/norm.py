@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from flacompose._errors import ValueError
 from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.number import number
-from flacompose.ops._dtensor import unflatten
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
+from flacompose.ops._tensors.dtensor import unflatten
+from flacompose.ops._tensors.dtype import upcast
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:

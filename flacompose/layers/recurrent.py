@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, overload
 import torch
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.joint import Joinable
 from flacompose.layers.layout import Layout, distributed_like, layout
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
-from flacompose.ops._dtype import autocast_dtype
-from flacompose.ops._errors import ValueError
-from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared, sharing
-from flacompose.ops._varlen import sequence_count
-from flacompose.ops._wide import Op, by_values
+from flacompose.ops._arguments.large_heads import Op, by_values
+from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, check_device, shared, sharing
+from flacompose.ops._tensors.dtype import autocast_dtype
+from flacompose.ops._tensors.packed import sequence_count
 
 _SHOWN = (
     "mode", "num_heads", "num_kv_heads", "num_v_heads", "head_dim", "state_size", "n_groups", "input_dim", "decay",

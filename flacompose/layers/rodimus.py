@@ -19,7 +19,7 @@ from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears, low
 from flacompose.layers.short_conv import ShortConvolution
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_gla, fused_recurrent_gla
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 
 
 class RodimusAttention(RecurrentLayer):

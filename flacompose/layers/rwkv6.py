@@ -19,8 +19,8 @@ from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
 from flacompose.ops import chunk_rwkv6, fused_recurrent_rwkv6
-from flacompose.ops._dtensor import replicated, unbind
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtensor import replicated, unbind
+from flacompose.ops._tensors.dtype import upcast
 
 
 class RWKV6Attention(RecurrentLayer):

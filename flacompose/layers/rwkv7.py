@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.first_values import copy_, orthogonal_, with_first_values
@@ -20,8 +21,7 @@ from flacompose.layers.recurrent import RecurrentLayer, factory_of
 from flacompose.layers.state import RecurrentState, RecurrentStates, StateShapes
 from flacompose.layers.token_shift import as_projected, token_shift
 from flacompose.ops import chunk_dplr_delta_rule, fused_recurrent_dplr_delta_rule
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
+from flacompose.ops._tensors.dtype import upcast
 
 
 class RWKV7Attention(RecurrentLayer):

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from flacompose._errors import ValueError
 from flacompose._peer import explained
 from flacompose.layers import _check
 from flacompose.layers.layout import distributed_like, take
-from flacompose.ops import _states
-from flacompose.ops._bounds import verified
-from flacompose.ops._carry import last_tokens
-from flacompose.ops._dtype import autocast_dtype, upcast
-from flacompose.ops._errors import ValueError
-from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared, sharing
-from flacompose.ops._sizes import always_true
-from flacompose.ops._varlen import bounds, sequence_of
-from flacompose.ops.families.short_conv import op
+from flacompose.ops._arguments import intermediate_states
+from flacompose.ops._operators.bounds import verified
+from flacompose.ops._parallel.exchange import last_tokens
+from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, check_device, shared, sharing
+from flacompose.ops._recurrences.short_conv import op
+from flacompose.ops._tensors.dtype import autocast_dtype, upcast
+from flacompose.ops._tensors.packed import bounds, sequence_of
+from flacompose.ops._tensors.sizes import always_true
 
 
 def _are_sizes(sizes: Any, D: int) -> bool:
@@ -165,7 +165,7 @@ class ShortConvolution(nn.Module):
         if lengths is not None:
             _check.like(x, "lengths", lengths, (N,), _check.integral)
         if num_states is not None:
-            _states.check(num_states, x, cu_seqlens, "num_states")
+            intermediate_states.check(num_states, x, cu_seqlens, "num_states")
             if lengths is not None:
                 raise ValueError(f"num_states must not be given with lengths, got {num_states}")
         if cu_seqlens is not None:
@@ -245,7 +245,7 @@ class ShortConvolution(nn.Module):
         T, W = x.shape[1], self.kernel_size
         history = self._history(x, state)
         if num_states is not None:
-            return self._sums(upcast(history), T), _states.windows(history, W, num_states)
+            return self._sums(upcast(history), T), intermediate_states.windows(history, W, num_states)
         last = history[:, T:] if lengths is None else _last(history, lengths, T)
         return self._sums(upcast(history), T), _as_state(last)
 

@@ -13,7 +13,7 @@ from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_simple_gla, fused_recurrent_simple_gla
-from flacompose.ops._dtype import upcast
+from flacompose.ops._tensors.dtype import upcast
 
 
 class SimpleGatedLinearAttention(GatedOutputLayer):

@@ -12,7 +12,7 @@ from torch import Tensor
 from flacompose._torch import catching, pytree, report_from_trace
 from flacompose.layers import _check
 from flacompose.layers.layout import distributed_like
-from flacompose.ops._dtype import state_dtype
+from flacompose.ops._tensors.dtype import state_dtype
 
 
 class RecurrentState(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops._dtype import autocast_dtype
-from flacompose.ops._token_shift import token_shift as token_shift  # for the layers
+from flacompose.ops._composed.token_shift import token_shift as token_shift  # for the layers
+from flacompose.ops._tensors.dtype import autocast_dtype
 
 
 def as_projected(x: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
 from flacompose.layers.layout import Layout
 from flacompose.layers.recurrent import Factory, RecurrentLayer, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
-from flacompose.ops._dtype import autocast_on, upcast
-from flacompose.ops._errors import ValueError
-from flacompose.ops._wide import Op, by_keys, by_values
+from flacompose.ops._arguments.large_heads import Op, by_keys, by_values
+from flacompose.ops._tensors.dtype import autocast_on, upcast
 
 
 class WeightedMeanLayer(RecurrentLayer):

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flacompose import layers
+from flacompose._errors import TypeError, ValueError
 from flacompose.layers import _check
 from flacompose.layers.activation import ACTIVATIONS
 from flacompose.layers.forget_gate import ForgetGateLayer
 from flacompose.layers.recurrent import RecurrentLayer
-from flacompose.ops._errors import TypeError, ValueError
 
 # Arguments of layers that the model gives.
 _GIVEN = ("hidden_size", "d_model", "layer_idx", "num_hidden_layers", "device", "dtype")

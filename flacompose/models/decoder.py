@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from flacompose._errors import TypeError, ValueError
 from flacompose._torch import pytree
 from flacompose.layers import _check
-from flacompose.ops._check import kind
-from flacompose.ops._errors import TypeError, ValueError
+from flacompose.ops._arguments.require import kind
 
 _WARM_UPS = 3  # calls before a CUDA graph is recorded: the first compiles
 

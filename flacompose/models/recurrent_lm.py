@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from flacompose._errors import TypeError, ValueError
 from flacompose._peer import explained
 from flacompose._torch import catching, is_exporting
 from flacompose.layers import RMSNorm, RWKV7Attention, _check
@@ -27,11 +28,10 @@ from flacompose.models.decoder import Decoder, check_decoder
 from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward, SwiGLU
 from flacompose.models.hub import import_mixin, is_of_hub
 from flacompose.models.softmax_attention import SoftmaxAttention
-from flacompose.ops._errors import TypeError, ValueError
-from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, shared
-from flacompose.ops._states import MAX_STATES
-from flacompose.ops._token_shift import last_of
-from flacompose.ops._varlen import bounds
+from flacompose.ops._arguments.intermediate_states import MAX_STATES
+from flacompose.ops._composed.token_shift import last_of
+from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, check_device, shared
+from flacompose.ops._tensors.packed import bounds
 
 States = tuple[RecurrentState, ...]
 NewStates = States | tuple[RecurrentStates, ...]

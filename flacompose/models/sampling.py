@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flacompose._errors import ValueError
 from flacompose.layers import _check
-from flacompose.ops._errors import ValueError
 
 
 def check(temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from flacompose._errors import ValueError
 from flacompose._torch import assert_async, is_exporting
 from flacompose.layers import _check
 from flacompose.layers.heads import repeat_heads
@@ -17,11 +18,10 @@ from flacompose.layers.number import number
 from flacompose.layers.recurrent import StatefulLayer, factory_of
 from flacompose.layers.rotary import positions, rotary
 from flacompose.layers.state import RecurrentState, StateShapes
-from flacompose.ops._bounds import verified
-from flacompose.ops._errors import ValueError
-from flacompose.ops._ranks import Ranks, gathered, lengths_of_ranks, of_all, sharing
-from flacompose.ops._sizes import always_true
-from flacompose.ops._varlen import bounds
+from flacompose.ops._operators.bounds import verified
+from flacompose.ops._parallel.ranks import Ranks, gathered, lengths_of_ranks, of_all, sharing
+from flacompose.ops._tensors.packed import bounds
+from flacompose.ops._tensors.sizes import always_true
 
 
 class SoftmaxAttention(StatefulLayer):

@@ -86,6 +86,6 @@ class StatesInPlace(CustomGraphPass):
 
 
 def _is_recurrent(kernel: Any) -> bool:
-    from flacompose.ops.families._kernels import recurrent_kernel  # which imports Triton
+    from flacompose.ops._tiles.blocks import matrix_token_kernel  # which imports Triton
 
-    return kernel is recurrent_kernel
+    return kernel is matrix_token_kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flacompose.ops.families.vector_decay import op
+from flacompose.ops._recurrences.matrix.channel_decay import op
 from flacompose.ops.gsa import run
 
 

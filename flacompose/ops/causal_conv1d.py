@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check, _states
-from flacompose.ops._call import check
-from flacompose.ops._carry import last_tokens
-from flacompose.ops._dtype import autocast_dtype, upcast
-from flacompose.ops._errors import ValueError
-from flacompose.ops._ranks import sharing
-from flacompose.ops.families.short_conv import op
+from flacompose._errors import ValueError
+from flacompose.ops._arguments import intermediate_states, require
+from flacompose.ops._arguments.call import check
+from flacompose.ops._parallel.exchange import last_tokens
+from flacompose.ops._parallel.ranks import sharing
+from flacompose.ops._recurrences.short_conv import op
+from flacompose.ops._tensors.dtype import autocast_dtype, upcast
 
 
 def causal_conv1d(
@@ -58,10 +58,10 @@ def causal_conv1d(
     """
     inputs = op.Inputs(x, weight, bias, initial_state, cu_seqlens, silu=activation is not None)
     check(op, inputs, output_final_state=output_final_state)
-    if not _check.is_one_of(activation, "silu", "swish", None):
-        raise ValueError(f"activation must be 'silu', 'swish' or None, got {_check.shown(activation)}")
+    if not require.is_one_of(activation, "silu", "swish", None):
+        raise ValueError(f"activation must be 'silu', 'swish' or None, got {require.shown(activation)}")
     if output_states is not None:
-        _states.check(output_states, x, cu_seqlens)
+        intermediate_states.check(output_states, x, cu_seqlens)
     ranks = sharing()
     if ranks is None:
         y, final_state = op.forward(*inputs)
@@ -85,4 +85,4 @@ def _last_states(x: Tensor, W: int, initial_state: Tensor | None, n: int) -> Ten
     """``[N, n, D, W]``: what the op has for `x` and its state, which are all that a state consists of."""
     x = _as_computed(x)
     before = x.new_zeros(x.shape[0], W, x.shape[2]) if initial_state is None else initial_state.to(x.dtype).mT
-    return _states.windows(torch.cat([before, x], 1), W, n)
+    return intermediate_states.windows(torch.cat([before, x], 1), W, n)

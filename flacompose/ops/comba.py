@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._errors import ValueError
-from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import without_tail
-from flacompose.ops.families.delta_rule import op
-from flacompose.ops.families.delta_rule.eager import normalized
+from flacompose._errors import ValueError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.matrix.delta_rule import op
+from flacompose.ops._recurrences.matrix.delta_rule.eager import normalized
+from flacompose.ops._tensors.packed import without_tail
 
 
 def chunk_comba(
@@ -69,9 +69,9 @@ def chunk_comba(
         TypeError: If an argument has the wrong type or dtype.
     """
     before = reads_before(erase)
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     given = op.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale, before)
-    _check.flags(output_final_state=output_final_state)
+    require.flags(output_final_state=output_final_state)
     return run(op.chunk, _inputs(given, use_qk_l2norm_in_kernel), output_final_state)
 
 
@@ -101,7 +101,7 @@ def fused_recurrent_comba(
     """
     before = reads_before(erase)
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     given = op.Inputs(q, k, v, beta, g, None, p, initial_state, cu_seqlens, scale, before)
     return run(form, _inputs(given, use_qk_l2norm_in_kernel), wanted)
 
@@ -111,7 +111,7 @@ def _inputs(given: op.Inputs, use_qk_l2norm_in_kernel: bool) -> op.Inputs:
     check(op, given, {"a": "p"}, required=("g", "a"))
     assert given.a is not None
     q, k, p = given.q, given.k, given.a
-    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    require.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         q, k, p = map(normalized, without_tail(given.cu_seqlens, q, k, p))
     return given._replace(q=q, k=k, a=p)
@@ -119,6 +119,6 @@ def _inputs(given: op.Inputs, use_qk_l2norm_in_kernel: bool) -> op.Inputs:
 
 def reads_before(erase: Any) -> bool:
     """Whether what is replaced is read before the decay, or after it."""
-    if not _check.is_one_of(erase, "after", "before"):
-        raise ValueError(f'erase must be "after" or "before", got {_check.shown(erase)}')
+    if not require.is_one_of(erase, "after", "before"):
+        raise ValueError(f'erase must be "after" or "before", got {require.shown(erase)}')
     return bool(erase == "before")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import without_tail
-from flacompose.ops.families.delta_rule import op
-from flacompose.ops.families.delta_rule.eager import normalized
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.matrix.delta_rule import op
+from flacompose.ops._recurrences.matrix.delta_rule.eager import normalized
+from flacompose.ops._tensors.packed import without_tail
 
 
 def chunk_delta_rule(
@@ -59,10 +59,10 @@ def chunk_delta_rule(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     check(op, inputs, output_final_state=output_final_state)
-    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    require.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         inputs = with_norms(inputs)
     return run(op.chunk, inputs, output_final_state)
@@ -90,10 +90,10 @@ def fused_recurrent_delta_rule(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     check(op, inputs)
-    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    require.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     if use_qk_l2norm_in_kernel:
         inputs = with_norms(inputs)
     return run(form, inputs, wanted)

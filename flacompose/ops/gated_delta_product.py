@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._bounds import verified
-from flacompose.ops._call import check, run
-from flacompose.ops._checked import check_values, checking
-from flacompose.ops._dtype import upcast
-from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import stretched, without_tail
-from flacompose.ops.families.delta_rule import op
-from flacompose.ops.families.delta_rule.eager import normalized
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._operators.bounds import verified
+from flacompose.ops._operators.checked import check_values, checking
+from flacompose.ops._recurrences.matrix.delta_rule import op
+from flacompose.ops._recurrences.matrix.delta_rule.eager import normalized
+from flacompose.ops._tensors.dtype import upcast
+from flacompose.ops._tensors.packed import stretched, without_tail
 
 
 def chunk_gated_delta_product(
@@ -121,17 +121,17 @@ def _product(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, and call one form of the family's op on the steps of all tokens."""
-    _check.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, output_final_state=output_final_state)
-    _check.count("num_householder", n)
-    _check.axes("q", q, ("B", "T", "H", "K"))
-    _check.not_empty("q", q)
+    require.flags(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, output_final_state=output_final_state)
+    require.count("num_householder", n)
+    require.axes("q", q, ("B", "T", "H", "K"))
+    require.not_empty("q", q)
     B, T, H, K = q.shape
-    _check.like(q, "k", k, (B, T * n, H, K))
-    _check.same_dtype(q, "k", k)
-    scale = _check.scale(scale, q)
+    require.like(q, "k", k, (B, T * n, H, K))
+    require.same_dtype(q, "k", k)
+    scale = require.scale(scale, q)
     # The operator sees one query for each step, so keys stand in for queries here.
     check(op, op.Inputs(k, k, v, beta, initial_state=initial_state, cu_seqlens=cu_seqlens), values=False)
-    _check.optional(q, "g", g, (B, T, v.shape[2]))
+    require.optional(q, "g", g, (B, T, v.shape[2]))
     if checking():
         given = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}
         check_values(given, cu_seqlens, gates=("g",))

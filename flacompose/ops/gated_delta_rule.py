@@ -7,16 +7,16 @@ from math import log
 import torch.nn.functional as F
 from torch import Tensor, finfo
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._checked import check_parameters, checking
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
-from flacompose.ops._gates import bounded
-from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import without_tail
+from flacompose._errors import ValueError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._operators.checked import check_parameters, checking
+from flacompose.ops._recurrences.matrix.delta_rule import op
+from flacompose.ops._tensors.dtype import upcast
+from flacompose.ops._tensors.gates import bounded
+from flacompose.ops._tensors.packed import without_tail
 from flacompose.ops.delta_rule import with_norms
-from flacompose.ops.families.delta_rule import op
 
 
 def chunk_gated_delta_rule(
@@ -77,7 +77,7 @@ def chunk_gated_delta_rule(
             lacks the one that it belongs to.
         TypeError: If an argument has the wrong type or dtype.
     """
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     logits = () if use_gate_in_kernel is False else ("g",)
     check(op, inputs, required=("g",), logits=logits, output_final_state=output_final_state)
@@ -116,7 +116,7 @@ def fused_recurrent_gated_delta_rule(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     logits = () if use_gate_in_kernel is False else ("g",)
     check(op, inputs, required=("g",), logits=logits)
@@ -138,7 +138,7 @@ def with_gates(
     lower_bound: float | None = None,
 ) -> op.Inputs:
     """Check the options, and apply them to checked `inputs`, whose gate is one per head, `g`, or per channel, `gk`."""
-    _check.flags(
+    require.flags(
         use_qk_l2norm_in_kernel=normalize,
         use_gate_in_kernel=use_gate,
         use_beta_sigmoid_in_kernel=sigmoid,
@@ -173,10 +173,10 @@ def decay(
 ) -> Tensor:
     """Check the options of a checked gate ``g [B, T, HV]`` or ``[B, T, HV, K]``, and make the decay of it."""
     of_a_token = tuple(g.shape[2:])
-    _check.parameter(q, "A_log", A_log, of_a_token[:1])
-    _check.parameter(q, "dt_bias", dt_bias, of_a_token)
+    require.parameter(q, "A_log", A_log, of_a_token[:1])
+    require.parameter(q, "dt_bias", dt_bias, of_a_token)
     if lower_bound is not None:
-        _check.finite("lower_bound", lower_bound)
+        require.finite("lower_bound", lower_bound)
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
         if x is not None and not use_gate:
             raise ValueError(

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._checked import check_values, checking
-from flacompose.ops._dtype import autocast_dtype, product
-from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import without_tail
-from flacompose.ops.families.delta_rule import op
-from flacompose.ops.families.delta_rule.eager import normalized
-from flacompose.ops.families.scalar_decay import op as scalar_decay
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._operators.checked import check_values, checking
+from flacompose.ops._recurrences.matrix.delta_rule import op
+from flacompose.ops._recurrences.matrix.delta_rule.eager import normalized
+from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
+from flacompose.ops._tensors.dtype import autocast_dtype, product
+from flacompose.ops._tensors.packed import without_tail
 from flacompose.ops.gated_delta_rule import decay
 
 
@@ -145,14 +145,14 @@ def _run(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, apply the gates, and call one form of the family's op."""
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     # The arguments that are checked as those of scalar decay, which has no `beta`: here that is made of the others.
-    given = scalar_decay.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
-    check(scalar_decay, given, output_final_state=output_final_state)
-    _check.like(q, "g", g, (*v.shape[:3], q.shape[3]))
-    _check.like(q, "b", b, k.shape)
-    _check.like(q, "w", w, v.shape)
-    _check.flags(use_qk_l2norm_in_kernel=normalize, use_gate_in_kernel=use_gate)
+    given = head_decay.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
+    check(head_decay, given, output_final_state=output_final_state)
+    require.like(q, "g", g, (*v.shape[:3], q.shape[3]))
+    require.like(q, "b", b, k.shape)
+    require.like(q, "w", w, v.shape)
+    require.flags(use_qk_l2norm_in_kernel=normalize, use_gate_in_kernel=use_gate)
     if checking():
         check_values({"b": b, "w": w, "g": g}, cu_seqlens, () if use_gate else ("g",), lowest=("g",))
     g = decay(q, g, use_gate, A_log, dt_bias, lower_bound, cu_seqlens)

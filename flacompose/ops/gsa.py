@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._bounds import verified
-from flacompose.ops._checked import check_values, checking
-from flacompose.ops._dtensor import flatten, unflatten
-from flacompose.ops._dtype import autocast_dtype, state_dtype
-from flacompose.ops._errors import TypeError, ValueError
-from flacompose.ops._groups import by_head, in_turn, spread
-from flacompose.ops._logsumexp import running_logsumexp
-from flacompose.ops._sizes import always_true
-from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import stretched
-from flacompose.ops._wide import by_keys, by_values, fits
-from flacompose.ops.families.slot_attention import op as slot_attention
-from flacompose.ops.families.vector_decay import op
+from flacompose._errors import TypeError, ValueError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.grouped_queries import by_head, in_turn, spread
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._arguments.large_heads import by_keys, by_values, fits
+from flacompose.ops._composed.logsumexp import running_logsumexp
+from flacompose.ops._operators.bounds import verified
+from flacompose.ops._operators.checked import check_values, checking
+from flacompose.ops._recurrences.fused.slot_attention import op as slot_attention
+from flacompose.ops._recurrences.matrix.channel_decay import op
+from flacompose.ops._tensors.dtensor import flatten, unflatten
+from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype
+from flacompose.ops._tensors.packed import stretched
+from flacompose.ops._tensors.sizes import always_true
 
 
 def chunk_gsa(
@@ -119,21 +119,21 @@ def run(
     by_tokens: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
     """Check the arguments, and call a form of vector decay's op twice; `by_tokens`, slot attention's for one token."""
-    _check.flags(output_final_state=output_final_state)
+    require.flags(output_final_state=output_final_state)
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
     groups = _check_tokens(q, k, v, s, g)
     B, T, H, K = k.shape
-    N, M, V = _check.sequences(q, cu_seqlens), s.shape[3], v.shape[3]
+    N, M, V = require.sequences(q, cu_seqlens), s.shape[3], v.shape[3]
     Hk = Hv = z = None
     if initial_state is not None:
         if not isinstance(initial_state, (tuple, list)) or len(initial_state) != len(names):
-            with_g, got = "with" if g is not None else "without", _check.kind(initial_state)
+            with_g, got = "with" if g is not None else "without", require.kind(initial_state)
             raise TypeError(f"initial_state must be a tuple ({', '.join(names)}) {with_g} g, got {got}")
         shapes = ((N, H, K, M), (N, H, M, V), (N, H, M))
         for i, (x, shape) in enumerate(zip(initial_state, shapes, strict=False)):
-            _check.like(q, f"initial_state[{i}]", x, shape)
+            require.like(q, f"initial_state[{i}]", x, shape)
         Hk, Hv, z = initial_state if g is None else (*initial_state, None)
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     if checking():
         given = {"q": q, "k": k, "v": v, "s": s, "g": g}
         given |= {f"initial_state[{i}]": x for i, x in enumerate((Hk, Hv, z))}
@@ -194,17 +194,17 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor, s: Tensor, g: Tensor | None) 
         ("v", v, ("H", "V")),
         ("s", s, ("H", "M")),
     ):
-        _check.axes(name, x, ("B", "T", *axes))
+        require.axes(name, x, ("B", "T", *axes))
     B, T, HQ, K = q.shape
     H, M = k.shape[2], s.shape[3]
     for name, x, D in (("k", k, K), ("v", v, v.shape[3]), ("s", s, M)):
-        _check.like(q, name, x, (B, T, H, D))
+        require.like(q, name, x, (B, T, H, D))
     if H != 0 and HQ % H != 0:
         raise ValueError(f"q must have a multiple of the {H} heads of k, got {HQ}")
-    _check.optional(q, "g", g, s.shape)
-    _check.same_dtype(q, "k", k)
-    _check.same_dtype(q, "v", v)
+    require.optional(q, "g", g, s.shape)
+    require.same_dtype(q, "k", k)
+    require.same_dtype(q, "v", v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check.not_empty(name, x)
-    _check.head_size("s", s)
+        require.not_empty(name, x)
+    require.head_size("s", s)
     return HQ // H

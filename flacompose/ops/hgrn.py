@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flacompose.ops._call import check, run
-from flacompose.ops._states import recurrent_form
-from flacompose.ops.families.scan import op
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.elementwise.scan import op
 
 
 def chunk_hgrn(

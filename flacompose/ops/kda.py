@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._states import recurrent_form
-from flacompose.ops.families.delta_rule import op
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.matrix.delta_rule import op
 from flacompose.ops.gated_delta_rule import with_gates
 
 
@@ -74,7 +74,7 @@ def chunk_kda(
             is not finite or not below 0, or an option lacks the one that it belongs to.
         TypeError: If an argument has the wrong type or dtype.
     """
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     logits = () if use_gate_in_kernel is False else ("gk",)
     check(op, inputs, {"gk": "g"}, required=("gk",), logits=logits, output_final_state=output_final_state)
@@ -114,7 +114,7 @@ def fused_recurrent_kda(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, beta, gk=g, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     logits = () if use_gate_in_kernel is False else ("gk",)
     check(op, inputs, {"gk": "g"}, required=("gk",), logits=logits)

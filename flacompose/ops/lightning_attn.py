@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._dtensor import replicated
-from flacompose.ops._dtype import state_dtype
-from flacompose.ops._errors import ValueError
-from flacompose.ops._states import recurrent_form
-from flacompose.ops.families.scalar_decay import op
+from flacompose._errors import ValueError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.matrix.head_decay import op
+from flacompose.ops._tensors.dtensor import replicated
+from flacompose.ops._tensors.dtype import state_dtype
 
 
 def chunk_lightning_attn(
@@ -62,7 +62,7 @@ def chunk_lightning_attn(
             no layer of `num_layers`, or `decay` is unknown.
         TypeError: If an argument has the wrong type or dtype.
     """
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     check(op, inputs, output_final_state=output_final_state)
     inputs = inputs._replace(g_gamma=log_decay(v.shape[2], layer_idx, num_layers, decay, q))
@@ -92,7 +92,7 @@ def fused_recurrent_lightning_attn(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     check(op, inputs)
     inputs = inputs._replace(g_gamma=log_decay(v.shape[2], layer_idx, num_layers, decay, q))
@@ -113,9 +113,9 @@ def log_decay(HV: int, layer_idx: int, num_layers: int, decay: str, q: Tensor) -
 
 
 def check_decay(layer_idx: int, num_layers: int, decay: str) -> None:
-    _check.integer("layer_idx", layer_idx)
-    _check.integer("num_layers", num_layers)
+    require.integer("layer_idx", layer_idx)
+    require.integer("num_layers", num_layers)
     if not 0 <= layer_idx < num_layers:
         raise ValueError(f"layer_idx must be from 0 to num_layers - 1 = {num_layers - 1}, got {layer_idx}")
-    if not _check.is_one_of(decay, "tnl", "minimax"):
+    if not require.is_one_of(decay, "tnl", "minimax"):
         raise ValueError(f"decay must be 'tnl' or 'minimax', got {decay!r}")

@@ -8,13 +8,13 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._dtype import autocast_dtype, autocast_on, upcast
-from flacompose.ops._errors import TypeError
-from flacompose.ops._states import recurrent_form
-from flacompose.ops._varlen import sequence_count
-from flacompose.ops.families.scalar_decay import op
+from flacompose._errors import TypeError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.matrix.head_decay import op
+from flacompose.ops._tensors.dtype import autocast_dtype, autocast_on, upcast
+from flacompose.ops._tensors.packed import sequence_count
 
 LinearAttentionState = Tensor | tuple[Tensor, Tensor]
 
@@ -104,11 +104,11 @@ def _run(
     normalize: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
-    _check.flags(normalize=normalize, output_final_state=output_final_state)
-    scale = _check.scale(scale, q)
+    require.flags(normalize=normalize, output_final_state=output_final_state)
+    scale = require.scale(scale, q)
     if not normalize:
         if isinstance(initial_state, (tuple, list)):
-            got = _check.kind(initial_state)
+            got = require.kind(initial_state)
             raise TypeError(f"initial_state must be a tensor S without normalize, got {got}")
         inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
         check(op, inputs)
@@ -118,16 +118,16 @@ def _run(
     if initial_state is not None:
         if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 2:
             raise TypeError(
-                f"initial_state must be a tuple (S, z) with normalize, got {_check.kind(initial_state)}"
+                f"initial_state must be a tuple (S, z) with normalize, got {require.kind(initial_state)}"
             )
         S, z = initial_state
-        _check.tensor("initial_state[0]", S)
-        _check.tensor("initial_state[1]", z)
+        require.tensor("initial_state[0]", S)
+        require.tensor("initial_state[1]", z)
     inputs = op.Inputs(q, k, v, initial_state=S, cu_seqlens=cu_seqlens, scale=scale)
     check(op, inputs, {"initial_state": "initial_state[0]"})
     B, T, H, K = q.shape
     if z is not None:
-        _check.like(q, "initial_state[1]", z, (sequence_count(q, cu_seqlens), H, K))
+        require.like(q, "initial_state[1]", z, (sequence_count(q, cu_seqlens), H, K))
         z = z.unsqueeze(-1)
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._checked import check_values, checking
-from flacompose.ops._dtype import autocast_dtype, upcast
-from flacompose.ops._errors import ValueError
-from flacompose.ops._ranks import sharing
-from flacompose.ops._sizes import always_true
-from flacompose.ops._varlen import without_tail
+from flacompose._errors import ValueError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._operators.checked import check_values, checking
+from flacompose.ops._parallel.ranks import sharing
+from flacompose.ops._recurrences.matrix.channel_decay import op as channel_decay
+from flacompose.ops._recurrences.matrix.delta_rule import op as delta_rule
+from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
+from flacompose.ops._recurrences.matrix.low_rank import op as low_rank
+from flacompose.ops._tensors.dtype import autocast_dtype, upcast
+from flacompose.ops._tensors.packed import without_tail
+from flacompose.ops._tensors.sizes import always_true
 from flacompose.ops.comba import reads_before
-from flacompose.ops.families.delta_rule import op as delta_rule
-from flacompose.ops.families.low_rank import op as low_rank
-from flacompose.ops.families.scalar_decay import op as scalar_decay
-from flacompose.ops.families.vector_decay import op as vector_decay
 
 
 def linear_recurrence(
@@ -91,17 +91,17 @@ def linear_recurrence(
             no family has together.
         TypeError: If an argument has the wrong type or dtype.
     """
-    scale = _check.scale(scale, q)
-    inputs = scalar_decay.Inputs(q, k, v, g, None, beta, initial_state, cu_seqlens, scale)
-    check(scalar_decay, inputs, output_final_state=output_final_state)
+    scale = require.scale(scale, q)
+    inputs = head_decay.Inputs(q, k, v, g, None, beta, initial_state, cu_seqlens, scale)
+    check(head_decay, inputs, output_final_state=output_final_state)
     (B, T, HV, V), (H, K) = v.shape, q.shape[2:]
-    _check.optional(q, "gk", gk, (B, T, HV, K))
-    _check.optional(q, "gv", gv, (B, T, HV, V))
+    require.optional(q, "gk", gk, (B, T, HV, K))
+    require.optional(q, "gv", gv, (B, T, HV, V))
     for name, x in (("a", a), ("b", b)):
         if x is not None:
-            _check.like(q, name, x, q.shape)
-            _check.same_dtype(q, name, x)
-    _check.optional(q, "u", u, (H, K))
+            require.like(q, name, x, q.shape)
+            require.same_dtype(q, name, x)
+    require.optional(q, "u", u, (H, K))
     if checking():
         check_values({"q": q, "gk": gk, "gv": gv, "a": a, "b": b, "u": u}, cu_seqlens, gates=("gk", "gv"))
     before = reads_before(erase)
@@ -111,7 +111,7 @@ def linear_recurrence(
     groups = HV // H
     if beta is None and a is None:
         if gk is None and gv is None and read == "after":
-            return run(_form(scalar_decay, T), inputs, output_final_state)
+            return run(_form(head_decay, T), inputs, output_final_state)
         if gv is not None and gk is None and g is not None:
             gv = _with(g, gv)
         else:
@@ -120,7 +120,7 @@ def linear_recurrence(
         if read == "before":
             u = q.new_zeros(HV, K) if u is None else _for_each_value(groups, u, axis=0)[0]
         return run(
-            _form(vector_decay, T), vector_decay.Inputs(q, k, v, gk, gv, u, *options), output_final_state
+            _form(channel_decay, T), channel_decay.Inputs(q, k, v, gk, gv, u, *options), output_final_state
         )
     if beta is not None:
         rule = delta_rule.Inputs(q, k, v, beta, g, gk, a, *options, read_before=before)
@@ -161,8 +161,8 @@ def _check_combination(
     read: Any,
 ) -> None:
     """Check that each argument has the one that it belongs to, and that a family has them together."""
-    if not _check.is_one_of(read, "after", "before"):
-        raise ValueError(f'read must be "after" or "before", got {_check.shown(read)}')
+    if not require.is_one_of(read, "after", "before"):
+        raise ValueError(f'read must be "after" or "before", got {require.shown(read)}')
     if a is None and b is not None:
         raise ValueError("a must be given with b, which writes back what a reads, got None")
     if a is not None and b is None and beta is None:

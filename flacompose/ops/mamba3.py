@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._checked import check_values, checking
-from flacompose.ops._dtype import autocast_dtype, upcast
-from flacompose.ops._errors import TypeError, ValueError
-from flacompose.ops._mamba3 import Scanned, States, scan
-from flacompose.ops._varlen import without_tail
+from flacompose._errors import TypeError, ValueError
+from flacompose.ops._arguments import require
+from flacompose.ops._composed.mamba3 import Scanned, States, scan
+from flacompose.ops._operators.checked import check_values, checking
+from flacompose.ops._tensors.dtype import autocast_dtype, upcast
+from flacompose.ops._tensors.packed import without_tail
 
 Final = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -82,7 +82,7 @@ def mamba3_siso_combined(
     past = _check_all(
         Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, Input_States, chunk_size, cu_seqlens, rank=None
     )
-    _check.flags(return_final_states=return_final_states)
+    require.flags(return_final_states=return_final_states)
     inputs = Scanned(
         Q.unsqueeze(2), K.unsqueeze(2), V, ADT, DT, Trap, Q_bias.unsqueeze(1), K_bias.unsqueeze(1), Angles, D, None,
         Z,
@@ -160,20 +160,20 @@ def mamba3_mimo_combined(
         ValueError: If a shape or a device is wrong, or ``P`` or ``S`` is above 512.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.axes("Q", Q, ("B", "T", "R", "G", "S"))
+    require.axes("Q", Q, ("B", "T", "R", "G", "S"))
     R = Q.shape[2]
     past = _check_all(
         Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z, Input_States, chunk_size, cu_seqlens, rank=R
     )
     H, P = V.shape[2:]
-    _check.like(V, "MIMO_V", MIMO_V, (H, R, P), q_name="V")
-    _check.optional(V, "MIMO_Z", MIMO_Z, (H, R, P), q_name="V")
+    require.like(V, "MIMO_V", MIMO_V, (H, R, P), q_name="V")
+    require.optional(V, "MIMO_Z", MIMO_Z, (H, R, P), q_name="V")
     if Z is not None and MIMO_Z is None:
         raise TypeError("MIMO_Z must be a tensor where Z is given, got NoneType")
-    _check.optional(V, "MIMO_Out", MIMO_Out, (H, R, P), q_name="V")
+    require.optional(V, "MIMO_Out", MIMO_Out, (H, R, P), q_name="V")
     if checking():
         check_values({"MIMO_V": MIMO_V, "MIMO_Z": MIMO_Z, "MIMO_Out": MIMO_Out})
-    _check.count("rotary_dim_divisor", rotary_dim_divisor)
+    require.count("rotary_dim_divisor", rotary_dim_divisor)
     S, A = Q.shape[-1], Angles.shape[-1]
     if A != S // rotary_dim_divisor:
         raise ValueError(
@@ -182,9 +182,9 @@ def mamba3_mimo_combined(
         )
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
-    _check.flags(return_state=return_state, fuse_pregate_headwise_rms_norm=fuse_pregate_headwise_rms_norm)
-    _check.parameter(V, "outproj_norm_weight", outproj_norm_weight, (H, P), q_name="V")
-    _check.not_negative("outproj_norm_eps", outproj_norm_eps)
+    require.flags(return_state=return_state, fuse_pregate_headwise_rms_norm=fuse_pregate_headwise_rms_norm)
+    require.parameter(V, "outproj_norm_weight", outproj_norm_weight, (H, P), q_name="V")
+    require.not_negative("outproj_norm_eps", outproj_norm_eps)
 
     inputs = Scanned(Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, MIMO_V)
     inputs = _in_sequences(inputs, cu_seqlens)
@@ -216,33 +216,33 @@ def _check_all(
     given: Any, chunk_size: Any, cu_seqlens: Any, rank: int | None,
 ) -> States:  # fmt: skip
     """Check what both functions take, return the states before the first token; with `rank`, there are ``R`` keys."""
-    _check.axes("V", V, ("B", "T", "H", "P"))
+    require.axes("V", V, ("B", "T", "H", "P"))
     B, T, H, P = V.shape
     R = () if rank is None else (rank,)
-    _check.axes("Q", Q, ("B", "T", *["R"] * len(R), "G", "S"))
+    require.axes("Q", Q, ("B", "T", *["R"] * len(R), "G", "S"))
     G, S = Q.shape[-2:]
     for name, x in (("Q", Q), ("K", K)):
-        _check.like(V, name, x, (B, T, *R, G, S), q_name="V")
-        _check.same_dtype(V, name, x, q_name="V")
+        require.like(V, name, x, (B, T, *R, G, S), q_name="V")
+        require.same_dtype(V, name, x, q_name="V")
     if G == 0 or H % G != 0:
         raise ValueError(f"Q must have a number of groups that divides the {H} heads of V, got {G}")
-    _check.head_size("V", V)
-    _check.head_size("Q", Q, size_of="state")
+    require.head_size("V", V)
+    require.head_size("Q", Q, size_of="state")
     if S % 2 != 0:
         raise ValueError(f"Q must have an even state size, whose numbers turn in pairs, got {S}")
-    N = _check.sequences(V, cu_seqlens, q_name="V")
+    N = require.sequences(V, cu_seqlens, q_name="V")
     for name, x in (("ADT", ADT), ("DT", DT), ("Trap", Trap)):
-        _check.like(V, name, x, (B, T, H), q_name="V")
+        require.like(V, name, x, (B, T, H), q_name="V")
     for name, x in (("Q_bias", Q_bias), ("K_bias", K_bias)):
-        _check.like(V, name, x, (H, *R, S), q_name="V")
-    _check.axes("Angles", Angles, ("B", "T", "H", "A"))
+        require.like(V, name, x, (H, *R, S), q_name="V")
+    require.axes("Angles", Angles, ("B", "T", "H", "A"))
     heads, A = Angles.shape[2:]
-    _check.like(V, "Angles", Angles, (B, T, 1 if heads == 1 else H, A), q_name="V")
+    require.like(V, "Angles", Angles, (B, T, 1 if heads == 1 else H, A), q_name="V")
     if not 1 <= A <= S // 2:
         raise ValueError(f"Angles must have from 1 to S / 2 = {S // 2} angles, got {A}")
-    _check.optional(V, "D", D, (H,), q_name="V")
-    _check.optional(V, "Z", Z, V.shape, q_name="V")
-    _check.count("chunk_size", chunk_size)
+    require.optional(V, "D", D, (H,), q_name="V")
+    require.optional(V, "Z", Z, V.shape, q_name="V")
+    require.count("chunk_size", chunk_size)
     if checking():
         values = {
             "V": V,
@@ -260,10 +260,10 @@ def _check_all(
     if given is None:
         return States()
     if not isinstance(given, (tuple, list)) or len(given) != 4:
-        raise TypeError(f"Input_States must be a tuple (angle, state, k, v), got {_check.kind(given)}")
+        raise TypeError(f"Input_States must be a tuple (angle, state, k, v), got {require.kind(given)}")
     shapes = ((N, H, A), (N, H, P, S), (N, *R, H, S), (N, H, P))
     for i, (x, shape) in enumerate(zip(given, shapes, strict=True)):
-        _check.like(V, f"Input_States[{i}]", x, shape, q_name="V")
+        require.like(V, f"Input_States[{i}]", x, shape, q_name="V")
     return States(*given)
 
 

@@ -8,18 +8,18 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check
-from flacompose.ops._dtype import autocast_dtype, state_dtype, upcast
-from flacompose.ops._errors import TypeError
-from flacompose.ops._gates import log_sigmoid
-from flacompose.ops._sizes import always_true
-from flacompose.ops._states import last, recurrent_form
-from flacompose.ops._varlen import sequence_count, without_tail
-from flacompose.ops.families.mlstm import op as token
-from flacompose.ops.families.normalizer import op as normalizer
-from flacompose.ops.families.running_max import op as running_max
-from flacompose.ops.families.scalar_decay import op
+from flacompose._errors import TypeError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check
+from flacompose.ops._arguments.intermediate_states import last, recurrent_form
+from flacompose.ops._recurrences.elementwise.stabilizer import op as stabilizer
+from flacompose.ops._recurrences.fused.mlstm import op as token
+from flacompose.ops._recurrences.fused.normalizer import op as normalizer
+from flacompose.ops._recurrences.matrix.head_decay import op
+from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype, upcast
+from flacompose.ops._tensors.gates import log_sigmoid
+from flacompose.ops._tensors.packed import sequence_count, without_tail
+from flacompose.ops._tensors.sizes import always_true
 
 MLSTMState = tuple[Tensor, Tensor, Tensor]
 Form = Callable[..., tuple[Tensor, Tensor]]
@@ -126,17 +126,17 @@ def _run(
     eps: float | None,
     output_states: int | None = None,
 ) -> tuple[Tensor, MLSTMState | None]:
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     # A default in the signature Dynamo would take for an input of the graph, and compile twice.
     eps = 1e-6 if eps is None else eps
-    _check.not_negative("eps", eps)
+    require.not_negative("eps", eps)
     C = n = m = None
     if initial_state is not None:
         if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 3:
-            raise TypeError(f"initial_state must be a tuple (C, n, m), got {_check.kind(initial_state)}")
+            raise TypeError(f"initial_state must be a tuple (C, n, m), got {require.kind(initial_state)}")
         C, n, m = initial_state
         for j, x in enumerate(initial_state):
-            _check.tensor(f"initial_state[{j}]", x)
+            require.tensor(f"initial_state[{j}]", x)
     inputs = op.Inputs(q, k, v, f, None, i, C, cu_seqlens, scale)
     names = {"g": "f", "beta": "i", "initial_state": "initial_state[0]"}
     check(
@@ -144,8 +144,8 @@ def _run(
     )
     if n is not None and m is not None:
         N, HV, K = sequence_count(q, cu_seqlens), v.shape[2], q.shape[3]
-        _check.like(q, "initial_state[1]", n, (N, HV, K))
-        _check.like(q, "initial_state[2]", m, (N, HV))
+        require.like(q, "initial_state[1]", n, (N, HV, K))
+        require.like(q, "initial_state[2]", m, (N, HV))
 
     dtype = autocast_dtype(q.device)
     if dtype is not None and q.dtype != torch.float64:
@@ -160,7 +160,7 @@ def _run(
             return o, tuple(state) if output_final_state else None
         # Of logarithms far below 0 the exponentials are 0, and differences would be no more than rounding. The bound is
         # no constant of the module, since Dynamo would take it for an input, and compile twice.
-        g, m_t, m = running_max.forward(i.detach().clamp(min=-1e4), log_sigmoid(f), m, cu_seqlens)
+        g, m_t, m = stabilizer.forward(i.detach().clamp(min=-1e4), log_sigmoid(f), m, cu_seqlens)
         written, least, out_dtype = (i - m_t).exp(), (-m_t).exp(), v.dtype
         if out_dtype == torch.float16:  # the numerator may be too large for it
             q, k, v = upcast(q), upcast(k), upcast(v)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._dtensor import replicated
-from flacompose.ops._dtype import state_dtype
-from flacompose.ops._states import recurrent_form
-from flacompose.ops.families.scalar_decay import op
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.matrix.head_decay import op
+from flacompose.ops._tensors.dtensor import replicated
+from flacompose.ops._tensors.dtype import state_dtype
 
 
 def chunk_retention(
@@ -50,7 +50,7 @@ def chunk_retention(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     check(op, inputs, output_final_state=output_final_state)
     inputs = inputs._replace(g_gamma=log_decay(v.shape[2], q))
@@ -77,7 +77,7 @@ def fused_recurrent_retention(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, q, output_final_state, cu_seqlens, output_states)
-    scale = _check.scale(scale, q)
+    scale = require.scale(scale, q)
     inputs = op.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     check(op, inputs)
     inputs = inputs._replace(g_gamma=log_decay(v.shape[2], q))

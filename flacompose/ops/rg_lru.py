@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._errors import TypeError
-from flacompose.ops._states import recurrent_form
-from flacompose.ops.families.rg_lru import op
+from flacompose._errors import TypeError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.elementwise.rg_lru import op
 
 
 def chunk_rg_lru(
@@ -53,7 +53,7 @@ def chunk_rg_lru(
         ValueError: If a shape or a device is wrong.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.flags(output_final_state=output_final_state)
+    require.flags(output_final_state=output_final_state)
     return run(op.chunk, _inputs(x, r, i, a_param, reset, initial_state, cu_seqlens), output_final_state)
 
 
@@ -95,8 +95,8 @@ def _inputs(
     check(op, inputs, logits=("r", "i", "a_param"))
     if reset is None:
         return inputs
-    _check.tensor("reset", reset)
+    require.tensor("reset", reset)
     if reset.dtype != torch.bool:
         raise TypeError(f"reset must be bool, got {str(reset.dtype).removeprefix('torch.')}")
-    _check.shape_and_device(x, "reset", reset, x.shape[:2], "x")
+    require.shape_and_device(x, "reset", reset, x.shape[:2], "x")
     return inputs._replace(reset=reset.unsqueeze(2))

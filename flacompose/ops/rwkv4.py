@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check
-from flacompose.ops._errors import TypeError
-from flacompose.ops._states import recurrent_form
-from flacompose.ops.families.rwkv4 import op
+from flacompose._errors import TypeError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.elementwise.rwkv4 import op
 
 State = tuple[Tensor, Tensor, Tensor]
 
@@ -95,10 +95,10 @@ def _run(
     a = b = m = None
     if initial_state is not None:
         if not isinstance(initial_state, (tuple, list)) or len(initial_state) != 3:
-            raise TypeError(f"initial_state must be a tuple (a, b, m), got {_check.kind(initial_state)}")
+            raise TypeError(f"initial_state must be a tuple (a, b, m), got {require.kind(initial_state)}")
         a, b, m = initial_state
         for i, x in enumerate(initial_state):
-            _check.tensor(f"initial_state[{i}]", x)
+            require.tensor(f"initial_state[{i}]", x)
     inputs = op.Inputs(v, k, w, u, a, b, m, cu_seqlens)
     names = {f"initial_{x}": f"initial_state[{i}]" for i, x in enumerate("abm")}
     check(op, inputs, names, output_final_state=output_final_state, logits=("k", "initial_m"))

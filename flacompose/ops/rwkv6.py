@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._call import check, run
-from flacompose.ops._states import recurrent_form
-from flacompose.ops.families.vector_decay import op
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.call import check, run
+from flacompose.ops._arguments.intermediate_states import recurrent_form
+from flacompose.ops._recurrences.matrix.channel_decay import op
 
 
 def chunk_rwkv6(
@@ -52,7 +52,7 @@ def chunk_rwkv6(
         ValueError: If a shape or a device is wrong, ``K`` or ``V`` is above 512, or `scale` is not finite.
         TypeError: If an argument has the wrong type or dtype.
     """
-    scale = _check.scale(scale, r)
+    scale = require.scale(scale, r)
     inputs = op.Inputs(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
     check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "u"), output_final_state=output_final_state)
     return run(op.chunk, inputs, output_final_state)
@@ -80,7 +80,7 @@ def fused_recurrent_rwkv6(
             Default: the final state alone.
     """
     form, wanted = recurrent_form(op, r, output_final_state, cu_seqlens, output_states)
-    scale = _check.scale(scale, r)
+    scale = require.scale(scale, r)
     inputs = op.Inputs(r, k, v, w, None, u, initial_state, cu_seqlens, scale)
     check(op, inputs, {"q": "r", "gk": "w"}, required=("gk", "u"))
     return run(form, inputs, wanted)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._checked import check_steps, check_values, checking
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import ValueError
-from flacompose.ops._gates import time_step
-from flacompose.ops._varlen import inside
-from flacompose.ops.families.selective_scan import op
+from flacompose._errors import ValueError
+from flacompose.ops._arguments import require
+from flacompose.ops._operators.checked import check_steps, check_values, checking
+from flacompose.ops._recurrences.elementwise.selective_scan import op
+from flacompose.ops._tensors.dtype import upcast
+from flacompose.ops._tensors.gates import time_step
+from flacompose.ops._tensors.packed import inside
 
 
 def selective_scan_fn(
@@ -63,34 +63,34 @@ def selective_scan_fn(
         ValueError: If a shape or a device is wrong, or ``S`` is above 512.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.axes("u", u, ("B", "T", "D"))
-    _check.not_empty("u", u)
+    require.axes("u", u, ("B", "T", "D"))
+    require.not_empty("u", u)
     batch, T, channels = u.shape
-    _check.like(u, "delta", delta, u.shape, q_name="u")
-    _check.axes("A", A, ("D", "S"))
+    require.like(u, "delta", delta, u.shape, q_name="u")
+    require.axes("A", A, ("D", "S"))
     S = A.shape[1]
-    _check.like(u, "A", A, (channels, S), q_name="u")
-    _check.head_size("A", A, size_of="state")
-    _check.floating("B", B)
+    require.like(u, "A", A, (channels, S), q_name="u")
+    require.head_size("A", A, size_of="state")
+    require.floating("B", B)
     grouped = B.dim() == 4
-    if not _check.has_shape(B, (batch, T, *(B.shape[2:3] if grouped else ()), S)):
+    if not require.has_shape(B, (batch, T, *(B.shape[2:3] if grouped else ()), S)):
         raise ValueError(
             f"B must have shape {(batch, T, S)} or, in groups, ({batch}, {T}, G, {S}), got {tuple(B.shape)}"
         )
-    _check.like(u, "B", B, B.shape, q_name="u")
+    require.like(u, "B", B, B.shape, q_name="u")
     if grouped and (B.shape[2] == 0 or channels % B.shape[2] != 0):
         raise ValueError(
             f"B must have a number of groups that divides the {channels} channels of u, got {B.shape[2]}"
         )
-    _check.like(u, "C", C, B.shape, q_name="u")
-    _check.same_dtype(u, "B", B, q_name="u")
-    _check.same_dtype(u, "C", C, q_name="u")
-    N = _check.sequences(u, cu_seqlens, q_name="u")
-    _check.optional(u, "D", D, (channels,), q_name="u")
-    _check.optional(u, "z", z, u.shape, q_name="u")
-    _check.parameter(u, "delta_bias", delta_bias, (channels,), q_name="u")
-    _check.flags(delta_softplus=delta_softplus, return_last_state=return_last_state)
-    _check.optional(u, "initial_states", initial_states, (N, channels, S), q_name="u")
+    require.like(u, "C", C, B.shape, q_name="u")
+    require.same_dtype(u, "B", B, q_name="u")
+    require.same_dtype(u, "C", C, q_name="u")
+    N = require.sequences(u, cu_seqlens, q_name="u")
+    require.optional(u, "D", D, (channels,), q_name="u")
+    require.optional(u, "z", z, u.shape, q_name="u")
+    require.parameter(u, "delta_bias", delta_bias, (channels,), q_name="u")
+    require.flags(delta_softplus=delta_softplus, return_last_state=return_last_state)
+    require.optional(u, "initial_states", initial_states, (N, channels, S), q_name="u")
 
     if checking():
         values = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}

@@ -9,15 +9,15 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops import _check
-from flacompose.ops._checked import check_steps, check_values, checking
-from flacompose.ops._dtype import upcast
-from flacompose.ops._errors import TypeError, ValueError
-from flacompose.ops._gates import bounded, log_decay, time_step
-from flacompose.ops._wide import Op, by_values, fits
-from flacompose.ops.families.gated_skip.op import gated_skip
-from flacompose.ops.families.ssd.inputs import Inputs
-from flacompose.ops.families.ssd.op import ssd
+from flacompose._errors import TypeError, ValueError
+from flacompose.ops._arguments import require
+from flacompose.ops._arguments.large_heads import Op, by_values, fits
+from flacompose.ops._operators.checked import check_steps, check_values, checking
+from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
+from flacompose.ops._recurrences.fused.ssd.inputs import Inputs
+from flacompose.ops._recurrences.fused.ssd.op import ssd
+from flacompose.ops._tensors.dtype import upcast
+from flacompose.ops._tensors.gates import bounded, log_decay, time_step
 from flacompose.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
 
@@ -75,28 +75,28 @@ def mamba_chunk_scan_combined(
         ValueError: If a shape, a device or a bound is wrong, or ``P`` or ``S`` is above 512.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.axes("x", x, ("B", "T", "H", "P"))
+    require.axes("x", x, ("B", "T", "H", "P"))
     batch, T, H, P = x.shape
-    _check.like(x, "dt", dt, (batch, T, H), q_name="x")
-    _check.like(x, "A", A, (H,), q_name="x")
-    _check.axes("B", B, ("B", "T", "G", "S"))
+    require.like(x, "dt", dt, (batch, T, H), q_name="x")
+    require.like(x, "A", A, (H,), q_name="x")
+    require.axes("B", B, ("B", "T", "G", "S"))
     G, S = B.shape[2:]
-    _check.like(x, "B", B, (batch, T, G, S), q_name="x")
-    _check.like(x, "C", C, B.shape, q_name="x")
+    require.like(x, "B", B, (batch, T, G, S), q_name="x")
+    require.like(x, "C", C, B.shape, q_name="x")
     if G == 0 or H % G != 0:
         raise ValueError(f"B must have a number of groups that divides the {H} heads of x, got {G}")
-    _check.same_dtype(x, "B", B, q_name="x")
-    _check.same_dtype(x, "C", C, q_name="x")
-    _check.head_size("x", x)
-    _check.head_size("B", B, size_of="state")
-    N = _check.sequences(x, cu_seqlens, q_name="x")
-    _check.count("chunk_size", chunk_size)
-    _check.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), q_name="x")
-    _check.optional(x, "z", z, x.shape, q_name="x")
-    _check.parameter(x, "dt_bias", dt_bias, (H,), q_name="x")
-    _check.flags(dt_softplus=dt_softplus, return_final_states=return_final_states)
+    require.same_dtype(x, "B", B, q_name="x")
+    require.same_dtype(x, "C", C, q_name="x")
+    require.head_size("x", x)
+    require.head_size("B", B, size_of="state")
+    N = require.sequences(x, cu_seqlens, q_name="x")
+    require.count("chunk_size", chunk_size)
+    require.optional(x, "D", D, (H,) if isinstance(D, Tensor) and D.dim() == 1 else (H, P), q_name="x")
+    require.optional(x, "z", z, x.shape, q_name="x")
+    require.parameter(x, "dt_bias", dt_bias, (H,), q_name="x")
+    require.flags(dt_softplus=dt_softplus, return_final_states=return_final_states)
     check_dt_limit(dt_limit)
-    _check.optional(x, "initial_states", initial_states, (N, H, P, S), q_name="x")
+    require.optional(x, "initial_states", initial_states, (N, H, P, S), q_name="x")
     if checking():
         values = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
         check_values(values | {"initial_states": initial_states}, cu_seqlens, gates=("A",), lowest=("dt",))
@@ -155,13 +155,13 @@ def selective_state_update(
         ValueError: If a shape or a device is wrong.
         TypeError: If an argument has the wrong type or dtype.
     """
-    _check.floating("state", state)
+    require.floating("state", state)
     if state.dim() not in (3, 4):
         raise ValueError(f"state must have shape [N, H, P, S] or [N, P, S], got {tuple(state.shape)}")
     heads = state.dim() == 4
     N, S = state.shape[0], state.shape[-1]
     channels = tuple(state.shape[1:-1])  # (H, P), or (P,)
-    _check.tensor("B", B)
+    require.tensor("B", B)
     G = B.shape[1] if heads and B.dim() == 3 else 1
     if heads and (G == 0 or state.shape[1] % G != 0):
         raise ValueError(f"B must have a number of groups that divides the {state.shape[1]} heads, got {G}")
@@ -170,11 +170,11 @@ def selective_state_update(
     for name, y, shape in (
         ("x", x, token), ("dt", dt, token), ("A", A, (*channels, S)), ("B", B, group), ("C", C, group)
     ):  # fmt: skip
-        _check.like(state, name, y, shape, q_name="state")
+        require.like(state, name, y, shape, q_name="state")
     for name, option, shape in (("D", D, channels), ("z", z, token)):
-        _check.optional(state, name, option, shape, q_name="state")
-    _check.parameter(state, "dt_bias", dt_bias, channels, q_name="state")
-    _check.flags(dt_softplus=dt_softplus)
+        require.optional(state, name, option, shape, q_name="state")
+    require.parameter(state, "dt_bias", dt_bias, channels, q_name="state")
+    require.flags(dt_softplus=dt_softplus)
     if checking():
         values = {
             "x": x,
@@ -265,7 +265,7 @@ def check_dt_limit(dt_limit: tuple[float, float]) -> None:
     if not isinstance(dt_limit, (tuple, list)):
         raise TypeError(f"dt_limit must be a tuple of two bounds, got {type(dt_limit).__name__}")
     for i, bound in enumerate(dt_limit):
-        _check.number(f"dt_limit[{i}]", bound)
+        require.number(f"dt_limit[{i}]", bound)
     if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:
         raise ValueError(f"dt_limit must be two ascending bounds of at least 0, got {dt_limit}")
-    _check.finite("dt_limit[0]", dt_limit[0])
+    require.finite("dt_limit[0]", dt_limit[0])

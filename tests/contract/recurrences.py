@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flacompose import ops
-from flacompose.ops._call import check
-from flacompose.ops.families.delta_rule.reference import delta_rule
-from flacompose.ops.families.rwkv4.reference import rwkv4
-from flacompose.ops.families.scalar_decay.reference import scalar_decay
-from flacompose.ops.families.selective_scan.reference import selective_scan
-from flacompose.ops.families.short_conv.reference import short_conv
-from flacompose.ops.families.slot_attention.reference import slot_attention
-from flacompose.ops.families.vector_decay import op
-from flacompose.ops.families.vector_decay.reference import vector_decay
+from flacompose.ops._arguments.call import check
+from flacompose.ops._recurrences.elementwise.rwkv4.reference import rwkv4
+from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
+from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
+from flacompose.ops._recurrences.matrix.channel_decay import op
+from flacompose.ops._recurrences.matrix.channel_decay.reference import channel_decay
+from flacompose.ops._recurrences.matrix.delta_rule.reference import delta_rule
+from flacompose.ops._recurrences.matrix.head_decay.reference import head_decay
+from flacompose.ops._recurrences.short_conv.reference import short_conv
 
 from .opcase import Function, OpCase, State, entry, without_overwriting
 
@@ -57,14 +57,14 @@ def direct(
 
 def retention(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
     h = torch.arange(v.shape[2], dtype=torch.float64, device=v.device)
-    return scalar_decay(q, k, v, g_gamma=(1 - 2 ** (-5 - h)).log().to(v.dtype), **options)
+    return head_decay(q, k, v, g_gamma=(1 - 2 ** (-5 - h)).log().to(v.dtype), **options)
 
 
 def lightning(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tensor]:
     """Lightning attention, for layer 1 of 4."""
     H = v.shape[2]
     h = torch.arange(H, dtype=torch.float64, device=v.device)
-    return scalar_decay(q, k, v, g_gamma=(-8 * h / H * (1 - 1 / 4)).to(v.dtype), **options)
+    return head_decay(q, k, v, g_gamma=(-8 * h / H * (1 - 1 / 4)).to(v.dtype), **options)
 
 
 def normalized(
@@ -79,7 +79,7 @@ def normalized(
     S, z = None, k.cumsum(1)
     if initial_state is not None:
         S, z = initial_state[0], initial_state[1][:, None] + z
-    o, S = scalar_decay(q, k, v, initial_state=S, scale=scale)
+    o, S = head_decay(q, k, v, initial_state=S, scale=scale)
     weight = scale * (z * q).sum(-1, keepdim=True)
     o = o / ((weight.detach() if constant_weight else weight) + 1e-10)
     return o, (S, z[:, -1])
@@ -199,7 +199,7 @@ def ssd(
     endless = A == -torch.inf  # leaves nothing after a time step above 0
     g = (dt * A.masked_fill(endless, 0)).masked_fill(endless & (dt > 0), -torch.inf)
     h = None if initial_state is None else initial_state.mT
-    y, h = scalar_decay(C, B, dt.unsqueeze(-1) * x, g, initial_state=h)
+    y, h = head_decay(C, B, dt.unsqueeze(-1) * x, g, initial_state=h)
     return gated_output(y, x, D if D is None or D.dim() == 2 else D.unsqueeze(-1), z), h.mT
 
 
@@ -264,7 +264,7 @@ def mamba3(
 
 
 def softmax_of_q(q: Tensor, k: Tensor, v: Tensor, gk: Tensor, **options) -> tuple[Tensor, Tensor]:
-    return vector_decay(q.softmax(-1), k, v, gk, **options)
+    return channel_decay(q.softmax(-1), k, v, gk, **options)
 
 
 # The table
@@ -273,7 +273,7 @@ chunk, recurrent = partial(direct, form="chunk"), partial(direct, form="recurren
 OF_SLOTS = {"q": "B T HQ K", "s": "B T H M", "g": "B T H M"}
 SLOTS = {"initial_state[0]": "N H K M", "initial_state[1]": "N H M V"}
 slots = partial(
-    entry, family="vector_decay", axes=OF_SLOTS, output_axes="B T HQ V", reference=slot_attention, nodes=2
+    entry, family="channel_decay", axes=OF_SLOTS, output_axes="B T HQ V", reference=slot_attention, nodes=2
 )
 OF_STEPS = {"k": "B T R H K", "v": "B T R HV V", "beta": "B T R HV"}
 exponential = partial(
@@ -310,45 +310,45 @@ mean = partial(
 
 # fmt: off
 CASES = [
-    entry("chunk_gla", ops.chunk_gla, gla_by_tokens, "vector_decay", "q k v g=gk", inductor=True),
-    entry("fused_recurrent_gla-gk-gv", ops.fused_recurrent_gla, None, "vector_decay", "q k v gk gv", inductor=True),
-    entry("fused_recurrent_gla-gk", ops.fused_recurrent_gla, None, "vector_decay", "q k v gk"),
-    entry("fused_recurrent_gla-gv", ops.fused_recurrent_gla, None, "vector_decay", "q k v gv"),
-    entry("fused_recurrent_gla", ops.fused_recurrent_gla, None, "vector_decay", "q k v"),
-    entry("bonus-chunk-gk-gv", chunk, recurrent, "vector_decay", "q k v u gk gv"),
-    entry("bonus-recurrent", recurrent, None, "vector_decay", "q k v u"),
-    entry("chunk_rwkv6", ops.chunk_rwkv6, ops.fused_recurrent_rwkv6, "vector_decay", "r=q k v u w=gk"),
-    entry("fused_recurrent_rwkv6", ops.fused_recurrent_rwkv6, ops.chunk_rwkv6, "vector_decay", "r=q k v u w=gk"),
-    entry("chunk_simple_gla-g", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "scalar_decay", "q k v g",
+    entry("chunk_gla", ops.chunk_gla, gla_by_tokens, "channel_decay", "q k v g=gk", inductor=True),
+    entry("fused_recurrent_gla-gk-gv", ops.fused_recurrent_gla, None, "channel_decay", "q k v gk gv", inductor=True),
+    entry("fused_recurrent_gla-gk", ops.fused_recurrent_gla, None, "channel_decay", "q k v gk"),
+    entry("fused_recurrent_gla-gv", ops.fused_recurrent_gla, None, "channel_decay", "q k v gv"),
+    entry("fused_recurrent_gla", ops.fused_recurrent_gla, None, "channel_decay", "q k v"),
+    entry("bonus-chunk-gk-gv", chunk, recurrent, "channel_decay", "q k v u gk gv"),
+    entry("bonus-recurrent", recurrent, None, "channel_decay", "q k v u"),
+    entry("chunk_rwkv6", ops.chunk_rwkv6, ops.fused_recurrent_rwkv6, "channel_decay", "r=q k v u w=gk"),
+    entry("fused_recurrent_rwkv6", ops.fused_recurrent_rwkv6, ops.chunk_rwkv6, "channel_decay", "r=q k v u w=gk"),
+    entry("chunk_simple_gla-g", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "head_decay", "q k v g",
           groups=2, inductor=True),
-    entry("chunk_simple_gla-g-beta", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "scalar_decay",
+    entry("chunk_simple_gla-g-beta", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "head_decay",
           "q k v beta g", groups=2),
-    entry("chunk_simple_gla-beta", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "scalar_decay",
+    entry("chunk_simple_gla-beta", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "head_decay",
           "q k v beta"),
-    entry("fused_recurrent_simple_gla-g-beta", ops.fused_recurrent_simple_gla, ops.chunk_simple_gla, "scalar_decay",
+    entry("fused_recurrent_simple_gla-g-beta", ops.fused_recurrent_simple_gla, ops.chunk_simple_gla, "head_decay",
           "q k v beta g"),
-    entry("chunk_simple_gla-g_gamma", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "scalar_decay",
+    entry("chunk_simple_gla-g_gamma", ops.chunk_simple_gla, ops.fused_recurrent_simple_gla, "head_decay",
           "q k v g_gamma"),
     entry("fused_recurrent_simple_gla-g-g_gamma", ops.fused_recurrent_simple_gla, ops.chunk_simple_gla,
-          "scalar_decay", "q k v g g_gamma", groups=2, inductor=True),
-    entry("fused_recurrent_simple_gla", ops.fused_recurrent_simple_gla, ops.chunk_simple_gla, "scalar_decay", "q k v"),
-    entry("chunk_retention", ops.chunk_retention, ops.fused_recurrent_retention, "scalar_decay", "q k v", groups=2,
+          "head_decay", "q k v g g_gamma", groups=2, inductor=True),
+    entry("fused_recurrent_simple_gla", ops.fused_recurrent_simple_gla, ops.chunk_simple_gla, "head_decay", "q k v"),
+    entry("chunk_retention", ops.chunk_retention, ops.fused_recurrent_retention, "head_decay", "q k v", groups=2,
           reference=retention),
     entry("fused_recurrent_lightning_attn", partial(ops.fused_recurrent_lightning_attn, layer_idx=1, num_layers=4),
-          partial(ops.chunk_lightning_attn, layer_idx=1, num_layers=4), "scalar_decay", "q k v", groups=2,
+          partial(ops.chunk_lightning_attn, layer_idx=1, num_layers=4), "head_decay", "q k v", groups=2,
           reference=lightning),
-    entry("chunk_linear_attn", ops.chunk_linear_attn, ops.fused_recurrent_linear_attn, "scalar_decay", "q k v"),
+    entry("chunk_linear_attn", ops.chunk_linear_attn, ops.fused_recurrent_linear_attn, "head_decay", "q k v"),
     entry("chunk_linear_attn-normalize", partial(ops.chunk_linear_attn, normalize=True),
-          partial(ops.fused_recurrent_linear_attn, normalize=True), "scalar_decay", "q k v", reference=normalized,
+          partial(ops.fused_recurrent_linear_attn, normalize=True), "head_decay", "q k v", reference=normalized,
           # Values share a z where they share a head of keys; here each has its own.
           states={"initial_state[0]": "N HV K V", "initial_state[1]": "N H K"},
           draws={"q": F.softplus, "k": F.softplus}, nodes=2, other_ops=None,
           # Outputs are means, so what q does to the numerator the denominator undoes, but for differences of values.
           uncancelled=partial(normalized, constant_weight=True)),
     exponential("chunk_mlstm", ops.chunk_mlstm, ops.fused_recurrent_mlstm,
-                before=("running_max_forward", "scalar_decay_chunk")),
+                before=("stabilizer_forward", "head_decay_chunk")),
     exponential("fused_recurrent_mlstm", ops.fused_recurrent_mlstm, ops.chunk_mlstm,
-                before=("running_max_forward", "scalar_decay_recurrent")),
+                before=("stabilizer_forward", "head_decay_recurrent")),
     entry("chunk_hgrn", ops.chunk_hgrn, ops.fused_recurrent_hgrn, "scan", "x g", inductor=True),
     entry("fused_recurrent_hgrn", ops.fused_recurrent_hgrn, ops.chunk_hgrn, "scan", "x g", inductor=True),
     mean("chunk_rwkv4", ops.chunk_rwkv4, ops.fused_recurrent_rwkv4, inductor=True),
@@ -403,28 +403,28 @@ CASES = [
 # These are not under the whole contract. The first three are the operator with arguments that public functions
 # reach only together with others, or through `linear_recurrence`; the scans of Mamba-2
 # and Mamba-3 are more than their operator.
-GATES_ON_BOTH_AXES = entry("chunk-gk-gv", chunk, recurrent, "vector_decay", "q k v gk gv")
+GATES_ON_BOTH_AXES = entry("chunk-gk-gv", chunk, recurrent, "channel_decay", "q k v gk gv")
 KEY_READS_BEFORE = entry("chunk-erase-before", partial(ops.linear_recurrence, erase="before"), None, "delta_rule",
                          "q k v beta g", groups=2, reference=partial(delta_rule, read_before=True))
 SOFTMAX = [
-    entry(f"softmax-{form}", partial(direct, form=form, softmax=True), None, "vector_decay", "q k v gk",
+    entry(f"softmax-{form}", partial(direct, form=form, softmax=True), None, "channel_decay", "q k v gk",
           reference=softmax_of_q)
     for form in ("chunk", "recurrent")
 ]
 SSD = entry("mamba_chunk_scan_combined",
             mamba(ops.mamba_chunk_scan_combined, "return_final_states", chunk_size=64, dt_softplus=True), None,
-            "scalar_decay", "x dt A B C D z dt_bias", groups=2, scaled=False, reference=ssd,
+            "head_decay", "x dt A B C D z dt_bias", groups=2, scaled=False, reference=ssd,
             axes={"x": "B T HV V", "dt": "B T HV", "A": "HV", "B": "B T H K", "C": "B T H K", "D": "HV",
                   "z": "B T HV V", "dt_bias": "HV"},
             states={"initial_states": "N HV V K"}, output="x", draws={"A": lambda x: -x.exp()}, other_ops=None)
-MAMBA3 = entry("mamba3_siso_combined", mamba3_siso, None, "scalar_decay",
+MAMBA3 = entry("mamba3_siso_combined", mamba3_siso, None, "head_decay",
                "V Q K DT Trap Q_bias K_bias Angles D Z ADT", groups=2, scaled=False, reference=mamba3, gates=("ADT",),
                axes={"V": "B T HV V", **dict.fromkeys("QK", "B T H K"), "ADT": "B T HV", "DT": "B T HV",
                      "Trap": "B T HV", "Q_bias": "HV K", "K_bias": "HV K", "Angles": "B T HV A", "D": "HV",
                      "Z": "B T HV V"},
                states={"Input_States[0]": "N HV A", "Input_States[1]": "N HV V K", "Input_States[2]": "N HV K",
                        "Input_States[3]": "N HV V"},
-               output="V", draws={"DT": F.softplus}, before=("turns_forward", "rotation_forward"), other_ops=None)
+               output="V", draws={"DT": F.softplus}, before=("cumulative_angle_forward", "rotary_forward"), other_ops=None)
 # fmt: on
 
 OF_RANKS = {"Q": "B T R H K", "K": "B T R H K", "Q_bias": "HV R K", "K_bias": "HV R K"}
@@ -460,7 +460,7 @@ def mimo_case(normed: bool = False) -> OpCase:
     states = {name: " ".join(axes) for name, axes in MAMBA3.states.items()} | {"Input_States[2]": "N HV R K"}
     function, given = partial(mimo, normed=normed), partial(mimo_reference, eps=0.1 if normed else None)
     return entry(
-        "mamba3_mimo_combined", function, None, "scalar_decay", " ".join([*MAMBA3.inputs, *WEIGHTS, "ADT"]), axes=axes,
+        "mamba3_mimo_combined", function, None, "head_decay", " ".join([*MAMBA3.inputs, *WEIGHTS, "ADT"]), axes=axes,
         groups=2, scaled=False, reference=given, gates=("ADT",), states=states, output="V",
         draws={"DT": F.softplus}, other_ops=None,
     )  # fmt: skip

@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 
 from launches import CHIPS, tables_of
 
-from flacompose.ops._chip import Chip, chip_of
-from flacompose.ops.families._compile import compile_ahead
-from flacompose.ops.families._replay import Replay
+from flacompose.ops._launch.chip import Chip, chip_of
+from flacompose.ops._launch.replay import Replay
+from flacompose.ops._launch.warm_up import compile_ahead
 
 from .accuracy import assert_accurate
 from .cases import NAMED, OpCase, every

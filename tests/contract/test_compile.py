@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import flacompose
-from flacompose.ops import _logsumexp, chunk_gla
+from flacompose.ops import chunk_gla
+from flacompose.ops._composed import logsumexp
 
 from .accuracy import assert_close
 from .cases import DISTINCT, INDUCTOR, ONE_EACH, SSD, OpCase, every, one_op_a_form, one_op_a_form_of_kernels
@@ -30,7 +31,7 @@ one_graph = torch._dynamo.config.patch(error_on_recompile=True)
 @pytest.fixture(autouse=True)
 def few_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The running logsumexp is traced for at most 256 tokens, so that its compilation is short."""
-    monkeypatch.setattr(_logsumexp, "LEVELS", 8)
+    monkeypatch.setattr(logsumexp, "LEVELS", 8)
 
 
 def run(problem: Problem, function: Callable[..., tuple[Tensor, Tensor]]) -> Results:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from flacompose.ops.families import _sequences
+from flacompose.ops._launch import sequences
 
 from .accuracy import error
 from .cases import CASES, OpCase, every, one_op_a_form
@@ -115,7 +115,7 @@ def test_states_outlive_segments(case: OpCase, D: int, monkeypatch: pytest.Monke
     for _ in range(10):
         for name, x in evaluate(problem).items():
             assert torch.equal(x, first[name]), name
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 1)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 1)
     for name, x in evaluate(problem).items():
         # bfloat16's own rounding is 2e-3.
         assert error(first[name], x) <= 4e-3, name

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flacompose.layers import GatedLinearAttention
-from flacompose.ops import _check, chunk_mlstm, chunk_simple_gla
+from flacompose.ops import chunk_mlstm, chunk_simple_gla
+from flacompose.ops._arguments import require
 
 from .cases import CASES, ONE_EACH, OpCase, each_op, every
 from .graphs import recorded
@@ -216,7 +217,7 @@ def test_a_program_that_is_given_no_tokens(case: OpCase, monkeypatch: pytest.Mon
     """It has the operators alone, which say so in the words of the public functions."""
     if case.name.startswith(("causal_conv1d", "chunk_abc")):
         return  # a convolution has a result all the same, and ABC fails in PyTorch
-    monkeypatch.setattr(_check, "not_empty", lambda *_: None)
+    monkeypatch.setattr(require, "not_empty", lambda *_: None)
     problem = draw(case, torch.device("cpu"))
     none = {name: case.at(slice(0), {name: x}, "T")[name] for name, x in problem.tensors.items()}
     with pytest.raises(ValueError, match=r"^\w+ must have no empty dimension, got \(\d+, 0, "):

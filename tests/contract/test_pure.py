@@ -111,7 +111,7 @@ def test_memory_is_free_when_a_call_returns(case: OpCase, device: torch.device) 
     assert in_cycles(lambda: [evaluate(problem) for _ in range(calls)]) == set()
 
 
-OTHER_PROGRAMS = {"short_conv", "selective_scan", "scalar_decay", "normalizer"}
+OTHER_PROGRAMS = {"short_conv", "selective_scan", "head_decay", "normalizer"}
 
 
 @each_op

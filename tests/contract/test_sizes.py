@@ -10,7 +10,8 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from flacompose.ops import _logsumexp, chunk_hgrn, chunk_simple_gla
+from flacompose.ops import chunk_hgrn, chunk_simple_gla
+from flacompose.ops._composed import logsumexp
 
 from .accuracy import assert_close, assert_equal
 from .cases import MAMBA3, ONE_EACH, OpCase, every
@@ -26,7 +27,7 @@ unknown_sizes = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True
 
 @pytest.fixture(autouse=True)
 def few_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_logsumexp, "LEVELS", 4)
+    monkeypatch.setattr(logsumexp, "LEVELS", 4)
 
 
 def places(mask: Tensor) -> Tensor:

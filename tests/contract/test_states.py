@@ -20,7 +20,7 @@ from torch.export import Dim, export
 from torch.func import grad, jvp, vmap
 from torch.utils._pytree import tree_leaves
 
-from flacompose.ops import _logsumexp
+from flacompose.ops._composed import logsumexp
 
 from .accuracy import FIXED, VALUES, assert_close, error
 from .cases import OpCase, every
@@ -173,7 +173,7 @@ def test_layouts(case: OpCase, device: torch.device) -> None:
 @pytest.fixture
 def few_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The running logsumexp is traced for at most 256 tokens, so that its compilation is short."""
-    monkeypatch.setattr(_logsumexp, "LEVELS", 8)
+    monkeypatch.setattr(logsumexp, "LEVELS", 8)
 
 
 def of_tensors(case: OpCase, n: int) -> Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]:

@@ -22,7 +22,7 @@ from flacompose.distributed import context_parallel
 from flacompose.distributed.context_parallel import FUNCTIONS
 from flacompose.layers import ShortConvolution
 from flacompose.models import RecurrentConfig, RecurrentLM
-from flacompose.ops._ranks import Ranks, bounds_of_rank, shared
+from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, shared
 
 # Where the tokens are cut, on so many ranks, as parts of the whole: some ranks have one token, and some have none.
 CUTS = {2: (0, 31, 70), 3: (0, 0, 69, 70), 4: (0, 30, 31, 31, 70)}

@@ -15,7 +15,7 @@ from torch.distributed.tensor.experimental._attention import _cp_options
 
 from flacompose.distributed import context_parallel
 from flacompose.integrations.transformers import enable
-from flacompose.ops._ranks import Ranks, of_all
+from flacompose.ops._parallel.ranks import Ranks, of_all
 
 from .tiny import tiny
 

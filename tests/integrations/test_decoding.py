@@ -26,7 +26,7 @@ OPS = {
     "lfm2": ["short_conv_update"],
     "mamba": ["short_conv_update"] * 2,
     "mamba2": ["short_conv_update"] * 2,
-    "minimax": ["scalar_decay_recurrent"],
+    "minimax": ["head_decay_recurrent"],
     "qwen3_next": ["short_conv_update", "delta_rule_update"],
     "rwkv": ["rwkv4_recurrent"] * 2,
 }

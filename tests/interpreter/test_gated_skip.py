@@ -7,8 +7,8 @@ import torch
 from test_gated_skip import GIVEN, assert_right
 from unregistered import launch_of
 
-from flacompose.ops.families.gated_skip import cuda
-from flacompose.ops.families.gated_skip.inputs import SIGNATURE
+from flacompose.ops._recurrences.fused.gated_skip import cuda
+from flacompose.ops._recurrences.fused.gated_skip.inputs import SIGNATURE
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])

@@ -24,12 +24,12 @@ from launches import tables_of
 from torch import Tensor
 from unregistered import launched
 
-from flacompose.ops._chip import ADA
-from flacompose.ops.families import _sequences
-from flacompose.ops.families.delta_rule import gradient_launches, sweeps
-from flacompose.ops.families.delta_rule import kernels as delta_rule_kernels
-from flacompose.ops.families.scalar_decay import cuda as scalar_decay
-from flacompose.ops.families.vector_decay.gates import lets_through
+from flacompose.ops._launch import sequences
+from flacompose.ops._launch.chip import ADA
+from flacompose.ops._recurrences.matrix.delta_rule import gradient_launches, state_passing
+from flacompose.ops._recurrences.matrix.delta_rule import kernels as delta_rule_kernels
+from flacompose.ops._recurrences.matrix.gates_of_channels import lets_through
+from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 CPU = torch.device("cpu")
 # The interpreter composes the steps of a tile number by number, so the selective scan has smaller ones in tests of its
@@ -236,7 +236,7 @@ LARGE = [
 @pytest.mark.parametrize("sizes", [(300, 20), (20, 300)], ids=str)
 def test_large_heads(case: OpCase, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """In two segments, so that the sweeps that find their ends have large states as well."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 2)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 2)
     K, V = sizes
     check(draw(case, CPU, B=1, H=1, T=68, K=K, V=V, M=max(K, V)))
 
@@ -245,22 +245,22 @@ def test_large_heads(case: OpCase, sizes: tuple[int, int], monkeypatch: pytest.M
 @pytest.mark.parametrize("lengths", [None, [3, 150, 0, 66]], ids=["dense", "packed"])
 def test_segments(case: OpCase, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the forms in chunks, and of the backward."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
     check(draw(case, CPU, B=1, H=1, T=200, K=5, V=6, lengths=lengths, gates="mixed"))
 
 
-each_scalar_decay = every([case for case in CASES if case.family == "scalar_decay" and case.gates])
+each_head_decay = every([case for case in CASES if case.family == "head_decay" and case.gates])
 
 
 @pytest.fixture
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks as in bfloat16, of two blocks of 64 tokens."""
     monkeypatch.setattr(
-        scalar_decay, "chunk_size", lambda bfloat16, step, gates, *_: 4 * step if gates else step
+        head_decay, "chunk_size", lambda bfloat16, step, gates, *_: 4 * step if gates else step
     )
 
 
-@each_scalar_decay
+@each_head_decay
 @pytest.mark.parametrize(
     ("lengths", "segments", "gates", "groups"),
     [
@@ -284,7 +284,7 @@ def test_chunks_of_several_blocks(
 
     Mild gates let pairs of tokens of two blocks through, which heads that share keys add up.
     """
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     case = replace(case, groups=groups)
     problem = draw(case, CPU, B=1, H=1, T=150, K=40, V=70, lengths=lengths, gates=gates)
     empty = torch.empty
@@ -335,7 +335,7 @@ def test_gradients_of_gates_before_a_strong_one(strong: int, groups: int, large:
 @pytest.mark.parametrize(("HV", "parts"), [(6, 1), (33, 3)])
 def test_many_heads_of_values_share_keys(HV: int, parts: int) -> None:
     """Gradients of queries and keys are added up in a program, and beyond 32 heads in several."""
-    assert scalar_decay.head_parts(HV) == parts
+    assert head_decay.head_parts(HV) == parts
     case = replace(NAMED["chunk_simple_gla-g"], groups=HV)
     check(draw(case, CPU, B=2, H=1, T=20 if parts > 1 else 70, K=5, V=6, gates="mixed"))
 
@@ -355,7 +355,7 @@ def test_segments_with_little_replaced(
     case: OpCase, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a segment begins with reaches its end: otherwise its transition would be too small to be seen."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
     problem = draw(case, CPU, B=1, H=1, T=100, K=40, V=20, lengths=lengths, gates=-1e-3)
     check(problem.with_tensors(beta=0.05 * problem.tensors["beta"]))
 
@@ -376,8 +376,8 @@ def forgetful(joined: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
     then the second head has two in the middle segment.
     """
     maps = joined == "maps"
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3 if maps else 1)
-    monkeypatch.setattr(sweeps, "restart_count", lambda *_: 3)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 3 if maps else 1)
+    monkeypatch.setattr(state_passing, "restart_count", lambda *_: 3)
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["beta"].mul_(0.02)  # else keys replace what gates leave
     amid = problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, :, 16]
@@ -399,7 +399,7 @@ def test_sweeps_that_restart(
 ) -> None:
     """In four segments, of which some have no tokens, and of which one chunk or all are asked whether they forget."""
     monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(asked))
-    monkeypatch.setattr(sweeps, "restart_count", lambda *_: 4)
+    monkeypatch.setattr(state_passing, "restart_count", lambda *_: 4)
     check(draw(NAMED["chunk_gated_delta_rule"], CPU, B=2, H=1, T=384, K=6, V=5, lengths=lengths, gates=gates))
 
 
@@ -409,7 +409,7 @@ def test_restarts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     problem.tensors["g"][..., 0] /= 100
 
     def results(count: int) -> dict[str, torch.Tensor]:
-        monkeypatch.setattr(sweeps, "restart_count", lambda *_: count)
+        monkeypatch.setattr(state_passing, "restart_count", lambda *_: count)
         return evaluate(problem, "both", launched)
 
     once, restarted = results(1), results(4)
@@ -418,7 +418,7 @@ def test_restarts_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_last_chunks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """If only a segment's last chunk is asked, no sweep restarts behind one whose first chunk alone forgets."""
-    monkeypatch.setattr(sweeps, "restart_count", lambda *_: 3)
+    monkeypatch.setattr(state_passing, "restart_count", lambda *_: 3)
     monkeypatch.setattr(delta_rule_kernels, "ASKED", tl.constexpr(1))
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=1, T=12 * 32, K=6, V=5, gates=-0.02)
     problem.tensors["g"].unflatten(1, (3, 4, 32))[:, :, 0] = -8.0
@@ -428,7 +428,7 @@ def test_last_chunks_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gate_that_is_nan_reaches_the_next_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although all other gates are strong."""
-    monkeypatch.setattr(sweeps, "restart_count", lambda *_: 3)
+    monkeypatch.setattr(state_passing, "restart_count", lambda *_: 3)
     problem = draw(NAMED["chunk_gated_delta_rule"], CPU, B=1, H=2, T=12 * 32, K=6, V=5, gates=-8.0)
     problem.tensors["g"][:, 100, 1] = torch.nan
     o = evaluate(problem, "both", launched)["o"]
@@ -439,10 +439,10 @@ def test_gate_that_is_nan_reaches_the_next_segment(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("segments", [1, 3])
 def test_both_ways_at_once(case: OpCase, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit what the sweeps reach one after the other, as their number of programs depends on the batch size."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     problem = draw(case, CPU, B=1, H=1, T=150, K=16, V=16, gates=-0.3)
     at_once = evaluate(problem, "both", launched)
-    monkeypatch.setattr(sweeps, "are_few", lambda *_: False)
+    monkeypatch.setattr(state_passing, "are_few", lambda *_: False)
     assert_equal(evaluate(problem, "both", launched), at_once)
 
 
@@ -468,9 +468,9 @@ def test_states_in_parts(
     case: OpCase, segments: int, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in bfloat16, where a program holds a state of more than 128 keys in several tiles."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     config = {"BK": 16, "BV": 16, "num_warps": 4, "num_stages": 1}
-    monkeypatch.setattr(sweeps, "sweep_config", lambda *_: config)
+    monkeypatch.setattr(state_passing, "sweep_config", lambda *_: config)
     check(draw(case, CPU, B=1, H=1, T=100, K=20, V=20, lengths=lengths, gates=-1e-3))
 
 
@@ -509,7 +509,7 @@ def test_key_that_reads_before_the_decay(
 )
 def test_segments_without_tokens(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """They leave a state as it is, to the bit, also what is not finite."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
     problem = draw(case, CPU, H=1, K=4, V=6, lengths=[70, 0, 5])  # the scale is a power of two
     for state in (problem.tensors["initial_state"], problem.d_final_state):
         state[1].view(-1)[0] = torch.inf
@@ -587,9 +587,9 @@ DELTA_TOKENS = [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (1, 34,
 @pytest.mark.parametrize(
     "family, shapes, constants",
     [
-        ("scalar_decay", [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (2,), (1, 34, 2), (1, 2, 5, 6)],
+        ("head_decay", [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 2, 6), (1, 34, 2), (2,), (1, 34, 2), (1, 2, 5, 6)],
          (0.7,)),
-        ("vector_decay",
+        ("channel_decay",
          [(1, 34, 1, 5), (1, 34, 1, 5), (1, 34, 1, 6), (1, 34, 1, 5), (1, 34, 1, 6), (1, 5), (1, 1, 5, 6)],
          (0.7, False, False)),
         ("delta_rule", [*DELTA_TOKENS, None, None, (1, 2, 5, 6)], (0.7, False)),

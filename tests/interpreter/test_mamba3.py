@@ -11,7 +11,7 @@ from contract.problems import call as public
 from families import flat
 from test_mamba3 import inputs_of_a_token
 
-from flacompose.ops.families.mamba3 import cuda, eager, op
+from flacompose.ops._recurrences.fused.mamba3 import cuda, eager, op
 
 CPU = torch.device("cpu")
 # In the branch of an exponential that is not taken.

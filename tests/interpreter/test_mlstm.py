@@ -7,7 +7,7 @@ import torch
 from contract.cases import NAMED
 from contract.problems import Problem, draw
 
-from flacompose.ops.families.mlstm import cuda
+from flacompose.ops._recurrences.fused.mlstm import cuda
 
 from .test_kernels import CPU, check, forward_alone
 

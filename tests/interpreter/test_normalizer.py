@@ -7,7 +7,7 @@ import torch
 from test_normalizer import assert_right
 from unregistered import launch_of
 
-from flacompose.ops.families.normalizer import cuda, op
+from flacompose.ops._recurrences.fused.normalizer import cuda, op
 
 # In the branch of `decayed` that a gate of -inf does not take.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

@@ -9,8 +9,8 @@ import torch
 from families import flat
 from torch import Tensor
 
-from flacompose.ops.families import _sequences
-from flacompose.ops.families.rg_lru import cuda, eager
+from flacompose.ops._launch import sequences
+from flacompose.ops._recurrences.elementwise.rg_lru import cuda, eager
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
@@ -62,7 +62,7 @@ def test_packed(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("lengths", [None, [3, 60, 0, 40]], ids=["dense", "packed"])
 def test_segments(lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
     check(*drawn(103, 3, lengths))
 
 

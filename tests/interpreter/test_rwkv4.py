@@ -13,8 +13,8 @@ from test_rwkv4 import assert_right, draw
 from torch import Tensor
 from unregistered import launch_of
 
-from flacompose.ops.families import _sequences
-from flacompose.ops.families.rwkv4 import cuda, op
+from flacompose.ops._launch import sequences
+from flacompose.ops._recurrences.elementwise.rwkv4 import cuda, op
 
 # What a decay of -inf leaves is computed in two ways, of which one is chosen.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -34,7 +34,7 @@ def test_lengths(form: Callable[..., Any], T: int, state: bool) -> None:
 @pytest.mark.parametrize("segments", [2, 5])
 def test_segments(segments: int, bounds: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of them without tokens, and sequences without tokens, and tokens that are in no sequence."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     assert_right(chunk, draw(75, bounds=bounds), 1e-5)
 
 
@@ -42,7 +42,7 @@ def test_segments(segments: int, bounds: list[int] | None, monkeypatch: pytest.M
 @pytest.mark.parametrize("segments", [1, 3])
 def test_keys_of_any_size(size: float, segments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of single precision are those of exponents of keys of this size."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     assert_right(chunk, draw(40, size=size), 1e-5 * max(1.0, size / 10))
 
 
@@ -75,7 +75,7 @@ def test_lowest_maxima() -> None:
 
 
 def test_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 2)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 2)
     assert_right(chunk, draw(11, D=70), 1e-5)
 
 
@@ -121,5 +121,5 @@ def test_how_far_a_nan_reaches() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is stored, rounded once."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 2)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 2)
     assert_right(chunk, draw(20, dtype=dtype), torch.finfo(dtype).eps)

@@ -13,8 +13,8 @@ from contract.problems import draw, evaluate, permuted, tokens_last
 from contract.test_not_finite import check as check_reach
 from unregistered import launched
 
-from flacompose.ops.families import _sequences
-from flacompose.ops.families.selective_scan import cuda
+from flacompose.ops._launch import sequences
+from flacompose.ops._recurrences.elementwise.selective_scan import cuda
 
 from .test_kernels import CPU, check
 
@@ -62,7 +62,7 @@ def test_packed(case: OpCase, lengths: list[int]) -> None:
 @pytest.mark.parametrize("lengths", [None, [3, 60, 0, 40]], ids=["dense", "packed"])
 def test_segments(rate: float, lengths: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where what a segment begins with reaches its end."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: 3)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: 3)
     problem = draw(SELECTIVE, CPU, B=1, T=100, K=2, V=3, lengths=lengths)
     check(problem.with_tensors(A=problem.tensors["A"] * rate))
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 from unregistered import launch_of, launched
 
-from flacompose.ops.families.short_conv import cuda
-from flacompose.ops.families.short_conv.inputs import Inputs
+from flacompose.ops._recurrences.short_conv import cuda
+from flacompose.ops._recurrences.short_conv.inputs import Inputs
 
 from .test_kernels import CPU, check
 

@@ -14,7 +14,7 @@ from test_slot_attention import CASES, by_two_calls
 from torch import Tensor
 from unregistered import launched
 
-from flacompose.ops.families.slot_attention import cuda
+from flacompose.ops._recurrences.fused.slot_attention import cuda
 
 from .test_kernels import CPU
 

@@ -8,10 +8,10 @@ from test_ssd import assert_extremes_right, assert_right
 from unregistered import launch_of
 
 from flacompose.ops import ssd
-from flacompose.ops.families import _sequences
-from flacompose.ops.families.scalar_decay import cuda as scalar_decay
-from flacompose.ops.families.ssd import cuda
-from flacompose.ops.families.ssd.inputs import SIGNATURE
+from flacompose.ops._launch import sequences
+from flacompose.ops._recurrences.fused.ssd import cuda
+from flacompose.ops._recurrences.fused.ssd.inputs import SIGNATURE
+from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
@@ -37,9 +37,9 @@ def test_values_and_gradients(
     given: str, packed: bool, segments: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two heads that share keys, in one segment of a row and in several; packed, with two blocks in a chunk."""
-    monkeypatch.setattr(_sequences, "segment_count", lambda *_: segments)
+    monkeypatch.setattr(sequences, "segment_count", lambda *_: segments)
     monkeypatch.setattr(
-        scalar_decay, "chunk_size", lambda _, step, gates, *__: (128 if packed else 64) if gates else step
+        head_decay, "chunk_size", lambda _, step, gates, *__: (128 if packed else 64) if gates else step
     )
     assert_right(given, packed, torch.device("cpu"), B=1, H=1)
 

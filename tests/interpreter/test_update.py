@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flacompose.ops._launching import launching_by
-from flacompose.ops.families.delta_rule import cuda as delta_rule
-from flacompose.ops.families.delta_rule.inputs import Inputs
-from flacompose.ops.families.short_conv import cuda as short_conv
-from flacompose.ops.families.short_conv.inputs import Inputs as ConvInputs
+from flacompose.ops._launch.launch import launching_by
+from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
+from flacompose.ops._recurrences.matrix.delta_rule.inputs import Inputs
+from flacompose.ops._recurrences.short_conv import cuda as short_conv
+from flacompose.ops._recurrences.short_conv.inputs import Inputs as ConvInputs
 
 
 def updated(

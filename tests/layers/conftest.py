@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flacompose.ops import _logsumexp
+from flacompose.ops._composed import logsumexp
 
 
 @pytest.fixture
@@ -12,4 +12,4 @@ def few_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     Layers with and without this fixture run the same lines: that a graph of all 20 levels takes 2 ** 20 tokens is
     tested by `test_export` and in tests/test_abc.py.
     """
-    monkeypatch.setattr(_logsumexp, "LEVELS", 8)
+    monkeypatch.setattr(logsumexp, "LEVELS", 8)

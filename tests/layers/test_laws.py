@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 import flacompose
 from flacompose.layers import MLSTM, DeltaNet, RecurrentState
-from flacompose.ops import _logsumexp
+from flacompose.ops._composed import logsumexp
 
 from .truth import (
     ACTIVATIONS,
@@ -436,15 +436,15 @@ def test_bfloat16(name, autocast, layout, device):
 
 
 FAMILIES = {
-    "gla": "vector_decay",
-    "rwkv6": "vector_decay",
+    "gla": "channel_decay",
+    "rwkv6": "channel_decay",
     "rwkv7": "low_rank",
     "griffin": "rg_lru",
     "hgrn": "scan",
-    "hgrn2": "vector_decay",
-    "lightnet": "vector_decay",
-    "gsa": "vector_decay",
-    "abc": "vector_decay",
+    "hgrn2": "channel_decay",
+    "lightnet": "channel_decay",
+    "gsa": "channel_decay",
+    "abc": "channel_decay",
     "delta_net": "delta_rule",
     "gated_deltanet": "delta_rule",
     "gated_deltaproduct": "delta_rule",
@@ -452,7 +452,7 @@ FAMILIES = {
     "mlstm": "normalizer",
     "gdn2": "delta_rule",
     "comba": "delta_rule",
-    "rodimus": "vector_decay",
+    "rodimus": "channel_decay",
 }
 
 
@@ -462,7 +462,7 @@ def op_of(name: str, form: str) -> torch._ops.OpOverload:
     if form == "token":
         family = name if name in ("mlstm", "mamba3") else "slot_attention"
         return getattr(torch.ops.flacompose, f"{family}_token").default
-    return getattr(torch.ops.flacompose, f"{FAMILIES.get(name, 'scalar_decay')}_{form}").default
+    return getattr(torch.ops.flacompose, f"{FAMILIES.get(name, 'head_decay')}_{form}").default
 
 
 @pytest.mark.parametrize(
@@ -485,9 +485,9 @@ def test_form(name, mode, T, form, device):
         layer(tokens_of(layer, 1, T))
     namespace = torch.ops.flacompose
     before = (
-        {namespace.running_max_forward, getattr(namespace, f"scalar_decay_{form}")}
+        {namespace.stabilizer_forward, getattr(namespace, f"head_decay_{form}")}
         if name == "mlstm" and form != "token"
-        else {namespace.turns_forward, namespace.rotation_forward}
+        else {namespace.cumulative_angle_forward, namespace.rotary_forward}
         | ({namespace.gated_skip_forward} if name == "mamba3" and device.type == "cuda" else set())
         if name.startswith("mamba3") and form != "token"
         else set()
@@ -561,7 +561,7 @@ def test_compiled_layouts(name, layout, device, few_levels):
 
 def exported(layer: nn.Module, layout: str, device: torch.device) -> ExportedProgram:
     """A program for any number of sequences of any lengths that running logsumexps take."""
-    T = Dim("T", min=2, max=2**_logsumexp.LEVELS)
+    T = Dim("T", min=2, max=2**logsumexp.LEVELS)
     B, sequences = Dim("B", max=2**10), Dim("sequences", max=2**10)
     N, given = placed(layout, 37, device)
     rows = 1 if layout == "packed" else 2
@@ -599,9 +599,9 @@ def test_export(name, layout, device, tmp_path, request):
     nodes = 2 if name in ("linear_attn", "gsa", "abc") else 1
     namespace = torch.ops.flacompose
     before = (
-        [namespace.running_max_forward.default, namespace.scalar_decay_chunk.default]
+        [namespace.stabilizer_forward.default, namespace.head_decay_chunk.default]
         if name == "mlstm"
-        else [namespace.turns_forward.default, namespace.rotation_forward.default]
+        else [namespace.cumulative_angle_forward.default, namespace.rotary_forward.default]
         if name.startswith("mamba3")
         else []
     )

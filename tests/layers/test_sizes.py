@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from flacompose.models.softmax_attention import SoftmaxAttention
-from flacompose.ops import _logsumexp
+from flacompose.ops._composed import logsumexp
 
 from .truth import DISTINCT, assert_close, build
 
@@ -30,7 +30,7 @@ NOT_PACKED = ("attention", "hybrid")  # softmax attention takes no packed sequen
 
 @pytest.fixture(autouse=True)
 def few_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_logsumexp, "LEVELS", 4)
+    monkeypatch.setattr(logsumexp, "LEVELS", 4)
 
 
 class Chosen(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from contract.graphs import recorded
 
 from flacompose.layers import GatedLinearAttention, LinearAttention
-from flacompose.ops import _wide
+from flacompose.ops._arguments import large_heads
 
 from .truth import (
     EVERY,
@@ -52,7 +52,7 @@ each_wide_layer = pytest.mark.parametrize("name", CALLS)
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_wide, "MAX_HEAD_SIZE", 3)
+    monkeypatch.setattr(large_heads, "MAX_HEAD_SIZE", 3)
 
 
 @each_wide_layer
@@ -91,7 +91,7 @@ def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return list(torch.autograd.grad(loss, [*leaves, *layer.parameters()]))
 
     expected = gradients()
-    monkeypatch.setattr(_wide, "MAX_HEAD_SIZE", 3)
+    monkeypatch.setattr(large_heads, "MAX_HEAD_SIZE", 3)
     for actual, whole in zip(gradients(), expected, strict=True):
         assert_close(actual, whole, 1e-11)
 

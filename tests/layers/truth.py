@@ -44,14 +44,14 @@ from flacompose.layers import (
     RWKV7Attention,
     SimpleGatedLinearAttention,
 )
-from flacompose.ops.families.delta_rule.reference import delta_rule
-from flacompose.ops.families.low_rank.reference import low_rank
-from flacompose.ops.families.scalar_decay.reference import scalar_decay
-from flacompose.ops.families.scan.reference import scan
-from flacompose.ops.families.selective_scan.reference import selective_scan
-from flacompose.ops.families.short_conv.reference import short_conv
-from flacompose.ops.families.slot_attention.reference import slot_attention
-from flacompose.ops.families.vector_decay.reference import vector_decay
+from flacompose.ops._recurrences.elementwise.scan.reference import scan
+from flacompose.ops._recurrences.elementwise.selective_scan.reference import selective_scan
+from flacompose.ops._recurrences.fused.slot_attention.reference import slot_attention
+from flacompose.ops._recurrences.matrix.channel_decay.reference import channel_decay
+from flacompose.ops._recurrences.matrix.delta_rule.reference import delta_rule
+from flacompose.ops._recurrences.matrix.head_decay.reference import head_decay
+from flacompose.ops._recurrences.matrix.low_rank.reference import low_rank
+from flacompose.ops._recurrences.short_conv.reference import short_conv
 
 # Each layer with what it has to carry, and with its defaults.
 GLA = {"layer": GatedLinearAttention, "hidden_size": 24, "num_heads": 4}
@@ -224,14 +224,14 @@ def gated_linear_attention(config: Config, p: Parameters, x: Tensor, state: Recu
     g = g / config.get("gate_logit_normalizer", 16)
     if config.get("clamp_min") is not None:
         g = g.clamp(min=config["clamp_min"])
-    o, S = vector_decay(q, k, v, in_heads(config, g, repeat=True), **from_state(state, k))
+    o, S = channel_decay(q, k, v, in_heads(config, g, repeat=True), **from_state(state, k))
     return gated_output(config, p, x, o), RecurrentState(S, conv)
 
 
 def simple_gated_linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Result:
     q, k, v, conv = qkv(config, p, x, state)
     g = ACTIVATIONS["logsigmoid"](linear(p, "gk_proj", x)) / config.get("gate_logit_normalizer", 16)
-    o, S = scalar_decay(q, k, v, g, **from_state(state, k))
+    o, S = head_decay(q, k, v, g, **from_state(state, k))
     return gated_output(config, p, x, o), RecurrentState(S, conv)
 
 
@@ -242,7 +242,7 @@ def linear_attention(config: Config, p: Parameters, x: Tensor, state: RecurrentS
         q = q / (q.sum(-1, keepdim=True) + 1e-4)
     if config.get("norm_k"):
         k = k / (k.sum(-1, keepdim=True) + 1e-4)
-    o, S = scalar_decay(q, k, v, **from_state(state, k))
+    o, S = head_decay(q, k, v, **from_state(state, k))
     z = ()
     if config.get("do_feature_map_norm"):
         sums = state.normalizer[:, None] + k.cumsum(1)
@@ -256,7 +256,7 @@ def multi_scale_retention(config: Config, p: Parameters, x: Tensor, state: Recur
     q, k, v, conv = qkv(config, p, x, state)
     q, k = rotated(q, state.position), rotated(k, state.position)
     decay = torch.tensor([1 - 2.0 ** (-5 - h) for h in range(config["num_heads"])], dtype=q.dtype)
-    o, S = scalar_decay(q, k, v, g_gamma=decay.log(), **from_state(state, k))
+    o, S = head_decay(q, k, v, g_gamma=decay.log(), **from_state(state, k))
     return gated_output(config, p, x, o), RecurrentState(S, conv, position=state.position + x.shape[1])
 
 
@@ -271,7 +271,7 @@ def lightning_attention(config: Config, p: Parameters, x: Tensor, state: Recurre
         .unflatten(-1, (H, 3, -1))
         .unbind(-2)
     )
-    o, S = scalar_decay(q, k, v, g_gamma=-q.new_tensor(rates), initial_state=state.recurrent)
+    o, S = head_decay(q, k, v, g_gamma=-q.new_tensor(rates), initial_state=state.recurrent)
     o = rms_norm({"norm_eps": 1e-6} | config, p["norm.weight"], o.flatten(2))
     return linear(p, "out_proj", o * ACTIVATIONS["sigmoid"](linear(p, "output_gate", x))), RecurrentState(S)
 
@@ -300,7 +300,7 @@ def mamba2(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> R
     X, B, C = act(xBC).split([H * P, G * S, G * S], -1)
     X, B, C = (y.unflatten(-1, (n, -1)) for y, n in ((X, H), (B, G), (C, G)))
     dt = (1 + (dt + p["dt_bias"]).exp()).log().clamp(*config.get("dt_limit", (0, math.inf)))
-    y, h = scalar_decay(C, B, dt[..., None] * X, -dt * p["A_log"].exp(), initial_state=state.recurrent)
+    y, h = head_decay(C, B, dt[..., None] * X, -dt * p["A_log"].exp(), initial_state=state.recurrent)
     y = (y + p["D"].reshape(H, -1) * X).flatten(2)
     if not config.get("rmsnorm", True):
         y = y * silu(z)
@@ -320,7 +320,7 @@ def rwkv6(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> Re
     r, k, v, g = (linear(p, f"{name}_proj.linear", mixed["rwkvg".index(name)]) for name in "rkvg")
     w = linear(p, "w_proj.linear.lora.2", torch.tanh(linear(p, "w_proj.linear.lora.0", mixed[1])))
     r, k, v, w = (y.unflatten(-1, (H, -1)) for y in (r, k, v, -w.exp()))
-    o, S = vector_decay(r, k, v, w, u=p["bonus"], initial_state=state.recurrent)
+    o, S = channel_decay(r, k, v, w, u=p["bonus"], initial_state=state.recurrent)
     o = o - o.mean(-1, keepdim=True)
     o = rms_norm(config, 1, o).flatten(2) * p.get("g_norm.weight", 1) + p.get("g_norm.bias", 0)
     o = o * ACTIVATIONS[config.get("gate_fn", "swish")](g)
@@ -433,7 +433,7 @@ def hgrn2_or_lightnet(config: Config, p: Parameters, x: Tensor, state: Recurrent
         bound = lower_bound(config, p).reshape(H, -1)
         decay = bound + (1 - bound) * ACTIVATIONS["sigmoid"](k)
         g, k = decay.log(), 1 - decay
-    o, S = vector_decay(silu(q), k, v, g, **from_state(state, k))
+    o, S = channel_decay(silu(q), k, v, g, **from_state(state, k))
     o = rms_norm(config, p.get("g_norm.weight", 1), o.flatten(2))
     if lightnet:
         o = o * silu(linear(p, "g_proj.1", linear(p, "g_proj.0", x)))
@@ -551,7 +551,7 @@ def rodimus(config: Config, p: Parameters, x: Tensor, state: RecurrentState) -> 
     k = k / k.norm(dim=-1, keepdim=True).clamp(min=config.get("k_norm_eps") or 1e-12) * f**tau
     v = u * sigmoid(linear(p, "i_gate_proj.1", linear(p, "i_gate_proj.0", u)))
     q, k, v, g = (y.unsqueeze(2) for y in (q, k, v, -f * tau))
-    o, S = vector_decay(q, k, v, g, **from_state(state, k))
+    o, S = channel_decay(q, k, v, g, **from_state(state, k))
     o = (o[:, :, 0] + s * p["residual_weight"]) * silu(linear(p, "gate_proj", x))
     o = rms_norm(config, p["activation_norm.weight"], o)
     return linear(p, "down_proj", o), RecurrentState(S, conv)
@@ -576,7 +576,7 @@ def based_or_rebased(config: Config, p: Parameters, x: Tensor, state: RecurrentS
 
     eps = config.get("eps", 1e-12 if based else 1e-5)
     v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
-    o, S = scalar_decay(features(q), features(k), v, initial_state=state.recurrent)
+    o, S = head_decay(features(q), features(k), v, initial_state=state.recurrent)
     if not state.recurrent.any():
         s = torch.einsum("bthk,bshk->bhts", q, k) / n**0.5
         weights = (1 + s + s**2 / 2 if based else s**2).tril()

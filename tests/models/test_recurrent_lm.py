@@ -23,7 +23,7 @@ from flacompose.layers import RecurrentState
 from flacompose.models import RecurrentConfig, RecurrentLM, softmax_attention
 from flacompose.models.sampling import next_token
 from flacompose.models.softmax_attention import SoftmaxAttention
-from flacompose.ops._ranks import Ranks
+from flacompose.ops._parallel.ranks import Ranks
 
 from .fla_weights import tokens
 from .goldens import GOLDENS, loaded

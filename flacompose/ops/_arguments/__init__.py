@@ -1,0 +1,1 @@
+"""What public functions do with their arguments before an operator gets them."""

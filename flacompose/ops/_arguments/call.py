@@ -1,0 +1,89 @@
+"""The call of an op: its inputs, checked against the signature of the family, and the results that are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from flacompose._errors import ValueError
+from flacompose._torch import assume_constant_result
+from flacompose.ops._arguments import require
+from flacompose.ops._operators.checked import check_values, checking
+from flacompose.ops._operators.signature import Argument
+from flacompose.ops._tensors.sizes import violated
+
+
+def check(
+    op: ModuleType,
+    inputs: Any,
+    names: Mapping[str, str] | None = None,
+    required: tuple[str, ...] = (),
+    output_final_state: bool = False,
+    logits: Collection[str] = (),
+    values: bool = True,
+) -> None:
+    """Check all tensors of the `inputs` of the family `op`, without reading their values, and the flag.
+
+    The axes that the family's signature has for a tensor say which shape it must have: the first tensor with an axis
+    gives its size, ``HV`` is a multiple of ``H``, and ``N`` is the number of sequences. All are floats on the device of
+    the first input, and those that autocast casts have its dtype. Errors call an input as `names` does, or as the
+    family does. Those that are `required` may not be absent, though the family would take them so. The `logits` are
+    those of which the public function makes what the family takes. Within `flacompose.checked`, their `values`
+    are checked too.
+    """
+    require.flags(output_final_state=output_final_state)
+    names = names or {}
+    first_argument = inputs._fields[0]
+    first, first_name = inputs[0], names.get(first_argument, first_argument)
+    sizes: dict[str, int] = {}
+    for argument, optional, axes, new, cast in _tensors_of(op):
+        x = getattr(inputs, argument)
+        if x is None and optional and argument not in required:
+            continue
+        name = names.get(argument, argument)
+        if new:
+            require.axes(name, x, axes)
+            for axis, size in zip(axes, x.shape):
+                sizes.setdefault(axis, size)
+        else:
+            require.floating(name, x)
+        if argument != first_argument:
+            require.shape_and_device(first, name, x, [sizes[axis] for axis in axes], first_name)
+            if cast:
+                require.same_dtype(first, name, x, first_name)
+        if not new:
+            continue
+        if "HV" in new and violated(sizes["HV"] % sizes["H"] == 0):
+            raise ValueError(
+                f"{name} must have a multiple of the {sizes['H']} heads of {first_name}, got {sizes['HV']}"
+            )
+        if "K" in new or "V" in new:
+            require.head_size(name, x)
+        else:
+            require.not_empty(name, x)
+        if argument == first_argument:
+            sizes["N"] = require.sequences(x, inputs.cu_seqlens, first_name)
+    if values and checking():
+        present = {x: names.get(x, x) for x in op.SIGNATURE.differentiable if getattr(inputs, x) is not None}
+        given = {name: getattr(inputs, x) for x, name in present.items()}
+        decays = [name for x, name in present.items() if x in op.SIGNATURE.gates and x not in logits]
+        check_values(given, inputs.cu_seqlens, decays, [name for x, name in present.items() if x in logits])
+
+
+@assume_constant_result
+def _tensors_of(op: ModuleType) -> tuple[Argument, ...]:
+    """The tensors that a family takes, as a constant: guards on them would be half of all guards of a graph.
+
+    Dynamo puts the result into the globals of the compiled module, under a new name at each compilation.
+    """
+    tensors: tuple[Argument, ...] = op.SIGNATURE.tensors
+    return tensors
+
+
+def run(form: Callable[..., Any], inputs: Any, output_final_state: bool) -> tuple[Tensor, Any]:
+    """Call one form of an op; return None for the state unless it is wanted."""
+    o, final_state = form(*inputs)
+    return o, final_state if output_final_state else None

@@ -1,0 +1,69 @@
+"""Heads of more keys or values than the ops take at once, as several calls of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose._torch import pytree
+from flacompose.ops._arguments.require import MAX_HEAD_SIZE
+
+Op = Callable[..., tuple[Tensor, Any]]  # returns the output and the state after the last token
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether the ops take heads as large as those of these tensors, ``[..., D]``, in one call."""
+    return all(x.shape[-1] <= MAX_HEAD_SIZE for x in tensors)
+
+
+def by_values(
+    op: Op, initial_state: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, Any]:
+    """`op` from `initial_state` on, for ``v [B, T, H, V]`` of any ``V``.
+
+    Each value has a column of its own in the state ``[N, H, K, V]``, and no column depends on another. So each call
+    takes some of the columns, and the results are put side by side. What depends on queries, keys and gates alone is
+    computed again in every call. A normaliser ``[N, H, K]``, which some ops have beside the state, is the same in all.
+    The states that come back may be several, ``[N, n, H, K, V]``.
+    """
+    if fits(v):
+        return op(q, k, v, *args, initial_state=initial_state, **options)
+    results = []
+    for part in _parts(v.shape[-1]):
+        state = pytree.tree_map(lambda s, part=part: s[..., part] if _is_matrix(s) else s, initial_state)
+        results.append(op(q, k, v[..., part], *args, initial_state=state, **options))
+    outputs, states = zip(*results, strict=True)
+    if not isinstance(states[0], tuple):
+        return torch.cat(outputs, -1), torch.cat(states, -1)
+    matrices, (normalizer, *_) = zip(*states, strict=True)
+    return torch.cat(outputs, -1), (torch.cat(matrices, -1), normalizer)
+
+
+def by_keys(
+    op: Op, initial_state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """`op` from `initial_state` on, for ``q, k [B, T, H, K]`` of any ``K``, where no gate is on the key axis.
+
+    Each key has a row of its own in the state ``[N, H, K, V]``, no row depends on another, and the output is the sum
+    of what is read from all rows, so `op` should not round it.
+    """
+    if fits(q):
+        return op(q, k, v, initial_state=initial_state, **options)
+    results = []
+    for part in _parts(q.shape[-1]):
+        state = None if initial_state is None else initial_state[..., part, :]
+        results.append(op(q[..., part], k[..., part], v, initial_state=state, **options))
+    outputs, states = zip(*results, strict=True)
+    return sum(outputs[1:], outputs[0]), torch.cat(states, -2)
+
+
+def _parts(size: int) -> list[slice]:
+    """Slices that cover an axis of this size, each as large as the ops take at most."""
+    return [slice(start, start + MAX_HEAD_SIZE) for start in range(0, size, MAX_HEAD_SIZE)]
+
+
+def _is_matrix(state: Tensor | None) -> bool:
+    return state is not None and state.ndim == 4

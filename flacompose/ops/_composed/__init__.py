@@ -1,0 +1,1 @@
+"""Recurrences and their parts that are made of operators, in PyTorch."""

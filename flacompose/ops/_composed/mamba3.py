@@ -1,0 +1,213 @@
+r"""Mamba-3's recurrence as one call of scalar decay: the trapezoidal rule, keys that turn, and several writes a token.
+
+A token decays the state by ``a``, writes the token before it with the weight ``b`` and itself with the weight ``c``:
+
+    S_t = a_t S_{t-1} + b_t w_{t-1} + c_t w_t        w_t = k_t v_t^T
+
+Without its own write, ``Z_t = S_t - c_t w_t``, a state has one write for each token, of the token before it:
+
+    Z_t = a_t Z_{t-1} + (a_t c_{t-1} + b_t) w_{t-1}        S_t q_t = Z_t q_t + c_t (k_t . q_t) v_t
+
+So scalar decay computes ``Z`` of keys and values one token late, and nothing is ever subtracted. Before the first
+token ``Z`` is the state that is given. It holds all of the write of the token before, whose ``c`` is therefore 0.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from math import pi
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._arguments.grouped_queries import spread
+from flacompose.ops._composed.token_shift import last_of, token_shift
+from flacompose.ops._parallel.exchange import sums
+from flacompose.ops._parallel.ranks import sharing
+from flacompose.ops._recurrences.elementwise.cumulative_angle import op as turns
+from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
+from flacompose.ops._recurrences.fused.mamba3 import op as token
+from flacompose.ops._recurrences.fused.rotary import op as rotation
+from flacompose.ops._recurrences.fused.rotary.eager import biased, products, turned
+from flacompose.ops._recurrences.matrix.head_decay import op
+from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype, upcast
+from flacompose.ops._tensors.gates import bounded
+from flacompose.ops._tensors.packed import of_tokens, stretched, summed
+from flacompose.ops._tensors.sizes import always_true
+
+
+class States(NamedTuple):
+    """What goes on from token to token, of ``N`` sequences; any of it may be None, for zeros."""
+
+    angle: Any = None  # [N, H, A], the angles by which keys and queries are turned, in radians
+    state: Any = None  # [N, H, S, P] or, with `values_first`, [N, H, P, S]
+    k: Any = None  # [N, R, H, S], the turned keys of the last token
+    v: Any = None  # [N, H, P], its values
+
+
+class Scanned(NamedTuple):
+    """The arguments of the recurrence. There are ``R`` queries and keys to a head, and ``H`` is a multiple of ``G``."""
+
+    Q: Tensor  # [B, T, R, G, S]
+    K: Tensor  # [B, T, R, G, S]
+    V: Tensor  # [B, T, H, P]
+    ADT: Tensor  # [B, T, H]
+    DT: Tensor  # [B, T, H]
+    Trap: Tensor  # [B, T, H]
+    Q_bias: Tensor  # [H, R, S]
+    K_bias: Tensor  # [H, R, S]
+    Angles: Tensor  # [B, T, H, A] or [B, T, 1, A]
+    D: Tensor | None  # [H]
+    up: Tensor | None  # [H, R, P], by which values become those of each key; None for one key, and ones
+    Z: Tensor | None = None  # [B, T, H, P], gates what is read, before their silu; without `up`
+
+
+def scan(
+    inputs: Scanned,
+    past: States,
+    cu_seqlens: Tensor | None = None,  # [N + 1]; past the last sequence only Z may be infinite or NaN
+    halves: bool = False,
+    num_states: int | None = None,
+    # [B], how many tokens of each row count. The time steps of the others must be 0.
+    lengths: Tensor | None = None,
+    final: bool = True,
+    values_first: bool = False,
+) -> tuple[Tensor, States]:
+    """What each query reads, ``[B, T, R, H, P]``, in float32 (float64 for float64), and the new states.
+
+    Without `up`, what the one query reads has the dtype of the values, and is 0 for tokens in no sequence. One token of
+    this kind is one operator.
+
+    With `halves`, number ``i`` of a key turns together with ``i + S / 2``, else with its neighbour. With `num_states`
+    the states are those after each of the last ``n`` tokens, with an axis for these behind the first. Without `final`
+    they may be absent.
+    """
+    device, dtype = inputs.V.device, autocast_dtype(inputs.V.device)
+    if dtype is not None and inputs.V.dtype != torch.float64:
+        inputs = inputs._replace(Q=inputs.Q.to(dtype), K=inputs.K.to(dtype), V=inputs.V.to(dtype))
+    with nullcontext() if dtype is None else torch.autocast(device.type, enabled=False):
+        # A symbolic length counts as several tokens, so that a graph gets no guard on it.
+        one = always_true(inputs.V.shape[1] == 1) and sharing() is None
+        if one and not halves and inputs.up is cu_seqlens is lengths is num_states is None:
+            return _token(inputs, past, values_first)
+        if values_first and past.state is not None:
+            past = past._replace(state=past.state.mT)
+        y, new = _scan(inputs, past, cu_seqlens, halves, num_states, lengths, final)
+        return y, new._replace(state=new.state.mT.contiguous()) if values_first and final else new
+
+
+def _token(inputs: Scanned, past: States, values_first: bool) -> tuple[Tensor, States]:
+    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, _, Z = inputs
+    (B, _, H, P), S = V.shape, Q.shape[-1]
+    of_state = (P, S) if values_first else (S, P)
+    shapes = States((H, Angles.shape[-1]), (H, *of_state), (1, H, S), (H, P))
+    angle, state, k, v = (V.new_zeros(B, *of) if x is None else x for x, of in zip(past, shapes, strict=True))
+    y, angle, state, k, v = token.token(
+        *token.Inputs(
+            Q.squeeze(2), K.squeeze(2), V, ADT, DT, Trap, Q_bias.squeeze(1), K_bias.squeeze(1), Angles,
+            angle, state, k.squeeze(1), v, D, Z, values_first,
+        )
+    )  # fmt: skip
+    return y.unsqueeze(2), States(angle, state, k.unsqueeze(1), v)
+
+
+def _scan(
+    inputs: Scanned,
+    past: States,
+    cu_seqlens: Tensor | None,
+    halves: bool,
+    num_states: int | None,
+    lengths: Tensor | None,
+    final: bool,
+) -> tuple[Tensor, States]:
+    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, up, gate = inputs
+    R = Q.shape[2]
+    # States have this dtype, whatever that of the gates is.
+    g, trap, dt = (x.to(state_dtype(V.dtype)) for x in (bounded(upcast(ADT, V)), Trap, DT))
+    c = trap.sigmoid() * dt
+    angle, last_angle = _angles(Angles, dt, past.angle, cu_seqlens)  # [B, T, H, A] and [N, H, A]
+    if sharing() is None and lengths is None and num_states is None:
+        q, k_before, v_before, dots, last_k, last_v = rotation.forward(
+            *rotation.Inputs(Q, K, V, Q_bias, K_bias, angle, past.k, past.v, cu_seqlens, halves)
+        )
+    else:  # the key after the last token that counts, or that of another rank, is not where the op puts it
+        q, k = (turned(biased(x, b), angle, halves).to(V.dtype) for x, b in ((Q, Q_bias), (K, K_bias)))
+        (k_before, last_k), (v_before, last_v) = (
+            token_shift(x, before, lengths, cu_seqlens, num_states)
+            for x, before in ((k, past.k), (V, past.v))
+        )
+        dots = products(Q, K, Q_bias, K_bias)
+        if sharing() is None:
+            last_angle = last_of(pi * angle, past.angle, lengths, cu_seqlens, num_states)
+    # Not of the last token that counts: a place behind it has written that, and there is nothing of its own to write.
+    c_before, last_c = token_shift(c, None, None, cu_seqlens, num_states)
+    written = g.exp() * (c_before + (dt - c))  # [B, T, H], the weight of the token before
+    # A token is R tokens of scalar decay: the first decays, and each writes one key and reads one query.
+    values = [_of_keys(x, up) for x in (V, v_before)]
+    form: Any = op.recurrent if always_true(V.shape[1] == 1) and sharing() is None else op.chunk
+    if num_states is not None:
+        form = partial(op.steps, count=num_states, stride=R)
+    y, Z = form(
+        *op.Inputs(
+            q.flatten(1, 2), k_before.flatten(1, 2), values[1].flatten(1, 2),
+            spread(g, R), None,
+            written.unsqueeze(2).expand(-1, -1, R, -1).flatten(1, 2), past.state,
+            stretched(cu_seqlens, R), scale=1.0,
+        )
+    )  # fmt: skip
+    if up is None:
+        own = None if D is None else D.unsqueeze(-1)
+        y = gated_skip(y, V, own, c * dots.squeeze(-1).squeeze(-1), gate, cu_seqlens).unsqueeze(2)
+    else:
+        y = _with(upcast(y.unflatten(1, (-1, R))), c, dots, values[0])
+        if R > 1:  # a query still lacks the writes that come after it
+            of_later = [(upcast(q) * k_before[:, :, r, None]).sum(-1) for r in range(R)]  # [B, T, R, H] each
+            y = _with(y, written, torch.stack(of_later, -1).transpose(2, 3).triu(1), values[1])
+        if D is not None:
+            y = y + upcast(D, V).unsqueeze(-1) * values[0]
+
+    if not final:
+        return y, States()
+    # What is still to be written of the last token.
+    written_v = _of_keys(last_v * last_c.unsqueeze(-1), up)
+    for r in range(R):
+        Z = torch.addcmul(Z, last_k[..., r, :, :, None], written_v[..., r, :, None, :])
+    return y, States(last_angle, Z, last_k, last_v)
+
+
+def _angles(
+    Angles: Tensor, dt: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sums of ``tanh(Angles) * dt`` of each sequence, modulo 2, from -1 to 1, ``[B, T, H, A]``: in half turns.
+
+    And the last of each, ``[N, H, A]``, in radians, as `start` is.
+    """
+    Angles, ranks = Angles.to(dt.dtype) if dt.dtype == torch.float64 else Angles, sharing()
+    if ranks is None:
+        angle, last = turns.forward(Angles, dt, start, cu_seqlens)
+        return angle.to(dt.dtype), last.to(dt.dtype)
+    own = summed((upcast(Angles).tanh() * dt.unsqueeze(-1)).double(), cu_seqlens) * pi
+    totals = sums(ranks, own, torch.zeros_like(own) if start is None else start.double())
+    start, last = ((x + pi).remainder(2 * pi) - pi for x in totals)
+    if always_true(dt.shape[1] == 0):
+        angle = of_tokens(start, 0, cu_seqlens)
+    else:
+        angle, _ = turns.forward(Angles, dt, start, cu_seqlens)
+    return angle.to(dt.dtype), last.to(dt.dtype)
+
+
+def _of_keys(v: Tensor, up: Tensor | None) -> Tensor:
+    """The values of each key, ``[..., R, H, P]``, of those of each head, ``[..., H, P]``."""
+    v = v.unsqueeze(-3)
+    return v if up is None else (v * up.transpose(0, 1)).to(v.dtype)
+
+
+def _with(y: Tensor, weights: Tensor, products: Tensor, values: Tensor) -> Tensor:
+    """``y [B, T, R, H, P]`` and the writes of all keys of a token, ``values [B, T, R, H, P]``, that queries read by the
+    ``products [B, T, H, R, R]`` of a query and a key."""
+    shares = (weights[..., None, None] * products).transpose(2, 3)  # [B, T, R, H, R]
+    for r in range(shares.shape[-1]):
+        y = torch.addcmul(y, shares[..., r, None], upcast(values[:, :, r, None], y))
+    return y

@@ -1,0 +1,103 @@
+"""A long row in segments, which are swept at the same time, each from its own start.
+
+A segment maps the state as a token and a chunk do: ``S_end = decay * S_start + end``. So a long row takes three steps.
+
+- The sweep of a family, begun at zero, finds the `ends` of all segments, and the sums of their gates.
+- These maps are joined to the state before each segment.
+- The same sweep, begun there, gives what is wanted.
+
+Backwards in time the map of a segment is the same, and segments are counted from the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._launch.launch import launch
+from flacompose.ops._launch.operands import tile_count
+from flacompose.ops._launch.sequences import Sequences, per_segment
+from flacompose.ops._tiles.join import decay_join_kernel
+
+BLOCK = 256  # numbers of a state for a program
+Sweep = Callable[..., None]
+Join = Callable[[Tensor, Tensor | None], Tensor]
+
+
+class Segments:
+    """The segments of each of the `sequences`, as many as `Sequences.segments` says of the other arguments.
+
+    Args:
+        units: chunks, mostly, of a row.
+        programs: how many sweep a segment.
+        state: the shape of a state, ``(H, K, V)``, or without the first axes of it.
+        gates: the names by which a sweep takes the sums of its gates: of `g`, those of heads, ``[count, N, H]``; of
+            `gk` and `gv`, those of channels of keys, ``[count, N, H, K]``, and of values, ``[count, N, H, V]``.
+        rates: ``[K, V]``, by which the sums of gates are multiplied.
+        least: as few segments as are faster than one.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        units: int,
+        programs: int,
+        state: tuple[int, ...],
+        gates: Mapping[str, str] = MappingProxyType({}),
+        rates: Tensor | None = None,
+        least: int = 1,
+    ) -> None:
+        # Not `sequences`, which may hold this object: what refers to itself keeps the memory of all its tensors until
+        # Python's garbage collector runs.
+        self.N, self.device = sequences.N, sequences.device
+        self.state, self.gates, self.rates = state, gates, rates
+        self.count, self.split = sequences.segments(units, programs, least)
+
+    def starts(
+        self,
+        sweep: Sweep,
+        initial: Tensor | None,
+        sums: dict[str, Tensor] | None = None,
+        join: Join | None = None,
+    ) -> Tensor | None:
+        """The state before each segment, ``[count, N, *state]``, from that before the first, zero if it is None.
+
+        `sweep` is called with `ends` and the sums of gates, and fills them, but for the last segment. Where segments
+        do more to a state than gates do, `join` gives the states, from the ends and `initial`.
+        """
+        initial = None if initial is None else initial.contiguous()
+        if not self.split:
+            return initial
+        ends = self._memory(*self.state)
+        sums = self.sums() if sums is None else sums
+        sweep(ends=ends, **sums)
+        return self._decayed(ends, initial, sums) if join is None else join(ends, initial)
+
+    def _decayed(self, states: Tensor, initial: Tensor | None, sums: dict[str, Tensor]) -> Tensor:
+        """`states`, in the place of the ends that they are before."""
+        H, K, V = ((1, 1) + self.state)[-3:]
+        gates = {gate: sums.get(self.gates.get(gate, "")) for gate in ("g", "gk", "gv")}
+        sizes = {"N": self.N, "H": H, "SEGMENTS": self.count, "K": K, "V": V, "BLOCK": BLOCK, "num_warps": 2}
+        tensors = {"states": states, **gates, "rates": self.rates, "initial": initial}
+        launch(decay_join_kernel, (tile_count(K * V, BLOCK) * self.N * H,), **tensors, **sizes)
+        return states
+
+    def map(self, sweep: Sweep) -> tuple[Tensor, ...]:
+        """The map of each whole sequence: its `end`, ``[N, *state]``, and the sums of its gates."""
+        end = torch.empty(self.N, *self.state, dtype=torch.float32, device=self.device)
+        sums = self.sums()
+        sweep(initial=self.starts(sweep, None, sums), final=end, **sums)
+        return end, *(x[: self.count].sum(0) for x in sums.values())
+
+    def sums(self) -> dict[str, Tensor]:
+        """Memory for the sums of each segment's gates."""
+        *H, V = self.state
+        shapes = {"g": H[:-1], "gk": H, "gv": [*H[:-1], V]}
+        return {x: self._memory(*shapes[gate]) for gate, x in self.gates.items()}
+
+    def _memory(self, *shape: int) -> Tensor:
+        """Memory for ``[count, N, *shape]``."""
+        return per_segment(self.count, self.N, *shape, device=self.device)

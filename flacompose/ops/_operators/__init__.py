@@ -1,0 +1,1 @@
+"""An operator out of an annotated signature: its registration, fake, derivatives, sharding and FLOPs."""

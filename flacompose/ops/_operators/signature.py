@@ -1,0 +1,275 @@
+"""What the operators of a family take and return, stated once in two named tuples, and all that follows from them.
+
+    class Inputs(NamedTuple):
+        q: Annotated[Tensor, "B T H K", AUTOCAST]
+        k: Annotated[Tensor, "B T H K", AUTOCAST]
+        v: Annotated[Tensor, "B T H V", AUTOCAST]
+        g: Annotated[Tensor | None, "B T H"] = None
+        initial_state: Annotated[Tensor | None, "N H K V"] = None
+        cu_seqlens: Tensor | None = None
+        scale: float = 1.0
+
+    class Outputs(NamedTuple):
+        o: Annotated[Tensor, "B T H V", Dtype("v")]
+        final_state: Annotated[Tensor, "N H K V"]
+
+A tensor with axes has a gradient, unless `CONSTANT` marks it, and one without them has none. `AUTOCAST` marks an
+argument that autocast casts, `GATE` the logarithm of a decay. A result has the dtype of the argument that `Dtype`
+names; a state has none, and is float32, or float64 for float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._tensors.dtype import state_dtype
+from flacompose.ops._tensors.packed import sequence_count
+
+AnyInputs = TypeVar("AnyInputs", bound=Any)
+Results = tuple[Tensor, ...]
+Gradients = dict[str, Tensor]
+
+
+class Autocast(NamedTuple):
+    """Marks an argument that autocast casts, unless the argument of the name `unless`, a bool, is true."""
+
+    unless: str | None = None
+
+
+class Constant(NamedTuple):
+    """Marks an argument that has axes and no gradient, as of bools; the public function checks it by itself."""
+
+
+class Gate(NamedTuple):
+    """Marks an argument that is the natural logarithm of a decay, from 0 to -inf."""
+
+
+class Dtype(NamedTuple):
+    """Marks a result with the dtype of the argument `of`, or with that of states where the bool `unless` is true."""
+
+    of: str
+    unless: str | None = None
+
+
+AUTOCAST, CONSTANT, GATE = Autocast(), Constant(), Gate()
+SCHEMA_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
+
+
+class _Field(NamedTuple):
+    name: str
+    type: str  # as a schema has it
+    axes: str | None
+    autocast: Autocast | None
+    constant: Constant | None
+    gate: Gate | None
+    rule: Dtype | None
+
+
+def _fields(named_tuple: type[Any]) -> list[_Field]:
+    fields = []
+    for name, hint in get_type_hints(named_tuple, include_extras=True).items():
+        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        of_kind: list[Any] = [
+            next((x for x in marks if isinstance(x, mark)), None)
+            for mark in (str, Autocast, Constant, Gate, Dtype)
+        ]
+        if kind not in SCHEMA_TYPES:
+            raise TypeError(f"{named_tuple.__qualname__}.{name}: no schema has {kind}")
+        fields.append(_Field(name, SCHEMA_TYPES[kind], *of_kind))
+    return fields
+
+
+# What a tensor of a call must be like: its name; whether it may be absent; its axes; those of its axes that no earlier
+# argument has; and whether autocast casts it (without autocast, its dtype must be that of the first argument). It is a
+# plain tuple, since Dynamo of PyTorch 2.11 cannot unpack a named one that is a constant.
+Argument = tuple[str, bool, tuple[str, ...], tuple[str, ...], bool]
+
+
+def _tensors(fields: Iterable[_Field]) -> tuple[Argument, ...]:
+    """The arguments that have axes, but for constants."""
+    found: list[Argument] = []
+    seen = {"N"}
+    for x in fields:
+        if x.axes is not None and x.constant is None:
+            axes = tuple(x.axes.split())
+            new = tuple(axis for axis in axes if axis not in seen)
+            found.append((x.name, x.type == "Tensor?", axes, new, x.autocast is not None))
+            seen.update(axes)
+    return tuple(found)
+
+
+def gradient_name(x: str) -> str:
+    """``dx``, or where that would be hard to read, ``d_x``."""
+    return f"d_{x}" if "_" in x else f"d{x}"
+
+
+def _schema(kind: str, names: Iterable[str]) -> str:
+    return ", ".join(f"{kind} {name}" for name in names)
+
+
+class Signature(Generic[AnyInputs]):
+    """The arguments and results of a family: their schema, axes, casts and gradients, as `define_op` takes them.
+
+    Args:
+        inputs: the named tuple of the arguments.
+        outputs: the named tuple of the results, of which the first is that of tokens.
+        numbers: integers that come after the inputs. Results may have axes of these names.
+    """
+
+    def __init__(self, inputs: type[AnyInputs], outputs: type[Any], numbers: tuple[str, ...] = ()) -> None:
+        arguments, results = _fields(inputs), _fields(outputs)
+        self.inputs, self.outputs, self.numbers = inputs, outputs, numbers
+        self.tensors = _tensors(arguments)
+        self._results = results
+        self.axes = {x.name: x.axes for x in (*arguments, *results) if x.axes is not None}
+        self.gates = [x.name for x in arguments if x.gate is not None]
+        self.autocast = {x.name: x.autocast.unless for x in arguments if x.autocast is not None}
+        self.differentiable = [x.name for x in arguments if x.axes is not None and x.constant is None]
+        self.arguments = ", ".join([f"{x.type} {x.name}" for x in arguments] + [f"int {x}" for x in numbers])
+        self.results = _schema("Tensor", outputs._fields)
+        self.arriving = _schema("Tensor?", map(gradient_name, outputs._fields))
+        self.gradients = _schema("Tensor", map(gradient_name, self.differentiable))
+        # As `compile_ahead` takes them: a call begins with the tensors that have gradients.
+        first = [x.name for x in takewhile(lambda x: x.type.startswith("Tensor"), arguments)]
+        expected = self.differentiable + [x.name for x in arguments if x.constant is not None]
+        expected += ["cu_seqlens"] * ("cu_seqlens" in inputs._fields)
+        assert first == expected, f"inputs begin with their tensors, cu_seqlens last: {expected}, not {first}"
+        # As `primal_of` would take it for the argument.
+        assert not {*map(gradient_name, self.differentiable)} & {*inputs._fields}
+
+    def with_results(self, *numbers: str, **results: Any) -> Signature[AnyInputs]:
+        """The signature of an operator that takes these `numbers` too, and returns these `results`.
+
+        A result is given as its axes, or as it is annotated.
+        """
+        fields = [(x, Annotated[Tensor, y] if isinstance(y, str) else y) for x, y in results.items()]
+        outputs: Any = NamedTuple("Results", fields)  # type: ignore[misc]
+        return Signature(self.inputs, outputs, numbers)
+
+    def flat(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` of the inputs, and of what comes after them, as a function of the operator's arguments.
+
+        Its results are contiguous, as those of `fake` are: Inductor relies on the strides that a graph was traced with.
+        """
+        n = len(self.inputs._fields)
+        return lambda *args: tuple(map(_contiguous, function(self.inputs(*args[:n]), *args[n:])))
+
+    def flat_backward(
+        self, function: Callable[[BackwardCall[AnyInputs]], Gradients]
+    ) -> Callable[..., Results]:
+        """`function` of a call as a function of the operator's arguments, which returns its results."""
+        return lambda *args: self.gradients_of(self.backward_call(*args), function)
+
+    def backward_call(self, *args: Any) -> BackwardCall[AnyInputs]:
+        """The call of a backward operator, from its arguments."""
+        n, mask = len(self.inputs._fields), args[-1]
+        inputs, arriving = self.inputs(*args[:n]), self.outputs(*args[n:-1])
+        wanted = (x for x, want in zip(self.differentiable, mask, strict=True) if want)
+        present = frozenset(x for x in wanted if getattr(inputs, x) is not None)
+        return BackwardCall(self, inputs, arriving, present)
+
+    def gradients_of(
+        self, call: BackwardCall[AnyInputs], function: Callable[[BackwardCall[AnyInputs]], Gradients]
+    ) -> Results:
+        """What a backward operator returns: each gradient or, where it is not wanted, a tensor without elements.
+
+        They are contiguous, like the results of `flat`.
+        """
+        made = function(call)
+        absent = call.inputs[0]
+        return tuple(
+            _contiguous(made[x]) if x in call.wanted else absent.new_empty(0) for x in self.differentiable
+        )
+
+    def fake(self, *args: Any) -> Results:
+        """The results of a forward operator, without values."""
+        n = len(self.inputs._fields)
+        outputs = self._outputs(self.inputs(*args[:n]), *args[n:])
+        return tuple(like.new_empty(shape, dtype=dtype) for like, shape, dtype in outputs)
+
+    def fake_backward(self, *args: Any) -> Results:
+        call = self.backward_call(*args)
+        return self.gradients_of(call, lambda _: {x: _empty(getattr(call.inputs, x)) for x in call.wanted})
+
+    def zeros(self, inputs: AnyInputs) -> Tensor:
+        """The first result, all zeros."""
+        like, shape, dtype = self._outputs(inputs)[0]
+        return like.new_zeros(shape, dtype=dtype)
+
+    def _outputs(self, inputs: AnyInputs, *numbers: int) -> list[tuple[Tensor, Any, torch.dtype]]:
+        """Of each result a tensor that it is made like, its shape and its dtype."""
+        first = inputs[0]
+        sizes: dict[str, Any] = dict(zip(self.numbers, numbers))
+        for name in self.differentiable:
+            x = getattr(inputs, name)
+            if x is not None:
+                sizes = dict(zip(self.axes[name].split(), x.shape, strict=True)) | sizes
+        sizes["N"] = sequence_count(first, getattr(inputs, "cu_seqlens", None))
+        found = []
+        for field in self._results:
+            axes, rule = field.axes, field.rule
+            assert axes is not None
+            like, dtype = first, state_dtype(first.dtype)
+            if rule is not None:
+                like = getattr(inputs, rule.of)
+                dtype = dtype if rule.unless is not None and getattr(inputs, rule.unless) else like.dtype
+            same = rule is not None and self.axes[rule.of] == axes
+            found.append((like, like.shape if same else [sizes[axis] for axis in axes.split()], dtype))
+        return found
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    """`x`, contiguous; in a trace as it is, since sizes that are symbols would be guarded on."""
+    return x.contiguous() if type(x) is Tensor else x
+
+
+def _empty(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@dataclass(frozen=True)
+class BackwardCall(Generic[AnyInputs]):
+    """One call of a family's backward.
+
+    `inputs` are those of the forward. `arriving` has the gradients of the results under the names of these; None stands
+    for zeros. `wanted` are the names of the inputs, none of them absent, whose gradients are wanted.
+    """
+
+    signature: Signature[AnyInputs]
+    inputs: AnyInputs
+    arriving: Any
+    wanted: frozenset[str]
+
+    def wants(self, *names: str) -> bool:
+        """Whether the gradient of one of these inputs is wanted."""
+        return not self.wanted.isdisjoint(names)
+
+    def wanted_input(self, name: str) -> Tensor | None:
+        """The input of this name, if its gradient is wanted."""
+        return getattr(self.inputs, name) if name in self.wanted else None
+
+    @property
+    def do(self) -> Tensor:
+        """The gradient of the first result; zeros if none arrives."""
+        do: Tensor | None = self.arriving[0]
+        return self.signature.zeros(self.inputs) if do is None else do
+
+    def made(self, **gradients: Tensor | Callable[[], Tensor] | None) -> Gradients:
+        """Those of the `gradients` that are wanted, by the names of their inputs and in the dtypes of these.
+
+        A gradient may be a function that computes it, which is called if it is wanted.
+        """
+        found = {}
+        for name, gradient in gradients.items():
+            if name not in self.wanted:
+                continue
+            x = gradient() if callable(gradient) else gradient
+            assert x is not None, f"no gradient of {name}"
+            found[name] = x.to(getattr(self.inputs, name).dtype)
+        return found

@@ -1,0 +1,156 @@
+"""Chunks in PyTorch: how sequences are cut into them, and how a state goes on from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flacompose.ops._tensors.dtype import state_dtype
+from flacompose.ops._tensors.packed import ChunkTable, chunk_table, sequence_count
+
+CHUNK = 64  # tokens of a chunk, at most; a power of two
+SEGMENT = 1 << 18  # elements of the largest tensor of a segment, so that a cache holds it
+
+
+class Chunks:
+    """``[B, T, H, ...]`` cut into ``[B, H, R, C, ...]``, padded with zeros that do nothing, and put together again.
+
+    `at` are the numbers of these R chunks: all, or those of a segment of the tokens.
+    """
+
+    def __init__(self, q: Tensor, cu_seqlens: Tensor | None) -> None:
+        self.B, self.T = q.shape[:2]
+        self.N = sequence_count(q, cu_seqlens)
+        self.dtype = state_dtype(q.dtype)
+        self.size = min(CHUNK, 1 << (self.T - 1).bit_length())
+        self.one_each = self.T <= self.size  # whether every sequence is one chunk
+        self.table: ChunkTable | None = None
+        if cu_seqlens is not None:
+            self.table = chunk_table(cu_seqlens, self.T, self.size, self.one_each)
+            # Where a chunk has no token, T stands for it.
+            self.token = torch.where(self.table.exists, self.table.token, self.T)  # [R, C]
+        self.at = range(-(-self.T // self.size) if self.table is None else len(self.token))
+
+    def segments(self, elements: int) -> list[Chunks]:
+        """These chunks in segments, short enough for a cache, where the largest tensor has `elements` for each chunk.
+
+        Segments are computed one after the other, so their tensors use the same memory, which stays in the cache.
+        """
+        length, segments = max(1, SEGMENT // max(1, elements)), []
+        for begin in self.at[::length]:
+            segment = copy(self)
+            segment.at = self.at[begin : begin + length]
+            segments.append(segment)
+        return segments
+
+    def split(self, x: Tensor) -> Tensor:
+        first, last = self.at.start, self.at.stop
+        if self.table is not None:
+            token, exists = self.token[first:last], self.table.exists[first:last, :, None]
+            # Contiguous first: indexing would pass the strides of `x` on to products, whose bits depend on them.
+            x = x.contiguous().transpose(1, 2)[:, :, token.clamp(max=self.T - 1)]
+            return torch.where(exists, x, 0).to(self.dtype)
+        x = x[:, first * self.size : last * self.size].to(self.dtype).transpose(1, 2).contiguous()
+        if padding := -x.shape[2] % self.size:
+            x = F.pad(x, (0, 0, 0, padding))
+        return x.unflatten(2, (-1, self.size))
+
+    def join(self, *segments: Tensor) -> Tensor:
+        """``[B, T, H, ...]`` of what lies in all chunks, given whole or by segments."""
+        if self.table is not None:
+            x = self.tokens(torch.cat(segments, 2)).transpose(1, 2)
+            return x.clone(memory_format=torch.contiguous_format)
+        tokens = [x.flatten(2, 3).transpose(1, 2) for x in segments]
+        tokens[-1] = tokens[-1][:, : self.T - sum(x.shape[1] for x in tokens[:-1])]
+        x = torch.cat(tokens, 1)
+        # `contiguous` keeps any stride of an axis of size 1, as that of a single token, and `clone` does not.
+        return x.clone(memory_format=torch.contiguous_format) if self.one_each else x.contiguous()
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """``[B, H, T, ...]`` of what lies in chunks; it may be a view."""
+        if self.table is None:
+            return x.flatten(2, 3)[:, :, : self.T]
+        x = torch.where(self.table.exists[:, :, None], x, 0).flatten(2, 3)
+        x = x.new_zeros(*x.shape[:2], self.T + 1, x.shape[-1]).index_add(2, self.token.flatten(), x)
+        return x[:, :, : self.T]
+
+    def decaying_sweep(
+        self, ends: Tensor, decays: Sequence[Tensor], start: Tensor | None, reverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`sweep` of ``S <- S * decays + ends``, the maps of chunks, all ``[B, H, R, K, V]`` or broadcast to it.
+
+        The states before the chunks may be one matrix of zeros, ``[K, V]``.
+        """
+        _, H, R, K, V = ends.shape
+
+        def decayed(S: Tensor, at: slice | int) -> Tensor:
+            for decay in decays:
+                S = S * decay[:, :, at]
+            return S
+
+        if self.one_each:  # all at once
+            if start is None:
+                before, after = ends.new_zeros(K, V), ends
+            else:
+                before = start.to(ends.dtype).contiguous()
+                before = before.unsqueeze(2) if self.table is None else before.transpose(0, 1).unsqueeze(0)
+                after = decayed(before, slice(None)) + ends
+            end = after[:, :, 0] if self.table is None else after[0].transpose(0, 1)
+            return before, end.clone(memory_format=torch.contiguous_format)
+        start = ends.new_zeros(self.N, H, K, V) if start is None else start.to(ends.dtype)
+        return self.sweep(lambda i, S: decayed(S, i) + ends[:, :, i], R, start, reverse)
+
+    def sweep(
+        self, step: Callable[[int, Tensor], Tensor], R: int, start: Tensor, reverse: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`Sweep` over all ``R`` chunks: the state before every chunk, and after the last chunk of each sequence."""
+        sweep = Sweep(self, start, reverse)
+        return sweep.over(range(R), step), sweep.end()
+
+
+class Sweep:
+    """A state on its way over the chunks, from the states `start`, ``[N, H, K, V]``, before the sequences.
+
+    With `reverse` it goes backwards in time: the gradient of the state, from those after the sequences.
+    """
+
+    def __init__(self, chunks: Chunks, start: Tensor, reverse: bool = False) -> None:
+        self.table, self.start, self.reverse = chunks.table, start, reverse
+        self.S = start
+        if self.table is not None:
+            self.S = torch.zeros_like(start[:1])
+            first, last, sequence = self.table.first, self.table.last, self.table.sequence
+            number = torch.arange(len(sequence), device=sequence.device)
+            self.begins = (last - 1 if reverse else first)[sequence] == number
+            self.after = [self.S] * len(sequence)
+
+    def over(self, at: range, step: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """``S <- step(i, S)`` for each of the chunks `at`, which `i` counts from 0.
+
+        Returns the state before every chunk, ``[B, H, R, K, V]``. With `reverse`, the gradient of the state after
+        every chunk.
+        """
+        before = [self.S] * len(at)
+        for i in reversed(range(len(at))) if self.reverse else range(len(at)):
+            number = at[i]
+            if self.table is not None:
+                sequence = self.table.sequence[number : number + 1]
+                self.S = torch.where(self.begins[number], self.start[sequence], self.S)
+            before[i] = self.S
+            self.S = step(i, self.S)
+            if self.table is not None:
+                self.after[number] = self.S
+        return torch.stack(before, 2)
+
+    def end(self) -> Tensor:
+        """The state after the last chunk of each sequence, ``[N, H, K, V]``, or its gradient before the first."""
+        if self.table is None:
+            return self.S.contiguous()
+        first, last = self.table.first, self.table.last
+        end = (first if self.reverse else last - 1).clamp(0, len(self.after) - 1)
+        ended = torch.cat(self.after)[end]
+        return torch.where((first == last)[:, None, None, None], self.start, ended).contiguous()

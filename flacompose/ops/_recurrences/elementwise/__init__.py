@@ -1,0 +1,1 @@
+"""Recurrences in which every number of the state goes its own way."""

@@ -1,0 +1,38 @@
+"""The registered ops of the RG-LRU: `inputs` lists their arguments, `eager` states the recurrence.
+
+Why this is no call of the elementwise scan: its decays and inputs would be written and read in float32, which takes
+several times as long as all that is computed here.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from flacompose.ops._parallel.form import across_ranks
+from flacompose.ops._parallel.transitions import Map
+from flacompose.ops._recurrences.elementwise.rg_lru import eager
+from flacompose.ops._recurrences.elementwise.rg_lru.inputs import SIGNATURE
+from flacompose.ops._recurrences.elementwise.rg_lru.inputs import Inputs as Inputs  # for the public functions
+from flacompose.ops._recurrences.elementwise.scan import op as scan
+from flacompose.ops._recurrences.forms import define_ops, start_gradient
+
+
+def _flops(x: Any, *_: Any, **__: Any) -> int:
+    """For each element: its log decay, ``1 - a^2``, the two products of what enters, and the step of the state."""
+    return 7 * prod(x)
+
+
+_ops = define_ops("rg_lru", SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
+recurrent, steps = _ops["recurrent"], _ops["steps"]
+d_start = start_gradient(SIGNATURE, _ops["backward"])
+
+
+def stretch(inputs: Inputs) -> tuple[Map, Tensor]:
+    """What the tokens of each sequence do to a state: that of the elementwise scan of the same decays and inputs."""
+    return scan.stretch(eager.gated(inputs))
+
+
+chunk = across_ranks(SIGNATURE, _ops["chunk"], _ops["backward"], stretch, d_start)

@@ -1,0 +1,160 @@
+"""Chunked PyTorch for the selective scan: what every device without a Triton kernel runs.
+
+    h_t = exp(dt_t A) * h_{t-1} + dt_t x_t B_t^T        y_t = h_t C_t
+
+The states of all tokens would be S times as large as the inputs, so they are made of one segment of chunks at a time.
+Within a segment all chunks are swept at once, token by token, twice: from zero, to find what each adds to the state,
+which is then swept from chunk to chunk; and from the state before each. Exponents are products of A and time steps, or
+sums of time steps, and nothing is divided by what they give. Backwards in time likewise, the states of a segment being
+computed again from the states before its chunks. All is functional and differentiable to any order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._operators.signature import BackwardCall, Gradients
+from flacompose.ops._recurrences.chunks import Chunks, Sweep
+from flacompose.ops._recurrences.elementwise.selective_scan.inputs import Inputs
+from flacompose.ops._tensors.gates import forgets
+
+
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(y [B, T, D], final_state [N, D, S])``."""
+    scan = _Scan(inputs)
+    sweep = Sweep(scan.chunks, scan.initial(inputs.initial_state))
+    y = []
+    for chunks in scan.segments:
+        segment = _Segment(scan, chunks)
+        before = segment.sweep(sweep, segment.ends())
+        h = torch.stack([left + write for left, write in segment.states(before)])
+        y.append((h @ segment.C.unsqueeze(-1)).squeeze(-1))
+    return scan.join(y).flatten(2).to(inputs.x.dtype, copy=True), scan.final(sweep)
+
+
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    wants = call.wants
+    scan = _Scan(call.inputs, call.do)
+    before = []
+    if wants("dt", "A", "C"):
+        sweep = Sweep(scan.chunks, scan.initial(call.inputs.initial_state))
+        for chunks in scan.segments:
+            segment = _Segment(scan, chunks)
+            before.append(segment.sweep(sweep, segment.ends()))
+
+    sweep = Sweep(scan.chunks, scan.initial(call.arriving.final_state), reverse=True)
+    dx, ddt, dB, dC = [], [], [], []
+    dA = torch.zeros_like(scan.A)
+    for chunks in reversed(scan.segments):
+        segment = _Segment(scan, chunks)
+        x, dt = segment.x, segment.dt
+        after = segment.sweep(sweep, segment.ends(reverse=True))
+        if wants("dt", "A", "C"):
+            # exp(dt_t A) * h_{t-1}, what is left of the state, and what the token adds.
+            left, writes = (torch.stack(parts) for parts in zip(*segment.states(before.pop()), strict=True))
+        if wants("C"):
+            dC.append((segment.dy.unsqueeze(-2) @ (left + writes)).squeeze(-2))
+        if not wants("x", "dt", "A", "B"):
+            continue
+        dh = segment.d_states(after)
+        if wants("x", "dt"):
+            d_product = (dh @ segment.B.unsqueeze(-1)).squeeze(-1)  # the gradient of dt * x
+            dx.append(dt * d_product)
+        if wants("dt", "A"):
+            d_exponent = dh * left
+        if wants("dt"):
+            ddt.append(x * d_product + (d_exponent * scan.A_of_dt).sum(-1))
+        if wants("A"):
+            dA = dA + (d_exponent * dt.unsqueeze(-1)).sum((0, 1, 3)).unsqueeze(1)
+        if wants("B"):
+            dB.append(((dt * x).unsqueeze(-2) @ dh).squeeze(-2))
+    return call.made(
+        x=lambda: scan.join(dx[::-1]).flatten(2).clone(),
+        dt=lambda: scan.join(ddt[::-1]).flatten(2).clone(),
+        A=lambda: dA.flatten(0, 2).clone(),
+        B=lambda: scan.join(dB[::-1]),
+        C=lambda: scan.join(dC[::-1]),
+        initial_state=lambda: scan.final(sweep),
+    )
+
+
+class _Scan:
+    """The chunks of one call, as `Chunks` cuts them: groups of P channels, with states ``[P, S]``, are its heads."""
+
+    def __init__(self, inputs: Inputs, dy: Tensor | None = None) -> None:
+        x, dt, A, B, C, _, cu_seqlens = inputs
+        self.groups = B.shape[2], x.shape[2] // B.shape[2]
+        self.x, self.dt = (y.unflatten(2, self.groups) for y in (x, dt))
+        self.dy = None if dy is None else dy.unflatten(2, self.groups)
+        self.B, self.C = B, C
+        self.chunks = Chunks(x, cu_seqlens)
+        # A rate of -inf times a time step of 0 would be NaN.
+        A = A.to(self.chunks.dtype).contiguous().unflatten(0, self.groups).unsqueeze(1)  # [G, 1, P, S]
+        self.A = A.clamp(min=torch.finfo(A.dtype).min)
+        self.A_of_dt = A.masked_fill(forgets(A), 0)
+        self.segments = self.chunks.segments(self.chunks.B * self.chunks.size * A.numel())
+
+    def initial(self, state: Tensor | None) -> Tensor:
+        """A state, or the gradient of one, as ``[N, G, P, S]``."""
+        if state is None:
+            return self.A.new_zeros(self.chunks.N, *self.groups, self.A.shape[-1])
+        return state.to(self.chunks.dtype).contiguous().unflatten(1, self.groups)
+
+    def final(self, sweep: Sweep) -> Tensor:
+        return sweep.end().flatten(1, 2).clone()
+
+    def join(self, segments: list[Tensor]) -> Tensor:
+        """``[B, T, G, ...]`` of what the tokens of all segments have."""
+        return self.chunks.join(*(x.movedim(0, 3) for x in segments))
+
+
+class _Segment:
+    """The tokens of a segment, each tensor ``[C, B, G, R, ...]``: those at one place of all its chunks lie together."""
+
+    def __init__(self, scan: _Scan, chunks: Chunks) -> None:
+        def split(x: Tensor) -> Tensor:
+            return chunks.split(x).movedim(3, 0).contiguous()
+
+        self.A, self.at = scan.A, chunks.at
+        self.x, self.dt = split(scan.x), split(scan.dt)  # [C, B, G, R, P]
+        self.B, self.C = split(scan.B), split(scan.C)  # [C, B, G, R, S]
+        self.decays = (self.dt.unsqueeze(-1) * self.A).exp()  # [C, B, G, R, P, S]
+        self.writes = (self.dt * self.x).unsqueeze(-1) * self.B.unsqueeze(-2)
+        if scan.dy is not None:
+            self.dy = split(scan.dy)
+            # The gradients of states from the outputs of their tokens.
+            self.reads = self.dy.unsqueeze(-1) * self.C.unsqueeze(-2)
+
+    def ends(self, reverse: bool = False) -> Tensor:
+        """The state after each chunk, begun at 0; with `reverse`, the gradient of the state before it."""
+        h = torch.zeros_like(self.decays[0])
+        if reverse:
+            for a, read in zip(self.decays.unbind()[::-1], self.reads.unbind()[::-1], strict=True):
+                h = a * (read + h)
+        else:
+            for a, write in zip(self.decays, self.writes, strict=True):
+                h = torch.addcmul(write, a, h)
+        return h
+
+    def sweep(self, sweep: Sweep, ends: Tensor) -> Tensor:
+        """Takes the state on over these chunks, and returns it before each; backwards, its gradient after each."""
+        total = (self.dt.sum(0).unsqueeze(-1) * self.A).exp()
+        return sweep.over(self.at, lambda i, S: torch.addcmul(ends[:, :, i], total[:, :, i], S))
+
+    def states(self, h: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Of each token what is left of the state before it, and what it adds, from the state before each chunk."""
+        states = []
+        for a, write in zip(self.decays, self.writes, strict=True):
+            states.append((a * h, write))
+            h = states[-1][0] + write
+        return states
+
+    def d_states(self, dh: Tensor) -> Tensor:
+        """The gradient of the state after each token, from that after each chunk."""
+        states = []
+        for a, read in zip(self.decays.unbind()[::-1], self.reads.unbind()[::-1], strict=True):
+            states.append(read + dh)
+            dh = a * states[-1]
+        return torch.stack(states[::-1])

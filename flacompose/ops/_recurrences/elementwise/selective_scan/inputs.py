@@ -1,0 +1,31 @@
+"""What the op of the selective scan takes and returns."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from torch import Tensor
+
+from flacompose.ops._operators.signature import AUTOCAST, Dtype, Signature
+
+
+class Inputs(NamedTuple):
+    """The arguments of the op, in the order of the schema."""
+
+    x: Annotated[Tensor, "B T D", AUTOCAST]
+    dt: Annotated[Tensor, "B T D"]  # any float dtype
+    A: Annotated[Tensor, "D S"]  # any float dtype
+    B: Annotated[Tensor, "B T H S", AUTOCAST]  # each of the H groups of channels has its own
+    C: Annotated[Tensor, "B T H S", AUTOCAST]
+    initial_state: Annotated[Tensor | None, "N D S"] = None
+    cu_seqlens: Tensor | None = None  # [N + 1]
+
+
+class Outputs(NamedTuple):
+    """The results."""
+
+    o: Annotated[Tensor, "B T D", Dtype("x")]
+    final_state: Annotated[Tensor, "N D S"]
+
+
+SIGNATURE = Signature(Inputs, Outputs)

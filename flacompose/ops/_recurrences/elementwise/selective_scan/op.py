@@ -1,0 +1,43 @@
+"""The registered ops of the selective scan: `inputs` lists their arguments, `eager` computes them in PyTorch.
+
+Why this is no flag of the elementwise scan: there the state is as large as the inputs, so its kernel moves data and
+keeps no more than a tile of it. Here the state is S times as large, and made of the inputs within the kernel; it is
+summed over S before anything is written, gradients are sums over S or over channels, and the states that the backward
+computes again have to fit between chunks. The two share the bounds of sequences, segments and `decayed`.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Tensor
+
+from flacompose.ops._parallel.form import across_ranks
+from flacompose.ops._parallel.transitions import Decay
+from flacompose.ops._recurrences.elementwise.selective_scan import eager
+from flacompose.ops._recurrences.elementwise.selective_scan.inputs import SIGNATURE
+from flacompose.ops._recurrences.elementwise.selective_scan.inputs import (
+    Inputs as Inputs,  # for the public functions
+)
+from flacompose.ops._recurrences.forms import define_ops, start_gradient
+from flacompose.ops._tensors.gates import log_decay
+
+
+def _flops(x, dt, A, *_, **__) -> int:
+    """For each element of the state: its exponent, its decay and what is added, and the sum that reads it."""
+    return 7 * prod(x) * A[1]
+
+
+_ops = define_ops("selective_scan", SIGNATURE, eager, forms=("forward",), gates=("dt",), flops=_flops)
+_ends = _ops["ends"]
+d_start = start_gradient(SIGNATURE, _ops["backward"])
+
+
+def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
+    """What the tokens of each sequence do to a state: the decays ``[N, D, S]``, and the state they reach from zero."""
+    # C does nothing to the state.
+    end, sum_dt = _ends(*inputs._replace(C=inputs.B.detach(), initial_state=None))
+    return Decay((log_decay(sum_dt.unsqueeze(-1), inputs.A.to(end.dtype)),)), end
+
+
+forward = across_ranks(SIGNATURE, _ops["forward"], _ops["backward"], stretch, d_start)

@@ -1,0 +1,244 @@
+"""The registered ops of a family: its forms, which compute the same function, and what else is made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Generic
+
+import torch
+from torch import Tensor
+
+from flacompose._torch import OpOverload
+from flacompose.ops._launch.chip import is_here, runs_kernels
+from flacompose.ops._operators.define import define_op
+from flacompose.ops._operators.signature import AnyInputs, Signature
+from flacompose.ops._parallel.form import across_ranks
+from flacompose.ops._parallel.span_ends import DecayEnds, MatrixEnds
+from flacompose.ops._parallel.transitions import Decay, Map, Matrix
+from flacompose.ops._recurrences.states_of_tokens import Steps
+from flacompose.ops._tensors.sizes import always_true
+
+if TYPE_CHECKING:
+    from flacompose.ops._launch.replay import Replay
+
+CUDA = torch.version.cuda is not None and find_spec("triton") is not None
+# These forms are compiled at their launch, the others ahead of it.
+ONE_KERNEL = ("recurrent", "update", "steps", "token")
+
+
+@dataclass(frozen=True)
+class Forms(Generic[AnyInputs]):
+    """The forms of a family, and what else is made of them.
+
+    They return ``(o, final_state)``. `chunk` computes in chunks of tokens, for training and for prompts, also where
+    ranks share the tokens; `recurrent` computes token by token, for decoding. `steps` is `recurrent` with `count`
+    states, ``[N, count, ...]``, those after the last tokens that are `stride` apart: `stride` is the number of the
+    operator's tokens that stand for one token.
+    """
+
+    chunk: Callable[..., tuple[Tensor, Tensor]]
+    recurrent: OpOverload
+    steps: OpOverload
+    stretch: Callable[[AnyInputs], tuple[Map, Tensor]]
+    d_start: Callable[[AnyInputs, Tensor], Tensor]
+
+
+def define_forms(
+    family: str,
+    signature: Signature[AnyInputs],
+    eager: ModuleType,
+    *,
+    gates: tuple[str, ...],
+    flops: Callable[..., int],
+    of_state: Callable[[AnyInputs], AnyInputs] = lambda inputs: inputs,
+) -> Forms[AnyInputs]:
+    """Register the forms "chunk" and "recurrent", and return what a family's `op` has.
+
+    Args:
+        family, signature, eager, gates, flops: as `define_ops` takes them.
+        of_state: gives inputs that do the same to a state, and whose `gates` are all that decays it.
+    """
+    ops = define_ops(family, signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
+    axes = signature.axes["final_state"].split()
+    absent = [
+        [i for i, axis in enumerate(axes) if i > 0 and axis not in signature.axes[gate].split()]
+        for gate in gates
+    ]
+
+    def stretch(inputs: AnyInputs) -> tuple[Map, Tensor]:
+        """What the tokens of each sequence do to a state: the map, and the state that they reach from zero."""
+        inputs = of_state(inputs)
+        if "q" in inputs._fields:  # queries do nothing to the state
+            inputs = inputs._replace(q=inputs.k.detach())
+        end, *maps = ops["ends"](*inputs._replace(initial_state=None))
+        if not absent:
+            return Matrix(*maps), end
+        logs = []
+        for gate, log, places in zip(gates, maps, absent, strict=True):
+            if getattr(inputs, gate) is not None:
+                for i in places:
+                    log = log.unsqueeze(i)
+                logs.append(log)
+        return Decay(tuple(logs)), end
+
+    d_start = start_gradient(signature, ops["backward"])
+    chunk = across_ranks(signature, ops["chunk"], ops["backward"], stretch, d_start)
+    return Forms(chunk, ops["recurrent"], ops["steps"], stretch, d_start)
+
+
+def define_ops(
+    family: str,
+    signature: Signature[Any],
+    eager: ModuleType,
+    *,
+    forms: tuple[str, ...],
+    gates: tuple[str, ...] | None = None,
+    flops: Callable[..., int],
+) -> dict[str, OpOverload]:
+    """Register ``<family>_<form>`` for each of `forms`, and ``<family>_backward``; return the operators by these names.
+
+    With a form "recurrent" there is ``<family>_steps`` too, which is that form of sequences in rows, and returns states
+    after several of the last tokens. Its derivatives are those of a call for each of these. With `gates` there is
+    ``<family>_ends``, which returns the state that each sequence reaches from zero, whatever the initial state is, and
+    what it does to any other: the sums of its gates or, if there are none, the matrix by which it multiplies keys. It
+    has a backward of its own.
+
+    A form "update" is for one token of a caller that writes the final state over the initial one. It computes what
+    the other forms do; in the graph that Inductor gets, its kernel writes the state where it reads it, if that rounds
+    nothing, which saves a copy. Where the initial state is kept, Inductor copies that.
+
+    Args:
+        family: the name of the family, and of its folder. Its module `cuda` has a function for each of the forms, and
+            of "steps" and "ends" that there are, which takes the named tuple of the inputs, and a function `backward`
+            like that of `eager`.
+        signature: what the forms take and return.
+        eager: the family's `forward`, which takes the named tuple of the inputs, and its `backward`, which takes a
+            `BackwardCall` and returns the gradients that it wants, by the names of the inputs. Without a `backward`,
+            and then without `gates`, there is no such operator, and derivatives are those of `forward`.
+        forms: the form "chunk" compiles its kernels ahead, "recurrent", "update" and "token" are one kernel.
+        gates: the names of the inputs that decay a state by their sums over the tokens.
+        flops: of a form, as `define_op` takes it; the backward has twice as many.
+    """
+    if not hasattr(eager, "backward"):
+        return {form: define_form(family, form, signature, eager.forward, flops) for form in forms}
+    backward = _define_backward(family, "backward", signature, eager, flops)
+    ops = {form: define_form(family, form, signature, eager.forward, flops, backward) for form in forms}
+    if "recurrent" in forms:
+        steps = Steps(signature, ops["recurrent"])
+        ops["steps"] = define_form(family, "steps", steps.signature, steps.forward, flops)
+    if gates is not None:
+        ends = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
+        of_ends = _define_backward(family, "ends_backward", ends.signature, ends, flops)
+        ops["ends"] = define_form(family, "ends", ends.signature, ends.forward, flops, of_ends)
+    return ops | {"backward": backward}
+
+
+def start_gradient(
+    signature: Signature[AnyInputs], backward: OpOverload
+) -> Callable[[AnyInputs, Tensor], Tensor]:
+    """The function `d_start` of a family, from the operator of its backward."""
+    mask = [x == "initial_state" for x in signature.differentiable]
+
+    def d_start(inputs: AnyInputs, do: Tensor) -> Tensor:
+        """The gradient of the state before each sequence that comes from its outputs.
+
+        An absent state is taken as zero. Only in the normaliser, which divides by what it reads, does the result
+        depend on the state.
+        """
+        if inputs.initial_state is None:
+            _, state = signature.fake(*inputs)
+            inputs = inputs._replace(initial_state=torch.zeros_like(state))
+        gradients = backward(*inputs, do, None, mask)
+        return gradients[mask.index(True)]
+
+    return d_start
+
+
+def define_form(
+    family: str,
+    form: str,
+    signature: Signature[Any],
+    eager: Callable[..., tuple[Tensor, ...]],
+    flops: Callable[..., int],
+    backward: OpOverload | None = None,
+) -> OpOverload:
+    load = partial(on_cuda, family, form, signature)
+    return define_op(
+        f"{family}_{form}",
+        f"({signature.arguments}) -> ({signature.results})",
+        eager=signature.flat(eager),
+        triton=load,
+        one_launch=None if form in ("chunk", "ends") else _has_one_token,
+        fake=signature.fake if form in ONE_KERNEL else _compiling(signature.fake, load),
+        backward=backward,
+        axes=signature.axes,
+        autocast=signature.autocast,
+        flops=flops,
+    )
+
+
+def _define_backward(
+    family: str, name: str, signature: Signature[Any], eager: Any, flops: Callable[..., int]
+) -> OpOverload:
+    """Only that of the forms has kernels. That of ends is PyTorch around it on every device.
+
+    It is an operator nevertheless, so that a graph of any length has one node for it.
+    """
+    load = partial(on_cuda, family, name, signature) if name == "backward" else None
+    fake = signature.fake_backward
+    return define_op(
+        f"{family}_{name}",
+        f"({signature.arguments}, {signature.arriving}, bool[] output_mask) -> ({signature.gradients})",
+        eager=signature.flat_backward(eager.backward),
+        triton=load,
+        fake=fake if load is None else _compiling(fake, load),
+        axes=signature.axes,
+        flops=lambda *args, **kwargs: 2 * flops(*args, **kwargs),
+    )
+
+
+def _has_one_token(x: Tensor, *_: Any) -> bool:
+    return always_true(x.shape[1] == 1)
+
+
+def matrix_state_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """The FLOPs of one write and one read of the state for each token, from the shapes of the arguments."""
+    B, T, HV, V = v
+    return 4 * B * T * HV * q[-1] * V
+
+
+@cache
+def on_cuda(family: str, form: str, signature: Signature[Any]) -> Replay:
+    """What CUDA runs for a form of a family, or for its backward, imported when it is first needed: it needs Triton."""
+    from flacompose.ops._launch.replay import Replay
+    from flacompose.ops._launch.warm_up import compile_ahead
+
+    function = getattr(import_module(f"flacompose.ops._recurrences.{family}.cuda"), form)
+    if form in ONE_KERNEL:
+        return Replay(signature.flat(function))
+    differentiable = len(signature.differentiable)
+    if form == "backward":
+        return Replay(compile_ahead(signature.flat_backward(function), differentiable))
+    backward = None if form == "ends" else on_cuda(family, "backward", signature).implementation
+    return Replay(compile_ahead(signature.flat(function), differentiable, backward))
+
+
+def _compiling(fake: Callable[..., Any], load: Callable[[], Replay]) -> Callable[..., Any]:
+    """`fake`, which also starts to compile the kernels for a GPU, while a graph with the operator is traced."""
+
+    def compiling_fake(*args: Any) -> Any:
+        x = args[0]
+        launches = CUDA and x.is_cuda and x.dtype is not torch.float64 and is_here(x.device)
+        if launches and runs_kernels(x.device.index) and not torch.compiler.is_exporting():
+            # What fails here fails again, and says so, when it is called.
+            with torch.cuda.device(x.device), suppress(Exception):
+                load().implementation.begin(args)
+        return fake(*args)
+
+    return compiling_fake

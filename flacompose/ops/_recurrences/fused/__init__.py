@@ -1,0 +1,1 @@
+"""Operators that compute in one kernel what would be many operations of PyTorch."""

@@ -1,0 +1,148 @@
+"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flacompose.ops._launch.launch import launch
+from flacompose.ops._launch.operands import block, by_token, operand, tile_count
+from flacompose.ops._launch.row_split import Segments
+from flacompose.ops._launch.sequences import Sequences
+from flacompose.ops._operators.signature import BackwardCall, Gradients
+from flacompose.ops._recurrences.fused.normalizer.inputs import Inputs
+from flacompose.ops._recurrences.fused.normalizer.kernels import (
+    normalizer_division_kernel,
+    normalizer_gradient_kernel,
+    normalizer_state_passing_kernel,
+    normalizer_token_kernel,
+)
+
+C = 64  # tokens of a chunk
+SWEEP_CONFIG = {"BK": 64, "STAGES": 3, "num_warps": 4}  # keys of a tile, pipeline stages, warps
+
+
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K])``."""
+    run = _Launches(inputs)
+    o, final_state = run.per_token(run.HV, run.V, dtype=inputs.x.dtype), run.per_sequence(run.HV, run.K)
+    run.divide(run.sweep(run.k, run.beta, operand(inputs.initial_state), final_state), o=o)
+    return run.batched(o), final_state
+
+
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    inputs, wanted = call.inputs, call.wanted_input
+    run = _Launches(inputs)
+    q, k, x, g, beta, floor, start = map(wanted, call.signature.differentiable)
+    heads = run.HV, run.K
+    dx = None if x is None else run.per_token(run.HV, run.V, dtype=x.dtype)
+    dg, dbeta, d_floor = (
+        None if y is None else run.per_token(run.HV, dtype=y.dtype) for y in (g, beta, floor)
+    )
+    dq, dk = (None if y is None else run.per_token(*heads, dtype=run.dtype_of_keys) for y in (q, k))
+    d_start = None if start is None else run.per_sequence(*heads, dtype=start.dtype)
+
+    states = run.sweep(run.k, run.beta, operand(inputs.initial_state))
+    dz = run.per_token(run.HV, dtype=torch.float32)
+    run.divide(states, do=operand(call.do), dx=dx, dz=dz, d_floor=d_floor)
+    if call.wants("q", "k", "g", "beta", "initial_state"):
+        d_states = run.sweep(run.q, dz, operand(call.arriving.final_state), d_start, reverse=True)
+    if call.wants("q", "k", "g", "beta"):
+        tensors = run.q, run.k, run.g, run.beta, dz, states, d_states, dq, dk, dg, dbeta
+        config = gradient_config(run.bfloat16, run.K)
+        launch(normalizer_gradient_kernel, (run.chunks * run.HV,), *tensors, **run.arguments, **config)
+    dx, dg, dbeta, d_floor = (None if y is None else run.batched(y) for y in (dx, dg, dbeta, d_floor))
+    return call.made(
+        q=run.summed_of_keys(dq),
+        k=run.summed_of_keys(dk),
+        x=dx,
+        g=dg,
+        beta=dbeta,
+        floor=d_floor,
+        initial_state=d_start,
+    )
+
+
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K])``, or ``[N, count, HV, K]`` states with `count` and `stride`."""
+    q, k, x, *others, cu_seqlens, scale, eps = inputs
+    rows, (HV, V), K = Sequences(q, cu_seqlens), x.shape[2:], q.shape[3]
+    o = rows.per_token(HV, V, dtype=x.dtype)
+    final_state = rows.per_sequence(*([] if count is None else [count]), HV, K)
+    (q, q_token), (k, k_token), (x, x_token) = map(by_token, (q, k, x))
+    tensors = q, k, x, *map(operand, others), o, final_state
+    launch(
+        normalizer_token_kernel, (rows.N * HV,), *tensors, **rows.arguments, scale=scale, eps=eps,
+        H=q.shape[2], HV=HV, K=K, V=V, q_token=q_token, k_token=k_token, x_token=x_token, count=count, stride=stride,
+        BK=block(K, 512), BV=block(V, 512),
+    )  # fmt: skip
+    return rows.batched(o), final_state
+
+
+steps = recurrent
+
+
+class _Launches(Sequences):
+    """The launches of the form in chunks and of the backward, for one call."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        q, _, x, *_, cu_seqlens, self.scale, self.eps = inputs
+        super().__init__(q, cu_seqlens, C)
+        (self.H, self.K), (self.HV, self.V) = q.shape[2:], x.shape[2:]
+        self.q, self.k, self.x, self.g, self.beta, self.floor = map(operand, inputs[:6])
+        self.bfloat16 = q.dtype == torch.bfloat16
+        self.sizes = {"H": self.H, "HV": self.HV, "K": self.K, "C": C}
+        self.arguments |= self.sizes | {"DOT": tl.bfloat16 if self.bfloat16 else tl.float32}
+        # Of the gradients of queries and keys, which are those of each head of `x`.
+        self.dtype_of_keys = q.dtype if self.H == self.HV else torch.float32
+        self.tiles = tile_count(self.K, SWEEP_CONFIG["BK"])
+        # A segment has 2,048 tokens at least, and so 64 times 32.
+        self.row = Segments(self, self.T // 32, self.HV * self.tiles, (self.HV, self.K), {"gk": "sum_g"})
+
+    def sweep(
+        self,
+        x: Tensor,
+        strength: Tensor,
+        initial: Tensor | None,
+        final: Tensor | None = None,
+        reverse: bool = False,
+    ) -> Tensor:
+        """The state before each chunk, ``[chunks, HV, K]``, or with `reverse` after it. Fills `final`."""
+        states = self.per_chunk(self.HV, self.K)
+        sweep = partial(self._sweep, x, strength, reverse)
+        sweep(initial=self.row.starts(sweep, initial), states=states, final=final)
+        return states
+
+    def _sweep(self, x: Tensor, strength: Tensor, reverse: bool, **tensors: Tensor | None) -> None:
+        given = dict.fromkeys(("initial", "states", "ends", "sum_g", "final")) | tensors
+        grid = (self.tiles * self.row.count * self.N * self.HV,)
+        sizes = self.positions | self.sizes | {"SEGMENTS": self.row.count, "REVERSE": reverse} | SWEEP_CONFIG
+        launch(normalizer_state_passing_kernel, grid, x, strength, self.g, **given, **sizes)
+
+    def divide(self, states: Tensor, **tensors: Tensor | None) -> None:
+        """Fill what is given of `o`, or of `dx`, `dz` and `d_floor`, which are made of `do`."""
+        given = dict.fromkeys(("do", "o", "dx", "dz", "d_floor")) | tensors
+        inputs = self.q, self.k, self.x, self.g, self.beta, self.floor, states
+        sizes = self.arguments | {"V": self.V, "scale": self.scale, "eps": self.eps}
+        config = division_config(self.bfloat16, self.K, self.V)
+        launch(normalizer_division_kernel, (self.chunks * self.HV,), *inputs, **given, **sizes, **config)
+
+    def summed_of_keys(self, dx: Tensor | None) -> Tensor | None:
+        """``[B, T, H, K]``, from the gradients of each head of `x`."""
+        if dx is None or self.H == self.HV:
+            return None if dx is None else self.batched(dx)
+        return self.batched(dx).unflatten(2, (self.H, -1)).sum(3)
+
+
+def division_config(bfloat16: bool, K: int, V: int) -> dict[str, int]:
+    """Block sizes of the key axis, which is contracted, and of the value axis; warps, pipeline stages."""
+    return {"BK": block(K, 128 if bfloat16 else 32), "BV": block(V, 64), "num_warps": 4, "num_stages": 2}
+
+
+def gradient_config(bfloat16: bool, K: int) -> dict[str, int]:
+    """Block size of the key axis, warps, pipeline stages."""
+    return {"BK": block(K, 128 if bfloat16 else 32), "num_warps": 4, "num_stages": 2}

@@ -1,0 +1,35 @@
+"""The registered ops of the normaliser: `inputs` lists their arguments, `eager` states the recurrence."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from flacompose.ops._parallel.form import across_ranks
+from flacompose.ops._parallel.transitions import Decay
+from flacompose.ops._recurrences.forms import define_ops, start_gradient
+from flacompose.ops._recurrences.fused.normalizer import eager
+from flacompose.ops._recurrences.fused.normalizer.inputs import SIGNATURE
+from flacompose.ops._recurrences.fused.normalizer.inputs import Inputs as Inputs  # for the public functions
+from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
+
+
+def _flops(q: Any, k: Any, x: Any, *_: Any, **__: Any) -> int:
+    """A write and a read of the state for each token, and one division for each element of the output."""
+    return 4 * prod(x[:-1]) * q[-1] + prod(x)
+
+
+_ops = define_ops("normalizer", SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
+recurrent, steps = _ops["recurrent"], _ops["steps"]
+d_start = start_gradient(SIGNATURE, _ops["backward"])
+
+
+def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
+    """What the tokens of each sequence do to a state: that of scalar decay with values of 1."""
+    decay, end = head_decay.stretch(eager.of_ones(inputs))
+    return Decay(tuple(x.squeeze(3) for x in decay.tensors)), end.squeeze(3)
+
+
+chunk = across_ranks(SIGNATURE, _ops["chunk"], _ops["backward"], stretch, d_start)

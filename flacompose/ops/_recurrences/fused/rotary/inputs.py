@@ -1,0 +1,39 @@
+"""What the op of the rotation takes and returns."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from torch import Tensor
+
+from flacompose.ops._operators.signature import Dtype, Signature
+
+
+class Inputs(NamedTuple):
+    """The arguments, in the order of the schema; HV is a multiple of H, and each token has R queries and keys."""
+
+    q: Annotated[Tensor, "B T R H S"]  # S is even
+    k: Annotated[Tensor, "B T R H S"]
+    v: Annotated[Tensor, "B T HV P"]
+    q_bias: Annotated[Tensor, "HV R S"]
+    k_bias: Annotated[Tensor, "HV R S"]
+    angle: Annotated[Tensor, "B T HV A"]  # in half turns, of the first A of S / 2 pairs
+    # What comes before the first token, zeros if absent
+    initial_k: Annotated[Tensor | None, "N R HV S"] = None
+    initial_v: Annotated[Tensor | None, "N HV P"] = None
+    cu_seqlens: Tensor | None = None  # [N + 1]
+    halves: bool = False  # whether number i of a key turns together with i + S / 2, not with its neighbour
+
+
+class Outputs(NamedTuple):
+    """The results."""
+
+    q_turned: Annotated[Tensor, "B T R HV S", Dtype("q")]
+    k_before: Annotated[Tensor, "B T R HV S", Dtype("k")]  # the turned keys of the token before
+    v_before: Annotated[Tensor, "B T HV P", Dtype("v")]
+    products: Annotated[Tensor, "B T HV R R"]  # of each query and each key of a token
+    last_k: Annotated[Tensor, "N R HV S", Dtype("k")]  # the turned keys of a sequence's last token
+    last_v: Annotated[Tensor, "N HV P", Dtype("v")]
+
+
+SIGNATURE = Signature(Inputs, Outputs)

@@ -1,0 +1,19 @@
+"""The registered op of the rotation: `inputs` lists its arguments, `eager` states what it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flacompose.ops._recurrences.forms import define_ops
+from flacompose.ops._recurrences.fused.rotary import eager
+from flacompose.ops._recurrences.fused.rotary.inputs import SIGNATURE
+from flacompose.ops._recurrences.fused.rotary.inputs import Inputs as Inputs  # for `ops/_mamba3.py`
+
+
+def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """For each number of a query and of a key a bias and its part of a turn; and the products."""
+    B, T, R, _, S = q
+    return B * T * v[2] * R * S * (8 + 2 * R)
+
+
+forward = define_ops("rotation", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]

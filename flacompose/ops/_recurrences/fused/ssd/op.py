@@ -1,0 +1,47 @@
+"""The registered op of Mamba-2's scan: `inputs` lists its arguments, `eager` states the recurrence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose._torch import is_exporting
+from flacompose.ops._parallel.ranks import sharing
+from flacompose.ops._recurrences.forms import define_ops, matrix_state_flops
+from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
+from flacompose.ops._recurrences.fused.ssd import eager
+from flacompose.ops._recurrences.fused.ssd.inputs import SIGNATURE, Inputs
+from flacompose.ops._recurrences.matrix.head_decay import op as head_decay
+from flacompose.ops._tensors.dtype import autocast_dtype
+
+# Of the states: what is read of a larger one is a sum over several programs, which is to be gated after it.
+LARGEST = 256
+
+
+def _flops(x: Any, dt: Any, A: Any, B: Any, C: Any, *_: Any, **__: Any) -> int:
+    return matrix_state_flops(C, B, x)
+
+
+operator = define_ops("ssd", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
+
+
+def ssd(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``.
+
+    On CUDA it is one operator, also in graphs, whose kernels compute all that surrounds the scan. Other devices,
+    exported graphs, and ranks that share the tokens, which hand on the state, compute the operations of PyTorch around
+    that of scalar decay. Autocast does not cast `x` in the skip.
+    """
+    x = inputs.x
+    kernels = x.is_cuda and x.dtype != torch.float64 and inputs.B.shape[3] <= LARGEST
+    if (
+        is_exporting()
+        or not kernels
+        or sharing() is not None
+        or autocast_dtype(x.device) not in (None, x.dtype)
+    ):
+        return eager.composed(inputs, head_decay.chunk, gated_skip)
+    o, final_state = operator(*inputs)
+    return o, final_state

@@ -1,0 +1,293 @@
+"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._launch import operands
+from flacompose.ops._launch.chip import Chip
+from flacompose.ops._launch.launch import launch
+from flacompose.ops._launch.operands import block, operand, operand_dtype, tile_count
+from flacompose.ops._launch.row_split import Segments
+from flacompose.ops._launch.sequences import MatrixSequences
+from flacompose.ops._operators.signature import BackwardCall, Gradients
+from flacompose.ops._recurrences.matrix.channel_decay import slots
+from flacompose.ops._recurrences.matrix.channel_decay.inputs import Inputs
+from flacompose.ops._recurrences.matrix.channel_decay.kernels import (
+    channel_decay_gated_axis_kernel,
+    channel_decay_plain_axis_kernel,
+    channel_decay_score_kernel,
+    channel_decay_state_passing_kernel,
+)
+from flacompose.ops._recurrences.matrix.gates_of_channels import C
+
+CHUNK = C.value
+
+
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    inputs = _with_probabilities(inputs)
+    chunks = _Launches(inputs)
+    o = chunks.per_token(
+        *inputs.v.shape[2:], dtype=torch.float32 if inputs.full_precision else inputs.v.dtype
+    )
+    final_state = chunks.state(torch.float32)
+    q, k, v = map(operand, inputs[:3])
+    S = chunks.states(k, v, inputs.initial_state, final_state)
+    if inputs.gv is None:
+        chunks.plain(q, k, v, S, o, for_gradient=False)
+    else:
+        chunks.gated(q, k, v, None, S, None, read=o)
+    return chunks.batched(o), final_state
+
+
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, H, K, V], sum_gk [N, H, K], sum_gv [N, H, V])``."""
+    chunks = _Launches(inputs)
+    return chunks.row.map(partial(chunks.sweep, operand(inputs.k), operand(inputs.v)))
+
+
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    inputs, d_final_state = _with_probabilities(call.inputs), call.arriving.final_state
+    q, k, v, gk, gv, u, initial_state, *_ = inputs
+    chunks = _Launches(inputs)
+    dq, dk, dv, dgk, dgv = (
+        None if x is None else chunks.per_token(*x.shape[2:], dtype=dtype or x.dtype)
+        for x, dtype in (
+            # The gradient of probabilities is float32: its terms cancel, and may be larger than float16 can hold.
+            (call.wanted_input("q"), torch.float32 if inputs.softmax else None),
+            *((call.wanted_input(name), None) for name in ("k", "v", "gk", "gv")),
+        )
+    )
+    start, of_u = call.wanted_input("initial_state"), call.wanted_input("u")
+    d_initial_state = None if start is None else chunks.state(start.dtype)
+    # By chunk, and zeros where there is none.
+    du = None if of_u is None else q.new_zeros(chunks.chunks + 1, *of_u.shape, dtype=torch.float32)
+    q, k, v, do = map(operand, (q, k, v, call.do))
+
+    S = dS = mild_k = mild_v = None
+    of_gates = dgk is not None or dgv is not None
+    if dq is not None or of_gates:
+        S = chunks.states(k, v, initial_state)
+    stored = dk is not None or dv is not None or of_gates
+    if stored or d_initial_state is not None:
+        dS = chunks.states(q, do, d_final_state, d_initial_state, stored=stored, reverse=True)
+    if gv is None and dv is not None:
+        mild_k = chunks.plain(k, q, do, dS, dv, reverse=True)
+    if gk is None and u is None:
+        if dq is not None:
+            mild_v = chunks.plain(do, v, k, S, dq, transpose=True)
+        if dk is not None:
+            mild_v = chunks.plain(v, do, q, dS, dk, reverse=True, transpose=True)
+    if gv is not None:
+        chunks.gated(q, k, v, do, S, dS, write=dv, dg2=dgv, mild=mild_v)
+    if gk is not None or u is not None:
+        chunks.gated(do, v, k, q, S, dS, read=dq, write=dk, dg2=dgk, du=du, mild=mild_k, transpose=True)
+
+    dq, dk, dv, dgk, dgv = (None if x is None else chunks.batched(x) for x in (dq, dk, dv, dgk, dgv))
+    if inputs.softmax and dq is not None:
+        dq = slots.softmax_gradient(call.inputs.q, dq)
+    du = None if du is None else du.sum(0)
+    return call.made(q=dq, k=dk, v=dv, gk=dgk, gv=dgv, u=du, initial_state=d_initial_state)
+
+
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``, or ``[N, count, H, K, V]`` with `count` and `stride`."""
+    return operands.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+steps = recurrent
+
+
+def _with_probabilities(inputs: Inputs) -> Inputs:
+    """`inputs`, with `q` replaced by its softmax where it is logits."""
+    q, v = inputs.q, inputs.v
+    return inputs._replace(q=slots.softmax(q, operand_dtype(v))) if inputs.softmax else inputs
+
+
+class _Launches(MatrixSequences):
+    """The launches of one call, and the gates and the bonus as they take them.
+
+    Each works along the value axis or, with `transpose`, along the key axis, with the gates of the axis that it
+    contracts and of the one that it writes. The bonus belongs to the key axis.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs.q, inputs.v, inputs.cu_seqlens, inputs.scale, CHUNK)
+        self.gk, self.gv, self.u = operand(inputs.gk), operand(inputs.gv), operand(inputs.u)
+        self.arguments["READ_BEFORE"] = inputs.u is not None
+        self.state_config = state_config(self.chip, self.bfloat16, self.K, self.V, self.gk is not None)
+        self.tiles = tile_count(self.K, self.state_config["BK"]) * tile_count(self.V, self.state_config["BV"])
+        state, gates = (self.H, self.K, self.V), {"gk": "sum_gk", "gv": "sum_gv"}
+        self.row = Segments(self, self.chunks_of_row, self.H * self.tiles, state, gates)
+
+    def sweep(self, a: Tensor, x: Tensor, reverse: bool = False, **tensors: Tensor | None) -> None:
+        """Launch `channel_decay_state_passing_kernel`, which fills what is given."""
+        absent = dict.fromkeys(("initial", "states", "ends", "sum_gk", "sum_gv", "final"))
+        given = {**absent, **tensors, "a": a, "x": x, "gk": self.gk, "gv": self.gv}
+        sizes = {"K": self.K, "V": self.V, "SEGMENTS": self.row.count, **self.state_config}
+        grid = (self.tiles * self.row.count * self.N * self.H,)
+        launch(channel_decay_state_passing_kernel, grid, **given, **self.arguments, **sizes, REVERSE=reverse)
+
+    def states(
+        self,
+        a: Tensor,
+        x: Tensor,
+        initial: Tensor | None,
+        final: Tensor | None = None,
+        stored: bool = True,
+        reverse: bool = False,
+    ) -> Tensor | None:
+        """The state before each chunk, ``[chunks, H, K, V]``, if `stored`; with `reverse`, backwards in time.
+
+        Fills `final`, if it is given.
+        """
+        sweep = partial(self.sweep, a, x, reverse)
+        initial = self.row.starts(sweep, operand(initial))
+        states = self.per_chunk_state() if stored else None
+        sweep(initial=initial, states=states, final=final)
+        return states
+
+    def score(
+        self, a: Tensor, b: Tensor, g: Tensor | None, u: Tensor | None, mild: Tensor | None = None
+    ) -> Tensor:
+        """``P[t, s] = scale * a_t . b_s`` within each chunk, decayed by `g`, or for ``s = t`` weighted by `u`.
+
+        Nothing for the chunks that are ``mild [chunks, H]``.
+        """
+        D = a.shape[-1]
+        P = self.per_chunk(self.H, CHUNK, CHUNK)
+        config = score_config(self.bfloat16, D)
+        launch(
+            channel_decay_score_kernel,
+            (self.chunks * self.H,),
+            a,
+            b,
+            g,
+            u,
+            P,
+            mild,
+            **self.arguments,
+            D=D,
+            **config,
+        )
+        return P
+
+    def plain(
+        self,
+        a: Tensor,
+        b: Tensor,
+        x: Tensor,
+        S: Tensor | None,
+        out: Tensor,
+        reverse: bool = False,
+        transpose: bool = False,
+        for_gradient: bool = True,
+    ) -> Tensor | None:
+        """Fill `out`, along an axis without gates. Returns which chunks of the other axis' gates are mild.
+
+        With `for_gradient` they are mild enough for the gradient of these gates too.
+        """
+        g, u = (self.gv, None) if transpose else (self.gk, self.u)
+        axes = self.axes(transpose)
+        config = plain_config(self.bfloat16, axes["D1"], axes["D2"])
+        grid = (tile_count(axes["D2"], config["BD2"]) * self.chunks * self.H,)
+        mild = None if g is None else self.per_chunk(self.H, dtype=torch.int8)
+        arguments = {**self.arguments, **axes, "REVERSE": reverse, "FOR_GRADIENT": for_gradient, **config}
+        for only_mild in (True,) if g is None else (True, False):
+            launch(
+                channel_decay_plain_axis_kernel,
+                grid,
+                a,
+                b,
+                x,
+                g,
+                u,
+                S,
+                out,
+                mild,
+                MILD=only_mild,
+                **arguments,
+            )
+        return mild
+
+    def gated(
+        self,
+        a: Tensor,
+        b: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        S: Tensor | None,
+        dS: Tensor | None,
+        read: Tensor | None = None,
+        write: Tensor | None = None,
+        dg2: Tensor | None = None,
+        du: Tensor | None = None,
+        mild: Tensor | None = None,
+        transpose: bool = False,
+    ) -> None:
+        """Fill what is given of `read`, `write`, `dg2` and `du`, along an axis with gates or a bonus.
+
+        `mild` is what `plain` has found of these gates; without it, each tile finds out for itself.
+        """
+        writes, reads = write is not None or dg2 is not None, read is not None or dg2 is not None
+        if not (writes or reads or du is not None):
+            return
+        g1, g2 = (self.gv, self.gk) if transpose else (self.gk, self.gv)
+        if g2 is None:  # there is a bonus, and no gate
+            g2 = torch.zeros_like(x)
+        axes = self.axes(transpose)
+        config = gated_config(self.bfloat16, axes["D1"], axes["D2"])
+        tiles = tile_count(axes["D2"], config["BD2"])
+        # Where only reads are wanted and one tile holds the whole axis, the kernel makes P itself for chunks whose
+        # gates are mild. The tile sees all gates of a chunk, so `mild` tells `score` which whole chunks to leave out.
+        fused = not writes and g1 is None and self.u is None and isinstance(tiles, int) and tiles == 1
+        P = None if fused else self.score(a, b, g1, None if transpose else self.u)
+        known = mild is not None
+        if mild is None:
+            mild = self.per_chunk(self.H, tiles, dtype=torch.int8)
+        tensors = {"a": a, "b": b, "x": x, "y": y, "g1": g1, "g2": g2, "u": self.u if transpose else None}
+        tensors |= {"S": S if reads else None, "dS": dS if writes else None}
+        tensors |= {"read": read, "write": write, "dg2": dg2, "du": du, "mild": mild}
+        grid = (tiles * self.chunks * self.H,)
+        arguments = {**self.arguments, **axes, "KNOWN": known, **config}
+        for only_mild in (True, False):
+            if fused and not only_mild:
+                P = self.score(a, b, None, None, mild)
+            launch(channel_decay_gated_axis_kernel, grid, P=P, **tensors, MILD=only_mild, **arguments)
+
+
+def state_config(chip: Chip, bfloat16: bool, K: int, V: int, has_gk: bool) -> dict[str, int]:
+    """Block sizes of the state, warps and pipeline stages.
+
+    Gates are worked on once for each tile of the other axis, which is therefore cut least.
+    """
+    if not bfloat16:
+        return {"BK": block(K, 32), "BV": block(V, 32), "num_warps": 4, "num_stages": 2}
+    BK, BV = (_cut(K), block(V, 128)) if has_gk else (block(K, 128), _cut(V))
+    return {"BK": BK, "BV": BV, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}
+
+
+def _cut(D: int) -> int:
+    return block(D, 64 if D > 64 else 32)
+
+
+def score_config(bfloat16: bool, D: int) -> dict[str, int]:
+    """Block size of the contracted axis, warps and pipeline stages."""
+    return {"BD": block(D, 64 if bfloat16 else 32), "num_warps": 4, "num_stages": 1 if bfloat16 else 2}
+
+
+def plain_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
+    """Block sizes of the contracted and the other axis, warps and pipeline stages."""
+    BD2, stages = (block(D2, 128), 3) if bfloat16 else (block(D2, 32), 2)
+    return {"BD1": block(D1, 32), "BD2": BD2, "num_warps": 4, "num_stages": stages}
+
+
+def gated_config(bfloat16: bool, D1: int, D2: int) -> dict[str, int]:
+    """As `plain_config`. Triton 3.6 miscompiles narrower tiles in bfloat16 on Hopper."""
+    BD1, BD2 = (64, 64) if bfloat16 else (block(D1, 32), block(D2, 32))
+    return {"BD1": BD1, "BD2": BD2, "num_warps": 4, "num_stages": 2}

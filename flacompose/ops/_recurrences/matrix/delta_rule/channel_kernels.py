@@ -1,0 +1,541 @@
+"""Triton kernels for the delta rule with a gate per channel: the pairs of each chunk, and the gradients.
+
+With such gates, `delta_channel_factor_kernel` takes the place of `pair_kernel` before the sweeps of `kernels`. The other two
+kernels make the gradients of queries, keys, `a`, beta and gates.
+
+Each token reads the state twice: by its key, or by `a` where that is given, before it writes and with the gradient
+``-dv``, and by its query, with the gradient ``do``. It writes ``u = beta r`` by its key. `S` is the state before a
+chunk, ``dS`` the gradient of the state after it, and ``D[t, s]`` the sum of the gates ``s + 1`` to `t`, one number for
+each channel. `delta_channel_product_gradient_kernel` makes the gradients of the products of queries and keys, without the factor beta.
+They are the same for all channels:
+
+    of_q[t, s] = scale * do_t . r_s  for s <= t        of_k[t, s] = -dv_t . r_s  for s < t
+
+`delta_channel_gradient_kernel` joins them with the vectors:
+
+    dq_t      = scale * exp(D[t, start]) S do_t + sum over s of beta_s of_q[t, s] exp(D[t, s]) k_s
+    dk_read_t =       - exp(D[t, start]) S dv_t + sum over s of beta_s of_k[t, s] exp(D[t, s]) k_s
+    written_s = exp(D[end, s]) dS r_s + sum over t of exp(D[t, s]) (of_q[t, s] q_t + of_k[t, s] a_t)
+    da_t      = dk_read_t        dk_s = beta_s written_s        dbeta_s = written_s . k_s
+
+Where `a` is the key, both of its gradients are added.
+
+The gradient of a gate is the sum of all of these terms whose exponents contain it, each multiplied by its query or key.
+As in vector decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates
+are mild, and where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and
+never a divisor.
+
+On Hopper, `hopper_channel_pairs` makes the pairs where gates are mild in blocks of 16 tokens. `hopper_channels` makes
+the gradients where they are mild in the chunk, and `hopper_channel_blocks` where they are so in blocks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import solve
+from flacompose.ops._recurrences.matrix.gates_of_channels import (
+    BLOCK_LEVELS,
+    LEVELS,
+    MILD_BOUND,
+    C,
+    from_block_middle,
+    from_middle,
+    in_local_sum,
+    in_same_block,
+    load_gates,
+    middle_sums,
+    rounded_dot,
+    select,
+    siblings,
+    size_of_gate,
+    size_of_sums,
+    tf32_rounded,
+)
+from flacompose.ops._tiles.blocks import (
+    bounded,
+    chunk_of_program,
+    dot,
+    dot_in_parts,
+    dot_of_parts,
+    fine_dot,
+    in_float32,
+    in_parts,
+    load_numbers,
+    load_state,
+    load_tile,
+    numbers_of_tile,
+    size_of_chunk,
+    store_tile,
+    tile_of_program,
+)
+
+
+@triton.jit
+def _mild_sums(gk, i, size, d, HV, K: tl.constexpr, DOT: tl.constexpr):
+    """The gates of channels `d`, their sums from a chunk's middle, and for each token the size that must be bounded."""
+    # Kept in float32 as well: rounding a number and widening it again takes slow instructions.
+    g = bounded(load_tile(gk, i, size, 0, d, HV, K)).to(tl.float32)
+    middle, _ = middle_sums(g.to(gk.dtype.element_ty), i[:, None], i[None, :], False, DOT)
+    return g, middle, tl.maximum(tl.max(tl.abs(middle), 1), tl.max(size_of_gate(g, DOT), 1))
+
+
+@triton.jit
+def _mild_pairs(
+    g,
+    middle,
+    q,
+    k,
+    a,
+    q_read,
+    k_read,
+    total,
+    of_q,
+    of_k,
+    i,
+    size,
+    d,
+    H,
+    HV,
+    K: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """`of_q` and `of_k` with the products of channels `d`, the keys that write, and the decay from the chunk's middle.
+
+    The queries and keys that read are stored, and so is `total`.
+    """
+    at_q = i, size, 0, d, H, K
+    at_g = i, size, 0, d, HV, K
+    early = tl.sum(tl.where(i[:, None] < C // 2, g, 0.0), 0)
+    late = tl.sum(tl.where(i[:, None] < C // 2, 0.0, g), 0)
+    tl.store(total + d, tl.exp(early + late), mask=d < K)
+    to_middle = tl.exp(middle)
+    from_start = tl.exp(early)[None, :]
+    k_ = load_tile(k, *at_q)
+    # Registers are scarce: the readers wait in shared memory for the writer.
+    reader = load_tile(q, *at_q) * to_middle
+    store_tile(q_read, reader * from_start, *at_g)
+    reader_q = in_parts(tl.trans(reader), DOT)
+    writer = k_ / to_middle
+    if a is None:
+        reader = k_ * to_middle
+    else:
+        reader = load_tile(a, *at_q) * to_middle
+    store_tile(k_read, reader * from_start, *at_g)
+    reader_k = in_parts(tl.trans(reader), DOT)
+    of_q = dot_of_parts(writer, reader_q, DOT, of_q)
+    of_k = dot_of_parts(writer, reader_k, DOT, of_k)
+    return of_q, of_k, writer, tl.exp(late)
+
+
+@triton.jit
+def _pairs(q, k, a, g, s, t, IN_BLOCKS: tl.constexpr, DOT: tl.constexpr):
+    """The products of `q` and of `a` with the keys `k` that write, at ``[s, t]``, decayed by any gates.
+
+    At each level of blocks the readers are the rows of odd blocks, and the writers those of even ones. With `IN_BLOCKS`
+    one product holds all pairs in blocks of 16 tokens, where gates are mild about their middle.
+    """
+    of_q = tl.where(s == t, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[:, None], 0.0)
+    of_a = tl.zeros([C, C], dtype=tl.float32)
+    first = 0
+    if IN_BLOCKS:
+        middle = select(from_block_middle(s, t), g, DOT)
+        if tl.max(tl.abs(middle)) < MILD_BOUND:
+            to_middle = tl.exp(middle)
+            writer = in_parts(k / to_middle, DOT)
+            within = in_same_block(s, t)
+            of_q = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(q * to_middle), DOT), DOT), 0.0)
+            of_a = tl.where(within, dot_in_parts(writer, in_parts(tl.trans(a * to_middle), DOT), DOT), 0.0)
+            first += BLOCK_LEVELS
+    for level in range(first, LEVELS):
+        weight = tl.exp(select(in_local_sum(s, t, level, False), g, DOT))
+        odd = ((s >> level) & 1) == 1
+        role = tl.where(odd, q, k) * weight
+        of_q += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
+        role = tl.where(odd, a, k) * weight
+        of_a += tl.where(siblings(s, t, level), fine_dot(role, tl.trans(role), DOT), 0.0)
+    return of_q, of_a
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def delta_channel_factor_kernel(
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    a,  # [tokens, H, K], the keys that read, if they are not `k`
+    beta,  # [tokens, HV]
+    gk,  # [tokens, HV, K]
+    W,  # [tokens, HV, K]
+    P,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed, in float32
+    q_read,  # [tokens, HV, K]
+    k_read,  # [tokens, HV, K]
+    total,  # [chunks, HV, K]
+    mild,  # [chunks, HV]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    KEEP: tl.constexpr,
+    MILD: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`.
+
+    It runs twice, for the chunks whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
+    both would need twice the registers. On Hopper another kernel comes first, and leaves chunks that are not mild in
+    blocks. There `IN_BLOCKS` is false, which takes less time to compile. With mild gates, all follows from the sums of
+    gates to the chunk's middle. The sums to the chunk's start and to its end differ from them by one number per
+    channel, the same for all tokens. With `KEEP` the keys that write, which are computed from these sums, are kept
+    until the last product, and otherwise computed again, as they are where gates are not mild.
+    """
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
+    if lo >= hi:
+        return
+    rh = row * HV + h
+    if not MILD:
+        if tl.load(mild + rh) != 0:
+            return
+    first = lo * HV + h
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
+    if a is not None:
+        a += of_keys
+    gk += first * K
+    W += first * K
+    q_read += first * K
+    k_read += first * K
+    total += rh * K
+    i = tl.arange(0, C)
+    s, t = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    # 1. What reads, and the products of pairs of tokens, if the gates are those of this launch.
+    # Rows are tokens that write, columns tokens that read. Their sums of gates are the same, as a token reads after its
+    # gate.
+    of_q = tl.zeros([C, C], dtype=tl.float32)
+    of_k = tl.zeros([C, C], dtype=tl.float32)
+    writers: tl.tuple = ()
+    to_end: tl.tuple = ()
+    if MILD and KEEP:
+        for d0 in tl.static_range(0, K, BK):
+            d = d0 + tl.arange(0, BK)
+            g, middle, largest = _mild_sums(gk, i, size, d, HV, K, DOT)
+            if not tl.max(largest) < MILD_BOUND:
+                tl.store(mild + rh, 0)  # the second launch overwrites what is stored until here
+                return
+            of_q, of_k, writer, late = _mild_pairs(
+                g, middle, q, k, a, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
+            )
+            writers += (in_parts(writer, DOT),)
+            to_end += (late,)
+    elif MILD:
+        # A loop, since its body for each of many blocks would not fit in the cache of instructions.
+        largest = tl.zeros([C], dtype=tl.float32)
+        for d0 in range(0, K, BK):
+            d = d0 + tl.arange(0, BK)
+            g, middle, of_block = _mild_sums(gk, i, size, d, HV, K, DOT)
+            largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
+            if tl.max(largest) < MILD_BOUND:
+                of_q, of_k, writer, late = _mild_pairs(
+                    g, middle, q, k, a, q_read, k_read, total, of_q, of_k, i, size, d, H, HV, K, DOT
+                )
+        if not tl.max(largest) < MILD_BOUND:
+            tl.store(mild + rh, 0)
+            return
+    else:
+        for d0 in range(0, K, BK):
+            d = d0 + tl.arange(0, BK)
+            at_q = i, size, 0, d, H, K
+            at_g = i, size, 0, d, HV, K
+            g = bounded(load_tile(gk, *at_g)).to(tl.float32)
+            g_ = g.to(gk.dtype.element_ty)
+            q_ = load_tile(q, *at_q)
+            k_ = load_tile(k, *at_q)
+            read = tl.exp(select(t <= s, g_, DOT))
+            store_tile(q_read, q_ * read, *at_g)
+            a_ = k_
+            if a is not None:
+                a_ = load_tile(a, *at_q)
+            store_tile(k_read, a_ * read, *at_g)
+            tl.store(total + d, tl.exp(tl.sum(g, 0)), mask=d < K)
+            of_block = _pairs(q_, k_, a_, g_, s, t, IN_BLOCKS, DOT)
+            of_q += of_block[0]
+            of_k += of_block[1]
+    if MILD:
+        tl.store(mild + rh, 1)
+    # 2. Y and P.
+    beta_i = load_numbers(beta, first, i, size, HV)
+    of_q = tl.where(s <= t, of_q * scale, 0.0)
+    weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
+    # 3. W.
+    if MILD and KEEP:
+        for tile in tl.static_range(0, (K + BK - 1) // BK):
+            d = tile * BK + tl.arange(0, BK)
+            written = dot_of_parts(weighted, writers[tile], DOT) * to_end[tile][None, :]
+            store_tile(W, written, i, size, 0, d, HV, K)
+    else:
+        for d0 in range(0, K, BK):
+            d = d0 + tl.arange(0, BK)
+            at_g = i, size, 0, d, HV, K
+            written = load_tile(k, i, size, 0, d, H, K) * tl.exp(select(t > s, load_gates(gk, *at_g), DOT))
+            store_tile(W, fine_dot(weighted, written, DOT), *at_g)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "scale"])
+def delta_channel_product_gradient_kernel(
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V]
+    pairs,  # [chunks, HV, 2, C, C]: `of_q` and `of_k`, without their diagonals
+    diagonal,  # [chunks, HV, C]: the diagonal of `of_q`
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    HV,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``of_q[t, s] = scale * do_t . r_s`` and ``of_k[t, s] = -dv_t . r_s`` for ``s < t``, and the former for ``s = t``.
+
+    For products in TF32 they are rounded here.
+    """
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, HV, cu_seqlens, C)
+    if lo >= hi:
+        return
+    first = (lo * HV + h) * V
+    i = tl.arange(0, C)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    of_q = tl.zeros([C, C], dtype=tl.float32)
+    of_k = tl.zeros([C, C], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d = v0 + tl.arange(0, BV)
+        r_ = tl.trans(load_tile(r + first, i, size, 0, d, HV, V))
+        of_q += dot(load_tile(do + first, i, size, 0, d, HV, V), r_, DOT)
+        of_k += dot(load_tile(dv + first, i, size, 0, d, HV, V), r_, DOT)
+    of_q *= scale
+    rh = row * HV + h
+    tl.store(diagonal + rh * C + i, tl.sum(tl.where(s == t, of_q, 0.0), 1))
+    pairs += rh * 2 * C * C + t * C + s
+    tl.store(pairs, tf32_rounded(tl.where(s < t, of_q, 0.0), DOT))
+    tl.store(pairs + C * C, tf32_rounded(tl.where(s < t, -of_k, 0.0), DOT))
+
+
+@triton.jit
+def of_state(x, S, size, HV, V: tl.constexpr, d, K: tl.constexpr, BV: tl.constexpr, DOT: tl.constexpr):
+    """``x S^T`` of ``x [C, V]`` and the rows `d` of ``S [K, V]``."""
+    out = tl.zeros([C, d.shape[0]], dtype=tl.float32)
+    for v0 in range(0, V, BV):
+        d2 = v0 + tl.arange(0, BV)
+        x_ = load_tile(x, tl.arange(0, C), size, 0, d2, HV, V)
+        out += dot(x_, load_state(S, d, d2, K, V), DOT)
+    return out
+
+
+@triton.jit
+def by_levels(
+    x,
+    writer,
+    g,
+    pairs,
+    d_reader,
+    written,
+    d_gates,
+    GATES: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr,
+    rest: tl.constexpr = 0,
+):
+    """Adds the pairs of readers `x` and `writer`, one product for each level of blocks, to the three gradients.
+
+    In it, readers are the rows of odd blocks, and writers those of even ones. What was rounded off of `pairs`, if it is
+    stored, begins `rest` elements after them.
+    """
+    t = tl.arange(0, C)[:, None]
+    s = tl.arange(0, C)[None, :]
+    for level in range(LEVELS):
+        odd = ((t >> level) & 1) == 1
+        weight = tl.exp(select(in_local_sum(t, s, level, READ_BEFORE), g, DOT))
+        role = tl.where(odd, x, writer)
+        # The pairs where a reader is the row, and their transpose where a writer is.
+        pair = pairs + tl.where(odd, t * C + s, s * C + t)
+        between = tl.load(pair, mask=siblings(t, s, level), other=0.0).to(tl.float32)
+        if rest != 0:
+            between += tl.load(pair + rest, mask=siblings(t, s, level), other=0.0).to(tl.float32)
+        out = weight * rounded_dot(between, tf32_rounded(role * weight, DOT), DOT)
+        d_reader += tl.where(odd, out, 0.0)
+        written += tl.where(odd, 0.0, out)
+        if GATES:
+            d_gates += select(in_local_sum(s, t, level, READ_BEFORE), role * out, DOT)
+    return d_reader, written, d_gates
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def delta_channel_gradient_kernel(
+    # One kernel makes the gradients of what reads and of what writes, because both take the same gates, states and
+    # pairs. So it has more than 25 parameters.
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    a,  # [tokens, H, K], the keys that read, if they are not `k`
+    beta,  # [tokens, HV]
+    gk,  # [tokens, HV, K]
+    r,  # [tokens, HV, V]
+    do,  # [tokens, HV, V]
+    dv,  # [tokens, HV, V]
+    pairs,  # [chunks, HV, 2, C, C], from `delta_channel_product_gradient_kernel` or, on Hopper, `channel_block_kernel`, as `diagonal` is
+    diagonal,  # [chunks, HV, C]
+    states,  # [chunks, HV, K, V], before each chunk
+    d_states,  # [chunks, HV, K, V], after it
+    dq,  # [tokens, HV, K]
+    dk,  # [tokens, HV, K]
+    da,  # [tokens, HV, K], if `a` is given
+    dbeta,  # [tokens, tiles of K, HV], to be added up
+    dgk,  # [tokens, HV, K]
+    mild,  # [chunks, HV, tiles of K]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    MILD: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The gradients of queries, keys, `beta` and, if given, of gates, for a chunk and a tile of channels.
+
+    It runs twice, for the tiles whose gates are mild (`MILD`), which it notes, and then for the others: one kernel for
+    both would need twice the registers. After the kernels for Hopper it runs for the others only. Registers are scarce,
+    so that queries and keys read one after the other, and inputs are loaded again rather than kept.
+    """
+    scale = in_float32(scale)
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, HV, cu_seqlens, C)
+    if lo >= hi:
+        return
+    rh = row * HV + h
+    mild += rh * tiles + tile
+    if not MILD:
+        if tl.load(mild) != 0:
+            return
+    i = tl.arange(0, C)
+    t, s = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    d = numbers_of_tile(tile, BK)
+    first = lo * HV + h
+    of_keys = (lo * H + h // (HV // H)) * K
+    q += of_keys
+    k += of_keys
+    key_reader = k
+    if a is not None:
+        key_reader = a + of_keys
+    gk += first * K
+    r += first * V
+    do += first * V
+    dv += first * V
+    at_q = i, size, 0, d, H, K
+    at_g = i, size, 0, d, HV, K
+    g = load_gates(gk, *at_g)
+    if MILD:
+        middle, middle_ = middle_sums(g, t, s, False, DOT)
+        is_mild = tl.max(tl.maximum(size_of_sums(middle, middle_), size_of_gate(g, DOT))) < MILD_BOUND
+        tl.store(mild, is_mild.to(tl.int8))
+        if not is_mild:
+            return
+    pairs += rh * 2 * C * C
+    diagonal += rh * C
+    states += rh * K * V
+    d_states += rh * K * V
+    beta_t = load_numbers(beta, first, i, size, HV)[:, None]
+
+    # 1. What keys write, through the state after the chunk, and the gates that decay the state before it.
+    written = of_state(r, d_states, size, HV, V, d, K, BV, DOT)
+    d_total = tl.zeros([BK], dtype=tl.float32)
+    if dgk is not None:
+        # Not in the loop of the product: Triton 3.6 overwrites what a product still reads where it is read twice.
+        for v0 in range(0, V, BV):
+            d2 = v0 + tl.arange(0, BV)
+            S = load_state(states, d, d2, K, V).to(tl.float32)
+            d_total += tl.sum(S * load_state(d_states, d, d2, K, V), 0)
+    d_total *= tl.exp(tl.sum(g.to(tl.float32), 0))
+
+    d_reader = tl.zeros([C, BK], dtype=tl.float32)
+    if MILD:
+        late = t >= C // 2
+        to_middle = tl.exp(middle)
+        writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)
+        from_start = tl.exp(tl.sum(tl.where(late, 0.0, g.to(tl.float32)), 0))[None, :]
+        written *= tl.exp(tl.sum(tl.where(late, g.to(tl.float32), 0.0), 0))[None, :]
+        # A row of `d_gates` is the gradient of the sum of gates from the middle to its token. The last early token has
+        # no gate in that sum, so its row holds what all early gates get; the last sum contains all late gates.
+        early_row = t == C // 2 - 1
+        d_gates = tl.where(early_row, d_total[None, :], 0.0)
+        d_gates += tl.where(t == C - 1, (d_total + tl.sum(writer * written, 0))[None, :], 0.0)
+    else:
+        from_start = tl.exp(select(s <= t, g, DOT))
+        written *= tl.exp(select(s > t, g, DOT))
+        d_gates = tl.zeros([C, BK], dtype=tl.float32) + d_total[None, :]
+        if dgk is not None:
+            d_gates += select(t > s, load_tile(k, *at_q) * beta_t * written, DOT)
+    # 2. What queries and keys read, through the state before the chunk and through its pairs. The latter add to what
+    # keys write.
+    for reader in range(2):
+        of_q = reader == 0
+        x = load_tile(q if of_q else key_reader, *at_q)
+        d_reader = of_state(do if of_q else dv, states, size, HV, V, d, K, BV, DOT)
+        d_reader *= (scale if of_q else -1.0) * from_start
+        of_pairs = pairs + reader * C * C
+        if MILD:
+            # A pair that a gate does not decay is added to its gradient and subtracted. Both times it is a product of
+            # the same rounded factors, so that it cancels.
+            x = tf32_rounded(x * to_middle, DOT)
+            if dgk is not None:
+                d_gates += tl.where(early_row, tl.sum(x * d_reader, 0)[None, :], 0.0)
+            d_reader += rounded_dot(tl.load(of_pairs + t * C + s), writer, DOT)
+            written += rounded_dot(tl.load(of_pairs + s * C + t), x, DOT)
+            if dgk is not None:
+                d_gates += tl.where(early_row, 0.0, x * d_reader)
+            d_reader *= to_middle
+        else:
+            if dgk is not None:
+                d_gates += select(t <= s, x * d_reader, DOT)
+            k_beta = load_tile(k, *at_q) * beta_t
+            d_reader, written, d_gates = by_levels(
+                x, k_beta, g, of_pairs, d_reader, written, d_gates, dgk is not None, False, DOT
+            )
+        if of_q:
+            # No gate decays the pair of a token with itself. It joins last, here and below: it would drown the others
+            # in the gate's gradient.
+            k_beta = load_tile(k, *at_q) * beta_t
+            store_tile(dq + first * K, d_reader + tl.load(diagonal + i)[:, None] * k_beta, *at_g)
+    # 3. The gradients of gates, keys and `beta`.
+    if MILD:
+        if dgk is not None:
+            writer = tf32_rounded(load_tile(k, *at_q) * beta_t * tl.exp(-middle), DOT)
+            d_gates -= tl.where(early_row, 0.0, writer * written)
+            sums = tl.where((s == C // 2 - 1) & (t < C // 2), 1.0, from_middle(s, t))
+            d_gates = select(sums, d_gates, DOT)
+        written *= tl.exp(-middle)
+    if dgk is not None:
+        store_tile(dgk + first * K, d_gates, *at_g)
+    written += tl.load(diagonal + i)[:, None] * load_tile(q, *at_q)
+    d_beta = tl.sum(written * load_tile(k, *at_q), 1)
+    tl.store(dbeta + (lo * tiles + tile) * HV + h + i * tiles * HV, d_beta, mask=i < size)
+    if a is None:
+        store_tile(dk + first * K, d_reader + written * beta_t, *at_g)
+    else:
+        store_tile(dk + first * K, written * beta_t, *at_g)
+        store_tile(da + first * K, d_reader, *at_g)

@@ -1,0 +1,90 @@
+"""What CUDA runs, in float32, bfloat16 and float16: launches of the Triton kernels, in their order."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flacompose.ops._launch import operands
+from flacompose.ops._launch.launch import launches_into_graph
+from flacompose.ops._launch.operands import operand
+from flacompose.ops._operators.signature import BackwardCall, Gradients
+from flacompose.ops._recurrences.matrix.delta_rule.gradient_launches import GradientLaunches, Swept
+from flacompose.ops._recurrences.matrix.delta_rule.inputs import NORM_EPS, Inputs
+from flacompose.ops._recurrences.matrix.delta_rule.launches import Launches
+
+
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    return Launches(inputs, forward=True).chunk(inputs.v.dtype)
+
+
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
+    return Launches(inputs._replace(initial_state=None)).map()
+
+
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    wants, inputs = call.wants, call.inputs
+    of_channels = inputs.gk is not None
+    by_writes = wants("k", "a", "beta", "g", "gk")
+    by_reads = by_writes or wants("q")
+    by_states = by_writes or (of_channels and by_reads)
+    rule = GradientLaunches(inputs, with_r=by_reads)
+    do, d_final_state = operand(call.do), operand(call.arriving.final_state)
+    start = call.wanted_input("initial_state")
+    d_initial_state = None if start is None else rule.state(start.dtype)
+    is_joint = by_writes and rule.has_joint_kernel(do)
+    reverses = by_states or wants("v", "initial_state")
+    both_ways = by_reads and reverses and rule.sweeps_at_once and not is_joint
+    r = S = dS = dv = None
+    made: dict[str, Tensor] = {}
+    if by_reads:
+        r = rule.scratch(rule.HV, rule.V)
+        S = rule.per_chunk_state()
+    if by_reads and not both_ways:
+        rule.sweep(r=r, states=S)
+        rule.factors["Y"] = None  # gives its memory back for what follows
+    if is_joint:
+        assert r is not None and S is not None
+        outputs, d_sums, d_total = rule.reverse_gradients(do, d_final_state, r, S, d_initial_state)
+        made["v"] = rule.batched(r)
+        S = None  # gives its memory back for the sums that follow
+        made |= rule.added_up(rule.of_key_heads(outputs, wants))
+        made |= rule.gate_gradient(d_sums, d_total, wants("g"))
+        return call.made(**made, initial_state=d_initial_state)
+    if reverses:
+        dS = rule.per_chunk_state() if by_states else None
+        dv = rule.place_of_dv(both_ways)
+        made["v"] = rule.batched(dv)
+        backwards = {"dv": dv, "d_states": dS, "d_initial": d_initial_state}
+        if both_ways:
+            rule.sweep_both_ways(do, d_final_state, r=r, states=S, **backwards)
+        else:
+            rule.reverse(do, d_final_state, **backwards)
+    rule.free_sweep_memory()
+    if by_reads:
+        swept = Swept(do, r, dv, S, dS)
+        if of_channels:
+            made |= rule.channel_gradients(swept, gates=wants("g", "gk"))
+            if wants("g"):
+                made["g"] = made["gk"].sum(-1)
+        else:
+            made |= rule.gradients(swept, gates=wants("g"))
+    return call.made(**made, initial_state=d_initial_state)
+
+
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or ``[N, count, HV, K, V]`` with `count` and `stride`."""
+    return operands.recurrent(**inputs._asdict(), delta_rule=True, count=count, stride=stride)
+
+
+steps = recurrent
+
+
+def update(inputs: Inputs, normalize: int) -> tuple[Tensor, Tensor]:
+    """`recurrent`, which in a graph writes the new state where the old one was. It may divide by norms first."""
+    eps = NORM_EPS if normalize else None
+    return operands.recurrent(
+        **inputs._asdict(), delta_rule=True, norm_eps=eps, in_place=launches_into_graph()
+    )

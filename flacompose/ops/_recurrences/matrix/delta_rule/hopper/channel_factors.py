@@ -1,0 +1,279 @@
+"""The kernel of pairs of `channel_kernels` for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys.
+
+It computes the chunks whose gates are mild in blocks of 16 tokens, as all gates from -5 to 0 are. The product of a key
+that writes and of what reads it is decayed by all gates between them. The reader, in shared memory, has those from the
+middle of its own block. The key, in registers, has the rest: those to its own block's middle, and those from there to
+the middle of the reader's block, which are other ones for each block of readers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
+
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.gates import (
+    BLOCKS,
+    MILD,
+    MILD_IN_BLOCKS,
+    TABLE,
+    decayed,
+    from_block_middle,
+    left_by,
+    load_gates,
+    per_block,
+    row_of,
+    size_of_gate,
+    sums_of_halves,
+    table,
+)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
+    begin_product,
+    inverse,
+    joined,
+    left_parts,
+    multiply,
+    products,
+    rows,
+)
+from flacompose.ops._recurrences.matrix.gates_of_channels import BLOCK, MILD_BOUND, C
+from flacompose.ops._tiles import blocks
+from flacompose.ops._tiles.hopper import (
+    arrived,
+    barrier,
+    copy,
+    make_visible,
+    reinterpret,
+    rows_of,
+    selected,
+    store,
+    store_parts,
+    sum_of_parts,
+    tile_of_program,
+)
+
+bounded = gluon.jit(blocks.bounded.fn)
+
+# The kinds of sums of gates that the tokens of a block have in common. The first ones are from its middle to the middle
+# of each block of readers, or nothing if that is not a later one. The others are from the chunk's start to the block's
+# middle, from there to the chunk's end, of the whole chunk, and from the chunk's middle to the block's.
+FROM_START = gl.constexpr(BLOCKS.value)
+TO_END = gl.constexpr(BLOCKS.value + 1)
+OF_CHUNK = gl.constexpr(BLOCKS.value + 2)
+FROM_MIDDLE = gl.constexpr(BLOCKS.value + 3)
+KINDS = gl.constexpr(BLOCKS.value + 4)
+# A reader before its block's middle is multiplied by up to exp(45), and the key by as little as exp(-45) in return,
+# besides what the gates between both leave. Keys are raised by this for readers of other blocks, so that float32 can
+# hold them, and the products are lowered again. Sums of products of up to 3e20 still fit.
+RAISED = gl.constexpr(2.0**60)
+ROOT_OF_RAISED = gl.constexpr(2.0**30)
+
+
+@gluon.constexpr_function
+def _sign_in_sum(half, kind, block):
+    """With which sign the gates of a half of a block, from 0 to 7, are in the sum of this `kind` of `block`."""
+    middle = 2 * block + 1
+    if kind == FROM_START.value:
+        return int(half < middle)
+    if kind == TO_END.value:
+        return int(half >= middle)
+    if kind == OF_CHUNK.value:
+        return 1
+    if kind == FROM_MIDDLE.value:
+        return int(BLOCKS.value <= half < middle) - int(middle <= half < BLOCKS.value)
+    return int(middle <= half < 2 * kind + 1)
+
+
+@gluon.jit
+def _store_tables(tables_s, halves_s):
+    """For each kind and block the root of what the gates of the sum leave, `RAISED` to other blocks, for `decayed`.
+
+    For `OF_CHUNK` it is all that they leave, and for `FROM_MIDDLE` the sum itself.
+    """
+    sums = sums_of_halves(halves_s, _sign_in_sum, KINDS)
+    row = gl.arange(0, KINDS * BLOCKS, gl.SliceLayout(1, sums.type.layout))[:, None]
+    kind = row // BLOCKS
+    left = left_by(gl.where(kind < OF_CHUNK, 0.5 * sums, sums))
+    left *= gl.where((kind < BLOCKS) & (kind != row % BLOCKS), ROOT_OF_RAISED, 1.0)
+    tables = reinterpret(tables_s, gl.float32, sums.shape, TABLE)
+    tables.store(gl.where(kind == FROM_MIDDLE, sums, left))
+
+
+@gluon.jit
+def _from_chunk_middle(middle, tables_s):
+    """The sums of gates from the chunk's middle, of those from the middles of blocks, cut into blocks."""
+    of_blocks = per_block(middle, BLOCK)
+    return of_blocks + tables_s.index(FROM_MIDDLE).load(gl.SliceLayout(1, of_blocks.type.layout))[:, None, :]
+
+
+@gluon.jit
+def _product(keys, readers_s, first: gl.constexpr, block: gl.constexpr, zeros):
+    """Begin the product of keys with the readers of a block, whose parts are the `first` and the next."""
+    high_s = readers_s.index(first).slice(block * BLOCK, BLOCK).permute((1, 0))
+    low_s = readers_s.index(first + 1).slice(block * BLOCK, BLOCK).permute((1, 0))
+    return begin_product(keys, (high_s, low_s), zeros)
+
+
+@gluon.jit
+def _pairs(writer, tables_s, readers_s, block: gl.constexpr):
+    """The products of all keys with the queries and with the keys that read of one block.
+
+    Those of keys that come after the reader mean nothing, and may be infinite.
+    """
+    OUT: gl.constexpr = products(BLOCK)
+    zeros = gl.zeros([writer.shape[0], BLOCK], gl.float32, OUT)
+    keys = left_parts(decayed(writer, tables_s.index(block)), OUT)
+    of_q = _product(keys, readers_s, 0, block, zeros)
+    of_a = _product(keys, readers_s, 2, block, zeros)
+    of_q, of_a = warpgroup_mma_wait(0, [of_q, of_a])
+    s = gl.arange(0, writer.shape[0], gl.SliceLayout(1, OUT))[:, None]
+    lowered = gl.where(s // BLOCK == block, 1.0, 1.0 / RAISED)
+    return of_q * lowered, of_a * lowered
+
+
+@gluon.jit
+def _all_pairs(writer, tables_s, readers_s):
+    """The products of all keys with all queries and all keys that read, ``[s, t]``."""
+    of_q_0, of_a_0 = _pairs(writer, tables_s, readers_s, 0)
+    of_q_1, of_a_1 = _pairs(writer, tables_s, readers_s, 1)
+    of_q_2, of_a_2 = _pairs(writer, tables_s, readers_s, 2)
+    of_q_3, of_a_3 = _pairs(writer, tables_s, readers_s, 3)
+    of_q = joined(joined(of_q_0, of_q_1), joined(of_q_2, of_q_3))
+    return of_q, joined(joined(of_a_0, of_a_1), joined(of_a_2, of_a_3))
+
+
+@gluon.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def hopper_channel_factor_kernel(
+    # The parameters of the kernel of this name in `channel_kernels`, with the same meanings but for `mild`.
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    a,  # [tokens, H, K]
+    beta,  # [tokens, HV]
+    gk,  # [tokens, HV, K]
+    W,  # [tokens, HV, K]
+    P,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed, in float32
+    q_read,  # [tokens, HV, K]
+    k_read,  # [tokens, HV, K]
+    total,  # [chunks, HV, K]
+    mild,  # [chunks, HV]: `MILD`, `MILD_IN_BLOCKS`, or 0 for a chunk that is left to Triton's kernel
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: gl.constexpr,
+):
+    """Fills `W`, `P`, `q_read`, `k_read`, `total` and, if given, `Y`, of chunks whose gates are mild in blocks.
+
+    It notes of each chunk whether its gates are mild, mild in blocks alone, or neither, and leaves the last to Triton's
+    kernel.
+    """
+    of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
+    h = hk * (HV // H) + of_group
+    if lo >= hi:
+        return
+    size = gl.minimum(hi - lo, C).to(gl.int32)
+    rh = row * HV + h
+    first = lo * HV + h
+    of_keys = (lo * H + hk) * K
+    of_gates = first * K
+    L: gl.constexpr = products(K)
+    ROWS: gl.constexpr = rows_of(K, gl.num_warps())
+    OF_K: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    OF_PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    # A gate of -inf may be in no sum from a block's middle, and still decay what other blocks have.
+    g = bounded(load_gates(gk + of_gates, HV * K, size, ROWS, C, K))
+    qk_s = gl.allocate_shared_memory(gl.bfloat16, [2, C, K], OF_K)
+    q_s, k_s = qk_s.index(0), qk_s.index(1)
+    # Both parts of queries, and of keys that read. Before them, gates are here and the sums of halves of blocks, and
+    # after the pairs what follows.
+    readers_s = gl.allocate_shared_memory(gl.bfloat16, [4, C, K], OF_K)
+    tables_s = gl.allocate_shared_memory(gl.float32, [KINDS, BLOCKS, K], TABLE)
+    copy(k_s, k + of_keys, H * K, size)
+    copy(q_s, q + of_keys, H * K, size)
+    commit_group()
+    s = gl.arange(0, C, gl.SliceLayout(1, L))[:, None]
+    t = gl.arange(0, C, gl.SliceLayout(0, L))[None, :]
+
+    # 1. The sums of gates, and whether they are mild.
+    PARTS: gl.constexpr = 2 if g.dtype == gl.float32 else 1
+    store_parts(readers_s, g.to(gl.float32), PARTS)
+    make_visible()
+    middle = selected(from_block_middle(s, t), readers_s, gl.zeros([C, K], gl.float32, L), PARTS)
+    is_mild = gl.max(gl.max(gl.abs(middle), 1), 0) < MILD_BOUND
+    if not is_mild:
+        gl.store(mild + rh, 0)
+        arrived(0)
+        return
+    halves_s = reinterpret(readers_s.index(2), gl.float32, [C // (4 * BLOCKS), 2 * BLOCKS, K], TABLE).index(0)
+    # A thread has all tokens of half a block.
+    HALVES: gl.constexpr = gl.BlockedLayout([BLOCK // 2, 8], [256 // K, K // 8], [4, 1], [1, 0])
+    if PARTS == 1:
+        g = readers_s.index(0).load(HALVES).to(gl.float32)
+    else:
+        g = sum_of_parts(readers_s, HALVES)
+    halves_s.store(gl.sum(per_block(g, BLOCK // 2), 1))
+    _store_tables(tables_s, halves_s)
+    ROW: gl.constexpr = table(1)
+    d = gl.arange(0, K, gl.SliceLayout(0, ROW))[None, :]
+    gl.store(total + rh * K + d, row_of(tables_s.index(OF_CHUNK), 0, ROW))
+    of_gate = size_of_gate(gl.max(gl.max(gl.abs(g), 1), 0), gl.bfloat16)
+    of_sums = gl.max(gl.max(gl.max(gl.abs(_from_chunk_middle(middle, tables_s)), 2), 1), 0)
+    gl.store(mild + rh, gl.where(gl.maximum(of_gate, of_sums) < MILD_BOUND, MILD, MILD_IN_BLOCKS).to(gl.int8))
+
+    # 2. What reads, from its block's middle and from the chunk's start. And what writes, up to its block's middle.
+    arrived(0)
+    # A loop, because all instructions of this kernel have to fit in their cache.
+    for reader in range(2):
+        to = q_read
+        if reader == 1:
+            to = k_read
+        x_s = q_s
+        if a is None:
+            x_s = qk_s.index(reader)
+        x = x_s.load(L).to(gl.float32) * left_by(middle)
+        store_parts(readers_s, x, 2, 2 * reader)
+        q_s.store(decayed(x, tables_s.index(FROM_START)).to(gl.bfloat16))
+        store(to + of_gates, q_s.load(ROWS), HV * K, size)
+        if a is not None:
+            if reader == 0:
+                barrier()
+                copy(q_s, a + of_keys, H * K, size)
+                commit_group()
+                arrived(0)
+    writer = k_s.load(L).to(gl.float32) * left_by(-middle)
+    make_visible()
+
+    # 3. The products of pairs of tokens. Rows are tokens that write, columns tokens that read.
+    of_q, of_k = _all_pairs(writer, tables_s, readers_s)
+    barrier()  # a warp waits for its own products, and what all of them have read is overwritten
+    store_parts(readers_s, decayed(writer, tables_s.index(TO_END)))
+    PAIRS: gl.constexpr = products(C)
+    s = gl.arange(0, C, gl.SliceLayout(1, PAIRS))
+    t = gl.arange(0, C, gl.SliceLayout(0, PAIRS))
+    beta_s = gl.load(beta + first + s * HV, mask=s < size, other=0.0).to(gl.float32)
+    weights = (beta_s * scale.to(gl.float32))[:, None]
+    pairs_s = reinterpret(readers_s, gl.bfloat16, [4 * K // C, C, C], OF_PAIRS)
+    OF_Q: gl.constexpr = 2 * K // C
+    store_parts(pairs_s, gl.where(s[:, None] <= t[None, :], of_q * weights, 0.0), 2, OF_Q)
+    make_visible()
+
+    # 4. Y and P.
+    solved = inverse(gl.where(s[:, None] < t[None, :], of_k * beta_s[:, None], 0.0))
+    at = rh * C * C
+    if Y is not None:
+        gl.store(Y + at + s[:, None] * C + t[None, :], solved)
+    beta_t = gl.load(beta + first + t * HV, mask=t < size, other=0.0).to(gl.float32)
+    store(
+        P + at,
+        multiply(solved, (pairs_s.index(OF_Q), pairs_s.index(OF_Q + 1)), gl.zeros([C, C], gl.float32, PAIRS)),
+        C,
+        C,
+    )
+
+    # 5. W.
+    written = multiply(solved * beta_t[None, :], rows(readers_s, 0, C), gl.zeros([C, K], gl.float32, L))
+    store(W + of_gates, written, HV * K, size)

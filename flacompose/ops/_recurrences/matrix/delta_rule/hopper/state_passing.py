@@ -1,0 +1,358 @@
+"""The sweep forwards in time for Hopper, in Gluon: of bfloat16, for heads of 64 and 128 keys and values.
+
+`hopper_state_passing_kernel` of `kernels` takes the matrices W and P of each chunk, which have to be written and read. This one takes
+Y alone, and of the triangular matrix only half: with ``A[t, s] = q_t . k_s``, decayed by the gates between, it computes
+
+    e = v - k_read S        u = diag(beta) Y e        o = scale * (q_read S + A u)        S <- total S + k_write^T u
+
+Where keys are alike, most of what these products add up cancels, so e, Y, u and A are in two parts.
+
+The state and all that is computed are transposed here too. Each left factor is then the result of the product before,
+in the same registers, and right factors lie in shared memory. So threads wait for others only between two chunks. The
+product of queries and keys, which no state is needed for, is made a chunk ahead, while products with the state wait.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from flacompose.ops._recurrences.matrix.delta_rule import kernels
+from flacompose.ops._tiles import blocks
+from flacompose.ops._tiles.hopper import arrived, async_load, barrier, parts, rows_of
+
+split_program = gluon.jit(blocks.split_program.fn)
+is_idle = gluon.jit(blocks.is_idle.fn)
+chunks_of_segment = gluon.jit(blocks.chunks_of_segment.fn)
+chunks_of_sweep = gluon.jit(kernels.chunks_of_sweep.fn)
+
+# For how many chunks there is room. What comes for a later one takes the place of what no thread needs any more: keys
+# are needed to the end of a chunk, and queries and values until all threads have waited there.
+K_STAGES, Q_STAGES, V_STAGES = gl.constexpr(4), gl.constexpr(3), gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def _products(width, warps):
+    """Results of tensor cores: each group of four warps has 64 rows of `width` numbers."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
+
+
+@gluon.constexpr_function
+def _pairs(C, warps):
+    """Results that have 64 rows: groups of four warps share out the columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, warps // 4], [16, 4 * C // warps, 16])
+
+
+@gluon.jit
+def _size_of(chunk, tokens, stop, C: gl.constexpr):
+    """How many of a sequence's `tokens` a chunk has: none from chunk `stop` on, which is not swept."""
+    return gl.where(chunk < stop, gl.minimum(tokens - chunk * C, C), 0)
+
+
+@gluon.jit
+def _rows(x, chunk, stride, size, C: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr):
+    """Pointers to the first `D` numbers of the rows of a chunk, and which of them it has.
+
+    No offsets of rows within a chunk are left for a register to keep, of which none is free.
+    """
+    i = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
+    d = gl.arange(0, D, gl.SliceLayout(0, ROWS))[None, :]
+    return x + (chunk * C + i).to(gl.int64) * stride + d, (i < size) & (d < D)
+
+
+@gluon.jit
+def _copy_rows(to, x, chunk, stride, size):
+    ROWS: gl.constexpr = rows_of(to.shape[1], gl.num_warps())
+    at, inside = _rows(x, chunk, stride, size, to.shape[0], to.shape[1], ROWS)
+    async_load(to, at, mask=inside)
+
+
+@gluon.jit
+def _store_rows(x, rows_s, chunk, stride, size):
+    ROWS: gl.constexpr = rows_of(rows_s.shape[1], gl.num_warps())
+    at, inside = _rows(x, chunk, stride, size, rows_s.shape[0], rows_s.shape[1], ROWS)
+    gl.store(at, rows_s.load(ROWS), mask=inside)
+
+
+@gluon.jit
+def _load_numbers(beta, sums, chunk, size, HV, C: gl.constexpr):
+    """``beta``, the sums of gates and their total, of a chunk of `size` tokens; zeros if it has none."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    i = gl.arange(0, C, L)
+    beta = gl.load(beta + (chunk * C + i).to(gl.int64) * HV, mask=i < size, other=0.0).to(gl.float32)
+    sum = gl.zeros([C], gl.float32, L)
+    total = 0.0
+    if sums is not None:
+        sums += chunk.to(gl.int64) * HV * C
+        sum = gl.load(sums + i, mask=i < C * (size > 0), other=0.0)
+        total = gl.load(sums + C - 1, mask=size > 0, other=0.0)
+    return beta, sum, total
+
+
+@gluon.jit
+def _store_numbers(numbers_s, slot, beta, sum, total):
+    """What the tokens of a chunk are multiplied by: the decays from its start and to its end, and `beta`."""
+    numbers_s[0].index(slot).store(gl.exp2(sum))
+    numbers_s[1].index(slot).store(gl.exp2(total - sum))
+    numbers_s[2].index(slot).store(beta)
+    numbers_s[3].index(slot).store(sum)
+
+
+@gluon.jit
+def _load_inverse(Y, chunk, size, HV, C: gl.constexpr):
+    """What `inverse_kernel` has stored of a chunk, and zeros of one without tokens."""
+    ROWS: gl.constexpr = rows_of(C, gl.num_warps())
+    s = gl.arange(0, C, gl.SliceLayout(1, ROWS))[:, None]
+    t = gl.arange(0, C, gl.SliceLayout(0, ROWS))[None, :]
+    return gl.load(
+        Y + chunk.to(gl.int64) * HV * C * C + s * C + t, mask=(s < C * (size > 0)) & (t < C), other=0.0
+    )
+
+
+@gluon.jit
+def _store_inverse(Y_s, slot, Y):
+    """The larger and the smaller parts, the latter transposed, in two matrices that products take."""
+    ROWS: gl.constexpr = Y.type.layout
+    s = gl.arange(0, Y.shape[0], gl.SliceLayout(1, ROWS))[:, None]
+    t = gl.arange(0, Y.shape[1], gl.SliceLayout(0, ROWS))[None, :]
+    zero = gl.zeros(Y.shape, gl.bfloat16, ROWS)
+    Y_s[0].index(slot).store(gl.where(s <= t, Y, zero))
+    Y_s[1].index(slot).store(gl.where(s > t, Y, zero))
+
+
+@gluon.jit
+def _products_of_pairs(k_s, q_s, no_pairs):
+    """Begin the products of the keys of a chunk, in rows, and its queries."""
+    return warpgroup_mma(k_s, q_s.permute((1, 0)), no_pairs, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _sums_of_pairs(sums_s, L: gl.constexpr):
+    """The sums of gates of the tokens that rows are of, and of those that columns are of."""
+    return sums_s.load(gl.SliceLayout(1, L)), sums_s.load(gl.SliceLayout(0, L))
+
+
+@gluon.jit
+def _decayed_pairs(of_q, sums, scale):
+    """``scale`` times the products of keys, in rows, and later queries, decayed by the gates between them, in parts."""
+    L: gl.constexpr = of_q.type.layout
+    s = gl.arange(0, of_q.shape[0], gl.SliceLayout(1, L))[:, None]
+    t = gl.arange(0, of_q.shape[1], gl.SliceLayout(0, L))[None, :]
+    between = sums[0][:, None] - sums[1][None, :]
+    return parts(gl.where(s <= t, of_q * (gl.exp2(-gl.abs(between)) * scale), 0.0))
+
+
+@gluon.jit
+def _multiply(x, y, smaller, acc, USE_ACC: gl.constexpr = True):
+    """Begin ``acc + x @ y`` for float32 `x`, in two parts, and `y` stored, in one or with its `smaller` part."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    high, low = parts(x)
+    high, low = gl.convert_layout(high, LEFT), gl.convert_layout(low, LEFT)
+    acc = warpgroup_mma(low, y, acc, use_acc=USE_ACC, is_async=True)
+    if smaller is not None:
+        acc = warpgroup_mma(high, smaller, acc, is_async=True)
+    return warpgroup_mma(high, y, acc, is_async=True)
+
+
+@gluon.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
+def hopper_state_passing_kernel(
+    # Parameters have the meanings that they have in the kernel of this name in `kernels`, but for Y, and for `beta`.
+    q,  # [tokens, HK, K]
+    k,  # [tokens, HK, K]
+    v,  # [tokens, HV, V]; from token to token it is v_token elements, a multiple of 8
+    beta,  # [tokens, HV]
+    sums,  # [chunks, HV, C]
+    Y,  # [chunks, HV, C, C], as `inverse_kernel` stores it
+    growth,  # [chunks, HV]
+    initial,  # [SEGMENTS, N, HV, K, V], before each segment
+    o,  # [tokens, HV, V]
+    ends,  # [SEGMENTS, N, HV, K, V], after each segment
+    final,  # [N, HV, K, V]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    HK,
+    HV,
+    SEGMENTS,
+    v_token,
+    K: gl.constexpr,
+    V: gl.constexpr,
+    C: gl.constexpr,
+    IDENTITY: gl.constexpr,
+    RESTARTS: gl.constexpr,
+):
+    """Forwards in time: fills what is given of `o`, `ends` and `final`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    L: gl.constexpr = _products(C, WARPS)
+    OF_STATE: gl.constexpr = _products(K, WARPS)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, L, 2)
+    PAIRS: gl.constexpr = _pairs(C, WARPS)
+    TOKENS: gl.constexpr = gl.SliceLayout(0, L)
+    scale = scale.to(gl.float32)
+    v_token = v_token // 8 * 8  # so that Triton knows that it copies 16 bytes at a time
+    h, ns, _ = split_program(HV, N * SEGMENTS)
+    segment = ns // N
+    if is_idle(segment, SEGMENTS, ends, o is not None):
+        return
+    nh = ns % N * HV + h
+    hk = h // (HV // HK)
+    lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
+
+    # 1. The chunks that are swept, and the state before them.
+    if growth is not None:
+        growth += row0 * HV
+    ASKING: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    ranges = (
+        gl.arange(0, 64, gl.BlockedLayout([1], [32], [WARPS], [0])),
+        gl.arange(0, kernels.ASKED, gl.SliceLayout(1, ASKING)),
+        gl.arange(0, kernels.HEADS, gl.SliceLayout(0, ASKING)),
+    )
+    begin, stop, is_last, one = chunks_of_sweep(
+        growth, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ends is not None, IDENTITY, RESTARTS
+    )
+    dv = gl.arange(0, V, gl.SliceLayout(1, OF_STATE))[:, None]
+    dk = gl.arange(0, K, gl.SliceLayout(0, OF_STATE))[None, :]
+    at_state = dk * V + dv
+    at_end = (ns * HV + h) * K * V
+    if IDENTITY:
+        S = gl.where(dv == dk, one, 0.0)
+    elif initial is None:
+        S = gl.zeros([V, K], gl.float32, OF_STATE)
+    else:
+        S = gl.load(initial + at_end + at_state).to(gl.float32)
+
+    # 2. What is there before the first chunk. Each part is an array of its own: between two stores to one array, Triton
+    # has all threads wait.
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, K], gl.bfloat16)
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, V], gl.bfloat16)
+    SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C, C], gl.bfloat16)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [K_STAGES, C, K], KEYS)
+    v_s = gl.allocate_shared_memory(gl.bfloat16, [V_STAGES, C, V], VALUES)
+    Y_s = (
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARE),
+        gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARE),
+    )
+    numbers_s = (
+        gl.allocate_shared_memory(gl.float32, [2, C], LINE),
+        gl.allocate_shared_memory(gl.float32, [2, C], LINE),
+        gl.allocate_shared_memory(gl.float32, [2, C], LINE),
+        gl.allocate_shared_memory(gl.float32, [2, C], LINE),
+    )
+    q_s, o_s, A_s = k_s, v_s, Y_s
+    if o is not None:
+        q_s = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES, C, K], KEYS)
+        o_s = gl.allocate_shared_memory(gl.bfloat16, [1, C, V], VALUES)
+        A_s = (
+            gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARE),
+            gl.allocate_shared_memory(gl.bfloat16, [2, C, C], SQUARE),
+        )
+    zeros = gl.zeros([V, C], gl.float32, L)
+    no_pairs = gl.zeros([C, C], gl.float32, PAIRS)
+    begin, stop, tokens = begin.to(gl.int32), stop.to(gl.int32), (hi - lo).to(gl.int32)
+    of_head = h * V
+    k += (lo * HK + hk) * K
+    beta += lo * HV + h
+    Y += (row0 * HV + h) * C * C
+    if sums is not None:
+        sums += (row0 * HV + h) * C
+    if v is not None:
+        v += lo * v_token + of_head
+    if o is not None:
+        q += (lo * HK + hk) * K
+        o += lo * HV * V + of_head
+    of_chunk, of_next = 1.0, 1.0
+    for i in gl.static_range(3):
+        chunk = begin + i
+        size = _size_of(chunk, tokens, stop, C)
+        _copy_rows(k_s.index(chunk % K_STAGES), k, chunk, HK * K, size)
+        if o is not None:
+            _copy_rows(q_s.index(chunk % Q_STAGES), q, chunk, HK * K, size)
+        if i < 2:
+            if v is not None:
+                _copy_rows(v_s.index(chunk % V_STAGES), v, chunk, v_token, size)
+            beta_, sum, total = _load_numbers(beta, sums, chunk, size, HV, C)
+            _store_numbers(numbers_s, chunk % 2, beta_, sum, total)
+            of_chunk, of_next = of_next, gl.exp2(total)
+        if i == 0:
+            _store_inverse(Y_s, chunk % 2, _load_inverse(Y, chunk, size, HV, C))
+        commit_group()
+    if o is not None:
+        arrived(2)
+        of_q = _products_of_pairs(k_s.index(begin % K_STAGES), q_s.index(begin % Q_STAGES), no_pairs)
+        of_q = warpgroup_mma_wait(0, [of_q])
+        high, low = _decayed_pairs(of_q, _sums_of_pairs(numbers_s[3].index(begin % 2), PAIRS), scale)
+        A_s[0].index(begin % 2).store(high)
+        A_s[1].index(begin % 2).store(low)
+
+    for chunk in range(begin, stop):
+        this, other = chunk % 2, (chunk + 1) % 2
+        k_ = k_s.index(chunk % K_STAGES)
+        arrived(1)  # all but what is for the chunk after the next
+
+        # 3. What keys and queries read of the state, and e.
+        S_ = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+        e = warpgroup_mma(S_, k_.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if o is not None:
+            out = warpgroup_mma(
+                S_, q_s.index(chunk % Q_STAGES).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
+            _store_rows(o, o_s.index(0), chunk - 1, HV * V, gl.where(chunk > begin, C, 0))
+        from_start = numbers_s[0].index(this).load(TOKENS)[None, :]
+        e = -warpgroup_mma_wait(0 if o is None else 1, [e]) * from_start
+        if v is not None:
+            e += v_s.index(this).permute((1, 0)).load(L).to(gl.float32)
+
+        # 4. u. Meanwhile, what the next chunk needs.
+        u = _multiply(e, Y_s[0].index(this), Y_s[1].index(this).permute((1, 0)), zeros, False)
+        if o is not None:
+            out = warpgroup_mma_wait(3, [out]) * (from_start * scale)
+            of_q = _products_of_pairs(
+                k_s.index((chunk + 1) % K_STAGES), q_s.index((chunk + 1) % Q_STAGES), no_pairs
+            )
+        S *= of_chunk
+        Y_ = _load_inverse(Y, chunk + 1, _size_of(chunk + 1, tokens, stop, C), HV, C)
+        size = _size_of(chunk + 2, tokens, stop, C)
+        beta_, sum, total = _load_numbers(beta, sums, chunk + 2, size, HV, C)
+        u = warpgroup_mma_wait(0 if o is None else 1, [u])
+        u *= numbers_s[2].index(this).load(TOKENS)[None, :]
+
+        # 5. The outputs and the state after the chunk.
+        if o is not None:
+            out = _multiply(u, A_s[0].index(this), A_s[1].index(this), out)
+        u *= numbers_s[1].index(this).load(TOKENS)[None, :]
+        S = _multiply(u, k_, None, S)
+
+        # 6. What other threads read, and copies, in the place of what they have read.
+        if o is not None:
+            out, of_q = warpgroup_mma_wait(2, [out, of_q])
+            sums_ = _sums_of_pairs(numbers_s[3].index(other), PAIRS)
+        barrier()
+        if o is not None:
+            o_s.index(0).permute((1, 0)).store(out.to(gl.bfloat16))
+            high, low = _decayed_pairs(of_q, sums_, scale)
+            A_s[0].index(other).store(high)
+            A_s[1].index(other).store(low)
+        _store_inverse(Y_s, other, Y_)
+        _store_numbers(numbers_s, this, beta_, sum, total)
+        of_chunk, of_next = of_next, gl.exp2(total)
+        if v is not None:
+            _copy_rows(v_s.index(this), v, chunk + 2, v_token, size)
+        size = _size_of(chunk + 3, tokens, stop, C)
+        _copy_rows(k_s.index((chunk + 3) % K_STAGES), k, chunk + 3, HK * K, size)
+        if o is not None:
+            _copy_rows(q_s.index(chunk % Q_STAGES), q, chunk + 3, HK * K, size)
+        commit_group()
+        S = warpgroup_mma_wait(0, [S])
+    if o is not None:
+        if begin < stop:
+            barrier()
+            _store_rows(o, o_s.index(0), stop - 1, HV * V, _size_of(stop - 1, tokens, stop, C))
+    if ends is not None:
+        gl.store(ends + at_end + at_state, S)
+    if final is not None:
+        if is_last:
+            gl.store(final + nh * K * V + at_state, S)

@@ -1,0 +1,710 @@
+"""Triton kernels for the delta rule: the pairs of each chunk, and a sweep over the chunks in either direction.
+
+Within a chunk that begins with the state S, ``r_t = v_t - S'^T a_t``, what a value differs by from the one that is read
+in its place, solves ``(I + A diag(beta)) r = e`` with ``e = v - k_read S``. Here ``A[t, s]`` is the product of the
+reading key ``a`` of token `t`, mostly its key, and the key of ``s < t``, decayed by the gates between them, and
+`k_read` are the reading keys, decayed by the gates since the chunk's start. (Where ``a`` reads S before its decay, not
+S', the sums of gates of a reading key end at the token before it.) So what the chunk adds to the state and to
+the outputs is linear in ``e``:
+
+    r = Y e, with Y = (I + A diag(beta))^-1        W = Y^T diag(beta) k_write        P = scale * (q . k) diag(beta) Y
+
+`delta_factor_kernel` makes these matrices for all chunks at once. Then both sweeps have two products one after the other in a
+chunk. `delta_state_passing_kernel` goes from chunk to chunk, the state in registers:
+
+    e = v - k_read S          o = scale * q_read S + P e          S <- total S + W^T e
+
+`delta_backward_state_passing_kernel` goes backwards in time, dS being the gradient of the state after a chunk:
+
+    dv = P^T do + W dS        dS <- total dS + scale * q_read^T do - k_read^T dv
+
+Where other keys `b` write what the reading ones read, as in the family of low rank, which makes the matrices for it,
+the same kernels compute
+
+    u = k_read S            o = scale * q_read S + P v            S <- total S + b^T u + W^T v
+    dv = P^T do + W dS      du = b dS                             dS <- total dS + scale * q_read^T do + k_read^T du
+
+and in the place of r the sum ``u + Y v``.
+
+Both hold the state, and all that they compute, transposed (`[V, K]`): the result of each product is then the left
+factor of the next, and stays in registers.
+
+A long row is cut into segments, which are swept at the same time. One sweep before that begins every segment at zero,
+and another one at the identity matrix, which shows what the segment does to any state. From the two, `delta_join_kernel`
+computes the state that each segment begins at.
+
+Where gates of heads are strong, a segment's end has forgotten the segment's start. So `delta_factor_kernel` also makes the
+`growth` of each chunk, the logarithm of a bound of what it multiplies a state by, and those two sweeps go only as far
+back from the end, or on from the start, as something of a state is left.
+
+A row that is too short for two more sweeps over all of it is cut into segments too, if a sweep is given as `SEGMENTS`
+that `RESTARTS`. Where the last `ASKED` chunks of a segment forget, in all heads, what is before them, the next segment
+has programs of its own, which begin with what those chunks reach from zero. Where they do not, the programs of the
+segment go on through the next one.
+
+A gate of a head scales whole rows, so it is applied to the products with the state. A gate of a channel is in `k_read`
+and `q_read` themselves, which `channel_pair_kernel` stores: it takes the place of `delta_factor_kernel` there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flacompose.ops._recurrences.matrix.gates_of_channels import siblings
+from flacompose.ops._recurrences.matrix.gates_of_heads import (
+    decayed_pairs,
+    decayed_pairs_before,
+    decayed_rows,
+    decays_of_reads,
+)
+from flacompose.ops._tiles.blocks import (
+    chunks_of_segment,
+    dot,
+    dot_of_parts,
+    find_segment,
+    find_sequence,
+    fine_dot,
+    in_float32,
+    in_parts,
+    is_idle,
+    load_numbers,
+    load_tile,
+    numbers_of_tile,
+    size_of_chunk,
+    split_dot,
+    split_program,
+    store_tile,
+    tile_of_program,
+)
+
+BLOCK = tl.constexpr(16)  # tokens of the blocks that are inverted side by side
+# What multiplies a state by at most 2 to this power leaves nothing of one below 2^43 that float32 can hold.
+FORGOTTEN = tl.constexpr(-193.0)
+# How many chunks of a segment are asked whether they forget a state, where sweeps restart. Those that do are swept
+# twice, so a segment that needs more of them gains little by a restart.
+ASKED = tl.constexpr(16)
+HEADS = tl.constexpr(64)  # the most heads of a row in which sweeps restart, as all of them are asked
+
+
+@triton.jit
+def inverse(upper, DOT: tl.constexpr):
+    """``(I + upper)^-1``, where only the part of `upper` above the diagonal counts.
+
+    From the inverses of diagonal blocks of 1, 2, 4, ... tokens. As in substitution, no intermediate result is
+    much larger than the inverses themselves. A power series would lose all digits where keys are alike.
+    """
+    C: tl.constexpr = upper.shape[0]
+    N: tl.constexpr = C // BLOCK
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
+    between_16 = in_parts(tl.where(siblings(i, j, 4) & (i < j), upper, 0.0), DOT)
+    between_32 = in_parts(tl.where(siblings(i, j, 5) & (i < j), upper, 0.0), DOT)
+    # Up to blocks of 16 tokens, one such product for each is enough.
+    own = (tl.arange(0, N)[:, None] == tl.arange(0, N)[None, :])[:, None, :, None]
+    blocks = tl.sum(tl.where(own, tl.reshape(upper, [N, BLOCK, N, BLOCK]), 0.0), 2)
+    s = tl.arange(0, BLOCK)[None, :, None]
+    t = tl.arange(0, BLOCK)[None, None, :]
+    Y = tl.where(s == t, 1.0, 0.0) - tl.where(siblings(s, t, 0) & (s < t), blocks, 0.0)
+    for level in range(1, 4):
+        between = tl.where(siblings(s, t, level) & (s < t), blocks, 0.0)
+        Y -= fine_dot(fine_dot(Y, between, DOT), Y, DOT)
+    Y = tl.reshape(tl.where(own, Y[:, :, None, :], 0.0), [C, C])
+    Y -= fine_dot(dot_of_parts(Y, between_16, DOT), Y, DOT)
+    if C > 32:
+        Y -= fine_dot(dot_of_parts(Y, between_32, DOT), Y, DOT)
+    return Y
+
+
+@triton.jit
+def solve(of_q, of_k, beta, P, Y, DOT: tl.constexpr):
+    """Solves the triangular system of a chunk: stores `P` and, if given, `Y`, and returns ``(diag(beta) Y)^T``.
+
+    ``of_q[s, t]`` and ``of_k[s, t]`` are the products of the key that writes at token s with the query and the key that
+    read at token t.
+    """
+    C: tl.constexpr = of_k.shape[0]
+    at = tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :]
+    of_q = in_parts(of_q, DOT)
+    solved = inverse(of_k * beta[:, None], DOT)
+    if Y is not None:
+        tl.store(Y + at, solved)
+    solved *= beta[None, :]
+    tl.store(P + at, dot_of_parts(solved, of_q, DOT).to(P.dtype.element_ty))
+    return solved
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HV", "scale"])
+def delta_factor_kernel(
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    a,  # [tokens, H, K], the keys that read; `k` if it is None
+    beta,  # [tokens, HV]
+    sums,  # [chunks, HV, C], running sums of the gates of heads, as `gate_kernel` of scalar decay gives them
+    rest,  # [chunks, HV, C]
+    W,  # [tokens, HV, K]
+    P,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed, in float32
+    growth,  # [chunks, HV], as `forgets` takes it, with `sums` and without `a`
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HV,
+    K: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Fills `W`, `P` and, if given, `Y` and `growth`."""
+    scale = in_float32(scale)
+    # The heads of values that share queries and keys are neighbours, so that these are read from memory once.
+    of_group, row, hk, lo, hi = tile_of_program(HV // H, T, N, H, cu_seqlens, C)
+    h = hk * (HV // H) + of_group
+    if lo >= hi:
+        return
+    rh = row * HV + h
+    first = lo * HV + h
+    of_keys = (lo * H + hk) * K
+    i = tl.arange(0, C)
+    s, t = i[:, None], i[None, :]
+    size = size_of_chunk(lo, hi, C)
+    beta_i = load_numbers(beta, first, i, size, HV)
+    # 1. The products of pairs of tokens, decayed by the gates between them.
+    # Rows are tokens that write, columns tokens that read.
+    of_q = tl.zeros([C, C], dtype=tl.float32)
+    of_k = tl.zeros([C, C], dtype=tl.float32)
+    of_itself = tl.zeros([C], dtype=tl.float32)
+    for d0 in range(0, K, BK):
+        d = d0 + tl.arange(0, BK)
+        q_ = load_tile(q + of_keys, i, size, 0, d, H, K)
+        k_ = load_tile(k + of_keys, i, size, 0, d, H, K)
+        of_q += dot(k_, tl.trans(q_), DOT)
+        a_ = k_ if a is None else load_tile(a + of_keys, i, size, 0, d, H, K)
+        of_k += dot(k_, tl.trans(a_), DOT)
+        if growth is not None:
+            # Not the diagonal of `of_k`: Triton 3.6 does not compile its sum for Blackwell.
+            of_itself += tl.sum(k_.to(tl.float32) * k_.to(tl.float32), 1)
+    of_q = tl.where(s <= t, of_q * scale, 0.0)
+    if sums is not None:
+        sums += rh * C
+        if rest is not None:
+            rest += rh * C
+        between = decayed_pairs(sums, rest, C)
+        of_q *= between
+        if READ_BEFORE:
+            between = decayed_pairs_before(sums, rest, C, 1)
+        of_k *= between
+    if growth is not None:
+        # A token multiplies a state by exp(g) (I - beta k k^T), whose norm is exp(g) max(1, |1 - beta k . k|).
+        along_key = tl.abs(1.0 - beta_i * of_itself)
+        total = tl.load(sums + C - 1)
+        if rest is not None:
+            total += tl.load(rest + C - 1)
+        tl.store(growth + rh, total + tl.sum(tl.log2(tl.maximum(along_key, 1.0)), 0))
+    # 2. Y and P.
+    weighted = solve(of_q, of_k, beta_i, P + rh * C * C, None if Y is None else Y + rh * C * C, DOT)
+    if sums is not None:
+        from_start, to_end, of_chunk = decayed_rows(sums, rest, C)
+        weighted *= to_end[None, :]
+    # 3. W.
+    for d0 in range(0, K, BK):
+        d = d0 + tl.arange(0, BK)
+        written = split_dot(weighted, load_tile(k + of_keys, i, size, 0, d, H, K), DOT)
+        store_tile(W + first * K, written, i, size, 0, d, HV, K)
+
+
+@triton.jit
+def _load_transposed(x, token, end, stride, d, D):
+    """``[d, token]`` of one head of ``x [tokens, H, D]``, its tokens `stride` elements apart, in float32."""
+    at = x + (token * stride)[None, :] + d[:, None]
+    return tl.load(at, mask=(token < end)[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_transposed(x, value, token, end, h, d, H, D):
+    at = x + (token * H + h)[None, :] * D + d[:, None]
+    tl.store(at, value.to(x.dtype.element_ty), mask=(token < end)[None, :] & (d < D)[:, None])
+
+
+@triton.jit
+def _of_part(part: tl.constexpr, dv, K, V, BK: tl.constexpr):
+    """Of a part of the key axis, the channels ``[BK]``, and offsets and mask of ``[dv, channels]`` in ``[K, V]``."""
+    dk = part * BK + tl.arange(0, BK)
+    return dk, dv[:, None] + dk[None, :] * V, (dv < V)[:, None] & (dk < K)[None, :]
+
+
+@triton.jit
+def _load_parts(x, dv, K: tl.constexpr, V, BK: tl.constexpr):
+    """``x [K, V]`` transposed, a tile ``[dv, BK]`` for each part of the key axis; zeros if it is absent."""
+    parts = ()
+    for part in tl.static_range((K + BK - 1) // BK):
+        if x is None:
+            tile = tl.zeros([dv.shape[0], BK], tl.float32)
+        else:
+            _, at, inside = _of_part(part, dv, K, V, BK)
+            tile = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        parts += (tile,)
+    return parts
+
+
+@triton.jit
+def _store_parts(x, parts, dv, K: tl.constexpr, V, BK: tl.constexpr):
+    for part in tl.static_range((K + BK - 1) // BK):
+        _, at, inside = _of_part(part, dv, K, V, BK)
+        tl.store(x + at, parts[part].to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _read_parts(
+    x,
+    y,
+    parts,
+    states,
+    size,
+    H,
+    dv,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``S x_t`` and, if `y` is given, ``S y_t``, as ``[dv, tokens]``, of one head of ``x`` and ``y [tokens, H, K]``.
+
+    The state in `parts` is stored in `states`, if these are given. All is done part by part, so that the registers hold
+    one part at a time in the dtype of products.
+    """
+    i = tl.arange(0, C)
+    of_x = tl.zeros([dv.shape[0], C], dtype=tl.float32)
+    of_y = tl.zeros([dv.shape[0], C], dtype=tl.float32)
+    for part in tl.static_range((K + BK - 1) // BK):
+        dk, at, inside = _of_part(part, dv, K, V, BK)
+        if states is not None:
+            tl.store(states + at, parts[part].to(states.dtype.element_ty), mask=inside)
+        of_x += dot(parts[part], tl.trans(load_tile(x, i, size, 0, dk, H, K)), DOT)
+        if y is not None:
+            of_y += dot(parts[part], tl.trans(load_tile(y, i, size, 0, dk, H, K)), DOT)
+    return of_x, of_y
+
+
+@triton.jit
+def forgets(growth, HV, begin, stop, turns, REVERSE: tl.constexpr):
+    """The fewest of the chunks `begin` to `stop`, counted from the last, that forget a state, and whether any do.
+
+    The state after them is then, in float32, what they reach from zero. ``growth [chunks, HV]``, of one head, has the
+    base-2 logarithm of a bound of the norm of the matrix by which each chunk multiplies a state. With `REVERSE` chunks
+    are counted from the first. If not even all of them forget, their number is returned.
+
+    `turns` are the numbers of chunks that are looked at together, from 0 on.
+    """
+    chunks = stop - begin
+    count = chunks + 1
+    before = 0.0
+    for first in range(0, chunks, turns.shape[0]):
+        i = first + turns
+        chunk = begin + i if REVERSE else stop - 1 - i
+        of_chunk = tl.load(growth + chunk * HV, mask=i < chunks, other=0.0)
+        is_enough = before + tl.cumsum(of_chunk, 0) <= FORGOTTEN
+        count = tl.minimum(count, tl.min(tl.where(is_enough, i + 1, chunks + 1), 0))
+        before += tl.sum(of_chunk, 0)
+    return tl.minimum(count, chunks), count <= chunks
+
+
+@triton.jit
+def all_forget(growth, HV, begin, stop, ranges, REVERSE: tl.constexpr):
+    """Whether the last `ASKED` of a segment's chunks `begin` to `stop` forget the states of all heads.
+
+    With `REVERSE` the first ones are asked. ``growth [chunks, HV]`` is that of all heads, and `ranges` are as in
+    `chunks_of_sweep`. A growth that is NaN does not keep a head. Such a head passes its NaN on all the same: `forgets`
+    does not hold for it, so that all of the segment is swept for its end.
+    """
+    _, asked, heads = ranges
+    chunk = ((begin if REVERSE else tl.maximum(begin, stop - ASKED)) + asked)[:, None]
+    is_head = heads < HV
+    of_chunks = tl.load(
+        growth + chunk * HV + heads[None, :], mask=(chunk < stop) & is_head[None, :], other=0.0
+    )
+    is_kept = is_head & (tl.sum(of_chunks, 0) > FORGOTTEN)
+    return tl.max(is_kept.to(tl.int32), 0) == 0
+
+
+@triton.jit
+def chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, REVERSE: tl.constexpr):
+    """The chunks that the program of a segment sweeps where sweeps restart, and whether it sweeps the last segment.
+
+    ``growth [chunks, HV]`` is that of all heads, from the row's first chunk on. A program sweeps nothing unless all
+    heads forget in the segment before its own: the program of an earlier segment goes on through it. Otherwise it
+    sweeps from its own segment to the end of the next one in which all heads forget. All heads have to, because a row
+    is done only when its slowest head is.
+    """
+    turn = (SEGMENTS - 1 - segment if REVERSE else segment).to(tl.int32)
+    starts = turn == 0
+    last = SEGMENTS - 1
+    for i in range(tl.maximum(turn - 1, 0), SEGMENTS - 1):
+        begin, stop = find_segment(SEGMENTS - 1 - i if REVERSE else i, SEGMENTS, chunks)
+        forgotten = all_forget(growth, HV, begin, stop, ranges, REVERSE)
+        starts |= forgotten & (i < turn)
+        last = tl.where(forgotten & (i >= turn), tl.minimum(last, i), last)
+    begin, stop = find_segment(segment, SEGMENTS, chunks)
+    if REVERSE:
+        begin, _ = find_segment(SEGMENTS - 1 - last, SEGMENTS, chunks)
+        begin = tl.where(starts, begin, stop)
+    else:
+        _, stop = find_segment(last, SEGMENTS, chunks)
+        stop = tl.where(starts, stop, begin)
+    return begin, stop, starts & (last == SEGMENTS - 1)
+
+
+@triton.jit
+def chunks_that_count(growth, h, HV, begin, stop, ranges, REVERSE: tl.constexpr, RESTARTS: tl.constexpr):
+    """How many chunks of a segment, `begin` to `stop`, a sweep from zero takes to find what head `h` has at its end.
+
+    With `REVERSE`, what it has at its start. Also whether these chunks forget every state before them. Where sweeps
+    restart, the number is 0 unless all heads forget: the next segment has no programs of its own then, so nothing reads
+    what is found.
+    """
+    count, forgotten = forgets(growth + h, HV, begin, stop, ranges[0], REVERSE)
+    if RESTARTS:
+        count = tl.where(all_forget(growth, HV, begin, stop, ranges, REVERSE), count, 0)
+    return count, forgotten
+
+
+@triton.jit
+def chunks_of_sweep(
+    growth,
+    h,
+    HV,
+    segment,
+    SEGMENTS,
+    chunks,
+    begin,
+    stop,
+    ranges,
+    ENDS: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    RESTARTS: tl.constexpr,
+):
+    """Of a segment's chunks `begin` to `stop`, those that a sweep forwards in time goes through.
+
+    Also whether the program of this sweep reaches the end of the row, and the number on the diagonal of the matrix that
+    an `IDENTITY` sweep begins with, which is 0 if the segment forgets every state. A sweep for `ENDS` finds what the
+    segment reaches from zero or, with `IDENTITY`, what it multiplies a state by. `ranges` are three ranges from 0: of
+    the 64 chunks that `forgets` looks at together, of `ASKED` chunks, along the first axis of a matrix, and of `HEADS`,
+    along its second.
+    """
+    one = 1.0
+    is_last = segment == SEGMENTS - 1
+    if RESTARTS and not ENDS:
+        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, False)
+    elif growth is not None:
+        count, forgotten = chunks_that_count(growth, h, HV, begin, stop, ranges, False, RESTARTS)
+        if IDENTITY:  # nothing of it is left
+            count = tl.where(forgotten, 0, count)
+            one = tl.where(forgotten, 0.0, 1.0)
+        begin = stop - count
+    return begin, stop, is_last, one
+
+
+@triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
+def delta_state_passing_kernel(
+    # One kernel sweeps for all rules that erase, and likewise below, because they differ in their factors alone: in
+    # whether gates are of heads or of channels, and in the keys that write. So it has more than 25 parameters.
+    q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
+    k,  # [tokens, HK, K], the keys that read; likewise `k_read`
+    v,  # [tokens, HV, V], zeros if there is none; from token to token it is v_token elements
+    sums,  # [chunks, HV, C]
+    rest,  # [chunks, HV, C]
+    total,  # [chunks, HV, K]
+    W,  # [tokens, HV, K]
+    b,  # [tokens, HV, K], keys that write what `k` reads, if it is not taken from the values first
+    P,  # [chunks, HV, C, C], transposed
+    Y,  # [chunks, HV, C, C], transposed, in float32
+    growth,  # [chunks, HV]: for `ends`, sweeps go through `chunks_that_count` alone
+    initial,  # [SEGMENTS, N, HV, K, V], before each segment
+    o,  # [tokens, HV, V]
+    r,  # [tokens, HV, V]
+    states,  # [chunks, HV, K, V], before each chunk
+    ends,  # [SEGMENTS, N, HV, K, V], after each segment
+    final,  # [N, HV, K, V]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    HK,
+    HV,
+    SEGMENTS,
+    v_token,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    RESTARTS: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Forwards in time: fills what is given of `o`, `r`, `states`, `ends` and `final`.
+
+    One program sweeps one segment of one sequence, or with `RESTARTS` those that `chunks_of_program` says, and then the
+    `ends` of segments that not all heads forget are no numbers that count. Without `initial` it begins at zero or, with
+    `IDENTITY`, at the identity matrix. Its state is a tuple, of one tile for each `BK` keys.
+    """
+    scale = in_float32(scale)
+    tile, h, ns = split_program(tl.cdiv(V, BV), HV)
+    segment = ns // N
+    if not IDENTITY:  # the last segment's matrix is wanted backwards in time
+        if is_idle(segment, SEGMENTS, ends, o is not None or r is not None or states is not None):
+            return
+    nh = ns % N * HV + h
+    at_end = (ns * HV + h) * K * V
+    hk = h // (HV // HK)
+    dv = numbers_of_tile(tile, BV)
+    lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
+    S = _load_parts(None if initial is None else initial + at_end, dv, K, V, BK)
+    if growth is not None:
+        growth += row0 * HV
+    ranges = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
+    begin, stop, is_last, one = chunks_of_sweep(
+        growth, h, HV, segment, SEGMENTS, chunks, begin, stop, ranges, ends is not None, IDENTITY, RESTARTS
+    )
+    if IDENTITY:
+        S = ()
+        for part in tl.static_range((K + BK - 1) // BK):
+            S += (tl.where(dv[:, None] == (part * BK + tl.arange(0, BK))[None, :], one, 0.0),)
+    i = tl.arange(0, C)
+    at_pair = i[:, None] * C + i[None, :]
+    for chunk in range(begin, stop):
+        rh = (row0 + chunk) * HV + h
+        start = lo + chunk * C
+        size = size_of_chunk(start, hi, C)
+        at_k = (start * HK + hk) * K
+        first = start * HV + h
+        # 1. What keys and queries read from the state, and e.
+        read_by_k, read = _read_parts(
+            k + at_k,
+            None if o is None else q + at_k,
+            S,
+            None if states is None else states + rh * K * V,
+            size,
+            HK,
+            dv,
+            K,
+            V,
+            BK,
+            C,
+            DOT,
+        )
+        if b is None:
+            e = -read_by_k
+        else:
+            e = tl.zeros([BV, C], dtype=tl.float32)
+        if sums is not None:
+            rest_ = None if rest is None else rest + rh * C
+            from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
+            e *= decays_of_reads(sums + rh * C, rest_, from_start, READ_BEFORE, C)[None, :]
+        if v is not None:
+            e += _load_transposed(v + start * v_token + h * V, i, size, v_token, dv, V)
+        # 2. r and o.
+        if r is not None:
+            if b is None:
+                # In two parts: where keys are alike, gradients are sums of `r` in which most of it cancels.
+                r_ = fine_dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
+            else:
+                r_ = read_by_k + dot(e, tl.load(Y + rh * C * C + at_pair), DOT)
+            _store_transposed(r + first * V, r_, i, size, 0, dv, HV, V)
+        if o is not None:
+            read *= scale
+            if sums is not None:
+                read *= from_start[None, :]
+            o_ = read + dot(e, tl.load(P + rh * C * C + at_pair), DOT)
+            _store_transposed(o + first * V, o_, i, size, 0, dv, HV, V)
+        # 3. The state after the chunk.
+        before, S = S, ()
+        for part in tl.static_range((K + BK - 1) // BK):
+            dk = part * BK + tl.arange(0, BK)
+            S_ = before[part]
+            if sums is not None:
+                S_ *= of_chunk
+            if total is not None:
+                S_ *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
+            W_ = None if v is None and b is not None else load_tile(W + first * K, i, size, 0, dk, HV, K)
+            if b is None:
+                S_ = split_dot(e, W_, DOT, S_)
+            else:
+                S_ = split_dot(read_by_k, load_tile(b + first * K, i, size, 0, dk, HV, K), DOT, S_)
+                if v is not None:
+                    S_ += dot(e, W_, DOT)
+            S += (S_,)
+    if ends is not None:
+        _store_parts(ends + at_end, S, dv, K, V, BK)
+    if final is not None:
+        if is_last:
+            _store_parts(final + nh * K * V, S, dv, K, V, BK)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HK", "HV", "SEGMENTS", "scale"])
+def delta_backward_state_passing_kernel(
+    q,  # [tokens, HK, K]; where gates are of channels, `q_read`, and HK is HV
+    k,  # [tokens, HK, K], the keys that read; likewise `k_read`
+    do,  # [tokens, HV, V]
+    sums,  # [chunks, HV, C]
+    rest,  # [chunks, HV, C]
+    total,  # [chunks, HV, K]
+    W,  # [tokens, HV, K]
+    b,  # [tokens, HV, K], as in `delta_state_passing_kernel`
+    P,  # [chunks, HV, C, C], transposed
+    growth,  # [chunks, HV], as in `delta_state_passing_kernel`
+    d_final,  # [SEGMENTS, N, HV, K, V], after each segment
+    dv,  # [tokens, HV, V]; it may be W, of which nothing is read of a chunk after its dv is stored
+    du,  # [tokens, HV, V], with `b`: what it reads of the state's gradient
+    d_states,  # [chunks, HV, K, V], after each chunk
+    ends,  # [SEGMENTS, N, HV, K, V], before each segment
+    d_initial,  # [N, HV, K, V]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    HK,
+    HV,
+    SEGMENTS,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    RESTARTS: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Backwards in time: fills what is given of `dv`, `du`, `d_states`, `ends` and `d_initial`.
+
+    `RESTARTS` is as in `delta_state_passing_kernel`.
+    """
+    scale = in_float32(scale)
+    tile, h, ns = split_program(tl.cdiv(V, BV), HV)
+    segment = ns // N
+    if is_idle(SEGMENTS - 1 - segment, SEGMENTS, ends, dv is not None or d_states is not None):
+        return
+    nh = ns % N * HV + h
+    at_end = (ns * HV + h) * K * V
+    hk = h // (HV // HK)
+    d2 = numbers_of_tile(tile, BV)
+    lo, hi, row0, chunks, begin, stop = chunks_of_segment(ns % N, segment, SEGMENTS, T, cu_seqlens, C)
+    dS = _load_parts(None if d_final is None else d_final + at_end, d2, K, V, BK)
+    is_last = segment == 0
+    if growth is not None:
+        growth += row0 * HV
+    ranges = tl.arange(0, 64), tl.arange(0, ASKED), tl.arange(0, HEADS)
+    if RESTARTS and ends is None:
+        begin, stop, is_last = chunks_of_program(growth, HV, segment, SEGMENTS, chunks, ranges, True)
+    elif growth is not None:
+        count, _ = chunks_that_count(growth, h, HV, begin, stop, ranges, True, RESTARTS)
+        # A segment without chunks may begin past the last chunk, before which a load looks ahead.
+        stop = tl.minimum(begin + count, stop)
+    i = tl.arange(0, C)
+    at_pair = i[:, None] * C + i[None, :]
+    # Loaded a chunk ahead into registers, as the shared memory of a pipeline is full of what is contracted with states.
+    P += h * C * C + at_pair
+    P_ = tl.load(P + (row0 + tl.maximum(stop - 1, 0)) * HV * C * C)
+    for before in range(begin, stop):
+        chunk = begin + stop - 1 - before
+        rh = (row0 + chunk) * HV + h
+        start = lo + chunk * C
+        size = size_of_chunk(start, hi, C)
+        at_k = (start * HK + hk) * K
+        first = start * HV + h
+        # 1. dv, and what `b` reads of the state's gradient.
+        do_ = _load_transposed(do + first * V, i, size, HV * V, d2, V)
+        d_state = None if d_states is None else d_states + rh * K * V
+        b_ = None if b is None else b + first * K
+        written, read_by_b = _read_parts(W + first * K, b_, dS, d_state, size, HV, d2, K, V, BK, C, DOT)
+        dv_ = dot(do_, tl.trans(P_), DOT) + written
+        if dv is not None:
+            _store_transposed(dv + first * V, dv_, i, size, 0, d2, HV, V)
+        do_ *= scale
+        if b is None:
+            dv_ = -dv_
+        else:
+            dv_ = read_by_b
+            if du is not None:
+                _store_transposed(du + first * V, read_by_b, i, size, 0, d2, HV, V)
+        if sums is not None:
+            rest_ = None if rest is None else rest + rh * C
+            from_start, to_end, of_chunk = decayed_rows(sums + rh * C, rest_, C)
+            do_ *= from_start[None, :]
+            dv_ *= decays_of_reads(sums + rh * C, rest_, from_start, READ_BEFORE, C)[None, :]
+        # 2. The gradient of the state before the chunk.
+        after, dS = dS, ()
+        for part in tl.static_range((K + BK - 1) // BK):
+            dk = part * BK + tl.arange(0, BK)
+            dS_ = after[part]
+            if sums is not None:
+                dS_ *= of_chunk
+            if total is not None:
+                dS_ *= tl.load(total + rh * K + dk, mask=dk < K, other=0.0)[None, :]
+            dS_ += dot(do_, load_tile(q + at_k, i, size, 0, dk, HK, K), DOT)
+            dS += (split_dot(dv_, load_tile(k + at_k, i, size, 0, dk, HK, K), DOT, dS_),)
+        P_ = tl.load(P + (row0 + tl.maximum(chunk - 1, 0)) * HV * C * C)
+    if ends is not None:
+        _store_parts(ends + at_end, dS, d2, K, V, BK)
+    if d_initial is not None:
+        if is_last:
+            _store_parts(d_initial + nh * K * V, dS, d2, K, V, BK)
+
+
+@triton.jit(do_not_specialize=["T", "N", "HV", "SEGMENTS"])
+def delta_join_kernel(
+    transitions,  # [SEGMENTS, N, HV, K, K]: each segment takes a state S to ``transition S + end``
+    ends,  # [SEGMENTS, N, HV, K, V], zeros if there are none
+    initial,  # [N, HV, K, V]
+    starts,  # [SEGMENTS, N, HV, K, V]
+    cu_seqlens,
+    T,
+    N,
+    HV,
+    SEGMENTS,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BD: tl.constexpr,
+    REVERSE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Fills `starts` with the state before each segment. `ends` are the states that segments reach from zero.
+
+    With `REVERSE` they are gradients, of the state after each segment, and go from the last segment to the first.
+    """
+    tile, nh, _ = split_program(tl.cdiv(V, BV), N * HV)
+    dv = numbers_of_tile(tile, BV)
+    lo, hi, _ = find_sequence(nh // HV, T, cu_seqlens, C)
+    S = _load_parts(None if initial is None else initial + nh * K * V, dv, K, V, BK)
+    for i in range(SEGMENTS):
+        segment = SEGMENTS - 1 - i if REVERSE else i
+        row = segment * N * HV + nh
+        start = starts + row * K * V
+        _store_parts(start, S, dv, K, V, BK)
+        begin, stop = find_segment(segment, SEGMENTS, tl.cdiv(hi - lo, C))
+        # A segment without tokens leaves the state as it is, to the bit. After the last one none begins.
+        if (begin < stop) & (i < SEGMENTS - 1):
+            # By blocks of the contracted axis, which other threads have stored.
+            tl.debug_barrier()
+            S = _load_parts(None if ends is None else ends + row * K * V, dv, K, V, BK)
+            for d0 in range(0, K, BD):
+                d = d0 + tl.arange(0, BD)
+                S_ = tl.load(
+                    start + dv[:, None] + d[None, :] * V, mask=(dv < V)[:, None] & (d < K)[None, :], other=0.0
+                )
+                before, S = S, ()
+                for part in tl.static_range((K + BK - 1) // BK):
+                    dk = part * BK + tl.arange(0, BK)
+                    at = d[:, None] * K + dk[None, :] if REVERSE else d[:, None] + dk[None, :] * K
+                    M = tl.load(
+                        transitions + row * K * K + at, mask=(d < K)[:, None] & (dk < K)[None, :], other=0.0
+                    )
+                    S += (before[part] + fine_dot(S_, M, DOT),)

@@ -1,0 +1,316 @@
+"""The sweeps over the chunks of rules that erase, in segments of long rows: their launches.
+
+A segment of a row is an affine map of the state: `ends` are where it takes the state zero, and `transitions` what it
+does to any other. The two are joined to the state that each segment begins at, `starts`, and all segments are then
+swept at the same time, forwards or backwards in time.
+
+To find these maps takes two more sweeps, which only rows of many segments gain by. Shorter rows are cut only where all
+their heads forget: a sweep restarts there from what the last chunks before it reach from zero.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._launch.chip import HOPPER, Chip
+from flacompose.ops._launch.launch import launch, launches_into_graph
+from flacompose.ops._launch.operands import block, operand, operand_by_token, tile_count
+from flacompose.ops._launch.row_split import Segments, Sweep
+from flacompose.ops._launch.sequences import MatrixSequences
+from flacompose.ops._recurrences.matrix.delta_rule.both_directions import delta_both_directions_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import (
+    ASKED,
+    HEADS,
+    delta_backward_state_passing_kernel,
+    delta_join_kernel,
+    delta_state_passing_kernel,
+)
+
+
+class Sweeps(MatrixSequences):
+    """The sweeps of one call, and what they have in common.
+
+    They take these `factors`, which `kernels` explains: the vectors "q" and "k" that read the state, which have `HK`
+    heads, the keys "W" that write values, "b" that write what "k" reads if it is not taken from the values before, and
+    the products "P" and "Y" of tokens in a chunk; and these `gates`: of heads "sums" and "rest", of channels "total".
+    A family that bounds what each chunk multiplies a state by gives the `growth`, which `kernels` explains too. With
+    `read_before`, "k" reads a state before the gate of a head decays it.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        v: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        scale: float,
+        C: int,
+    ) -> None:
+        super().__init__(q, v, cu_seqlens, scale, C)
+        self.HK = self.HV = self.arguments.pop("H")
+        self.arguments["HV"] = self.HV
+        self.v, self.v_token = operand_by_token(v)
+        self.initial = operand(initial_state)
+        # The states that segments begin at take two more sweeps, so with two or three segments nothing is gained.
+        self.row = Segments(self, self.chunks_of_row, 4 * self.HV, (self.HV, self.K, self.V), least=4)
+        self.transitions: Tensor | None = None
+        self.gates: dict[str, Tensor | None] = dict.fromkeys(("sums", "rest", "total"))
+        self.factors: dict[str, Tensor | None] = dict.fromkeys(("q", "k", "W", "b", "P", "Y"))
+        self.growth: Tensor | None = None
+        self.restarts = 1  # the segments of a row in which sweeps restart where something is forgotten
+        self.read_before = False
+
+    def bound_growth(self, tiles: int) -> None:
+        """Have the `growth` of chunks made, if sweeps pass over what is forgotten, or restart behind it.
+
+        `tiles` is how many programs share the values of a state where programs are few.
+        """
+        # Not in a graph, whose compiler would copy memory that is filled segment by segment.
+        if not self.row.split and not launches_into_graph():
+            self.restarts = restart_count(self.chunks_of_row, self.N * self.HV * tiles)
+        if self.row.split or self.restarts > 1:
+            self.growth = self.per_chunk(self.HV)
+
+    def chunk(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``(o [B, T, HV, V], final_state [N, HV, K, V])``, the former of this `dtype`."""
+        o, final_state = self.per_token(self.HV, self.V, dtype=dtype), self.state(torch.float32)
+        self.sweep(o=o, final=final_state)
+        return self.batched(o), final_state
+
+    def scratch(self, *shape: int) -> Tensor:
+        """Memory for a factor of products, of each token in a sequence."""
+        return torch.empty(*self.tokens, *shape, dtype=self.dtype, device=self.device)
+
+    def free_sweep_memory(self) -> None:
+        """Give back the memory that only sweeps need."""
+        self.factors.clear()
+        self.transitions = None
+
+    def sweep(self, **tensors: Tensor | None) -> None:
+        """Forwards in time: fill what is given of `o`, `r`, `states` and `final`."""
+        sweep: Sweep = partial(self._sweep, v=self.v)
+        sweep(initial=self.starts(), **tensors)
+
+    def starts(self) -> Tensor | None:
+        """The states before segments, at which the sweeps forwards in time begin."""
+        sweep: Sweep = partial(self._sweep, v=self.v)
+        if self.restarts > 1:
+            starts = self.per_segment(self.restarts, self.HV, self.K, self.V)
+            fill(starts[0], self.initial)
+            sweep(ends=starts[1:])
+            return starts
+        return self.row.starts(sweep, self.initial, join=self._join)
+
+    def map(self) -> tuple[Tensor, Tensor]:
+        """What each sequence, begun at zero, does to a state: ``(end [N, HV, K, V], matrix [N, HV, K, K])``."""
+        self.restarts = 1  # the matrix has to be multiplied by all chunks
+        end, matrix = self.state(torch.float32), self.per_sequence(self.HV, self.K, self.K)
+        self.sweep(final=end)
+        eye = torch.eye(self.K, dtype=torch.float32, device=self.device).repeat(self.N, self.HV, 1, 1)
+        self._sweep(V=self.K, initial=self._join(None, eye) if self.row.split else eye, final=matrix)
+        return end, matrix
+
+    def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
+        V = self.V if V is None else V
+        given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "r", "states", "ends", "final"))
+        given |= tensors
+        factors = dict(self.factors)
+        for factor, output in (("P", "o"), ("Y", "r")):  # products that nothing else takes
+            if given[output] is None:
+                factors[factor] = None
+        grid, config = self.sweep_launch(V)
+        sizes = {"v_token": self.v_token, "V": V, "IDENTITY": IDENTITY}
+        shared = self._of_sweeps(given["ends"])
+        launch(
+            delta_state_passing_kernel, grid, **given, **factors, **self.gates, **shared, **sizes, **config
+        )
+
+    def reverse(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
+        """Backwards in time: fill what is given of `dv`, `du`, `d_states` and `d_initial`."""
+        self._reverse(do, d_final=self.reverse_starts(do, d_final), **tensors)
+
+    def reverse_starts(self, do: Tensor, d_final: Tensor | None) -> Tensor | None:
+        """The gradients of the states after segments, at which the sweeps backwards in time begin."""
+        sweep = partial(self._reverse, do)
+        if self.restarts > 1:
+            of_segments = self.per_segment(self.restarts, self.HV, self.K, self.V)
+            fill(of_segments[self.restarts], d_final)
+            sweep(ends=of_segments)
+            return of_segments[1:]
+        return self.row.starts(sweep, d_final, join=partial(self._join, reverse=True))
+
+    def sweep_both_ways(self, do: Tensor, d_final: Tensor | None, **tensors: Tensor | None) -> None:
+        """`sweep`, for `r` and `states`, and `reverse` at the same time."""
+        outputs: dict[str, Tensor | None] = dict.fromkeys(("dv", "du", "d_states", "d_initial"))
+        starts = {"initial": self.starts(), "d_final": self.reverse_starts(do, d_final)}
+        (programs,), config = self.sweep_launch(self.V)
+        launch(
+            delta_both_directions_kernel,
+            (programs, 2),
+            v=self.v,
+            do=do,
+            **(outputs | tensors),
+            **starts,
+            **self.factors,
+            **self.gates,
+            **self._of_sweeps(None),
+            v_token=self.v_token,
+            V=self.V,
+            **config,
+        )
+
+    def place_of_dv(self, both_ways: bool) -> Tensor:
+        """Memory for the gradients of values, which may be that of the matrices W.
+
+        It is, if each program of `reverse` reads all of W of its head, and stores as much. When it stores the gradients
+        of a chunk, all its threads have waited for W of this chunk, and nothing reads that again. Where sweeps go
+        `both_ways`, W is read forwards in time too, so the gradients have memory of their own.
+        """
+        _, config = self.sweep_launch(self.V)
+        alone = not both_ways and config["BV"] >= self.V == self.K
+        # Tokens outside of packed sequences have gradients of zero, and a graph copies what its kernels change.
+        if alone and self.cu_seqlens is None and not launches_into_graph():
+            assert self.factors["W"] is not None
+            return self.factors["W"]
+        return self.per_token(self.HV, self.V, dtype=self.dtype)
+
+    @property
+    def sweeps_at_once(self) -> bool:
+        """Whether a backward pass sweeps both ways at once, because the programs of one sweep would not fill a chip."""
+        return are_few(self.parts * self.N * self.HV, self.V)
+
+    def _reverse(self, do: Tensor, **tensors: Tensor | None) -> None:
+        given: dict[str, Tensor | None] = dict.fromkeys(
+            ("d_final", "dv", "du", "d_states", "ends", "d_initial")
+        )
+        given |= tensors
+        factors = {name: x for name, x in self.factors.items() if name != "Y"}
+        grid, config = self.sweep_launch(self.V)
+        shared = self._of_sweeps(given["ends"])
+        launch(
+            delta_backward_state_passing_kernel,
+            grid,
+            do=do,
+            **given,
+            **factors,
+            **self.gates,
+            **shared,
+            V=self.V,
+            **config,
+        )
+
+    def _of_sweeps(self, ends: Tensor | None) -> dict[str, Any]:
+        """What both sweeps take besides. Those for `ends` pass over what is forgotten."""
+        sizes = {"HK": self.HK, "SEGMENTS": self.parts, "K": self.K, "C": self.C}
+        restarts = self.restarts > 1
+        growth = self.growth if restarts or ends is not None else None
+        return dict(**self.arguments, **sizes, growth=growth, RESTARTS=restarts, READ_BEFORE=self.read_before)
+
+    @property
+    def parts(self) -> int:
+        """The segments of a row, of either kind."""
+        return self.restarts if self.restarts > 1 else self.row.count
+
+    def _join(self, ends: Tensor | None, initial: Tensor | None, reverse: bool = False) -> Tensor:
+        """The state before each segment, from the first one's, or with `reverse` its gradient after it.
+
+        Without `ends`, these are zero, and the states are those of `K` values.
+        """
+        if self.transitions is None:  # what each segment does to a state, backwards in time transposed
+            self.transitions = self.per_segment(self.row.count, self.HV, self.K, self.K)
+            self._sweep(ends=self.transitions, V=self.K, IDENTITY=True)
+        V = self.K if ends is None else self.V
+        starts = self.per_segment(self.row.count, self.HV, self.K, V)
+        config = join_config(self.chip, self.bfloat16, self.K)
+        tensors = {"transitions": self.transitions, "ends": ends, "initial": initial, "starts": starts}
+        others = ("HK", "scale", "growth", "RESTARTS", "READ_BEFORE")
+        arguments = {name: x for name, x in self._of_sweeps(None).items() if name not in others}
+        grid = (tile_count(V, config["BV"]) * self.HV * self.N,)
+        launch(delta_join_kernel, grid, **tensors, **arguments, V=V, REVERSE=reverse, **config)
+        return starts
+
+    def sweep_launch(self, V: int) -> tuple[tuple[int], dict[str, int]]:
+        """The grid of a sweep over states of `V` values, and its configuration."""
+        states = self.parts * self.N * self.HV
+        low_rank = self.factors["b"] is not None
+        config = sweep_config(self.chip, self.bfloat16, self.K, V, states, low_rank)
+        return (tile_count(V, config["BV"]) * states,), config
+
+
+def restart_count(chunks: int, programs: int) -> int:
+    """In how many segments to sweep rows of `chunks` where sweeps restart, if so many `programs` sweep all of them.
+
+    The segments are as many as fill a large chip, and have at least twice the `ASKED` chunks. There are two only if the
+    programs, and so the heads of a row, are at most `HEADS`. Unlike the number of segments that are joined by their
+    maps, it may depend on the batch size. What is forgotten of a finite state below 2^43 is so far below the rounding
+    of what follows that this is the same to the bit, from wherever it is swept. Other states are forgotten only by
+    restarts. It is 1 for sizes that the compiler does not know.
+    """
+    if not isinstance(chunks, int) or not isinstance(programs, int):
+        return 1
+    return max(1, min(chunks // (2 * ASKED.value), 2 * HEADS.value // programs))
+
+
+def are_few(states: int, V: int) -> bool:
+    """Whether so many `states` of `V` values are at most 128 tiles of 64 values, about one for each multiprocessor.
+
+    It is false for sizes that the compiler does not know.
+    """
+    return isinstance(states, int) and states * tile_count(V, 64) <= 128
+
+
+def fill(state: Tensor, given: Tensor | None) -> None:
+    """Write the `given` state, zero if there is none."""
+    if given is None:
+        state.zero_()
+    else:
+        state.copy_(given)
+
+
+def wide_warps(chip: Chip, K: int) -> int:
+    """Warps of a program that holds a state of more than 128 keys.
+
+    Such a state does not fit in tensor memory, which Triton does not use where a program has 16 warps.
+    """
+    return 16 if chip.has_tensor_memory and K > 128 else 8
+
+
+def sweep_config(
+    chip: Chip, bfloat16: bool, K: int, V: int, states: int, low_rank: bool = False
+) -> dict[str, int]:
+    """Block sizes of the contracted axis, of which a program has all blocks, and of the other, warps and stages.
+
+    Where there are `states` enough for all multiprocessors, and no tensor memory, two groups of four warps share what
+    they load.
+    """
+    if not bfloat16:
+        return {
+            "BK": block(K, 128 if K <= 128 else 64),
+            "BV": 16 if K > 128 else 32,
+            "num_warps": 4,
+            "num_stages": 1,
+        }
+    # Parts of 256 keys do not fit in the registers beside what a chunk needs, if there are two of them.
+    BK = 128 if K > 256 else block(K, 256)
+    # Hopper multiplies what is in registers: there are enough for 256 keys, if one part of 64 is rounded at a time.
+    if K > 256 or (K > 128 and chip.capability != HOPPER.capability):
+        return {"BK": BK, "BV": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
+    # Tensor memory has no room for what programs of 128 values and keys hold.
+    BV = 64 if V <= 64 or chip.has_tensor_memory or are_few(states, V) else 128
+    # A fourth factor of keys, that of low rank, leaves no room for a second stage beside larger heads.
+    stages = 1 if low_rank and (K > 128 or (chip.is_small and K > 64)) else 2
+    # What a part of 128 keys needs does not fit in the registers of four warps.
+    BK = 64 if K > 128 or BV == 64 else max(BK, 64)
+    return {"BK": BK, "BV": BV, "num_warps": BV // 16, "num_stages": stages}
+
+
+def join_config(chip: Chip, bfloat16: bool, K: int) -> dict[str, int]:
+    """Block sizes of the keys' axis, of the other, and of the former where it is contracted, warps, pipeline stages."""
+    BK = block(K, 256)
+    if bfloat16:
+        return {"BK": max(BK, 64), "BV": 64, "BD": 64, "num_warps": wide_warps(chip, K), "num_stages": 1}
+    return {"BK": BK, "BV": 16, "BD": 16, "num_warps": 8, "num_stages": 1}

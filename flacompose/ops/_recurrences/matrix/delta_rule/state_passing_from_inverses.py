@@ -1,0 +1,71 @@
+"""The sweeps of a forward pass on Hopper, whose kernel in Gluon takes the inverses of chunks alone: their launches."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flacompose.ops._launch.launch import launch
+from flacompose.ops._recurrences.matrix.delta_rule.state_passing import Sweeps
+
+
+class InverseSweeps(Sweeps):
+    """Sweeps of one call that may take the matrices Y of chunks in the place of W and P, if it `takes_inverses`.
+
+    A family gives what its tokens have: `q`, `k` and `beta`.
+    """
+
+    q: Tensor
+    k: Tensor
+    beta: Tensor
+    takes_inverses = False
+
+    def inverses(self) -> None:
+        """Fill the `Y` that the sweeps of `hopper_sweep` take."""
+        from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_factors as hopper_head_factors
+
+        self.HK = self.q.shape[2]
+        Y = self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype)
+        self.factors |= {"q": self.q, "k": self.k, "Y": Y}
+        if self.gates["sums"] is not None:
+            self.bound_growth(tiles=1)
+        launch(
+            hopper_head_factors.hopper_inverse_kernel,
+            (self.chunks * self.HV,),
+            k=self.k,
+            beta=self.beta,
+            sums=self.gates["sums"],
+            Y=Y,
+            growth=self.growth,
+            **self.positions,
+            H=self.HK,
+            HV=self.HV,
+            K=self.K,
+            C=self.C,
+            num_warps=4,
+            maxnreg=96,
+        )
+
+    def _sweep(self, V: int | None = None, IDENTITY: bool = False, **tensors: Tensor | None) -> None:
+        if not self.takes_inverses:
+            super()._sweep(V, IDENTITY, **tensors)
+            return
+        from flacompose.ops._recurrences.matrix.delta_rule.hopper import state_passing as hopper_state_passing
+
+        V = self.V if V is None else V
+        given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "ends", "final"))
+        given |= tensors
+        factors = {name: self.factors[name] for name in ("q", "k", "Y")}
+        sizes = {"v_token": self.v_token, "V": V, "IDENTITY": IDENTITY}
+        shared = self._of_sweeps(given["ends"])
+        del shared["DOT"], shared["READ_BEFORE"]
+        launch(
+            hopper_state_passing.hopper_state_passing_kernel,
+            (self.parts * self.N * self.HV,),
+            **given,
+            **factors,
+            **shared,
+            **sizes,
+            beta=self.beta,
+            sums=self.gates["sums"],
+            num_warps=V // 16,
+        )

@@ -1,0 +1,229 @@
+"""Triton kernels for gates of heads: their running sums within chunks, and their gradient from that of all sums.
+
+Every weight in a recurrence is the exponential of a sum of gates, which is a difference of two running sums. The
+gradient of a gate adds up the gradients of all sums that contain the gate.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flacompose.ops._tiles.blocks import bounded, find_chunk, in_float32
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+# `d_sums` holds gradients of sums of gates, one for each token in each of its parts, which are of five kinds in this
+# order. For the gates of the token's block: the sums that end at the token (ENDING), those that begin after it and end
+# in its block (BEGINNING), and those that begin after it and end beyond its block (LEAVING). Where a chunk has two
+# blocks, also for the gates of the other block (ACROSS): the sums that contain all of these, which go from the chunk's
+# start to a token of the second block, or from a token of the first block to the chunk's end. And for the gates of the
+# token's block, if they are not among ENDING and LEAVING, the sums between tokens of both blocks (BETWEEN).
+ENDING = tl.constexpr(0)
+BEGINNING = tl.constexpr(1)
+LEAVING = tl.constexpr(2)
+ACROSS = tl.constexpr(3)
+BETWEEN = tl.constexpr(4)
+
+
+@triton.jit
+def store_sums(g, sums, rest, at, mask):
+    """The running sums of ``g [C, heads]`` as base-2 logarithms, in two parts where there is `rest`."""
+    g *= LOG2_E
+    if rest is not None:
+        high = tl.floor(g * 512.0) / 512.0
+        tl.store(rest + at, tl.cumsum(g - high, 0), mask=mask)
+        g = high
+    tl.store(sums + at, tl.cumsum(g, 0), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def head_gate_sum_kernel(
+    g,  # [tokens, H]
+    gamma,  # [H], added to `g` at every token
+    sums,  # [chunks, H, C]
+    rest,  # [chunks, H, C]
+    cu_seqlens,
+    T,
+    N,
+    H,
+    C: tl.constexpr,
+    BH: tl.constexpr,
+):
+    """The running sums of gates within each chunk, as base-2 logarithms.
+
+    With `rest`, in two parts: multiples of 2^-9, which add and subtract exactly, and the small rest. A difference of
+    sums is then as accurate as the sum of the gates between, however strong those before were.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start, end = find_chunk(row, T, N, cu_seqlens, C)
+    t = tl.arange(0, C)
+    token = start + t
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    in_h = (h < H)[None, :]
+    mask = (token < end)[:, None] & in_h
+    g_ = tl.zeros([C, BH], dtype=tl.float32)
+    if g is not None:
+        g_ += tl.load(g + token[:, None] * H + h[None, :], mask=mask, other=0.0)
+    if gamma is not None:
+        gamma_ = tl.load(gamma + h, mask=h < H, other=0.0).to(tl.float32)
+        g_ += tl.where(mask, gamma_[None, :], 0.0)
+    store_sums(bounded(g_), sums, rest, (row * H + h)[None, :] * C + t[:, None], in_h)
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "scale"])
+def head_gate_gradient_kernel(
+    d_sums,  # [chunks, PARTS, H, C], the gradients of sums of gates, of which each kind is added up
+    d_total,  # [chunks, H, D]: of the sum over the chunk, to be added up
+    dg,  # [tokens, H]
+    d_beta,  # [chunks, BETAS, H, C]: of how strongly tokens are written, to be added up
+    dbeta,  # [tokens, H]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    BC: tl.constexpr,
+    BH: tl.constexpr,
+    BD: tl.constexpr,
+    ENDINGS: tl.constexpr,
+    BEGINNINGS: tl.constexpr,
+    LEAVINGS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BETAS: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """The gradient of every gate from those of the sums that contain it.
+
+    A program has a block of `BC` tokens of a chunk of `C`, which is one block or two. Only sums that begin in a block
+    and end in it are subtracted from others: a difference of sums of which one is far larger would lose the other.
+
+    Of the parts of `d_sums`, the first `ENDINGS` are of the kind `ENDING`, the next `BEGINNINGS` of `BEGINNING`, the
+    next `LEAVINGS` of `LEAVING`, and the others of `ACROSS`. With `SHARED` these are of `BETWEEN`, and the second half
+    of `ENDING`, and `LEAVING`, are `ACROSS` too.
+    """
+    BLOCKS: tl.constexpr = C // BC
+    row = tl.program_id(0).to(tl.int64) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    start, end = find_chunk(row, T, N, cu_seqlens, C)
+    t = block * BC + tl.arange(0, BC)
+    token = start + t
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    in_h = (h < H)[None, :]
+    # Backwards the state is kept without `scale`, as `sweep_kernel` says.
+    scale = in_float32(scale)
+    unit = tl.where(scale == 0.0, 1.0, scale)
+    # 1. The gradients of the sums that contain the gate, by their kinds.
+    from_here = tl.zeros([BC, BH], dtype=tl.float32)
+    before = tl.zeros([BC, BH], dtype=tl.float32)
+    d_total_ = tl.zeros([BH], dtype=tl.float32)  # of the sums that contain all gates of the block
+    for part in tl.static_range(PARTS):
+        at_sums = ((row * PARTS + part) * H + h)[None, :] * C + t[:, None]
+        if part < ENDINGS:
+            from_here += tl.load(d_sums + at_sums, mask=in_h, other=0.0)
+        elif part < ENDINGS + BEGINNINGS:
+            from_here -= tl.load(d_sums + at_sums, mask=in_h, other=0.0)
+        elif part < ENDINGS + BEGINNINGS + LEAVINGS:
+            # What the token before has stored: these sums begin after a token.
+            before += tl.load(d_sums + at_sums - 1, mask=in_h & (t > block * BC)[:, None], other=0.0)
+        else:
+            # Gates of the first block are in sums that end at outputs, those of the second in sums to the state after.
+            other_t = (1 - block) * BC + tl.arange(0, BC)
+            across_part = part
+            if SHARED:
+                across_part = tl.where(block == 0, part - 3 * LEAVINGS, part - LEAVINGS)
+            at_other = ((row * PARTS + across_part) * H + h)[None, :] * C + other_t[:, None]
+            across = tl.sum(tl.load(d_sums + at_other, mask=in_h, other=0.0), 0)
+            d_total_ += across * tl.where(block == 0, scale, unit)
+            if SHARED:
+                # The sums between tokens of both end at one of the second block, and begin after one of the first.
+                begin = 1 - block
+                between = tl.load(d_sums + at_sums - begin, mask=in_h & (t >= begin)[:, None], other=0.0)
+                from_here += tl.where(block == 1, between, 0.0)
+                before += tl.where(block == 0, between, 0.0)
+    for tile in tl.static_range((D + BD - 1) // BD):
+        d = tile * BD + tl.arange(0, BD)
+        at_total = (row * H + h)[:, None] * D + d[None, :]
+        in_total = (h < H)[:, None] & (d < D)[None, :]
+        d_total_ += tl.sum(tl.load(d_total + at_total, mask=in_total, other=0.0), 1) * unit
+
+    # 2. The gate's gradient is what they add up to.
+    out = tl.cumsum(from_here, 0, reverse=True) * scale + tl.cumsum(before, 0) * unit + d_total_[None, :]
+    mask = (token < end)[:, None] & in_h
+    tl.store(dg + token[:, None] * H + h[None, :], out.to(dg.dtype.element_ty), mask=mask)
+
+    # 3. The gradient of how strongly the token is written.
+    if dbeta is not None:
+        written = tl.zeros([BC, BH], dtype=tl.float32)
+        for part in tl.static_range(BETAS):
+            at_part = ((row * BETAS + part) * H + h)[None, :] * C + t[:, None]
+            written += tl.load(d_beta + at_part, mask=in_h, other=0.0)
+        tl.store(
+            dbeta + token[:, None] * H + h[None, :], (written * unit).to(dbeta.dtype.element_ty), mask=mask
+        )
+
+
+# These are differences of running sums in base 2. For float32 inputs `rest` is what rounding took from `sums`. For
+# bfloat16 there is none: 64 gates of at most 128 reach 11,819, whose last digit is 2^-10, so that a weight which is not
+# 0 is wrong by at most 2^-10 of itself, where bfloat16 rounds to 2^-9.
+
+
+@triton.jit
+def decayed_rows(sums, rest, C: tl.constexpr):
+    """The decays ``[C]`` from a chunk's start to its tokens, and from these to its end, and the decay of the chunk."""
+    sum_i = tl.load(sums + tl.arange(0, C))
+    total = tl.load(sums + C - 1)
+    to_end = total - sum_i
+    if rest is not None:
+        rest_i = tl.load(rest + tl.arange(0, C))
+        rest_total = tl.load(rest + C - 1)
+        sum_i += rest_i
+        to_end += rest_total - rest_i
+        total += rest_total
+    return tl.exp2(sum_i), tl.exp2(to_end), tl.exp2(total)
+
+
+@triton.jit
+def decays_of_reads(sums, rest, from_start, BEFORE: tl.constexpr, C: tl.constexpr):
+    """The decays ``[C]`` from a chunk's start to what its tokens read: `from_start`, or those `BEFORE` their gates."""
+    if BEFORE:
+        i = tl.arange(0, C)
+        until = sums_before(sums, i)
+        if rest is not None:
+            until += sums_before(rest, i)
+        from_start = tl.exp2(until)
+    return from_start
+
+
+@triton.jit
+def sums_before(sums, i):
+    """The sums of gates before those of tokens `i`: up to the token before each, and 0 for the first of the chunk."""
+    return tl.load(sums + i - 1, mask=i > 0, other=0.0)
+
+
+@triton.jit
+def decayed_pairs_before(sums, rest, C: tl.constexpr, READS: tl.constexpr):
+    """The decays ``[C, C]`` from tokens that write to later ones, of which each reads before its own gate.
+
+    The tokens that read are along the axis `READS`. Tokens that do not write before they are read have a number that is
+    1 at most.
+    """
+    WRITES: tl.constexpr = 1 - READS
+    i = tl.arange(0, C)
+    between = tl.expand_dims(sums_before(sums, i), WRITES) - tl.expand_dims(tl.load(sums + i), READS)
+    if rest is not None:
+        between += tl.expand_dims(sums_before(rest, i), WRITES) - tl.expand_dims(tl.load(rest + i), READS)
+    return tl.exp2(-tl.abs(between))
+
+
+@triton.jit
+def decayed_pairs(sums, rest, C: tl.constexpr):
+    """The decays ``[C, C]`` between tokens, whichever is the later one."""
+    sum_i = tl.load(sums + tl.arange(0, C))
+    between = sum_i[:, None] - sum_i[None, :]
+    if rest is not None:
+        rest_i = tl.load(rest + tl.arange(0, C))
+        between += rest_i[:, None] - rest_i[None, :]
+    return tl.exp2(-tl.abs(between))

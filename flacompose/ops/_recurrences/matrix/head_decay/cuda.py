@@ -1,0 +1,389 @@
+"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._launch import operands
+from flacompose.ops._launch.chip import Chip
+from flacompose.ops._launch.launch import launch
+from flacompose.ops._launch.operands import block, operand, tile_count
+from flacompose.ops._launch.row_split import Segments
+from flacompose.ops._launch.sequences import MatrixSequences
+from flacompose.ops._operators.signature import BackwardCall, Gradients
+from flacompose.ops._recurrences.matrix.gates_of_heads import head_gate_gradient_kernel, head_gate_sum_kernel
+from flacompose.ops._recurrences.matrix.head_decay.gradients import head_decay_gradient_kernel
+from flacompose.ops._recurrences.matrix.head_decay.inputs import Inputs
+from flacompose.ops._recurrences.matrix.head_decay.kernels import head_decay_state_passing_kernel
+
+BH = 16  # heads of a program that works on gates alone
+
+
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``."""
+    sweep = Launches(inputs)
+    o, final_state = sweep.per_token(sweep.H, sweep.V, dtype=inputs.v.dtype), sweep.state(torch.float32)
+    q, k, v = map(operand, inputs[:3])
+    initial = sweep.starts(k, v, operand(inputs.initial_state))
+    sweep(q, k, v, initial=initial, out=o, final=final_state)
+    return sweep.batched(o), final_state
+
+
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, HV, K, V], sum_g [N, HV])``."""
+    assert inputs.g_gamma is None, "it is added to g before"
+    sweep = Launches(inputs)
+    return sweep.row.map(partial(sweep, None, operand(inputs.k), operand(inputs.v)))
+
+
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    wants, inputs = call.wants, call.inputs
+    q, k, v, g, _, beta, initial_state, *_ = inputs
+    gradient_of_gates = wants("g", "g_gamma", "beta")
+    sweep = Launches(inputs, gradient_of_gates, fine=wants("g_gamma"))
+    dq, dk = (sweep.output_of_keys(q) if wants(name) else None for name in ("q", "k"))
+    dv = sweep.per_token(sweep.H, sweep.V, dtype=v.dtype) if wants("v") else None
+    start = call.wanted_input("initial_state")
+    d_initial_state = None if start is None else sweep.state(start.dtype)
+    q, k, v, do = map(operand, (q, k, v, call.do))
+    initial_state, d_final_state = operand(initial_state), operand(call.arriving.final_state)
+
+    S = dS = None
+    if gradient_of_gates:
+        S, dS = sweep.per_chunk_state(), sweep.per_chunk_state()
+    if S is not None or wants("q"):
+        initial = sweep.starts(k, v, initial_state)
+        if S is not None:
+            sweep(None, k, v, initial=initial, states=S)
+        else:
+            sweep(do, v, k, initial=initial, out=dq, transpose=True)
+    sweeps_dk = wants("k") and dS is None
+    if sweeps_dk or dS is not None or wants("v", "initial_state"):
+        # One of these sweeps ends with the gradient of the initial state, or is made for that alone.
+        initial, final = sweep.starts(q, do, d_final_state, reverse=True), d_initial_state
+        if wants("v") or not sweeps_dk:
+            sweep(k, q, do, initial=initial, out=dv, states=dS, final=final, reverse=True)
+            final = None
+        if sweeps_dk:
+            sweep(v, do, q, initial=initial, out=dk, final=final, transpose=True, reverse=True)
+
+    dg = dbeta = None
+    if gradient_of_gates:
+        assert S is not None and dS is not None
+        dtype = torch.float32 if g is None or wants("g_gamma") else g.dtype
+        dg, dbeta = sweep.gradients(q, k, v, do, S, dS, dq, dk, dtype, beta if wants("beta") else None)
+    return call.made(
+        q=sweep.summed_of_keys(dq, inputs.q),
+        k=sweep.summed_of_keys(dk, inputs.k),
+        v=None if dv is None else sweep.batched(dv),
+        g=dg,
+        g_gamma=dg.sum((0, 1)) if dg is not None and wants("g_gamma") else None,
+        beta=dbeta,
+        initial_state=d_initial_state,
+    )
+
+
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])``, or ``[N, count, HV, K, V]`` with `count` and `stride`."""
+    return operands.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+steps = recurrent
+
+
+class Launches(MatrixSequences):
+    """The launches of one call: what its sweeps have in common, and the gates as they take them."""
+
+    def __init__(self, inputs: Inputs, gradient_of_gates: bool = False, fine: bool = False) -> None:
+        q, _, v, g, g_gamma, beta, _, cu_seqlens, self.scale = inputs
+        self.beta = operand(beta)
+        self.gradient_of_gates = gradient_of_gates
+        self.gated = g is not None or g_gamma is not None or gradient_of_gates
+        bfloat16 = q.dtype == torch.bfloat16
+        self.step = step_size(bfloat16, max(q.shape[3], v.shape[3]), self.gated)
+        self.fine = fine and bfloat16
+        group, K, V = v.shape[2] // q.shape[2], q.shape[3], v.shape[3]
+        C = chunk_size(bfloat16, self.step, gradient_of_gates, group, K, V, self.fine)
+        super().__init__(q, v, cu_seqlens, self.scale, C)
+        self.parts = head_parts(group)
+        programs = self.H * max(prod(self.tiles(x)) for x in (False, True))
+        steps = (self.T + self.step - 1) // self.step
+        self.row = Segments(self, steps, programs, (self.H, self.K, self.V), {"g": "sum_g"})
+        # Either gates that are the same for every token, or running sums of gates, in two parts for float32 products.
+        gamma, sums, rest = operand(g_gamma), None, None
+        if g is not None or gradient_of_gates:
+            sums, rest = self.sum_gates(operand(g), gamma)
+            gamma = None
+        self.gates = {"gamma": gamma, "sums": sums, "rest": rest}
+
+    def sum_gates(self, g: Tensor | None, gamma: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return sum_gates(self, g, gamma)
+
+    def config(self, transpose: bool) -> dict[str, int]:
+        axes = self.axes(transpose)
+        return sweep_config(self.chip, self.bfloat16, self.step, axes["D1"], axes["D2"])
+
+    def tiles(self, transpose: bool) -> tuple[int, int]:
+        """The number of tiles of a state, of the axis that is contracted and of the other."""
+        axes, config = self.axes(transpose), self.config(transpose)
+        return tile_count(axes["D1"], config["BD1"]), tile_count(axes["D2"], config["BD2"])
+
+    def output_of_keys(self, q: Tensor) -> Tensor:
+        """Memory for the gradient of queries or keys, of each head of values or, if gates get gradients, of several."""
+        if not self.gradient_of_gates:
+            return self.per_token(self.H, self.K, dtype=q.dtype if q.shape[2] == self.H else torch.float32)
+        return self.per_token(
+            q.shape[2] * self.parts, self.K, dtype=q.dtype if self.parts == 1 else torch.float32
+        )
+
+    def summed_of_keys(self, dx: Tensor | None, x: Tensor) -> Tensor | None:
+        """``[B, T, H, K]`` of what `output_of_keys` gave."""
+        if dx is None:
+            return None
+        dx = self.batched(dx)
+        return dx if dx.shape == x.shape else dx.unflatten(2, (x.shape[2], -1)).sum(3).to(x.dtype)
+
+    def per_chunk_state(self) -> Tensor:
+        """Memory for a state of each chunk."""
+        dtype = torch.bfloat16 if self.bfloat16 and not self.fine else torch.float32
+        return self.per_chunk(self.H, self.K, self.V, dtype=dtype)
+
+    def starts(self, b: Tensor, x: Tensor, initial: Tensor | None, reverse: bool = False) -> Tensor | None:
+        """The state before each segment, from the one before the sequence."""
+        return self.row.starts(partial(self, None, b, x, reverse=reverse), initial)
+
+    def __call__(
+        self,
+        a: Tensor | None,
+        b: Tensor,
+        x: Tensor,
+        transpose: bool = False,
+        reverse: bool = False,
+        **tensors: Any,
+    ) -> None:
+        """Launch `head_decay_state_passing_kernel`; with `transpose`, `b` has the size of values and `x` that of keys.
+
+        The other `tensors` are its arguments by name, of which those left out are absent.
+        """
+        optional = ["initial", "out", "states", "ends", "sum_g", "final"]
+        optional += ["skip", "z", "z_token", "do", "dy", "dz", "d_skip"]
+        arguments = {
+            **dict.fromkeys(optional),
+            "E": 1,
+            **tensors,
+            **self.gates,
+            **self.arguments,
+            **self.axes(transpose),
+            **self.config(transpose),
+            "a": a,
+            "b": b,
+            "x": x,
+            "beta": self.beta,
+            "HA": b.shape[2],
+            "HX": x.shape[2],
+            "SEGMENTS": self.row.count,
+            "C": self.step,
+            "CS": self.C,
+            "REVERSE": reverse,
+            "FINE": self.fine and "states" in tensors,
+        }
+        tiles, columns = self.tiles(transpose)
+        programs, out = columns * self.row.count * self.N * self.H, tensors.get("out")
+        if tiles == 1 or out is None:
+            launch(
+                head_decay_state_passing_kernel,
+                (tiles * programs,),
+                partial=None,
+                first_tile=None,
+                TILES=tiles,
+                **arguments,
+            )
+        elif columns > 4:
+            # With so many programs, tiles follow one another, and each adds to what the one before gave.
+            partial = None
+            for tile in range(tiles):
+                last = tile == tiles - 1
+                shape = out.shape[-2:]
+                arguments["out"] = out if last else self.per_token(*shape, dtype=torch.float32, every=True)
+                launch(
+                    head_decay_state_passing_kernel,
+                    (programs,),
+                    partial=partial,
+                    first_tile=tile,
+                    TILES=1,
+                    **arguments,
+                )
+                partial = arguments["out"]
+        else:
+            shares = self.per_token(tiles, *out.shape[-2:], dtype=torch.float32)
+            arguments["out"] = shares
+            launch(
+                head_decay_state_passing_kernel,
+                (tiles * programs,),
+                partial=None,
+                first_tile=None,
+                TILES=tiles,
+                **arguments,
+            )
+            first, second = shares.unbind(-3)
+            torch.add(first, second, out=out)  # PyTorch's sum over two takes twice as long
+
+    def gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        S: Tensor,
+        dS: Tensor,
+        dq: Tensor | None,
+        dk: Tensor | None,
+        dtype: torch.dtype,
+        beta: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``[B, T, H]``, the gradient of gates and, if it is given, of `beta`, from the states that sweeps have stored.
+
+        Fills `dq` and `dk`, if given.
+        """
+        H, config = q.shape[2], gradient_config(self.chip, self.bfloat16, self.K, self.fine)
+        tiles, blocks = tile_count(self.K, config["BK"]), self.C // config["BC"]
+        group = self.H // (H * self.parts)
+        shared = blocks > 1 and group > 1  # between blocks, heads are added up too
+        d_sums = self.per_chunk((3 + blocks) * tiles, self.H, self.C)
+        d_total = self.per_chunk(self.H, blocks * tiles)
+        d_beta = None if beta is None else self.per_chunk((2 + shared) * tiles, self.H, self.C)
+        grid = (tiles * blocks * self.chunks * (H * self.parts),)
+        gates = self.gates["sums"], self.gates["rest"]
+        tensors = q, k, v, do, self.beta, *gates, S, dS, dq, dk, d_sums, d_total, d_beta
+        sizes = self.arguments | {"H": H, "HV": self.H, "K": self.K, "V": self.V, "C": self.C}
+        sizes |= {"GROUP": group, "SHARED": shared, "FINE": self.fine}
+        launch(head_decay_gradient_kernel, grid, *tensors, **sizes, **config)
+        dbeta = None if beta is None else self.per_token(self.H, dtype=beta.dtype)
+        kinds = (2 * tiles, tiles, tiles)
+        dg = gate_gradient(self, d_sums, kinds, d_total, self.scale, dtype, d_beta, dbeta, blocks, shared)
+        return dg, None if dbeta is None else self.batched(dbeta)
+
+
+def sum_gates(
+    sequences: MatrixSequences, g: Tensor | None, gamma: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The running sums of gates within each chunk, ``[chunks, H, C]``: for float32 products two, to be added."""
+    H, C = sequences.H, sequences.C
+    sums, rest = running_sums(sequences)
+    grid = (sequences.chunks, tile_count(H, BH))
+    launch(head_gate_sum_kernel, grid, g, gamma, sums, rest, **sequences.positions, H=H, C=C, BH=BH)
+    return sums, rest
+
+
+def running_sums(sequences: MatrixSequences) -> tuple[Tensor, Tensor | None]:
+    """Memory for the running sums of gates. Sums over 64 tokens are precise enough for products in bfloat16."""
+    H, C = sequences.H, sequences.C
+    return sequences.per_chunk(H, C), None if sequences.bfloat16 and C <= 64 else sequences.per_chunk(H, C)
+
+
+def gate_gradient(
+    sequences: MatrixSequences,
+    d_sums: Tensor,
+    kinds: tuple[int, int, int],
+    d_total: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    d_beta: Tensor | None = None,
+    dbeta: Tensor | None = None,
+    blocks: int = 1,
+    shared: bool = False,
+) -> Tensor:
+    """``[B, T, H]``: the gradient of each gate, from those of the sums that contain it. Fills `dbeta` from `d_beta`.
+
+    `kinds`: how many of the parts of `d_sums` are of the kinds `ENDING`, `BEGINNING` and `LEAVING` of `gates`. The
+    others are `ACROSS`, where a chunk has two `blocks`, or `BETWEEN` where heads are `shared` too.
+    """
+    (H, D), C = d_total.shape[-2:], sequences.C
+    endings, beginnings, leavings = kinds
+    dg = sequences.per_token(H, dtype=dtype)
+    sizes = {"H": H, "D": D, "C": C, "BC": C // blocks, "BH": BH, "BD": block(D, 256)}
+    sizes |= {"ENDINGS": endings, "BEGINNINGS": beginnings, "LEAVINGS": leavings, "PARTS": d_sums.shape[1]}
+    sizes |= {"BETAS": 0 if d_beta is None else d_beta.shape[1], "SHARED": shared}
+    grid = (sequences.chunks * blocks, tile_count(H, BH))
+    tensors = d_sums, d_total, dg, d_beta, dbeta
+    launch(head_gate_gradient_kernel, grid, *tensors, **sequences.positions, scale=scale, **sizes)
+    return sequences.batched(dg)
+
+
+def head_parts(group: int) -> int:
+    """Into how many parts the heads of values that share queries and keys are divided, so that each has at most 32.
+
+    A program takes a part. Each of several parts has gradients of queries and keys of its own, in float32. So few parts
+    save memory, and time too where chunks are enough for all of a GPU. The parts must not depend on the batch size,
+    since a row has the same bits in every batch.
+    """
+    return next(parts for parts in range(1, group + 1) if group % parts == 0 and group // parts <= 32)
+
+
+def step_size(bfloat16: bool, D: int, gated: bool) -> int:
+    """How many tokens a sweep takes in one step; `D` is the larger head size.
+
+    It takes 64 where there is room: gates and larger states take registers, and what waits in a pipeline takes 160 KiB.
+    """
+    return 32 if not bfloat16 or gated or D > 128 else 64
+
+
+def chunk_size(
+    bfloat16: bool, step: int, gate_gradient: bool, group: int, K: int, V: int, fine: bool = False
+) -> int:
+    """Tokens of a chunk, of which the gradient of gates needs the state before it.
+
+    With chunks of 64 tokens instead of 128, `head_decay_gradient_kernel` is faster, but a step of simple GLA takes a third more
+    memory, since there are twice as many states. Where a group of heads of values shares keys, the gradients of keys
+    take little memory, and where values are few beside keys, as in Mamba-3, states do, and so there is room for it.
+    With more than 16 heads to a program, as in Mamba-2, a step is fast enough even so, and chunks of 128 save more
+    memory than that takes time. At most 64 keys, and states in float32 (`fine`), were not measured, and stay with 64.
+    """
+    if not gate_gradient:
+        return step
+    if group > 1:
+        return 128 if bfloat16 and not fine and K > 64 and group // head_parts(group) > 16 else 64
+    return 128 if bfloat16 and not V <= 64 < K else 64
+
+
+def sweep_config(chip: Chip, bfloat16: bool, C: int, D1: int, D2: int) -> dict[str, int]:
+    """Block sizes of the contracted axis, of the other, and of the parts of the former; warps, pipeline stages.
+
+    In bfloat16, tiles of the contracted axis have one size, a multiple of 64, so that little of them is padding.
+    """
+    if not bfloat16:
+        BD1 = block(D1, 256)
+        return {
+            "BD1": BD1,
+            "BD2": 16 if D1 > 128 else 32,
+            "BP": min(BD1, 64),
+            "num_warps": 4,
+            "num_stages": 1,
+        }
+    BD2 = 128 if C == 64 and D2 > 64 and not chip.is_small else 64
+    stages = 2 if C == 64 and chip.is_small else 3
+    return {
+        "BD1": 64 * tile_count(D1, 64 * tile_count(D1, 256)),
+        "BD2": BD2,
+        "BP": 64,
+        "num_warps": BD2 // 16,
+        "num_stages": stages,
+    }
+
+
+def gradient_config(chip: Chip, bfloat16: bool, K: int, fine: bool) -> dict[str, int]:
+    """Tokens of a block, block sizes of the key axis and of the value axis, which is contracted, warps and stages.
+
+    With three stages, both halves of 128 values are on their way at once. Small chips have room for two stages. Where
+    states are float32 (`fine`), two stages let two programs fit on a multiprocessor of a large chip.
+    """
+    if not bfloat16:
+        return {"BC": 64, "BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1}
+    stages = 2 if chip.is_small or fine else 3
+    return {"BC": 64, "BK": 128 if K > 64 else 64, "BV": 64, "num_warps": 4, "num_stages": stages}

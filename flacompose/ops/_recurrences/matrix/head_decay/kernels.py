@@ -1,0 +1,323 @@
+"""The Triton kernel of scalar decay: a sweep over a sequence, its state in registers.
+
+The output and three gradients are one sum, the roles of q, k, v and do exchanged, forwards or backwards in time:
+
+    o  = sweep(q, k, v)             dv = sweep(k, q, do), backwards
+    dq = sweep(do, v, k)            dk = sweep(v, do, q), backwards
+
+The gradients of gates need the state before each chunk and the gradient of the state after it. Two sweeps store these,
+of which the second makes dv on its way, and `gradients` has the kernel that computes everything else of all chunks at
+once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flacompose.ops._recurrences.matrix.gates_of_heads import LOG2_E
+from flacompose.ops._tiles.blocks import (
+    bounded,
+    dot,
+    dot_split,
+    find_segment,
+    find_sequence,
+    in_float32,
+    is_idle,
+    split_dot,
+    split_program,
+)
+
+
+@triton.jit
+def _part(first, d2, D1, D2, stride1, stride2, BP: tl.constexpr):
+    """Of `BP` rows of a state from `first` on, the numbers, and offsets and mask of ``[d2, rows]``."""
+    d1 = first + tl.arange(0, BP)
+    return d1, d2[:, None] * stride2 + d1[None, :] * stride1, (d2 < D2)[:, None] & (d1 < D1)[None, :]
+
+
+@triton.jit
+def _load_vectors(x, at, H, d, D: tl.constexpr, BD: tl.constexpr, t, remaining):
+    """Tokens `t` of one head of ``x [tokens, H, D]``, which begins `at` elements on, zero from `remaining` on."""
+    at += t[:, None] * (H * D) + d[None, :]
+    if D % BD == 0:
+        out = tl.load(x + at, mask=(t < remaining)[:, None], other=0.0)
+    else:
+        out = tl.load(x + at, mask=(t < remaining)[:, None] & (d < D)[None, :], other=0.0)
+    return out
+
+
+@triton.jit
+def _load_sums(sums, rest, row0, chunk, h, H, C: tl.constexpr, CS: tl.constexpr):
+    """Running sums of gates of a chunk of `C`: at its tokens, along either axis, at its last, and before its first.
+
+    Then the same of what rounding took from them.
+    """
+    within = chunk * C % CS  # tokens of the larger chunk before this one
+    at = ((row0 + chunk * C // CS) * H + h) * CS + within
+    t = tl.arange(0, C)
+    high = tl.load(sums + at + t)
+    high_rows = tl.load(sums + at + t[:, None])
+    high_end = tl.load(sums + at + C - 1)
+    high_before = tl.zeros_like(high_end)
+    low, low_rows = tl.zeros_like(high), tl.zeros_like(high_rows)
+    low_end, low_before = tl.zeros_like(high_end), tl.zeros_like(high_end)
+    if CS > C:
+        high_before = tl.load(sums + at - 1, mask=within > 0, other=0.0)
+    if rest is not None:
+        low = tl.load(rest + at + t)
+        low_rows = tl.load(rest + at + t[:, None])
+        low_end = tl.load(rest + at + C - 1)
+        if CS > C:
+            low_before = tl.load(rest + at - 1, mask=within > 0, other=0.0)
+    return high, high_rows, high_end, high_before, low, low_rows, low_end, low_before
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "HA", "HX", "SEGMENTS", "first_tile", "scale"])
+def head_decay_state_passing_kernel(
+    # One kernel makes four sums, because they are the same sum with other roles. So it has more than 25 parameters,
+    # among them the sizes and strides of each role.
+    a,  # [tokens, HA, D1]
+    b,  # [tokens, HA, D1]
+    x,  # [tokens, HX, D2]
+    beta,  # [tokens, H], how strongly a token is written
+    gamma,  # [H], a gate that is the same for every token
+    sums,  # [chunks, H, CS], running sums of other gates, as `gate_kernel` gives them
+    rest,  # [chunks, H, CS]
+    initial,  # [SEGMENTS, N, H, D1, D2], before each segment, with the strides of states
+    partial,  # [tokens, H, D2], to be added to `out`: the sum over the tiles of `D1` before the first
+    out,  # [tokens, TILES, H, D2], the sums over each tile
+    states,  # [chunks, H, D1, D2]: the state before each chunk of `CS` tokens, or with `REVERSE` after it
+    ends,  # [SEGMENTS, N, H, D1, D2], after each segment but the last, with the strides of states
+    sum_g,  # [SEGMENTS, N, H], the sum of each segment's gates
+    final,  # [N, H, D1, D2], with the strides of states
+    # What surrounds a scan, of which all is absent elsewhere: see `_recurrences/fused/ssd`.
+    skip,  # [H, E]: by what `x` is added to what is read
+    z,  # [tokens, H, D2], from token to token it is z_token elements: gates the sum, before its silu
+    do,  # [tokens, H, D2], the gradient of the gated sum: instead of `out` the following are made of it
+    dy,  # [tokens, H, D2], the gradient of the sum
+    dz,  # [tokens, H, D2]
+    d_skip,  # [SEGMENTS, N, H, D2]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    HA,
+    HX,
+    SEGMENTS,
+    first_tile,  # of `D1`; None for 0, which takes fewer registers
+    z_token,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+    stride1: tl.constexpr,
+    stride2: tl.constexpr,
+    C: tl.constexpr,
+    CS: tl.constexpr,
+    BD1: tl.constexpr,
+    BD2: tl.constexpr,
+    BP: tl.constexpr,
+    TILES: tl.constexpr,  # of `D1` from the first on
+    E: tl.constexpr,
+    REVERSE: tl.constexpr,
+    FINE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """``S <- e^g S + beta_t b_t x_t^T``, ``out_t = scale * S^T a_t``, from chunk to chunk.
+
+    With `REVERSE` it goes backwards in time, and `beta` weighs what is read: ``S <- e^g S + b_t x_t^T``, ``out_t =
+    beta_t scale * S^T a_t``.
+
+    One program sweeps one segment of one sequence, and of its state a tile. It begins at zero if there is no `initial`,
+    and stores what is given of `out`, `states`, `ends` and `final`, and with `do` of `dy`, `dz` and `d_skip`. It goes
+    in chunks of `C` tokens, of which one or more are one of `CS`. With `FINE`, what is written to the state is
+    multiplied in two parts, which keeps more digits: the gradient of `gamma` is a sum over all tokens, most of which
+    cancels.
+
+    The tile is held transposed, as the left factor of products, which stays in registers, and as a tuple of `BP` rows
+    each, so that the registers hold one of these at a time in the dtype of products.
+    """
+    GATED: tl.constexpr = gamma is not None or sums is not None
+    READS: tl.constexpr = out is not None or dz is not None
+    PARTS: tl.constexpr = BD1 // BP
+    scale = in_float32(scale)
+    tile, segment, nh = split_program(TILES * ((D2 + BD2 - 1) // BD2), SEGMENTS)
+    if is_idle(segment, SEGMENTS, ends, out is not None or states is not None):
+        return
+    at_end = (segment * N * H + nh) * D1 * D2
+    n = nh // H
+    h = nh % H
+    ha = h // (H // HA)
+    hx = h // (H // HX)
+    tile1 = (tile % TILES).to(tl.int32)
+    row1 = tile1 * BD1 if first_tile is None else (first_tile + tile1) * BD1
+    d2 = (tile // TILES).to(tl.int32) * BD2 + tl.arange(0, BD2)
+    lo, hi, row0 = find_sequence(n, T, cu_seqlens, CS)
+    chunks = tl.cdiv(hi - lo, C)
+    begin, stop = find_segment(segment, SEGMENTS, chunks)
+
+    # 1. The state before the segment.
+    # Backwards, what is written has the factor `scale`. The state is kept without it; if it is 0, nothing is written.
+    unit = scale
+    if REVERSE:
+        unit = tl.where(scale == 0.0, 1.0, scale)
+    S = ()
+    for part in tl.static_range(PARTS):
+        S_ = tl.zeros([BD2, BP], dtype=tl.float32)
+        _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+        if initial is not None:
+            S_ += tl.load(initial + at_end + at, mask=inside, other=0.0)
+            if REVERSE:
+                S_ /= unit
+        S += (S_,)
+    gates = tl.zeros([], dtype=tl.float32)
+    if skip is not None:
+        at_skip = h * E + (d2 if E == D2 else d2 * 0)
+        weight = tl.load(skip + at_skip, mask=d2 < D2, other=0.0).to(tl.float32)[:, None]
+    if d_skip is not None:
+        d_weight = tl.zeros([BD2], dtype=tl.float32)
+
+    t = tl.arange(0, C)
+    if gamma is not None:
+        rate = bounded(tl.load(gamma + h).to(tl.float32)) * LOG2_E
+        between = tl.exp2(rate * tl.abs(t[None, :] - t[:, None]))
+    # With more than 128 keys to a program there are too few registers for the next chunk's sums of gates.
+    AHEAD: tl.constexpr = PARTS <= 2
+    if sums is not None and AHEAD:
+        # A segment, or a sequence, without chunks loads sums that it does not use.
+        following = tl.minimum(begin, chunks - 1)
+        following = tl.maximum(chunks - 1 - following if REVERSE else following, 0)
+        following_sums = _load_sums(sums, rest, row0, following, h, H, C, CS)
+    for i in range(begin, stop):
+        chunk = chunks - 1 - i if REVERSE else i
+        row = row0 + chunk * C // CS
+        within = chunk * C % CS  # tokens of the larger chunk before this one
+        start = lo + chunk * C
+        remaining = (hi - start).to(tl.int32)
+        written = remaining
+        if REVERSE:
+            written = tl.where(scale == 0.0, 0, remaining)
+        # 2. The decays of the chunk: between its tokens, from its start and to its end.
+        if gamma is not None:
+            last = tl.minimum(remaining, C)
+            total = rate * last
+            to_start = rate * (t + 1)
+            to_end = rate * tl.maximum(last - 1 - t, 0)
+        elif sums is not None:
+            if AHEAD:
+                # The next chunk's sums are on their way while this chunk is computed.
+                sums_ = following_sums
+                following = tl.minimum(i + 1, stop - 1)
+                following = chunks - 1 - following if REVERSE else following
+                following_sums = _load_sums(sums, rest, row0, following, h, H, C, CS)
+            else:
+                sums_ = _load_sums(sums, rest, row0, chunk, h, H, C, CS)
+            high, high_rows, high_end, high_before, low, low_rows, low_end, low_before = sums_
+            to_start = (high - high_before) + (low - low_before)
+            to_end = (high_end - high) + (low_end - low)
+            total = (high_end - high_before) + (low_end - low_before)
+            between = (high[None, :] - high_rows) + (low[None, :] - low_rows)
+            between = tl.exp2(-between if REVERSE else between)
+        if GATED:
+            read_decay = tl.exp2(to_end if REVERSE else to_start)
+            write_decay = tl.exp2(to_start if REVERSE else to_end)
+            if sum_g is not None:
+                gates += total
+        first = within == 0
+        if REVERSE:
+            first = (within == CS - C) | (chunk == chunks - 1)
+        if beta is not None:
+            beta_ = tl.load(beta + (start + t) * H + h, mask=t < remaining, other=0.0).to(tl.float32)
+        at_x = (start * HX + hx) * D2 + t[None, :] * (HX * D2) + d2[:, None]
+        in_out = (t < remaining)[None, :] & (d2 < D2)[:, None]
+        x_ = tl.load(x + at_x, mask=in_out, other=0.0)  # [D2, tokens]
+        # These are on their way while the output is computed.
+        if z is not None:
+            z_ = tl.load(
+                z + start * z_token + t[None, :] * z_token + h * D2 + d2[:, None], mask=in_out, other=0.0
+            )
+        if do is not None:
+            do_ = tl.load(do + at_x, mask=in_out, other=0.0)
+
+        # 3. The outputs: what is read from the state, and from the tokens of the chunk.
+        writers = ()
+        if READS:
+            other_chunks = tl.zeros([BD2, C], dtype=tl.float32)
+            pairs = tl.zeros([C, C], dtype=tl.float32)  # of tokens that write, and that read
+        at_ab = (start * HA + ha) * D1
+        for part in tl.static_range(PARTS):
+            d1, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+            b_ = _load_vectors(b, at_ab, HA, d1, D1, BD1, t, written)
+            writers += (b_,)
+            if states is not None:
+                if first:
+                    at_states = (row * H + h) * D1 * D2 + at
+                    tl.store(states + at_states, S[part].to(states.dtype.element_ty), mask=inside)
+            if READS:
+                a_ = tl.trans(_load_vectors(a, at_ab, HA, d1, D1, BD1, t, remaining))
+                other_chunks += dot(S[part], a_, DOT)
+                pairs += dot(b_, a_, DOT)
+        if READS:
+            if GATED:
+                other_chunks *= read_decay[None, :]
+                pairs *= between
+            earlier = t[:, None] >= t[None, :] if REVERSE else t[:, None] <= t[None, :]
+            pairs = tl.where(earlier, pairs, 0.0)
+            if beta is not None and not REVERSE:
+                pairs *= beta_[:, None]
+            out_ = dot_split(x_, pairs, DOT, other_chunks)
+            if beta is not None and REVERSE:
+                out_ *= beta_[None, :]
+            at_out = ((start * TILES + tile1) * H + h) * D2 + t[None, :] * (TILES * H * D2) + d2[:, None]
+            out_ *= unit
+            if partial is not None:
+                out_ += tl.load(partial + at_out, mask=in_out, other=0.0)
+            if skip is not None:
+                out_ += weight * x_.to(tl.float32)
+        if z is not None:
+            z_ = z_.to(tl.float32)
+            s = tl.sigmoid(z_)
+            if READS:
+                gated = out_ * (s * (1 + z_ * (1 - s)) if do is not None else z_ * s)
+        if do is not None:
+            dy_ = do_.to(tl.float32)
+            if dz is not None:
+                tl.store(dz + at_x, (dy_ * gated).to(dz.dtype.element_ty), mask=in_out)
+            if z is not None:
+                dy_ *= z_ * s
+                tl.store(dy + at_x, dy_.to(dy.dtype.element_ty), mask=in_out)
+            if d_skip is not None:
+                d_weight += tl.sum(dy_ * x_.to(tl.float32), 1)
+        elif READS:
+            out_ = out_ if z is None else gated
+            tl.store(out + at_out, out_.to(out.dtype.element_ty), mask=in_out)
+        # 4. The state after the chunk.
+        weighted = x_
+        if GATED:
+            weighted = weighted * write_decay[None, :]
+        if beta is not None and not REVERSE:
+            weighted = weighted * beta_[None, :]
+        before_, S = S, ()
+        for part in tl.static_range(PARTS):
+            S_ = before_[part]
+            if GATED:
+                S_ *= tl.exp2(total)
+            if FINE:
+                S_ = split_dot(weighted, writers[part], DOT, S_)
+            else:
+                S_ += dot(weighted, writers[part], DOT)
+            S += (S_,)
+
+    # 5. What is wanted of the segment.
+    for part in tl.static_range(PARTS):
+        _, at, inside = _part(row1 + part * BP, d2, D1, D2, stride1, stride2, BP)
+        S_ = S[part] * unit if REVERSE else S[part]
+        if ends is not None:
+            tl.store(ends + at_end + at, S_, mask=inside)
+        elif final is not None:
+            if segment == SEGMENTS - 1:
+                tl.store(final + nh * D1 * D2 + at, S_.to(final.dtype.element_ty), mask=inside)
+    if d_skip is not None:
+        tl.store(d_skip + (segment * N * H + nh) * D2 + d2, d_weight, mask=d2 < D2)
+    if sum_g is not None:
+        tl.store(sum_g + segment * N * H + nh, gates / LOG2_E)

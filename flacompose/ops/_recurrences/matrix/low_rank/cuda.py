@@ -1,0 +1,232 @@
+"""Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flacompose.ops._launch import operands
+from flacompose.ops._launch.chip import Chip
+from flacompose.ops._launch.launch import launch
+from flacompose.ops._launch.operands import launch_by_gates, operand, tile_count
+from flacompose.ops._operators.signature import BackwardCall, Gradients
+from flacompose.ops._recurrences.matrix.channel_decay.cuda import CHUNK
+from flacompose.ops._recurrences.matrix.delta_rule.state_passing import Sweeps
+from flacompose.ops._recurrences.matrix.low_rank.gradients import (
+    low_rank_product_gradient_kernel,
+    low_rank_read_gradient_kernel,
+    low_rank_write_gradient_kernel,
+)
+from flacompose.ops._recurrences.matrix.low_rank.inputs import Inputs
+from flacompose.ops._recurrences.matrix.low_rank.kernels import (
+    low_rank_factor_kernel,
+    low_rank_product_kernel,
+)
+
+OF_KEYS = ("q", "k", "a", "b")
+
+
+def chunk(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``."""
+    return _Launches(inputs, backward=False).chunk(inputs.v.dtype)
+
+
+def ends(inputs: Inputs) -> tuple[Tensor, ...]:
+    """``(end [N, H, K, V], matrix [N, H, K, K])``."""
+    return _Launches(inputs._replace(initial_state=None), backward=False).map()
+
+
+def backward(call: BackwardCall[Inputs]) -> Gradients:
+    """The gradients that `call` wants."""
+    of_vectors = call.wants(*OF_KEYS, "gk")
+    rule = _Launches(call.inputs, backward=of_vectors)
+    do, d_final_state = operand(call.do), operand(call.arriving.final_state)
+    start = call.wanted_input("initial_state")
+    d_initial_state = None if start is None else rule.state(start.dtype)
+    dv = rule.per_token(rule.HV, rule.V, dtype=rule.dtype)
+    if not of_vectors:
+        rule.reverse(do, d_final_state, dv=dv, d_initial=d_initial_state)
+        return call.made(v=rule.batched(dv), initial_state=d_initial_state)
+    u, du, S, dS = (
+        *(rule.scratch(rule.HV, rule.V) for _ in range(2)),
+        *(rule.per_chunk_state() for _ in range(2)),
+    )
+    backwards = {"dv": dv, "du": du, "d_states": dS, "d_initial": d_initial_state}
+    if rule.sweeps_at_once:
+        rule.sweep_both_ways(do, d_final_state, r=u, states=S, **backwards)
+    else:
+        rule.sweep(r=u, states=S)
+        rule.reverse(do, d_final_state, **backwards)
+    made = rule.gradients(do, u, du, S, dS, gates=call.wants("gk"))
+    return call.made(**made, v=rule.batched(dv), initial_state=d_initial_state)
+
+
+def recurrent(inputs: Inputs, count: int | None = None, stride: int | None = None) -> tuple[Tensor, Tensor]:
+    """``(o [B, T, H, V], final_state [N, H, K, V])``, or ``[N, count, H, K, V]`` with `count` and `stride`."""
+    return operands.recurrent(**inputs._asdict(), count=count, stride=stride)
+
+
+steps = recurrent
+
+
+class _Launches(Sweeps):
+    """The launches of one call, and what they have in common."""
+
+    def __init__(self, inputs: Inputs, backward: bool) -> None:
+        super().__init__(inputs.q, inputs.v, inputs.initial_state, inputs.cu_seqlens, inputs.scale, CHUNK)
+        self.scale = inputs.scale
+        self.vectors: dict[str, Tensor | None] = {
+            name: operand(getattr(inputs, name)) for name in (*OF_KEYS, "gk")
+        }
+        self.values = operand(inputs.v)
+        self.gated = inputs.gk is not None
+        # Without gates, reads before and after the decay are the same.
+        self.order = {"READ_BEFORE": inputs.read_before and self.gated}
+        # What all kernels of this family take.
+        self.common = {**self.positions, "H": self.HV, "DOT": self.arguments["DOT"]}
+        self.mild = self.per_chunk(self.HV, dtype=torch.int8) if self.gated else None
+        products = self.fill_pairs()
+        self.pairs = {name: products[name] for name in ("Y", "X")}
+        self.factors["Y"] = products["M"]
+        self.fill_factors(products, backward)
+
+    def fill_pairs(self) -> dict[str, Tensor | None]:
+        """Fill `P`, a factor of the sweeps, and the products of pairs that `low_rank_factor_kernel` takes, which it returns."""
+        P, *stored = (self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype) for _ in range(4))
+        self.factors["P"] = P
+        products: dict[str, Tensor | None] = dict(zip(("Y", "M", "X"), stored))
+        for name, x in zip(("Y_rest", "M_rest", "X_rest"), stored):
+            products[name] = x.new_empty(x.shape) if self.bfloat16 else None
+        launch_by_gates(
+            low_rank_product_kernel,
+            self.chunks * self.HV,
+            self.vectors,
+            {"P": P, "scale": self.scale},
+            products,
+            {"mild": self.mild, "K": self.K},
+            self.order,
+            self.common,
+            pair_config(self.bfloat16, self.K),
+            gated=self.gated,
+        )
+        return products
+
+    def fill_factors(self, products: dict[str, Tensor | None], backward: bool) -> None:
+        """Fill the factors of the sweeps that are vectors and, for the `backward`, the vectors that gradients take."""
+        config = factor_config(self.bfloat16)
+        tiles = tile_count(self.K, config["BK"])
+        made = {name: self.scratch(self.HV, self.K) for name in ("Q", "W_a", "W", "b_write")}
+        self.factors |= {"q": made["Q"], "k": made["W_a"], "W": made["W"], "b": made["b_write"]}
+        # Without gates the vectors are what they are, decayed to the chunk's middle too.
+        self.at_middle = {f"{name}_middle": self.vectors[name] for name in OF_KEYS}
+        self.mild_gradient = None
+        filled: dict[str, Tensor | None] = dict.fromkeys(self.at_middle)
+        if self.gated:
+            self.gates["total"] = self.per_chunk(self.HV, self.K)
+        if self.gated and backward:
+            filled = self.at_middle = {name: self.scratch(self.HV, self.K) for name in self.at_middle}
+            self.mild_gradient = self.per_chunk(self.HV, tiles, dtype=torch.int8)
+        launch_by_gates(
+            low_rank_factor_kernel,
+            tiles * self.chunks * self.HV,
+            self.vectors,
+            products,
+            made,
+            filled,
+            {"total": self.gates["total"], "mild": self.mild, "mild_gradient": self.mild_gradient},
+            {"K": self.K},
+            self.order,
+            self.common,
+            config,
+            gated=self.gated,
+        )
+
+    def gradients(
+        self, do: Tensor, u: Tensor, du: Tensor, S: Tensor, dS: Tensor, gates: bool
+    ) -> dict[str, Tensor]:
+        """The gradients of all vectors and, if wanted, of gates, by the names of the inputs."""
+        self.free_sweep_memory()
+        H, K, C = self.HV, self.K, self.C
+        z = self.scratch(H, self.V)
+        parts = 2 if self.bfloat16 else 1  # of the gradients of the pairs of `a`
+        products = {
+            "pairs": self.per_chunk(H, 2 + 2 * parts, C, C, dtype=self.dtype),
+            "diagonal": self.per_chunk(H, 2, C),
+        }
+        launch(
+            low_rank_product_gradient_kernel,
+            (2 * self.chunks * H,),
+            **self.pairs,
+            u=u,
+            v=self.values,
+            do=do,
+            du=du,
+            z=z,
+            **products,
+            **self.common,
+            V=self.V,
+            scale=self.scale,
+            **pair_gradient_config(self.bfloat16),
+        )
+        self.pairs.clear()
+        config = gradient_config(self.chip, self.bfloat16, self.V)
+        tiles = tile_count(K, config["BK"])
+        made = {name: self.per_token(H, K, dtype=self.dtype) for name in OF_KEYS}
+        of_writes = None
+        if gates:
+            gk = self.vectors["gk"]
+            assert gk is not None
+            made["gk"] = self.per_token(H, K, dtype=gk.dtype)
+            of_writes = torch.empty(*self.tokens, H, K, dtype=torch.float32, device=self.device)
+        for kernel, more, filled in (
+            (low_rank_write_gradient_kernel, {"u": u, "v": self.values, "d_states": dS}, ("b", "k")),
+            (low_rank_read_gradient_kernel, {"do": do, "z": z, "scale": self.scale}, ("q", "a", "gk")),
+        ):
+            launch_by_gates(
+                kernel,
+                tiles * self.chunks * H,
+                self.vectors,
+                self.at_middle,
+                {"mild": self.mild_gradient},
+                more,
+                products,
+                {"states": S, "of_writes": of_writes},
+                {f"d{name}": made.get(name) for name in filled},
+                {"K": K, "V": self.V},
+                self.order,
+                self.common,
+                config,
+                gated=self.gated,
+            )
+        return {name: self.batched(x) for name, x in made.items()}
+
+
+# Tiles of products in bfloat16 are 64 wide at least: Triton 3.6 miscompiles narrower ones on Hopper.
+
+
+def pair_config(bfloat16: bool, K: int) -> dict[str, int]:
+    """Block size of the contracted axis, warps, stages, and registers for three programs where one block is all."""
+    if not bfloat16:
+        return {"BK": 32, "num_warps": 4, "num_stages": 1}
+    if K <= 64:
+        return {"BK": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+    return {"BK": 64, "num_warps": 4, "num_stages": 3}
+
+
+def factor_config(bfloat16: bool) -> dict[str, int]:
+    """Block size of the key axis, that of `gradient_config`, warps, stages, and registers for three programs."""
+    if not bfloat16:
+        return {"BK": 32, "num_warps": 4, "num_stages": 1}
+    return {"BK": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168}
+
+
+def pair_gradient_config(bfloat16: bool) -> dict[str, int]:
+    """Block size of the contracted axis, warps and pipeline stages."""
+    return {"BV": 128 if bfloat16 else 32, "num_warps": 4, "num_stages": 1}
+
+
+def gradient_config(chip: Chip, bfloat16: bool, V: int) -> dict[str, int]:
+    """Block sizes of the key axis and of the value axis, which is contracted, warps and pipeline stages."""
+    if not bfloat16:  # with three stages, Triton 3.8 takes more memory than small chips have
+        return {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 2 if chip.is_small else 3}
+    return {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 2 if V <= 64 else 3}

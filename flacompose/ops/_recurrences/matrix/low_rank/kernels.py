@@ -1,0 +1,322 @@
+"""Triton kernels for diagonal plus low rank that come before the sweeps: what each chunk does to a state.
+
+Within a chunk that begins with the state S, what the vectors `a` read, ``u_t = S*^T a_t``, solves the triangular system
+``(I - A_ab) u = a_read S + A_ak v``. Here ``A_ab[t, s]`` is the product of ``a`` of token `t` and ``b`` of ``s < t``,
+decayed by the gates between them, `a_read` are the vectors ``a``, decayed by the gates since the chunk's start, and
+``b_write`` and ``k_write`` those that write, decayed by the gates up to its end. So what the chunk adds to the state
+and to the outputs is linear in S and v:
+
+    Y = (I - A_ab)^-1        M = Y A_ak        X = A_qb Y                    P = scale * (A_qk + A_qb M)
+    W_a = Y a_read           Q = q_read + X a_read                           W = k_write + M^T b_write
+
+    u = W_a S + M v          o = scale * Q S + P v          S <- total S + b_write^T (W_a S) + W^T v
+
+`low_rank_product_kernel` makes the products of pairs of tokens, in the first row, for all chunks at once, and `low_rank_factor_kernel` what
+meets the state, in the second. The sweeps are those of the delta rule, with keys that write what is read. The backward
+takes Y and X too: the gradient of ``a_read S + A_ak v`` is ``z = Y^T (scale * A_qb^T do + b_write dS)``.
+
+Where keys are alike, all of these are small differences of large terms. So Y, M and X are stored in two parts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flacompose.ops._recurrences.matrix.delta_rule.kernels import inverse
+from flacompose.ops._recurrences.matrix.gates_of_channels import (
+    MILD_BOUND,
+    C,
+    exact_pairs,
+    from_middle,
+    load_gates,
+    reads_gate,
+    select,
+    size_of_gate,
+)
+from flacompose.ops._tiles.blocks import (
+    chunk_of_program,
+    dot_in_parts,
+    dot_of_parts,
+    fine_dot,
+    in_float32,
+    in_parts,
+    load_tile,
+    numbers_of_tile,
+    size_of_chunk,
+    split_dot,
+    store_tile,
+    tile_of_program,
+)
+
+
+@triton.jit
+def load_sums(gk, i, size, d, H, K: tl.constexpr, DOT: tl.constexpr):
+    """The gates of channels `d`, and their sums from the chunk's middle to each write."""
+    if gk is None:
+        g = tl.zeros([C, d.shape[0]], dtype=tl.float32)
+        sums = g
+    else:
+        g = load_gates(gk, i, size, 0, d, H, K)
+        sums = select(from_middle(i[:, None], i[None, :]), g, DOT)
+    return g, sums
+
+
+@triton.jit
+def sums_of_reads(g, sums, of_a, READ_BEFORE: tl.constexpr):
+    """The sums of gates from the chunk's middle to each read, by `a` if `of_a` says so, and else by the query."""
+    if READ_BEFORE:
+        # A read stops before the token's gate. This difference of sums is used where both are below `MILD_BOUND`.
+        sums = sums - tl.where(of_a, g.to(tl.float32), 0.0)
+    return sums
+
+
+@triton.jit
+def _pairs_with(
+    x, b, k, gk, of_b, of_k, i, size, d, H,
+    K: tl.constexpr, MILD: tl.constexpr, OF_A: tl.constexpr, READ_BEFORE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """`of_b` and `of_k` with the products of channels `d` of readers `x` with ``b`` and keys, and their sums' size.
+
+    Rows are tokens that write, columns tokens that read. Where keys are alike, `b` takes back nearly all that they
+    write, so vectors that write are multiplied in two parts. So are those of `a`, as a system is solved with their
+    products; a query is rounded once, wherever it is multiplied, which is as if it were another query.
+    """
+    at = i, size, 0, d, H, K
+    g, sums = load_sums(gk, i, size, d, H, K, DOT)
+    sums_of_x = sums_of_reads(g, sums, OF_A, READ_BEFORE)
+    largest = tl.max(tl.maximum(tl.abs(sums), tl.abs(sums_of_x)))
+    if MILD:
+        reader = tl.trans(load_tile(x, *at) * tl.exp(sums_of_x))
+        to_middle = tl.exp(-sums)
+        if OF_A:
+            parts = in_parts(reader, DOT)
+            of_b = dot_of_parts(load_tile(b, *at) * to_middle, parts, DOT, of_b)
+            of_k = dot_of_parts(load_tile(k, *at) * to_middle, parts, DOT, of_k)
+        else:
+            of_b = split_dot(load_tile(b, *at) * to_middle, reader, DOT, of_b)
+            of_k = split_dot(load_tile(k, *at) * to_middle, reader, DOT, of_k)
+    else:
+        s = i[:, None]
+        t = i[None, :]
+        reader = load_tile(x, *at)
+        for writer in range(2):  # a loop, so that half as much is compiled
+            of_y = exact_pairs(
+                reader, load_tile(b if writer == 0 else k, *at), g, s, t, OF_A and READ_BEFORE, DOT
+            )
+            of_b += tl.where(writer == 0, of_y, 0.0)
+            of_k += tl.where(writer == 0, 0.0, of_y)
+    return of_b, of_k, largest
+
+
+@triton.jit
+def _store_in_parts(x, rest, at, value):
+    """Stores float32 `value` in `x`, and what is rounded off in `rest`, if that is given."""
+    rounded = value.to(x.dtype.element_ty)
+    tl.store(x + at, rounded)
+    if rest is not None:
+        tl.store(rest + at, (value - rounded.to(tl.float32)).to(rest.dtype.element_ty))
+
+
+@triton.jit
+def _dot_with_stored(x, rest, at, b, DOT: tl.constexpr, acc=None):
+    """``acc + x @ b`` for an `x` that was stored in parts, and float32 `b`."""
+    high = tl.load(x + at)
+    b = in_parts(b, DOT)
+    return dot_in_parts((high, high if rest is None else tl.load(rest + at)), b, DOT, acc)
+
+
+@triton.jit(do_not_specialize=["T", "N", "H", "scale"])
+def low_rank_product_kernel(
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    a,  # [tokens, H, K]
+    b,  # [tokens, H, K]
+    gk,  # [tokens, H, K]
+    P,  # [chunks, H, C, C], transposed, as are the following
+    Y,  # [chunks, H, C, C]
+    M,  # [chunks, H, C, C]
+    X,  # [chunks, H, C, C]
+    Y_rest,  # [chunks, H, C, C], what is rounded off of the former, if they are not in float32
+    M_rest,  # [chunks, H, C, C]
+    X_rest,  # [chunks, H, C, C]
+    mild,  # [chunks, H]
+    cu_seqlens,
+    T,
+    N,
+    scale,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    MILD: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Fills the products of pairs of tokens.
+
+    It runs twice where there are gates, for the chunks whose gates are mild (`MILD`), which it notes, and for the
+    others: one kernel for both would need twice the registers. These are scarce, so that gates are summed again for
+    the second step.
+    """
+    scale = in_float32(scale)
+    row, h, lo, hi = chunk_of_program(T, N, H, cu_seqlens, C)
+    if lo >= hi:
+        return
+    rh = row * H + h
+    if not MILD:
+        if tl.load(mild + rh) != 0:
+            return
+    first = (lo * H + h) * K
+    q += first
+    k += first
+    a += first
+    b += first
+    if gk is not None:
+        gk += first
+    i = tl.arange(0, C)
+    s, t = i[:, None], i[None, :]
+    at = rh * C * C + s * C + t
+    size = size_of_chunk(lo, hi, C)
+
+    # 1. What `a` reads: A_ab, A_ak, and with them Y and M.
+    of_b = tl.zeros([C, C], dtype=tl.float32)
+    of_k = tl.zeros([C, C], dtype=tl.float32)
+    largest = tl.zeros([], dtype=tl.float32)
+    for d0 in range(0, K, BK):
+        d = d0 + tl.arange(0, BK)
+        of_b, of_k, of_block = _pairs_with(
+            a, b, k, gk, of_b, of_k, i, size, d, H, K, MILD, True, READ_BEFORE, DOT
+        )
+        largest = tl.maximum(largest, of_block, propagate_nan=tl.PropagateNan.ALL)
+    if MILD and gk is not None:
+        tl.store(mild + rh, (largest < MILD_BOUND).to(tl.int8))
+        if not largest < MILD_BOUND:
+            return
+    solved = inverse(-of_b, DOT)
+    of_u = fine_dot(tl.where(s < t, of_k, 0.0), solved, DOT)
+    _store_in_parts(Y, Y_rest, at, solved)
+    _store_in_parts(M, M_rest, at, of_u)
+
+    # 2. What queries read: A_qb, A_qk, and with them P and X.
+    of_b = tl.zeros([C, C], dtype=tl.float32)
+    of_k = tl.zeros([C, C], dtype=tl.float32)
+    for d0 in range(0, K, BK):
+        d = d0 + tl.arange(0, BK)
+        of_b, of_k, of_block = _pairs_with(
+            q, b, k, gk, of_b, of_k, i, size, d, H, K, MILD, False, READ_BEFORE, DOT
+        )
+    of_b = tl.where(s <= t, of_b, 0.0)
+    of_k = tl.where(s <= t, of_k, 0.0)
+    tl.store(P + at, (fine_dot(of_u, of_b, DOT, of_k) * scale).to(P.dtype.element_ty))
+    _store_in_parts(X, X_rest, at, fine_dot(solved, of_b, DOT))
+
+
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def low_rank_factor_kernel(
+    # One kernel makes what the sweeps and what the gradients take, because both are the four vectors of a token,
+    # decayed alike. So it has more than 25 parameters.
+    q,  # [tokens, H, K]
+    k,  # [tokens, H, K]
+    a,  # [tokens, H, K]
+    b,  # [tokens, H, K]
+    gk,  # [tokens, H, K]
+    Y,  # [chunks, H, C, C], from `low_rank_product_kernel`, as the following
+    M,  # [chunks, H, C, C]
+    X,  # [chunks, H, C, C]
+    Y_rest,  # [chunks, H, C, C]
+    M_rest,  # [chunks, H, C, C]
+    X_rest,  # [chunks, H, C, C]
+    mild,  # [chunks, H]
+    Q,  # [tokens, H, K]
+    W_a,  # [tokens, H, K]
+    W,  # [tokens, H, K]
+    b_write,  # [tokens, H, K]
+    total,  # [chunks, H, K]
+    q_middle,  # [tokens, H, K], the vectors decayed to the chunk's middle, for `gradients`
+    k_middle,  # [tokens, H, K]
+    a_middle,  # [tokens, H, K]
+    b_middle,  # [tokens, H, K]
+    mild_gradient,  # [chunks, H, tiles of K], whether gates are mild for their gradient too
+    cu_seqlens,
+    T,
+    N,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    MILD: tl.constexpr,
+    READ_BEFORE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Fills what meets the state and, where gates are mild, what is given of the rest, for a tile of channels.
+
+    It runs as often as `low_rank_product_kernel`.
+    """
+    tiles: tl.constexpr = (K + BK - 1) // BK
+    tile, row, h, lo, hi = tile_of_program(tiles, T, N, H, cu_seqlens, C)
+    if lo >= hi:
+        return
+    rh = row * H + h
+    if gk is not None:
+        if (tl.load(mild + rh) != 0) != MILD:
+            return
+    first = (lo * H + h) * K
+    if gk is not None:
+        gk += first
+    i = tl.arange(0, C)
+    s, t = i[:, None], i[None, :]
+    as_stored = rh * C * C + s * C + t
+    transposed = rh * C * C + t * C + s
+    size = size_of_chunk(lo, hi, C)
+    d = numbers_of_tile(tile, BK)
+    at = i, size, 0, d, H, K
+    g, sums = load_sums(gk, i, size, d, H, K, DOT)
+    MIDDLE: tl.constexpr = MILD and q_middle is not None
+
+    # 1. The decays: from the chunk's middle where gates are mild, and `early` and `late` join it to its ends.
+    if MILD:
+        early = tl.exp(tl.sum(tl.where(s < C // 2, g.to(tl.float32), 0.0), 0))[None, :]
+        late = tl.exp(tl.sum(tl.where(s < C // 2, 0.0, g.to(tl.float32)), 0))[None, :]
+        of_a = tl.exp(sums_of_reads(g, sums, True, READ_BEFORE))
+        if gk is not None:
+            tl.store(total + rh * K + d[None, :], early * late, mask=d[None, :] < K)
+            if mild_gradient is not None:
+                # The sums are mild, as `low_rank_product_kernel` has found, those to reads by `a` too; each gate has to be.
+                is_mild = tl.max(tl.maximum(tl.abs(sums), size_of_gate(g, DOT))) < MILD_BOUND
+                tl.store(mild_gradient + rh * tiles + tile, is_mild.to(tl.int8))
+    else:
+        early = tl.full([1, BK], 1.0, tl.float32)
+        late = early
+        of_a = tl.exp(select(reads_gate(s, t, READ_BEFORE), g, DOT))
+        tl.store(total + rh * K + d, tl.exp(tl.sum(g.to(tl.float32), 0)), mask=d < K)
+        if mild_gradient is not None:
+            tl.store(mild_gradient + rh * tiles + tile, 0)
+
+    # 2. What reads.
+    a_ = load_tile(a + first, *at) * of_a
+    if MIDDLE:
+        store_tile(a_middle + first, a_, *at)
+    store_tile(W_a + first, _dot_with_stored(Y, Y_rest, transposed, a_, DOT) * early, *at)
+    if MILD:
+        of_q = tl.exp(sums)
+    else:
+        of_q = tl.exp(select(t <= s, g, DOT))
+    q_ = load_tile(q + first, *at) * of_q
+    if MILD:
+        q_ = q_.to(DOT).to(tl.float32)  # as `low_rank_product_kernel` multiplies it
+    if MIDDLE:
+        store_tile(q_middle + first, q_, *at)
+    store_tile(Q + first, _dot_with_stored(X, X_rest, transposed, a_, DOT, q_) * early, *at)
+
+    # 3. What writes.
+    if MILD:
+        of_writes = tl.exp(-sums)
+    else:
+        of_writes = tl.exp(select(t > s, g, DOT))
+    b_ = load_tile(b + first, *at) * of_writes
+    if MIDDLE:
+        store_tile(b_middle + first, b_, *at)
+    store_tile(b_write + first, b_ * late, *at)
+    k_ = load_tile(k + first, *at) * of_writes
+    if MIDDLE:
+        store_tile(k_middle + first, k_, *at)
+    store_tile(W + first, _dot_with_stored(M, M_rest, as_stored, b_, DOT, k_) * late, *at)

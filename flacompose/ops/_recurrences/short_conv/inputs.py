@@ -1,0 +1,33 @@
+"""What the op of the short convolution takes and returns."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+from torch import Tensor
+
+from flacompose.ops._operators.signature import AUTOCAST, Dtype, Signature
+
+# The kernels have a register for each column, and take long to compile with many; PyTorch computes what is wider.
+MAX_WIDTH = 8
+
+
+class Inputs(NamedTuple):
+    """The arguments of the op, in the order of the schema."""
+
+    x: Annotated[Tensor, "B T D", AUTOCAST]
+    weight: Annotated[Tensor, "D W"]
+    bias: Annotated[Tensor | None, "D"] = None
+    initial_state: Annotated[Tensor | None, "N D W"] = None
+    cu_seqlens: Tensor | None = None  # [N + 1]
+    silu: bool = False  # whether silu is applied to the sums
+
+
+class Outputs(NamedTuple):
+    """The results."""
+
+    o: Annotated[Tensor, "B T D", Dtype("x")]
+    final_state: Annotated[Tensor, "N D W"]
+
+
+SIGNATURE = Signature(Inputs, Outputs)
