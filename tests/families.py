@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flacompose.ops import _recurrences
 from flacompose.ops._operators.signature import Signature
+
+ROOT = Path(_recurrences.__file__).parent
+# The package of each family, by its name.
+PACKAGES = {
+    file.parent.name: ".".join([_recurrences.__name__, *file.relative_to(ROOT).parts[:-1]])
+    for file in ROOT.rglob("op.py")
+}
 
 
 def part(family: str, name: str) -> ModuleType:
-    return import_module(f"flacompose.ops._recurrences.{family}.{name}")
+    return import_module(f"{PACKAGES[family]}.{name}")
 
 
 def signature_of(module: ModuleType) -> Signature[Any]:

@@ -58,7 +58,7 @@ def main() -> int:
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     parser.add_argument("--dtype", nargs="+", choices=names, default=names)
     parser.add_argument("--size", type=size, nargs="+", default=SIZES, help="of keys and values, as 128x64")
-    parser.add_argument("--only", default="", help="a part of a launch's description, as state_kernel")
+    parser.add_argument("--only", default="", help="a part of a launch's description, as state_passing")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -167,6 +167,6 @@ def test_in_a_graph_one_token_is_pytorch(monkeypatch: pytest.MonkeyPatch) -> Non
         assert launched == []
         flat(cuda, "forward")(x, *args)
         flat(cuda, "forward")(x[:1, :1], weight, None, state, torch.tensor([0, 0, 1]), True)
-    assert launched == ["forward_kernel"] * 2
+    assert launched == ["short_conv_kernel"] * 2
     y, final_state = causal_conv1d(x[:, :1], weight, None, "silu", state, True)
     assert torch.equal(token[0], y) and torch.equal(token[1], final_state)

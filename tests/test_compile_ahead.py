@@ -71,7 +71,7 @@ Compiled = list[tuple[str, bool]]
 
 def ahead(family: ModuleType, form: str) -> warm_up.compile_ahead:
     """What compiles the kernels of a form, or of the "backward", ahead of their launches."""
-    return on_cuda(family.__name__.split(".")[-2], form, signature_of(family)).implementation
+    return on_cuda(family.__name__.rpartition(".")[0], form, signature_of(family)).implementation
 
 
 @pytest.fixture

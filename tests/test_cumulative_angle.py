@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flacompose.ops._recurrences.elementwise.cumulative_angle import op
-from flacompose.ops._recurrences.elementwise.cumulative_angle.reference import turns
+from flacompose.ops._recurrences.elementwise.cumulative_angle.reference import cumulative_angle
 
 BOUNDS = [0, 3, 3, 37, 39]
 END, T = 39, 41
@@ -39,7 +39,9 @@ def assert_right(
     leaves = [x.detach().double().requires_grad_() for x in tensors]
     x, dt, initial = leaves
     parts = [
-        turns(x[:, lo:hi], dt[:, lo:hi], initial[n : n + 1]) if lo < hi else (o[:, :0], initial[n : n + 1])
+        cumulative_angle(x[:, lo:hi], dt[:, lo:hi], initial[n : n + 1])
+        if lo < hi
+        else (o[:, :0], initial[n : n + 1])
         for n, (lo, hi) in enumerate(zip(BOUNDS, BOUNDS[1:]))
     ]
     expected, last = (torch.cat(y, i) for i, y in zip((1, 0), zip(*parts, strict=True)))

@@ -25,32 +25,45 @@ from flacompose.ops._recurrences.matrix.delta_rule import state_passing as delta
 from flacompose.ops._recurrences.matrix.head_decay import cuda as head_decay  # noqa: E402
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
-STATE = "channel_decay gk gv ", "state_kernel", BFLOAT16, 128, 128, {}
-CHANNELS = "delta_rule gk", "channel_kernel"
-PAIRS = "delta_rule gk", "channel_pair_kernel", FLOAT32
+STATE = "channel_decay gk gv ", "channel_decay_state_passing_kernel", BFLOAT16, 128, 128, {}
+CHANNELS = "delta_rule gk", "channel_gradient_kernel"
+PAIRS = "delta_rule gk", "channel_factor_kernel", FLOAT32
 # The first launch of a kernel by these calls with these constants, where it wants more than others, or where the
 # configuration is another than on Hopper. All of them everywhere would take minutes.
 LARGEST = [
     (STATE, (80, 86, 120)),
-    (("head_decay  ", "sweep_kernel", BFLOAT16, 128, 128, {"REVERSE": True}), (80, 86, 90, 100)),
-    (("head_decay g ", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True}), (120,)),
-    (("head_decay g", "sweep_kernel", FLOAT32, 256, 16, {"BD1": 16}), (120,)),
-    (("head_decay g_gamma", "sweep_kernel", BFLOAT16, 256, 256, {"REVERSE": True, "FINE": True}), (86,)),
-    (("head_decay g", "gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (80, 120)),
-    (("ssd D z", "gradient_kernel", BFLOAT16, 128, 64, {"SHARED": True}), (80, 86, 90, 100, 120)),
-    (("delta_rule ", "sweep_kernel", BFLOAT16, 256, 64, {}), (100,)),
-    (("delta_rule g", "two_way_kernel", BFLOAT16, 256, 64, {}), (90, 100)),
-    (("delta_rule gk", "two_way_kernel", BFLOAT16, 128, 128, {}), (80, 86, 120)),
-    (("low_rank gk", "two_way_kernel", BFLOAT16, 128, 128, {}), (80, 120)),
+    (
+        ("head_decay  ", "head_decay_state_passing_kernel", BFLOAT16, 128, 128, {"REVERSE": True}),
+        (80, 86, 90, 100),
+    ),
+    (("head_decay g ", "head_decay_state_passing_kernel", BFLOAT16, 256, 256, {"REVERSE": True}), (120,)),
+    (("head_decay g", "head_decay_state_passing_kernel", FLOAT32, 256, 16, {"BD1": 16}), (120,)),
+    (
+        (
+            "head_decay g_gamma",
+            "head_decay_state_passing_kernel",
+            BFLOAT16,
+            256,
+            256,
+            {"REVERSE": True, "FINE": True},
+        ),
+        (86,),
+    ),
+    (("head_decay g", "head_decay_gradient_kernel", BFLOAT16, 128, 128, {"C": 128}), (80, 120)),
+    (("ssd D z", "head_decay_gradient_kernel", BFLOAT16, 128, 64, {"SHARED": True}), (80, 86, 90, 100, 120)),
+    (("delta_rule ", "delta_state_passing_kernel", BFLOAT16, 256, 64, {}), (100,)),
+    (("delta_rule g", "delta_both_directions_kernel", BFLOAT16, 256, 64, {}), (90, 100)),
+    (("delta_rule gk", "delta_both_directions_kernel", BFLOAT16, 128, 128, {}), (80, 86, 120)),
+    (("low_rank gk", "delta_both_directions_kernel", BFLOAT16, 128, 128, {}), (80, 120)),
     # More values than a head has, as a batch of many heads has more tiles of them.
-    (("delta_rule g", "reverse_kernel", BFLOAT16, 256, 6400, {"BV": 128}), (90,)),
-    (("delta_rule g", "sweep_kernel", BFLOAT16, 128, 6400, {}), (90, 100)),
-    (("delta_rule g", "reverse_kernel", BFLOAT16, 128, 6400, {}), (90, 100)),
-    (("low_rank gk", "reverse_kernel", BFLOAT16, 128, 6400, {}), (100,)),
-    (("delta_rule g", "gradient_kernel", BFLOAT16, 64, 64, {"ADDS": True}), (90,)),
-    (("delta_rule ", "pair_kernel", BFLOAT16, 64, 64, {}), (90,)),
-    (("delta_rule g a before", "pair_kernel", BFLOAT16, 128, 128, {}), (90, 120)),
-    (("delta_rule g a before", "gradient_kernel", BFLOAT16, 128, 128, {}), (90, 120)),
+    (("delta_rule g", "delta_backward_state_passing_kernel", BFLOAT16, 256, 6400, {"BV": 128}), (90,)),
+    (("delta_rule g", "delta_state_passing_kernel", BFLOAT16, 128, 6400, {}), (90, 100)),
+    (("delta_rule g", "delta_backward_state_passing_kernel", BFLOAT16, 128, 6400, {}), (90, 100)),
+    (("low_rank gk", "delta_backward_state_passing_kernel", BFLOAT16, 128, 6400, {}), (100,)),
+    (("delta_rule g", "head_gradient_kernel", BFLOAT16, 64, 64, {"ADDS": True}), (90,)),
+    (("delta_rule ", "factor_kernel", BFLOAT16, 64, 64, {}), (90,)),
+    (("delta_rule g a before", "factor_kernel", BFLOAT16, 128, 128, {}), (90, 120)),
+    (("delta_rule g a before", "head_gradient_kernel", BFLOAT16, 128, 128, {}), (90, 120)),
     ((*CHANNELS, BFLOAT16, 64, 64, {}), (80, 89)),
     ((*CHANNELS, BFLOAT16, 128, 128, {}), (90,)),
     ((*CHANNELS, FLOAT32, 16, 16, {}), (120,)),
@@ -58,11 +71,11 @@ LARGEST = [
     ((*PAIRS, 80, 64, {}), (120,)),
     ((*PAIRS, 320, 64, {}), (100,)),
     ((*PAIRS, 384, 64, {}), (90,)),
-    (("low_rank gk", "sweep_kernel", BFLOAT16, 128, 128, {}), (80, 120)),
-    (("low_rank gk", "sweep_kernel", BFLOAT16, 256, 256, {}), (90,)),
-    (("low_rank gk", "pair_kernel", FLOAT32, 64, 64, {}), (120,)),
-    (("low_rank gk", "write_gradient_kernel", BFLOAT16, 64, 64, {}), (89,)),
-    (("low_rank gk", "read_gradient_kernel", FLOAT32, 64, 64, {}), (86,)),
+    (("low_rank gk", "delta_state_passing_kernel", BFLOAT16, 128, 128, {}), (80, 120)),
+    (("low_rank gk", "delta_state_passing_kernel", BFLOAT16, 256, 256, {}), (90,)),
+    (("low_rank gk", "low_rank_product_kernel", FLOAT32, 64, 64, {}), (120,)),
+    (("low_rank gk", "low_rank_write_gradient_kernel", BFLOAT16, 64, 64, {}), (89,)),
+    (("low_rank gk", "low_rank_read_gradient_kernel", FLOAT32, 64, 64, {}), (86,)),
 ]
 
 
@@ -71,7 +84,7 @@ def launch_of(
 ) -> Launch:
     def has(launch: Launch) -> bool:
         given = {launch.signature[i][0]: value for i, value in launch.constants}
-        return launch.name == kernel and constants.items() <= given.items()
+        return launch.name.endswith(kernel) and constants.items() <= given.items()
 
     with tables_of(chip):
         found = recorded(call for call in matrix_calls(dtype, K, V, 130) if call.at.startswith(start))
@@ -85,12 +98,16 @@ def test_fits(largest: tuple[Any, ...], capability: int) -> None:
     assert launch_of(CHIPS[capability], *largest).excess(capability) is None
 
 
-OF_HEADS = [("gradient_kernel", {"ADDS": False}, 2), ("pair_kernel", {}, 3), ("two_way_kernel", {}, 2)]
+OF_HEADS = [
+    ("head_gradient_kernel", {"ADDS": False}, 2),
+    ("factor_kernel", {}, 3),
+    ("delta_both_directions_kernel", {}, 2),
+]
 SIDE_BY_SIDE = [
     *((*of_heads, start) for of_heads in OF_HEADS for start in ("delta_rule g ", "delta_rule g a before")),
     *(
         (kernel, {}, 2, start)
-        for kernel in ("channel_pair_kernel", "channel_block_kernel")
+        for kernel in ("channel_factor_kernel", "channel_block_gradient_kernel")
         for start in ("delta_rule gk ", "delta_rule gk a")
     ),
 ]

@@ -24,12 +24,17 @@ from gluon_emulator import run
 from launches import tables_of
 from unregistered import launched
 
-from flacompose.ops import _recurrences
 from flacompose.ops._launch import sequences
 from flacompose.ops._launch.chip import AMPERE, HOPPER, Chip
 from flacompose.ops._launch.launch import launching_by
 from flacompose.ops._recurrences.matrix.delta_rule import cuda as delta_rule
-from flacompose.ops._recurrences.matrix.delta_rule import eager, gradient_launches, launches, state_passing
+from flacompose.ops._recurrences.matrix.delta_rule import (
+    eager,
+    gradient_launches,
+    hopper,
+    launches,
+    state_passing,
+)
 from flacompose.ops._recurrences.matrix.delta_rule.hopper import backward as hopper_backward
 from flacompose.ops._recurrences.matrix.delta_rule.hopper import (
     channel_block_gradients as hopper_channel_block_gradients,
@@ -62,8 +67,8 @@ KERNELS = {
 
 def test_every_kernel_is_run() -> None:
     kernels = set()
-    for path in Path(_recurrences.__file__).parent.glob("*/hopper_*.py"):
-        module = import_module(f"{families.__name__}.{path.parent.name}.{path.stem}")
+    for path in Path(hopper.__file__).parent.glob("*.py"):
+        module = import_module(f"{hopper.__name__}.{path.stem}")
         kernels |= {x for name, x in vars(module).items() if name.endswith("_kernel")}
     assert kernels == set().union(JOINT, *KERNELS.values())
 

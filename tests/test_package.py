@@ -8,11 +8,11 @@ import sys
 import zipfile
 from email.message import Message
 from email.parser import Parser
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from families import part
 
 import flacompose
 
@@ -91,7 +91,7 @@ def test_torch_is_recent_enough() -> None:
 
 @pytest.mark.parametrize("family", ["head_decay", "scan", "selective_scan", "short_conv", "channel_decay"])
 def test_schemas_have_the_inputs_in_their_order(family: str) -> None:
-    inputs = import_module(f"flacompose.ops._recurrences.{family}.inputs").Inputs
+    inputs = part(family, "inputs").Inputs
     one_form = family in ("selective_scan", "short_conv")
     for form in ("forward", "backward") if one_form else ("chunk", "recurrent", "backward"):
         schema = getattr(torch.ops.flacompose, f"{family}_{form}").default._schema

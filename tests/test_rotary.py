@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flacompose.ops._recurrences.fused.rotary import op
-from flacompose.ops._recurrences.fused.rotary.reference import rotation
+from flacompose.ops._recurrences.fused.rotary.reference import rotary
 
 BOUNDS = [0, 3, 3, 37, 39]
 END, T = 39, 41
@@ -49,7 +49,7 @@ def assert_right(
             parts.append((*[x[:, :0] for x in parts[0][:4]], *initial))
         else:
             q, k, v, angle = (x[:, lo:hi] for x in (q, k, v, angle))
-            parts.append(rotation(q, k, v, q_bias, k_bias, angle, *initial, halves))
+            parts.append(rotary(q, k, v, q_bias, k_bias, angle, *initial, halves))
     expected = [torch.cat(xs, 1 if i < 4 else 0) for i, xs in enumerate(zip(*parts, strict=True))]
     for x, y in zip(results[:4], expected[:4], strict=True):
         assert not x[:, END:].any()

@@ -50,7 +50,6 @@ class Forms(Generic[AnyInputs]):
 
 
 def define_forms(
-    family: str,
     signature: Signature[AnyInputs],
     eager: ModuleType,
     *,
@@ -61,10 +60,10 @@ def define_forms(
     """Register the forms "chunk" and "recurrent", and return what a family's `op` has.
 
     Args:
-        family, signature, eager, gates, flops: as `define_ops` takes them.
+        signature, eager, gates, flops: as `define_ops` takes them.
         of_state: gives inputs that do the same to a state, and whose `gates` are all that decays it.
     """
-    ops = define_ops(family, signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
+    ops = define_ops(signature, eager, forms=("chunk", "recurrent"), gates=gates, flops=flops)
     axes = signature.axes["final_state"].split()
     absent = [
         [i for i, axis in enumerate(axes) if i > 0 and axis not in signature.axes[gate].split()]
@@ -93,7 +92,6 @@ def define_forms(
 
 
 def define_ops(
-    family: str,
     signature: Signature[Any],
     eager: ModuleType,
     *,
@@ -101,11 +99,11 @@ def define_ops(
     gates: tuple[str, ...] | None = None,
     flops: Callable[..., int],
 ) -> dict[str, OpOverload]:
-    """Register ``<family>_<form>`` for each of `forms`, and ``<family>_backward``; return the operators by these names.
+    """Register ``<name>_<form>`` for each of `forms`, and ``<name>_backward``; return the operators by these names.
 
-    With a form "recurrent" there is ``<family>_steps`` too, which is that form of sequences in rows, and returns states
+    With a form "recurrent" there is ``<name>_steps`` too, which is that form of sequences in rows, and returns states
     after several of the last tokens. Its derivatives are those of a call for each of these. With `gates` there is
-    ``<family>_ends``, which returns the state that each sequence reaches from zero, whatever the initial state is, and
+    ``<name>_ends``, which returns the state that each sequence reaches from zero, whatever the initial state is, and
     what it does to any other: the sums of its gates or, if there are none, the matrix by which it multiplies keys. It
     has a backward of its own.
 
@@ -114,28 +112,28 @@ def define_ops(
     nothing, which saves a copy. Where the initial state is kept, Inductor copies that.
 
     Args:
-        family: the name of the family, and of its folder. Its module `cuda` has a function for each of the forms, and
-            of "steps" and "ends" that there are, which takes the named tuple of the inputs, and a function `backward`
-            like that of `eager`.
         signature: what the forms take and return.
-        eager: the family's `forward`, which takes the named tuple of the inputs, and its `backward`, which takes a
+        eager: the module with `forward`, which takes the named tuple of the inputs, and `backward`, which takes a
             `BackwardCall` and returns the gradients that it wants, by the names of the inputs. Without a `backward`,
-            and then without `gates`, there is no such operator, and derivatives are those of `forward`.
+            and then without `gates`, there is no such operator, and derivatives are those of `forward`. Its folder has
+            the name of the recurrence. The module `cuda` there has a function for each of the forms, and of "steps" and
+            "ends" that there are, which takes the named tuple of the inputs, and a function `backward` like this one.
         forms: the form "chunk" compiles its kernels ahead, "recurrent", "update" and "token" are one kernel.
         gates: the names of the inputs that decay a state by their sums over the tokens.
         flops: of a form, as `define_op` takes it; the backward has twice as many.
     """
+    folder = eager.__name__.rpartition(".")[0]
     if not hasattr(eager, "backward"):
-        return {form: define_form(family, form, signature, eager.forward, flops) for form in forms}
-    backward = _define_backward(family, "backward", signature, eager, flops)
-    ops = {form: define_form(family, form, signature, eager.forward, flops, backward) for form in forms}
+        return {form: define_form(folder, form, signature, eager.forward, flops) for form in forms}
+    backward = _define_backward(folder, "backward", signature, eager, flops)
+    ops = {form: define_form(folder, form, signature, eager.forward, flops, backward) for form in forms}
     if "recurrent" in forms:
         steps = Steps(signature, ops["recurrent"])
-        ops["steps"] = define_form(family, "steps", steps.signature, steps.forward, flops)
+        ops["steps"] = define_form(folder, "steps", steps.signature, steps.forward, flops)
     if gates is not None:
         ends = (DecayEnds if gates else MatrixEnds)(signature, eager, backward, gates)
-        of_ends = _define_backward(family, "ends_backward", ends.signature, ends, flops)
-        ops["ends"] = define_form(family, "ends", ends.signature, ends.forward, flops, of_ends)
+        of_ends = _define_backward(folder, "ends_backward", ends.signature, ends, flops)
+        ops["ends"] = define_form(folder, "ends", ends.signature, ends.forward, flops, of_ends)
     return ops | {"backward": backward}
 
 
@@ -161,16 +159,16 @@ def start_gradient(
 
 
 def define_form(
-    family: str,
+    folder: str,
     form: str,
     signature: Signature[Any],
     eager: Callable[..., tuple[Tensor, ...]],
     flops: Callable[..., int],
     backward: OpOverload | None = None,
 ) -> OpOverload:
-    load = partial(on_cuda, family, form, signature)
+    load = partial(on_cuda, folder, form, signature)
     return define_op(
-        f"{family}_{form}",
+        f"{folder.rpartition('.')[2]}_{form}",
         f"({signature.arguments}) -> ({signature.results})",
         eager=signature.flat(eager),
         triton=load,
@@ -184,16 +182,16 @@ def define_form(
 
 
 def _define_backward(
-    family: str, name: str, signature: Signature[Any], eager: Any, flops: Callable[..., int]
+    folder: str, name: str, signature: Signature[Any], eager: Any, flops: Callable[..., int]
 ) -> OpOverload:
     """Only that of the forms has kernels. That of ends is PyTorch around it on every device.
 
     It is an operator nevertheless, so that a graph of any length has one node for it.
     """
-    load = partial(on_cuda, family, name, signature) if name == "backward" else None
+    load = partial(on_cuda, folder, name, signature) if name == "backward" else None
     fake = signature.fake_backward
     return define_op(
-        f"{family}_{name}",
+        f"{folder.rpartition('.')[2]}_{name}",
         f"({signature.arguments}, {signature.arriving}, bool[] output_mask) -> ({signature.gradients})",
         eager=signature.flat_backward(eager.backward),
         triton=load,
@@ -214,18 +212,18 @@ def matrix_state_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
 
 
 @cache
-def on_cuda(family: str, form: str, signature: Signature[Any]) -> Replay:
+def on_cuda(folder: str, form: str, signature: Signature[Any]) -> Replay:
     """What CUDA runs for a form of a family, or for its backward, imported when it is first needed: it needs Triton."""
     from flacompose.ops._launch.replay import Replay
     from flacompose.ops._launch.warm_up import compile_ahead
 
-    function = getattr(import_module(f"flacompose.ops._recurrences.{family}.cuda"), form)
+    function = getattr(import_module(f"{folder}.cuda"), form)
     if form in ONE_KERNEL:
         return Replay(signature.flat(function))
     differentiable = len(signature.differentiable)
     if form == "backward":
         return Replay(compile_ahead(signature.flat_backward(function), differentiable))
-    backward = None if form == "ends" else on_cuda(family, "backward", signature).implementation
+    backward = None if form == "ends" else on_cuda(folder, "backward", signature).implementation
     return Replay(compile_ahead(signature.flat(function), differentiable, backward))
 
 

@@ -22,5 +22,5 @@ def has_kernel(dtype: torch.dtype, W: int) -> bool:
     return dtype != torch.float64 and W <= MAX_WIDTH
 
 
-_ops = define_ops("short_conv", SIGNATURE, eager, forms=("forward", "update"), flops=_flops)
+_ops = define_ops(SIGNATURE, eager, forms=("forward", "update"), flops=_flops)
 forward, update = _ops["forward"], _ops["update"]

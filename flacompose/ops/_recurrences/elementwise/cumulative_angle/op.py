@@ -18,4 +18,4 @@ def _flops(x: Any, dt: Any, *_: Any, **__: Any) -> int:
     return 2 * prod(dt) * x[-1]
 
 
-forward = define_ops("turns", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
+forward = define_ops(SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]

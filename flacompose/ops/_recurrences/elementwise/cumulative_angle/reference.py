@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def turns(
+def cumulative_angle(
     x: Tensor,  # [B, T, H, A]
     dt: Tensor,  # [B, T, HV]
     initial_state: Tensor | None = None,  # [B, HV, A]

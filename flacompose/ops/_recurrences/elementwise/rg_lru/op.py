@@ -25,7 +25,7 @@ def _flops(x: Any, *_: Any, **__: Any) -> int:
     return 7 * prod(x)
 
 
-_ops = define_ops("rg_lru", SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
+_ops = define_ops(SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
 recurrent, steps = _ops["recurrent"], _ops["steps"]
 d_start = start_gradient(SIGNATURE, _ops["backward"])
 

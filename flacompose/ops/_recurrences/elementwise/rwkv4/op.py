@@ -29,7 +29,7 @@ def _flops(v: Any, *_: Any, **__: Any) -> int:
     return 9 * prod(v)
 
 
-_ops = define_ops("rwkv4", SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
+_ops = define_ops(SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
 recurrent, steps = _ops["recurrent"], _ops["steps"]
 
 

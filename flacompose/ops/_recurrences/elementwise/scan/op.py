@@ -15,6 +15,6 @@ def _flops(x, *_, **__) -> int:
     return 2 * prod(x)
 
 
-_forms: Forms[Inputs] = define_forms("scan", SIGNATURE, eager, gates=("g",), flops=_flops)
+_forms: Forms[Inputs] = define_forms(SIGNATURE, eager, gates=("g",), flops=_flops)
 chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps
 stretch, d_start = _forms.stretch, _forms.d_start

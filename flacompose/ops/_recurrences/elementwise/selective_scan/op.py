@@ -28,7 +28,7 @@ def _flops(x, dt, A, *_, **__) -> int:
     return 7 * prod(x) * A[1]
 
 
-_ops = define_ops("selective_scan", SIGNATURE, eager, forms=("forward",), gates=("dt",), flops=_flops)
+_ops = define_ops(SIGNATURE, eager, forms=("forward",), gates=("dt",), flops=_flops)
 _ends = _ops["ends"]
 d_start = start_gradient(SIGNATURE, _ops["backward"])
 

@@ -26,7 +26,7 @@ def _flops(x: Any, *_: Any, **__: Any) -> int:
     return 2 * prod(x)
 
 
-_forward = define_ops("stabilizer", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
+_forward = define_ops(SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
 
 
 def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

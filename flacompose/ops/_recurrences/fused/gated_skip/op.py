@@ -18,7 +18,7 @@ def _flops(y: Any, *_: Any, **__: Any) -> int:
     return 6 * prod(y)
 
 
-operator = define_ops("gated_skip", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
+operator = define_ops(SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
 
 
 def gated_skip(

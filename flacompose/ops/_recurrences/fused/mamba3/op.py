@@ -12,4 +12,4 @@ from flacompose.ops._recurrences.fused.mamba3 import eager
 from flacompose.ops._recurrences.fused.mamba3.inputs import SIGNATURE
 from flacompose.ops._recurrences.fused.mamba3.inputs import Inputs as Inputs  # for `ops/_mamba3.py`
 
-token = define_ops("mamba3", SIGNATURE, eager, forms=("token",), flops=matrix_state_flops)["token"]
+token = define_ops(SIGNATURE, eager, forms=("token",), flops=matrix_state_flops)["token"]

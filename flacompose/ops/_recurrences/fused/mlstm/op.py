@@ -11,4 +11,4 @@ from flacompose.ops._recurrences.fused.mlstm import eager
 from flacompose.ops._recurrences.fused.mlstm.inputs import SIGNATURE
 from flacompose.ops._recurrences.fused.mlstm.inputs import Inputs as Inputs  # for the public functions
 
-token = define_ops("mlstm", SIGNATURE, eager, forms=("token",), flops=matrix_state_flops)["token"]
+token = define_ops(SIGNATURE, eager, forms=("token",), flops=matrix_state_flops)["token"]

@@ -21,7 +21,7 @@ def _flops(q: Any, k: Any, x: Any, *_: Any, **__: Any) -> int:
     return 4 * prod(x[:-1]) * q[-1] + prod(x)
 
 
-_ops = define_ops("normalizer", SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
+_ops = define_ops(SIGNATURE, eager, forms=("chunk", "recurrent"), flops=_flops)
 recurrent, steps = _ops["recurrent"], _ops["steps"]
 d_start = start_gradient(SIGNATURE, _ops["backward"])
 

@@ -16,4 +16,4 @@ def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     return B * T * v[2] * R * S * (8 + 2 * R)
 
 
-forward = define_ops("rotation", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
+forward = define_ops(SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rotation(
+def rotary(
     q: Tensor,  # [B, T, R, H, S]
     k: Tensor,  # [B, T, R, H, S]
     v: Tensor,  # [B, T, HV, P]

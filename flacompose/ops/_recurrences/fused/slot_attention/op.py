@@ -22,4 +22,4 @@ def _flops(q: Any, k: Any, v: Any, s: Any, *_: Any, **__: Any) -> int:
     return 4 * B * T * H * G * s[-1] * (K + v[-1])
 
 
-token = define_ops("slot_attention", SIGNATURE, eager, forms=("token",), flops=_flops)["token"]
+token = define_ops(SIGNATURE, eager, forms=("token",), flops=_flops)["token"]

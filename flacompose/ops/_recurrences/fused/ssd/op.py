@@ -24,7 +24,7 @@ def _flops(x: Any, dt: Any, A: Any, B: Any, C: Any, *_: Any, **__: Any) -> int:
     return matrix_state_flops(C, B, x)
 
 
-operator = define_ops("ssd", SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
+operator = define_ops(SIGNATURE, eager, forms=("forward",), flops=_flops)["forward"]
 
 
 def ssd(inputs: Inputs) -> tuple[Tensor, Tensor]:

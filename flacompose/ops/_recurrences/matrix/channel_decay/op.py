@@ -16,7 +16,7 @@ def _of_state(inputs: Inputs) -> Inputs:
 
 
 _forms: Forms[Inputs] = define_forms(
-    "channel_decay", SIGNATURE, eager, gates=("gk", "gv"), flops=matrix_state_flops, of_state=_of_state
+    SIGNATURE, eager, gates=("gk", "gv"), flops=matrix_state_flops, of_state=_of_state
 )
 chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps
 stretch, d_start = _forms.stretch, _forms.d_start

@@ -22,8 +22,8 @@ def _flops(q, k, v, *_, **__) -> int:
     return 6 * B * T * HV * q[-1] * V
 
 
-_forms: Forms[Inputs] = define_forms("delta_rule", SIGNATURE, eager, gates=(), flops=_flops)
+_forms: Forms[Inputs] = define_forms(SIGNATURE, eager, gates=(), flops=_flops)
 chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps
 # `recurrent`, for a caller that writes the final state over the initial one: see `define_ops`.
-update = define_form("delta_rule", "update", Signature(Inputs, Outputs, ("normalize",)), eager.update, _flops)
+update = define_form(__package__, "update", Signature(Inputs, Outputs, ("normalize",)), eager.update, _flops)
 stretch, d_start = _forms.stretch, _forms.d_start

@@ -19,6 +19,6 @@ def _flops(q, k, v, *_, **__) -> int:
     return 8 * B * T * H * q[-1] * V
 
 
-_forms: Forms[Inputs] = define_forms("low_rank", SIGNATURE, eager, gates=(), flops=_flops)
+_forms: Forms[Inputs] = define_forms(SIGNATURE, eager, gates=(), flops=_flops)
 chunk, recurrent, steps = _forms.chunk, _forms.recurrent, _forms.steps
 stretch, d_start = _forms.stretch, _forms.d_start
