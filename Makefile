@@ -55,7 +55,6 @@ format: $(VENV)/dev.stamp ## ruff, changing what it can
 	$(BIN)/ruff format
 
 types: $(VENV)/dev.stamp ## mypy
-	$(BIN)/python hatch_build.py
 	$(BIN)/mypy
 
 docs: $(VENV)/dev.stamp ## Build the documentation in site/, warnings being errors

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable
+from difflib import SequenceMatcher
 from functools import wraps
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from typing import NoReturn, ParamSpec, TypeVar
@@ -120,7 +121,7 @@ NAMES = {
     "causal_conv1d_fn": "use causal_conv1d, whose inputs are [B, T, D]",
     "causal_conv1d_update": "use causal_conv1d, which returns the new state",
     "mamba3_mimo": "its name is mamba3_mimo_combined",
-    "FusedRMSNormGated": "its name is GatedRMSNorm",
+    "FusedRMSNormGated": "its name is GatedRMSNorm, of flacompose.layers",
     "load_fla": "it is in flacompose.integrations.fla",
     "modules": "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers; in the place of other fused "
     "norms, losses and multilayer perceptrons write PyTorch, which torch.compile fuses",
@@ -135,7 +136,7 @@ def explained(function: Callable[P, Result]) -> Callable[P, Result]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Result:
         if not known.issuperset(kwargs):
-            _refuse(name, [keyword for keyword in kwargs if keyword not in known])
+            _refuse(name, parameters, [keyword for keyword in kwargs if keyword not in known])
         try:
             return function(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -151,14 +152,16 @@ def explained(function: Callable[P, Result]) -> Callable[P, Result]:
     return call
 
 
-def _refuse(name: str, keywords: list[str]) -> None:
-    """Raise an error if one of the `keywords`, which are unknown, is of flash-linear-attention.
+def _refuse(name: str, parameters: list[str], keywords: list[str]) -> None:
+    """Raise an error if one of the `keywords`, which are unknown, is of flash-linear-attention, or is misspelt.
 
     Otherwise the call itself raises one, whose words Dynamo would put last.
     """
     owner = name.split(".")[0]
     for keyword in keywords:
         words = KEYWORDS.get(f"{owner}.{keyword}", KEYWORDS.get(keyword))
+        if words is None and (similar := _similar(keyword, parameters)):
+            words = f"is it {similar}?"
         message = f"{name}() got an unexpected keyword argument '{keyword}'" + (f": {words}" if words else "")
         if torch.compiler.is_dynamo_compiling():
             report_from_trace("TypeError", message)
@@ -200,6 +203,12 @@ def absent_from(module: str) -> Callable[[str], NoReturn]:
     return __getattr__
 
 
+def _similar(name: str, names: Iterable[str]) -> str:
+    """Those of the `names` that are `name` but for a letter or two, as "a or b"."""
+    apart = {x: (len(x) + len(name)) * (1 - SequenceMatcher(None, x, name).ratio()) for x in names}
+    return " or ".join(x for x in sorted(apart, key=lambda x: apart[x]) if apart[x] < 2.5)
+
+
 def _words(module: str, name: str) -> str | None:
     if name in NAMES:
         return NAMES[name]
@@ -208,14 +217,18 @@ def _words(module: str, name: str) -> str | None:
             "all models are a RecurrentLM of flacompose.models, and load_fla of flacompose.integrations.fla makes one "
             "of a checkpoint"
         )
+    for package in ("flacompose.ops", "flacompose.layers", "flacompose.models"):
+        if name in import_module(package).__all__:
+            return f"it is in {package}"
     if module == "flacompose":
         return None
-    public = [x for x in vars(sys.modules[module]) if not x.startswith("_")]
+    public = sys.modules[module].__all__
     chunk = re.sub("^(fused_chunk|parallel)_", "chunk_", name)
     if chunk != name and chunk in public:
         return f"use {chunk}, the same function"
-    similar = " or ".join(get_close_matches(name, public, cutoff=0.85))
-    return (similar and f"is it {similar}? Otherwise ") + (
+    if similar := _similar(name, public):
+        return f"is it {similar}?"
+    return (
         "the page on coverage of the documentation lists what flash-linear-attention has, and what of it is here; the "
         "rest can be imported from fla in the same program"
     )

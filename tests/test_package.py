@@ -82,7 +82,7 @@ def test_wheel_holds_the_package_alone(wheel: zipfile.ZipFile) -> None:
         if path.suffix == ".py" or path.name == "py.typed"
     }
     assert "flacompose/py.typed" in files
-    assert files == sources | {"flacompose/ops/__init__.pyi"}
+    assert files == sources
 
 
 def test_torch_is_recent_enough() -> None:

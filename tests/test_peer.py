@@ -49,9 +49,16 @@ def test_nothing_else_changes(name: str) -> None:
     assert inspect.signature(function) == inspect.signature(inside) and function.__doc__ == inside.__doc__
     assert pickle.loads(pickle.dumps(function)) is function
     with pytest.raises(TypeError) as ordinary:
-        inside(initial_sate=None)
+        inside(quadratic=None)
     with pytest.raises(TypeError, match=f"^{re.escape(str(ordinary.value))}$"):
-        function(initial_sate=None)
+        function(quadratic=None)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_misspelt_keywords(compiled: bool) -> None:
+    function = torch.compile(ops.chunk_gla, fullgraph=True, backend="eager") if compiled else ops.chunk_gla
+    with pytest.raises(Exception, match=r"keyword argument 'output_finalstate': is it output_final_state\?"):
+        function(*torch.ones(4, 1, 2, 1, 3), output_finalstate=True)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -150,12 +157,15 @@ def test_names(package: str) -> None:
         ("from flacompose.ops import fused_chunk_gla", "use chunk_gla, the same function"),
         (
             "from flacompose.ops import chunk_gal",
-            "is it chunk_gsa or chunk_gla? Otherwise the page on coverage",
+            "is it chunk_gla or chunk_gsa?",
         ),
         ("from flacompose.models import GLAForCausalLM", "load_fla of flacompose.integrations.fla"),
         ("from flacompose import GLAForCausalLM", "load_fla of flacompose.integrations.fla"),
         ("from flacompose.models import load_fla", "it is in flacompose.integrations.fla"),
-        ("from flacompose.layers import FusedRMSNormGated", "its name is GatedRMSNorm"),
+        ("from flacompose import chunk_gla", "it is in flacompose.ops"),
+        ("from flacompose.ops import GatedDeltaNet", "it is in flacompose.layers"),
+        ("from flacompose.ops import chunk_gated_oja_rule", "the page on coverage"),
+        ("from flacompose.layers import FusedRMSNormGated", "its name is GatedRMSNorm, of flacompose.layers"),
         (
             "from flacompose import modules",
             "ShortConvolution, RMSNorm and GatedRMSNorm are in flacompose.layers",

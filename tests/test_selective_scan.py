@@ -174,7 +174,7 @@ def test_mixed_rates_and_time_steps(case, dtype: torch.dtype, device: torch.devi
 
 @pytest.mark.parametrize("delta", [-200.0, -103.0, -95.0, -88.0])
 def test_time_steps_that_underflow(delta: float, device: torch.device) -> None:
-    """Or nearly so, at rates that nearly overflow: their gradients are finite, as at a rate of -inf."""
+    """Or nearly so, at rates whose gradients could overflow: theirs are finite, as at a rate of -inf."""
     problem = draw(FULL, device, **SIZES)
     tensors = problem.tensors
     tensors["delta"][:, 1::2] = delta
@@ -182,6 +182,18 @@ def test_time_steps_that_underflow(delta: float, device: torch.device) -> None:
     assert all(x.isfinite().all() for x in results.values())
     if delta == -200:
         assert_equal(results, evaluate(problem.with_tensors(A=torch.full_like(tensors["A"], -torch.inf))))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rates_that_give_time_steps_no_gradient(dtype: torch.dtype, device: torch.device) -> None:
+    """From just above the bound on, which a gradient shows that a time step of 0 has there."""
+    problem = draw(SELECTIVE, device, dtype, **SIZES)
+    problem.tensors["delta"].zero_()
+    bound = -1e31 if dtype == torch.float32 else -1e300
+    for rate, gives in ((bound, True), (1.1 * bound, False)):
+        A = torch.full_like(problem.tensors["A"], rate)
+        ddelta = evaluate(problem.with_tensors(A=A), "state")["ddelta"]
+        assert (ddelta.abs() > -bound / 1e3).any() == gives
 
 
 def test_time_steps_of_0_leave_the_state_as_it_is(device: torch.device) -> None:

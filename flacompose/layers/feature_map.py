@@ -70,7 +70,7 @@ class DPFPFeatureMap(nn.Module):
 
 def elu_plus_one(x: Tensor) -> Tensor:
     # Not elu(x) + 1, whose sum would round exp(x) away where it is small.
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
 
 class ELUFeatureMap(nn.Module):

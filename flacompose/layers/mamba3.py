@@ -196,5 +196,5 @@ class Mamba3(RecurrentLayer):
         if self.A_activation == "softplus":
             rates = F.softplus(A)
         else:
-            rates = torch.where(A > 0, 1 + A, 1 / (1 - A.clamp(max=0)))
+            rates = torch.where(A > 0, 1 + A, 1 / (1 - A.masked_fill(A > 0, 0)))
         return -rates.clamp(min=self.A_floor)

@@ -141,7 +141,7 @@ class RodimusAttention(RecurrentLayer):
 def _log_softplus(x: Tensor) -> Tensor:
     """``log(softplus(x))``, whose derivative stays finite where the softplus underflows."""
     # Below -20 the next term of the series, 5 / 24 * exp(2 * x), is less than the rounding of float64.
-    low, high = x.clamp(max=-20), x.clamp(min=-20)
+    low, high = x.masked_fill(x >= -20, -20), x.masked_fill(x < -20, -20)
     return torch.where(x < -20, low - low.exp() / 2, F.softplus(high, threshold=40).log())
 
 

@@ -267,8 +267,12 @@ class StateShapes(NamedTuple):
 
     def _check(self, state: RecurrentState, N: int, x: Tensor) -> None:
         if not isinstance(state, RecurrentState):
-            mask = "" if isinstance(state, RecurrentStates) else " (a mask is the keyword attention_mask)"
-            raise TypeError(f"state must be a RecurrentState, got {kind_of(state)}{mask}")
+            hint = (
+                ""
+                if isinstance(state, RecurrentStates)
+                else (" (pass the state of the call before, whole; a mask is the keyword attention_mask)")
+            )
+            raise TypeError(f"state must be a RecurrentState, got {kind_of(state)}{hint}")
         if len(self.recurrent) == 1:
             _check.like(x, "state.recurrent", state.recurrent, (N, *self.recurrent[0]))
         else:

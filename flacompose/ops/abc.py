@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.ops._recurrences.matrix.channel_decay import op
@@ -17,7 +19,7 @@ def chunk_abc(
     initial_state: tuple[Tensor, ...] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+) -> tuple[Tensor, tuple[Tensor, ...] | Any]:
     r"""Attention with bounded memory, computed in chunks: the form for training and for prompts.
 
     $$\tilde{k}_t = \sum_{i \le t} \operatorname{softmax}(s_{\le t})_i\, k_i \qquad

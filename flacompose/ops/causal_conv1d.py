@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""Depthwise causal convolution over time, with explicit state: the form for training, prompts and single tokens.
 
     $$y_t = \operatorname{activation}\Bigl(\text{bias} + \sum_{w=0}^{W-1} \text{weight}_w \odot x_{t-(W-1)+w}\Bigr)$$

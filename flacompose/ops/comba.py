@@ -28,7 +28,7 @@ def chunk_comba(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     erase: str = "before",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""Comba, computed in chunks: the form for training and for prompts.
 
     $$S'_t = e^{g_t} S_{t-1} \qquad S_t = S'_t + \beta_t\, k_t (v_t - {S^*_t}^\top p_t)^\top \qquad
@@ -89,7 +89,7 @@ def fused_recurrent_comba(
     cu_seqlens: Tensor | None = None,
     erase: str = "before",
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_comba][flacompose.ops.chunk_comba], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.ops._arguments import require
@@ -22,7 +24,7 @@ def chunk_delta_rule(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""The delta rule, computed in chunks: the form for training and for prompts.
 
     $$S_t = S_{t-1} + \beta_t\, k_t (v_t - S_{t-1}^\top k_t)^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
@@ -79,7 +81,7 @@ def fused_recurrent_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_delta_rule][flacompose.ops.chunk_delta_rule], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.ops._arguments import require
@@ -21,7 +23,7 @@ def chunk_dplr_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""The generalized delta rule, diagonal plus low rank, in chunks: the form for training and for prompts.
 
     $$S_t = \operatorname{diag}(e^{gk_t})\, S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad
@@ -75,7 +77,7 @@ def fused_recurrent_dplr_delta_rule(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_dplr_delta_rule][flacompose.ops.chunk_dplr_delta_rule], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ def chunk_gated_delta_product(
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""Several steps of the delta rule for each token, computed in chunks.
 
     $$S_{t,0} = e^{g_t}\, S_{t-1,n} \qquad
@@ -89,7 +90,7 @@ def fused_recurrent_gated_delta_product(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_gated_delta_product][flacompose.ops.chunk_gated_delta_product], step by step: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

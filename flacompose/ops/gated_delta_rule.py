@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import log
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, finfo
@@ -35,7 +36,7 @@ def chunk_gated_delta_rule(
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""The delta rule with one decay per head and token, in chunks: the form for training and for prompts.
 
     $$S'_t = e^{g_t}\, S_{t-1} \qquad S_t = S'_t + \beta_t\, k_t (v_t - {S'_t}^\top k_t)^\top \qquad
@@ -105,7 +106,7 @@ def fused_recurrent_gated_delta_rule(
     allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_gated_delta_rule][flacompose.ops.chunk_gated_delta_rule], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def chunk_gdn2(
     dt_bias: Tensor | None = None,
     lower_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""The delta rule of Gated DeltaNet-2, computed in chunks: the form for training and for prompts.
 
     $$S'_t = \operatorname{diag}(e^{g_t})\, S_{t-1} \qquad
@@ -109,7 +110,7 @@ def fused_recurrent_gdn2(
     lower_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_gdn2][flacompose.ops.chunk_gdn2], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

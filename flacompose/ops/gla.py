@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.ops._arguments import require
@@ -19,7 +21,7 @@ def chunk_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""Gated linear attention, computed in chunks: the form for training and for prompts.
 
     $$S_t = \operatorname{diag}(e^{g_t})\, S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
@@ -64,7 +66,7 @@ def fused_recurrent_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""Gated linear attention, computed token by token: the form for decoding, one token at a time or a few.
 
     $$S_t = \operatorname{diag}(e^{gk_t})\, S_{t-1} \operatorname{diag}(e^{gv_t}) + k_t v_t^\top \qquad

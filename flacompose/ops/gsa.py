@@ -36,7 +36,7 @@ def chunk_gsa(
     initial_state: tuple[Tensor, ...] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+) -> tuple[Tensor, tuple[Tensor, ...] | Any]:
     r"""Gated slot attention, computed in chunks: the form for training and for prompts.
 
     $$H^k_t = H^k_{t-1} \operatorname{diag}(e^{g_t}) + k_t s_t^\top \qquad
@@ -89,7 +89,7 @@ def fused_recurrent_gsa(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+) -> tuple[Tensor, tuple[Tensor, ...] | Any]:
     """[chunk_gsa][flacompose.ops.chunk_gsa], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

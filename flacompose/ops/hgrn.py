@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.ops._arguments.call import check, run
@@ -15,7 +17,7 @@ def chunk_hgrn(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""HGRN's recurrence, computed in chunks: the form for training and for prompts.
 
     $$h_t = e^{g_t} \odot h_{t-1} + x_t \qquad o_t = h_t$$
@@ -52,7 +54,7 @@ def fused_recurrent_hgrn(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_hgrn][flacompose.ops.chunk_hgrn], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

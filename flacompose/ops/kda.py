@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.ops._arguments import require
@@ -28,7 +30,7 @@ def chunk_kda(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""The delta rule with a decay per channel of the key, in chunks: the form for training and for prompts.
 
     $$S'_t = \operatorname{diag}(e^{g_t})\, S_{t-1} \qquad
@@ -103,7 +105,7 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_kda][flacompose.ops.chunk_kda], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

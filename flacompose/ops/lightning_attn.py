@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ def chunk_lightning_attn(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     decay: str = "tnl",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""Lightning attention, computed in chunks: the form for training and for prompts.
 
     $$S_t = e^{-r_h}\, S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
@@ -81,7 +83,7 @@ def fused_recurrent_lightning_attn(
     cu_seqlens: Tensor | None = None,
     decay: str = "tnl",
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_lightning_attn][flacompose.ops.chunk_lightning_attn], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

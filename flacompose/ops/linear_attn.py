@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def chunk_linear_attn(
     output_final_state: bool = False,
     normalize: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, LinearAttentionState | None]:
+) -> tuple[Tensor, LinearAttentionState | Any]:
     r"""Linear attention, computed in chunks: the form for training and for prompts.
 
     $$S_t = S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
@@ -78,7 +79,7 @@ def fused_recurrent_linear_attn(
     normalize: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, LinearAttentionState | None]:
+) -> tuple[Tensor, LinearAttentionState | Any]:
     """[chunk_linear_attn][flacompose.ops.chunk_linear_attn], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

@@ -42,7 +42,7 @@ def linear_recurrence(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""The linear recurrence with a matrix state that the arguments describe, by the cheapest kernels that compute it.
 
     $$S'_t = e^{g_t} \operatorname{diag}(e^{gk_t})\, S_{t-1} \operatorname{diag}(e^{gv_t}) \qquad

@@ -34,7 +34,7 @@ def mamba3_siso_combined(
     chunk_size: int = 64,
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> Tensor | Final:
+) -> Tensor | Any:
     r"""Mamba-3's scan of a sequence, each token of which writes one key and reads one query.
 
     $$\theta_t = \theta_{t-1} + \pi \tanh(Angles_t)\, DT_t \qquad
@@ -120,7 +120,7 @@ def mamba3_mimo_combined(
     outproj_norm_weight: Tensor | None = None,
     outproj_norm_eps: float = 1e-5,
     Input_States: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
-) -> Tensor | Final:
+) -> Tensor | Any:
     r"""Mamba-3's scan of a sequence, each token of which writes ``R`` keys and reads ``R`` queries of one state.
 
     It is [mamba3_siso_combined][flacompose.ops.mamba3_siso_combined] with a sum over keys in each write,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def chunk_mlstm(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     eps: float | None = None,
-) -> tuple[Tensor, MLSTMState | None]:
+) -> tuple[Tensor, MLSTMState | Any]:
     r"""mLSTM, computed in chunks: the form for training and for prompts.
 
     $$m_t = \max(\log \sigma(f_t) + m_{t-1},\ i_t) \qquad
@@ -95,7 +96,7 @@ def fused_recurrent_mlstm(
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
     eps: float | None = None,
-) -> tuple[Tensor, MLSTMState | None]:
+) -> tuple[Tensor, MLSTMState | Any]:
     """[chunk_mlstm][flacompose.ops.chunk_mlstm], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

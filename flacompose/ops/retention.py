@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def chunk_retention(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""Retention, computed in chunks: the form for training and for prompts.
 
     $$S_t = (1 - 2^{-5-h})\, S_{t-1} + k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
@@ -66,7 +68,7 @@ def fused_recurrent_retention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_retention][flacompose.ops.chunk_retention], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ def chunk_rg_lru(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""The real-gated linear recurrent unit (RG-LRU), computed in chunks: the form for training and for prompts.
 
     $$a_t = \exp\bigl(-8 \operatorname{softplus}(a\_param) \odot \sigma(r_t)\bigr) \qquad
@@ -67,7 +69,7 @@ def fused_recurrent_rg_lru(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_rg_lru][flacompose.ops.chunk_rg_lru], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

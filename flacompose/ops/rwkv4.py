@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ def chunk_rwkv4(
     initial_state: State | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, State | None]:
+) -> tuple[Tensor, State | Any]:
     r"""The attention of RWKV-4 (WKV), computed in chunks: the form for training and for prompts.
 
     $$o_t = \frac{a_{t-1} + e^{u + k_t} \odot v_t}{b_{t-1} + e^{u + k_t}} \qquad
@@ -68,7 +69,7 @@ def fused_recurrent_rwkv4(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, State | None]:
+) -> tuple[Tensor, State | Any]:
     """[chunk_rwkv4][flacompose.ops.chunk_rwkv4], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.ops._arguments import require
@@ -20,7 +22,7 @@ def chunk_rwkv6(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""The recurrence of RWKV6, computed in chunks: the form for training and for prompts.
 
     $$o_t = \text{scale} \cdot (S_{t-1} + \operatorname{diag}(u)\, k_t v_t^\top)^\top r_t \qquad
@@ -69,7 +71,7 @@ def fused_recurrent_rwkv6(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_rwkv6][flacompose.ops.chunk_rwkv6], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

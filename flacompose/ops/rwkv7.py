@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.ops._arguments import require
@@ -21,7 +23,7 @@ def chunk_rwkv7(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""The recurrence of RWKV7, computed in chunks: the form for training and for prompts.
 
     $$S_t = \operatorname{diag}(e^{w_t})\, S_{t-1} + b_t (S_{t-1}^\top a_t)^\top + k_t v_t^\top \qquad
@@ -74,7 +76,7 @@ def fused_recurrent_rwkv7(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_rwkv7][flacompose.ops.chunk_rwkv7], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from flacompose.ops._arguments import require
@@ -21,7 +23,7 @@ def chunk_simple_gla(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     beta: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     r"""Linear attention with one decay per head and token, in chunks: the form for training and for prompts.
 
     $$S_t = e^{g_t + \gamma}\, S_{t-1} + \beta_t\, k_t v_t^\top \qquad o_t = \text{scale} \cdot S_t^\top q_t$$
@@ -72,7 +74,7 @@ def fused_recurrent_simple_gla(
     cu_seqlens: Tensor | None = None,
     output_states: int | None = None,
     beta: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:
     """[chunk_simple_gla][flacompose.ops.chunk_simple_gla], token by token: the form for decoding.
 
     The same function of the same arguments, derivatives included, for one token at a time or a few.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,7 +36,7 @@ def mamba_chunk_scan_combined(
     dt_limit: tuple[float, float] = (0, float("inf")),  # 0 as an int, which graphs have as a constant
     return_final_states: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | Any:
     r"""Mamba-2's scan of a sequence, with all that surrounds it.
 
     $$\Delta_t = \operatorname{clamp}(\operatorname{softplus}(dt_t + dt\_bias)) \qquad
@@ -51,7 +51,7 @@ def mamba_chunk_scan_combined(
         x: Inputs, ``[B, T, H, P]``, in float32, bfloat16, float16 or float64.
         dt: Time steps, ``[B, T, H]``, in any float dtype.
         A: Rate of each head, ``[H]``, at most 0. One of -inf forgets all at a time step above 1e-36, and nothing at one
-            of 0; its gradient is 0. Rates below -1.2e30 give `dt` no gradient.
+            of 0; its gradient is 0. Rates below -1e31 (-1e310 in float64) give `dt` no gradient.
         B: How inputs enter the state, ``[B, T, G, S]``, in the dtype of `x`; ``G`` divides ``H``, and head ``h`` has
             group ``h // (H / G)``.
         C: How the state is read, ``[B, T, G, S]``, in the dtype of `x`.

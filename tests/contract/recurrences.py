@@ -195,7 +195,9 @@ def ssd(
     limit: tuple[float, float] = (0.0, torch.inf),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T``; ``y_t = (h_t C_t + D x_t) silu(z_t)``."""
-    dt = time_steps(dt, dt_bias, softplus).clamp(*limit)
+    dt = time_steps(dt, dt_bias, softplus)
+    # Not `clamp`, which has a gradient at its bounds in some versions of PyTorch.
+    dt = torch.where((dt < limit[0]) | (dt > limit[1]), dt.detach().clamp(*limit), dt)
     endless = A == -torch.inf  # leaves nothing after a time step above 0
     g = (dt * A.masked_fill(endless, 0)).masked_fill(endless & (dt > 0), -torch.inf)
     h = None if initial_state is None else initial_state.mT

@@ -78,6 +78,11 @@ def test_layouts_that_look_head_first() -> None:
         ) as warned:
             chunk_gla(*inputs(T=2, H=128))
         assert warned[0].filename == __file__  # the user's line, not one of this package
+        with pytest.warns(
+            UserWarning, match="^q of chunk_gla of GatedLinearAttention has 2 tokens"
+        ) as warned:
+            GatedLinearAttention(hidden_size=128, num_heads=64)(torch.ones(1, 2, 128))
+        assert warned[0].filename == __file__  # nor one of PyTorch, which calls the layer
         for T, H in ((1, 128), (2, 63), (64, 64)):
             chunk_gla(*inputs(T, H))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Collection, Mapping
-from contextlib import ContextDecorator
 from threading import Lock
 from types import TracebackType
 from typing import Any
@@ -29,7 +28,7 @@ _lock, _entered = Lock(), 0
 _stance: Any = None
 
 
-class checked(ContextDecorator):  # called as a function
+class checked:
     """A context in which every op of this library first checks the values of its inputs, to find what is wrong.
 
     It is for debugging, in eager mode, on any device: it reads values, so that every call waits for the GPU. Functions
@@ -171,7 +170,8 @@ def _refuse(name: str, x: Tensor, wrong: Tensor, rule: str, why: str = "") -> No
 def _levels_to_user() -> int:
     """How many calls of this package, that of the caller among them, are between it and who calls it."""
     levels, frame = 0, sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("flacompose"):
+    # PyTorch calls the forward of layers.
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("flacompose", "torch"):
         levels, frame = levels + 1, frame.f_back  # type: ignore[assignment]
     return levels + 1
 

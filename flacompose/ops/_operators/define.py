@@ -138,12 +138,12 @@ def _with_bounds_checked(op: OpOverload, eager: Callable[..., Any]) -> Callable[
             check_bounds(args[at], args[0].shape[1])
         try:
             return eager(*args)
-        except (IndexError, RuntimeError):
+        except (IndexError, RuntimeError) as error:
             if args[0].numel() > 0:
                 raise
             # Public functions refuse this, but exported programs are called without them.
             shape = tuple(args[0].shape)
-            raise ValueError(f"{names[0]} must have no empty dimension, got {shape}") from None
+            raise ValueError(f"{names[0]} must have no empty dimension, got {shape}") from error
 
     return implementation
 

@@ -43,16 +43,19 @@ def time_step(
         dt = F.softplus(dt)
     if limit is None or (softplus and tuple(limit) == (0.0, inf)):  # a softplus is at least 0
         return dt
-    return dt.clamp(*limit)
+    # PyTorch 2.14 gives `clamp` no gradient at its bounds, where earlier versions do, and the kernels.
+    least, most = limit
+    outside = dt < least if most == inf else (dt < least) | (dt > most)
+    return torch.where(outside, dt.detach().clamp(least, most), dt)
 
 
 def forgets(A: Tensor) -> Tensor:
-    """Where a rate is so large, above 1.2e30 in float32, that it gives time steps no gradient.
+    """Where a rate is so far below 0 that it gives time steps no gradient.
 
-    Every time step but one that is nearly 0 then leaves nothing of the state. The gradient of a step that is 0 could
-    overflow, and would be NaN where a mask, or a softplus that underflows, has made that step.
+    All time steps above 1e-29 then leave nothing of the state, and have none. The gradient of one that is 0 could
+    overflow, which would make NaN where a mask, or a softplus that underflows, has made that step.
     """
-    return A < finfo(A.dtype).min / 2**28
+    return A < (-1e300 if A.dtype == torch.float64 else -1e31)
 
 
 def log_decay(dt: Tensor, A: Tensor) -> Tensor:

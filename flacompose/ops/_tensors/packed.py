@@ -100,7 +100,7 @@ def shifted(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tens
     cu, t = bounds(cu_seqlens, T), torch.arange(T, device=x.device)
     n = sequence_of(t, cu)
     is_first = ((t == cu[n]) & (t < cu[n + 1])).view(-1, *[1] * (x.ndim - 2))
-    own = 0 if before is None else before[n].unsqueeze(0)
+    own = 0 if before is None else before.index_select(0, n).unsqueeze(0)
     return torch.where(is_first, own, torch.cat([first, x], 1)[:, :T])
 
 

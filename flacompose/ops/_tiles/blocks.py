@@ -8,7 +8,7 @@ import triton.language as tl
 # Its exponential is 0 in float32. So a sum of gates that includes it gives a weight of 0, as one with -inf does.
 LOWEST_GATE = tl.constexpr(-128.0)
 LOWEST_RATE = tl.constexpr(-3.4028234663852886e38)  # the lowest number of float32
-FORGETS = tl.constexpr(LOWEST_RATE.value / 2**28)  # the bound of `forgets` in `_gates`
+FORGETS = tl.constexpr(-1e31)  # the bound of `forgets` in `_gates`
 SOFTPLUS_THRESHOLD = tl.constexpr(20.0)  # from which on PyTorch takes softplus for the identity
 
 
