@@ -46,9 +46,10 @@ fit: export OMP_NUM_THREADS := 1
 fit: $(VENV)/dev.stamp ## Compile every launch for every GPU from Ampere on and see that it fits: hours of processor time
 	$(BIN)/python tests/fit.py $(ARGS)
 
-lint: $(VENV)/dev.stamp ## ruff, without changing anything
+lint: $(VENV)/dev.stamp ## ruff, without changing anything, and what may import what
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	PYTHONPATH=. $(BIN)/lint-imports
 
 format: $(VENV)/dev.stamp ## ruff, changing what it can
 	$(BIN)/ruff check --fix

@@ -197,7 +197,7 @@ BREAKS = [
     Break("ops/_recurrences/fused/normalizer/kernels.py", "tl.where(is_floor, d_weight, 0.0)", "d_weight", "interpreter/test_normalizer.py"),
     Break("ops/_recurrences/fused/normalizer/kernels.py", "(left * beta_)[None, :]", "left[None, :]", KERNELS, "dense and mlstm"),
     Break("ops/_recurrences/fused/normalizer/kernels.py", "to_end *= beta_", "to_end *= 1.0", KERNELS, "dense and mlstm"),
-    Break("ops/_arguments/grouped_queries.py", "(T, groups)).transpose(2, 3)", "(T, groups)).flip(2).transpose(2, 3)", VALUES, "lengths and grouped"),
+    Break("ops/_tensors/grouped_queries.py", "(T, groups)).transpose(2, 3)", "(T, groups)).flip(2).transpose(2, 3)", VALUES, "lengths and grouped"),
     # The public functions
     Break("ops/_recurrences/matrix/delta_rule/eager.py", "keepdim=True) + NORM_EPS)", "keepdim=True))", "test_delta_rule.py"),
     Break("ops/gated_delta_rule.py", "(2 if neg_eigval else 1)", "1", "test_delta_rule.py"),

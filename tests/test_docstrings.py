@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from flacompose.ops._arguments import grouped_queries
 from flacompose.ops._recurrences.matrix.channel_decay import eager
+from flacompose.ops._tensors import grouped_queries
 
 
 @pytest.mark.parametrize("module", [grouped_queries, eager], ids=lambda module: module.__name__)

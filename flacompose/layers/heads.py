@@ -8,8 +8,8 @@ from torch import Tensor
 
 from flacompose._errors import ValueError
 from flacompose.layers import _check
-from flacompose.ops._arguments.require import MAX_HEAD_SIZE
 from flacompose.ops._tensors.dtensor import flatten, shards, unflatten
+from flacompose.ops._tensors.sizes import MAX_HEAD_SIZE
 
 
 def heads_of(

@@ -14,8 +14,8 @@ from flacompose.layers.norm import RMSNorm
 from flacompose.layers.recurrent import RecurrentLayer, factory_of, linears
 from flacompose.layers.state import RecurrentState, StateShapes
 from flacompose.ops import chunk_linear_attn, fused_recurrent_linear_attn
-from flacompose.ops._arguments.require import MAX_HEAD_SIZE
 from flacompose.ops._tensors.dtype import upcast
+from flacompose.ops._tensors.sizes import MAX_HEAD_SIZE
 
 
 class LinearAttention(RecurrentLayer):

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from flacompose.layers.layout import Layout, distributed_like
-from flacompose.ops._arguments import intermediate_states
 from flacompose.ops._parallel.exchange import sums
 from flacompose.ops._parallel.ranks import sharing
 from flacompose.ops._tensors.dtype import state_dtype, upcast
-from flacompose.ops._tensors.packed import bounds, sequence_count, sequence_of
+from flacompose.ops._tensors.packed import bounds, last_of_rows, sequence_count, sequence_of
 
 
 def rotary(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
@@ -54,7 +53,7 @@ def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, 
         # which it cannot know where only the data know T.
         position = start[:, None].expand(-1, T) + t
         if tokens.num_states is not None:
-            return position, intermediate_states.last(position, tokens.num_states) + 1
+            return position, last_of_rows(position, tokens.num_states) + 1
         end = start + (T if tokens.lengths is None else tokens.lengths)
     else:
         cu = bounds(cu_seqlens, T)

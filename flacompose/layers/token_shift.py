@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops._composed.token_shift import token_shift as token_shift  # for the layers
+from flacompose.ops._parallel.token_shift import token_shift as token_shift  # for the layers
 from flacompose.ops._tensors.dtype import autocast_dtype
 
 

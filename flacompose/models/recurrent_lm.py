@@ -29,8 +29,8 @@ from flacompose.models.feed_forward import RWKV6FeedForward, RWKV7FeedForward, S
 from flacompose.models.hub import import_mixin, is_of_hub
 from flacompose.models.softmax_attention import SoftmaxAttention
 from flacompose.ops._arguments.intermediate_states import MAX_STATES
-from flacompose.ops._composed.token_shift import last_of
 from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, check_device, shared
+from flacompose.ops._parallel.token_shift import last_of
 from flacompose.ops._tensors.packed import bounds
 
 States = tuple[RecurrentState, ...]

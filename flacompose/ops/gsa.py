@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flacompose._errors import TypeError, ValueError
 from flacompose.ops._arguments import require
-from flacompose.ops._arguments.grouped_queries import by_head, in_turn, spread
 from flacompose.ops._arguments.intermediate_states import recurrent_form
 from flacompose.ops._arguments.large_heads import by_keys, by_values, fits
 from flacompose.ops._composed.logsumexp import running_logsumexp
@@ -22,6 +21,7 @@ from flacompose.ops._recurrences.fused.slot_attention import op as slot_attentio
 from flacompose.ops._recurrences.matrix.channel_decay import op
 from flacompose.ops._tensors.dtensor import flatten, unflatten
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype
+from flacompose.ops._tensors.grouped_queries import by_head, in_turn, spread
 from flacompose.ops._tensors.packed import stretched
 from flacompose.ops._tensors.sizes import always_true
 

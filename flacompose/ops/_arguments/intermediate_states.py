@@ -51,14 +51,6 @@ def windows(history: Tensor, W: int, n: int) -> Tensor:
     return states.mT.clone(memory_format=torch.contiguous_format)
 
 
-def last(x: Tensor, n: int) -> Tensor:
-    """The last ``n`` tokens of ``x [B, T, ...]``, ``[B, n, ...]``, in memory of their own.
-
-    It is not a slice: a compiler would add a guard on whether the slice is all of `x`.
-    """
-    return torch.stack([x[:, i - n] for i in range(n)], 1)
-
-
 def check(n: Any, x: Any, cu_seqlens: Tensor | None, name: str = "output_states") -> None:
     """Check the argument `name`, the number of states wanted of ``x [B, T, ...]``, which need not be checked yet."""
     require.integer(name, n)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flacompose._torch import pytree
-from flacompose.ops._arguments.require import MAX_HEAD_SIZE
+from flacompose.ops._tensors.sizes import MAX_HEAD_SIZE
 
 Op = Callable[..., tuple[Tensor, Any]]  # returns the output and the state after the last token
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from flacompose._errors import TypeError, ValueError
 from flacompose.ops._parallel.ranks import sharing
 from flacompose.ops._tensors.dtype import autocast_on
-from flacompose.ops._tensors.sizes import violated
+from flacompose.ops._tensors.sizes import MAX_HEAD_SIZE, violated
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-MAX_HEAD_SIZE = 512
 
 
 def tensor(name: str, x: object) -> None:

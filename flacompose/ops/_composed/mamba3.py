@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flacompose.ops._arguments.grouped_queries import spread
-from flacompose.ops._composed.token_shift import last_of, token_shift
 from flacompose.ops._parallel.exchange import sums
 from flacompose.ops._parallel.ranks import sharing
+from flacompose.ops._parallel.token_shift import last_of, token_shift
 from flacompose.ops._recurrences.elementwise.cumulative_angle import op as turns
 from flacompose.ops._recurrences.fused.gated_skip.op import gated_skip
 from flacompose.ops._recurrences.fused.mamba3 import op as token
@@ -34,6 +33,7 @@ from flacompose.ops._recurrences.fused.rotary.eager import biased, products, tur
 from flacompose.ops._recurrences.matrix.head_decay import op
 from flacompose.ops._tensors.dtype import autocast_dtype, state_dtype, upcast
 from flacompose.ops._tensors.gates import bounded
+from flacompose.ops._tensors.grouped_queries import spread
 from flacompose.ops._tensors.packed import of_tokens, stretched, summed
 from flacompose.ops._tensors.sizes import always_true
 

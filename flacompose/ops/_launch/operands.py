@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flacompose.ops._arguments.require import MAX_HEAD_SIZE
 from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.sequences import Sequences
-from flacompose.ops._tensors.sizes import always_true
+from flacompose.ops._tensors.sizes import MAX_HEAD_SIZE, always_true
 from flacompose.ops._tiles.blocks import matrix_token_kernel
 
 NOTHING: Mapping[str, Any] = {}

@@ -113,6 +113,14 @@ def last_token(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> T
     return torch.where(filled, x[0, (cu[1:] - 1).clamp(min=0)], 0 if before is None else before.to(x.dtype))
 
 
+def last_of_rows(x: Tensor, n: int) -> Tensor:
+    """The last ``n`` tokens of ``x [B, T, ...]``, ``[B, n, ...]``, in memory of their own.
+
+    It is not a slice: a compiler would add a guard on whether the slice is all of `x`.
+    """
+    return torch.stack([x[:, i - n] for i in range(n)], 1)
+
+
 class ChunkTable(NamedTuple):
     """The chunks of packed sequences, in the order of their tokens; some of them have no tokens."""
 

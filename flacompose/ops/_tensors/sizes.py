@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAX_HEAD_SIZE = 512  # of keys and of values
+
 
 def always_true(condition: bool | torch.SymBool) -> bool:
     """Whether `condition` holds whatever its symbols stand for; asking adds no guard."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flacompose.ops._composed.token_shift import token_shift
 from flacompose.ops._parallel.ranks import Ranks, gathered, sharing
+from flacompose.ops._parallel.token_shift import token_shift
 from flacompose.ops._recurrences.elementwise.stabilizer import eager
 from flacompose.ops._recurrences.elementwise.stabilizer.inputs import SIGNATURE
 from flacompose.ops._recurrences.elementwise.stabilizer.inputs import (

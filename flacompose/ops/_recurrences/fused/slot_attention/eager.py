@@ -14,12 +14,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flacompose.ops._arguments.grouped_queries import by_head, in_turn, spread
 from flacompose.ops._operators.signature import BackwardCall, Gradients
 from flacompose.ops._recurrences.fused.slot_attention.inputs import Inputs
 from flacompose.ops._recurrences.matrix.channel_decay import eager as channel_decay
 from flacompose.ops._recurrences.matrix.channel_decay.inputs import SIGNATURE as PASS
 from flacompose.ops._recurrences.matrix.channel_decay.inputs import Inputs as Pass
+from flacompose.ops._tensors.grouped_queries import by_head, in_turn, spread
 
 Forward = Callable[[Pass], tuple[Tensor, Tensor]]
 Backward = Callable[[BackwardCall[Pass]], Gradients]

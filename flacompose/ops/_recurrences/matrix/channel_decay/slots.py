@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops._arguments.require import MAX_HEAD_SIZE
 from flacompose.ops._launch.launch import launch
 from flacompose.ops._launch.operands import block, tile_count
 from flacompose.ops._recurrences.matrix.channel_decay.kernels import slot_softmax_kernel
+from flacompose.ops._tensors.sizes import MAX_HEAD_SIZE
 
 
 def softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flacompose.ops._arguments import intermediate_states
 from flacompose.ops._operators.bounds import verified
 from flacompose.ops._parallel.exchange import last_tokens
 from flacompose.ops._parallel.ranks import Ranks, sharing
-from flacompose.ops._tensors.packed import last_token, shifted
+from flacompose.ops._tensors.packed import last_of_rows, last_token, shifted
 from flacompose.ops._tensors.sizes import always_true
 
 
@@ -47,7 +46,7 @@ def last_of(
     if ranks is not None:
         return _neighbours(ranks, x, before, lengths, cu_seqlens)[1]
     if num_states is not None:
-        return intermediate_states.last(x, num_states)
+        return last_of_rows(x, num_states)
     before = None if before is None else before.to(x.dtype)
     if lengths is None:
         return last_token(x, before, cu_seqlens)
