@@ -256,7 +256,7 @@ def test_distributed() -> None:
 
 
 def test_who_calls_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA, where no rank has a part of the tokens: exported graphs have that of scalar decay."""
+    """CUDA, where no rank has a part of the tokens: exported graphs have that of head decay."""
 
     class Module(nn.Module):
         def forward(self, *args: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """Check the arguments, apply the gates, and call one form of the family's op."""
     scale = require.scale(scale, q)
-    # The arguments that are checked as those of scalar decay, which has no `beta`: here that is made of the others.
+    # The arguments that are checked as those of head decay, which has no `beta`: here that is made of the others.
     given = head_decay.Inputs(q, k, v, initial_state=initial_state, cu_seqlens=cu_seqlens, scale=scale)
     check(head_decay, given, output_final_state=output_final_state)
     require.like(q, "g", g, (*v.shape[:3], q.shape[3]))

@@ -118,7 +118,7 @@ def run(
     output_states: int | None = None,
     by_tokens: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-    """Check the arguments, and call a form of vector decay's op twice; `by_tokens`, slot attention's for one token."""
+    """Check the arguments, and call a form of channel decay's op twice; `by_tokens`, slot attention's for one token."""
     require.flags(output_final_state=output_final_state)
     names = ("Hk", "Hv") if g is not None else ("Hk", "Hv", "z")
     groups = _check_tokens(q, k, v, s, g)
@@ -182,7 +182,7 @@ def _read(
     v: Tensor,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """One pass of vector decay."""
+    """One pass of channel decay."""
     return form(*op.Inputs(q, k, v, cu_seqlens=cu_seqlens, **others))
 
 

@@ -46,7 +46,7 @@ def direct(
     form: str,
     softmax: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The operator of vector decay itself, which takes gates on both axes, a bonus beside any of them, and logits."""
+    """The operator of channel decay itself, which takes gates on both axes, a bonus beside any of them, and logits."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = op.Inputs(q, k, v, gk, gv, u, initial_state, cu_seqlens, scale, softmax)
     # A graph learns from the check that there are as many states as sequences. Logits may be wider than keys.

@@ -19,7 +19,7 @@ from .problems import Problem, draw, evaluate
 
 Function = Callable[[dict[str, Tensor], Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
-# Mamba-3 is made of scalar decay and the scan: a program of its layer is tested in tests/layers/test_sizes.py.
+# Mamba-3 is made of head decay and the scan: a program of its layer is tested in tests/layers/test_sizes.py.
 one_of_each = every([case for case in ONE_EACH if case is not MAMBA3])
 each_layout = pytest.mark.parametrize("layout", ["rows", "packed"])
 unknown_sizes = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, error_on_recompile=True)

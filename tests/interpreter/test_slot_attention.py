@@ -1,4 +1,4 @@
-"""The kernel of one token of slot attention: its own values, and those of two calls of vector decay."""
+"""The kernel of one token of slot attention: its own values, and those of two calls of channel decay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Mamba-3's recurrence as one call of scalar decay: the trapezoidal rule, keys that turn, and several writes a token.
+r"""Mamba-3's recurrence as one call of head decay: the trapezoidal rule, keys that turn, and several writes a token.
 
 A token decays the state by ``a``, writes the token before it with the weight ``b`` and itself with the weight ``c``:
 
@@ -8,7 +8,7 @@ Without its own write, ``Z_t = S_t - c_t w_t``, a state has one write for each t
 
     Z_t = a_t Z_{t-1} + (a_t c_{t-1} + b_t) w_{t-1}        S_t q_t = Z_t q_t + c_t (k_t . q_t) v_t
 
-So scalar decay computes ``Z`` of keys and values one token late, and nothing is ever subtracted. Before the first
+So head decay computes ``Z`` of keys and values one token late, and nothing is ever subtracted. Before the first
 token ``Z`` is the state that is given. It holds all of the write of the token before, whose ``c`` is therefore 0.
 """
 
@@ -144,7 +144,7 @@ def _scan(
     # Not of the last token that counts: a place behind it has written that, and there is nothing of its own to write.
     c_before, last_c = token_shift(c, None, None, cu_seqlens, num_states)
     written = g.exp() * (c_before + (dt - c))  # [B, T, H], the weight of the token before
-    # A token is R tokens of scalar decay: the first decays, and each writes one key and reads one query.
+    # A token is R tokens of head decay: the first decays, and each writes one key and reads one query.
     values = [_of_keys(x, up) for x in (V, v_before)]
     form: Any = op.recurrent if always_true(V.shape[1] == 1) and sharing() is None else op.chunk
     if num_states is not None:

@@ -1,6 +1,6 @@
 """The registered op of one token of Mamba-3.
 
-The op is the same function as the turns, the rotation, scalar decay and the gated skip one after the other. What it has
+The op is the same function as the turns, the rotation, head decay and the gated skip one after the other. What it has
 for itself is the kernel: it reads and writes the state in one launch. A token is seldom trained on, so its derivatives
 are those of the function in PyTorch.
 """

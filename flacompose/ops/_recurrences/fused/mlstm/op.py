@@ -1,6 +1,6 @@
 """The registered op of one token of mLSTM, and its backward.
 
-The op is the same function as the running maximum, scalar decay and the normaliser one after the other. What it has for
+The op is the same function as the running maximum, head decay and the normaliser one after the other. What it has for
 itself is the kernel: it reads and writes the state in one launch, with the gates made of what comes in.
 """
 

@@ -3,7 +3,7 @@
     n_t = exp(g_t) n_{t-1} + beta_t k_t        z_t = scale * n_t^T q_t
     o_t = x_t / (max(|z_t|, floor_t) + eps)
 
-`z` is the output of scalar decay for one value, which is 1. It is computed in float32 whatever the inputs are: where it
+`z` is the output of head decay for one value, which is 1. It is computed in float32 whatever the inputs are: where it
 is small, it is a difference of large terms.
 """
 
@@ -62,7 +62,7 @@ def _floor(inputs: Inputs) -> Tensor:
 
 
 def of_ones(inputs: Inputs) -> head_decay.Inputs:
-    """The arguments of scalar decay whose output is `z` ``[B, T, HV, 1]``, and whose state is `n` ``[N, HV, K, 1]``."""
+    """The arguments of head decay whose output is `z` ``[B, T, HV, 1]``, and whose state is `n` ``[N, HV, K, 1]``."""
     q, k, x, g, beta, _, n, cu_seqlens, scale, _ = inputs
     ones = x.new_ones(*x.shape[:3], 1, dtype=state_dtype(x.dtype))
     n = None if n is None else n.unsqueeze(-1)

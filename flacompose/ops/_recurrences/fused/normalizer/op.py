@@ -27,7 +27,7 @@ d_start = start_gradient(SIGNATURE, _ops["backward"])
 
 
 def stretch(inputs: Inputs) -> tuple[Decay, Tensor]:
-    """What the tokens of each sequence do to a state: that of scalar decay with values of 1."""
+    """What the tokens of each sequence do to a state: that of head decay with values of 1."""
     decay, end = head_decay.stretch(eager.of_ones(inputs))
     return Decay(tuple(x.squeeze(3) for x in decay.tensors)), end.squeeze(3)
 

@@ -1,4 +1,4 @@
-"""One token of gated slot attention as two passes of vector decay, in PyTorch or in kernels.
+"""One token of gated slot attention as two passes of channel decay, in PyTorch or in kernels.
 
     Sk = Sk_0 diag(exp g) + k s^T        p = softmax(scale * Sk^T q)
     Sv = diag(exp g) Sv_0 + s v^T        o = Sv^T p
@@ -38,7 +38,7 @@ def backward(
     pass_forward: Forward = channel_decay.forward,
     pass_backward: Backward = channel_decay.backward,
 ) -> Gradients:
-    """The gradients that `call` wants, by the forward and the backward of vector decay."""
+    """The gradients that `call` wants, by the forward and the backward of channel decay."""
     inputs, (do, d_final_k, d_final_v) = call.inputs, call.arriving
     keys = _keys(inputs)
     of_values: Gradients = {}

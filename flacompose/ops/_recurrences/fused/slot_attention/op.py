@@ -1,6 +1,6 @@
 """The registered op of one token of slot attention, and its backward.
 
-The op is the same function as two calls of vector decay's. What it has for itself is the kernel: it reads and writes
+The op is the same function as two calls of channel decay's. What it has for itself is the kernel: it reads and writes
 both states in one launch, where the calls take one each.
 """
 

@@ -1,6 +1,6 @@
 """Launches of the Triton kernels: what CUDA runs, in float32, bfloat16 and float16.
 
-Time steps and gates are made by one kernel, which takes the place of scalar decay's for gates. Its sweeps then skip and
+Time steps and gates are made by one kernel, which takes the place of head decay's for gates. Its sweeps then skip and
 gate what they read, so that nothing of the size of the inputs is written and read again. Backwards, the sweep that
 stores the states computes the output once more, for the gradient of the gate, and makes the gradient that arrives at
 the scan.
@@ -70,7 +70,7 @@ def backward(call: BackwardCall[Inputs]) -> Gradients:
 
 
 class _Launches(Launches):
-    """The launches of one call: scalar decay of queries ``C``, keys ``B`` and values ``x``."""
+    """The launches of one call: head decay of queries ``C``, keys ``B`` and values ``x``."""
 
     def __init__(self, inputs: Inputs, gradients: bool = False) -> None:
         x, dt, self.A, B, C, D, z, self.dt_bias, initial_state, cu_seqlens, *numbers = inputs

@@ -1,4 +1,4 @@
-"""Mamba-2's scan, composed of scalar decay and the gated skip.
+"""Mamba-2's scan, composed of head decay and the gated skip.
 
 Delta_t = clamp(softplus(dt_t + dt_bias))        S_t = exp(Delta_t A) S_{t-1} + Delta_t B_t x_t^T
 o_t = (S_t^T C_t + D x_t) * silu(z_t)
@@ -26,7 +26,7 @@ from flacompose.ops._tensors.packed import without_tail
 def composed(
     inputs: Inputs, scan: Callable[..., tuple[Tensor, Tensor]], skip: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """``(o [B, T, HV, V], final_state [N, HV, K, V])`` of functions that compute scalar decay and the gated skip."""
+    """``(o [B, T, HV, V], final_state [N, HV, K, V])`` of functions that compute head decay and the gated skip."""
     x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, softplus, *limit = inputs
     # A token in no sequence may hold anything. As 0 it adds nothing to the gradients of A and dt_bias.
     (dt,) = without_tail(cu_seqlens, dt)
@@ -45,7 +45,7 @@ def forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: BackwardCall[Inputs]) -> Gradients:
-    """The gradients that `call` wants: those of scalar decay and of the gated skip, and of time steps and gates."""
+    """The gradients that `call` wants: those of head decay and of the gated skip, and of time steps and gates."""
     x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, softplus, *limit = call.inputs
     (dt,) = without_tail(cu_seqlens, dt)
     raw, free = (time_step(dt, dt_bias, passes, x) for passes in (False, softplus))

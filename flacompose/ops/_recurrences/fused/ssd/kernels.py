@@ -1,4 +1,4 @@
-"""Triton kernels of Mamba-2's time steps and gates, which both sweeps of scalar decay take, and of their gradients.
+"""Triton kernels of Mamba-2's time steps and gates, which both sweeps of head decay take, and of their gradients.
 
 Delta_t = clamp(softplus(dt_t + dt_bias))        g_t = Delta_t A
 """
@@ -41,7 +41,7 @@ def ssd_time_step_kernel(
     A,  # [H]
     dt_bias,  # [H]
     delta,  # [tokens, H]
-    sums,  # [chunks, H, C], as `gate_kernel` of scalar decay gives them
+    sums,  # [chunks, H, C], as `gate_kernel` of head decay gives them
     rest,  # [chunks, H, C]
     cu_seqlens,
     T,

@@ -32,7 +32,7 @@ def ssd(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
     On CUDA it is one operator, also in graphs, whose kernels compute all that surrounds the scan. Other devices,
     exported graphs, and ranks that share the tokens, which hand on the state, compute the operations of PyTorch around
-    that of scalar decay. Autocast does not cast `x` in the skip.
+    that of head decay. Autocast does not cast `x` in the skip.
     """
     x = inputs.x
     kernels = x.is_cuda and x.dtype != torch.float64 and inputs.B.shape[3] <= LARGEST

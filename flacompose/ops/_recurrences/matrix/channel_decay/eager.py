@@ -1,4 +1,4 @@
-"""Chunked PyTorch for vector decay: what every device without a Triton kernel runs.
+"""Chunked PyTorch for channel decay: what every device without a Triton kernel runs.
 
     S_t = diag(exp gk_t) S_{t-1} diag(exp gv_t) + k_t v_t^T        o_t = scale * S_t^T q_t
 

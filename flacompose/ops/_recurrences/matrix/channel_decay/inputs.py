@@ -1,4 +1,4 @@
-"""What the ops of vector decay take and return."""
+"""What the ops of channel decay take and return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels for vector decay: the sweep of states over chunks, the pairs within a chunk.
+"""Triton kernels for channel decay: the sweep of states over chunks, the pairs within a chunk.
 
 The chunked algorithm is that of `eager`, where it is explained. Here a chunk is one tile and a level of blocks a mask:
 at each level every token plays one role, reader in an odd block or writer in an even one, with one weight and one row

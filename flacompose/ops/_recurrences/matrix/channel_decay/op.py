@@ -1,4 +1,4 @@
-"""The registered ops of vector decay: `inputs` lists their arguments, `eager` states the recurrence."""
+"""The registered ops of channel decay: `inputs` lists their arguments, `eager` states the recurrence."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ They are the same for all channels:
 Where `a` is the key, both of its gradients are added.
 
 The gradient of a gate is the sum of all of these terms whose exponents contain it, each multiplied by its query or key.
-As in vector decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates
+As in channel decay, where this is explained, one product referred to the chunk's middle holds all pairs where the gates
 are mild, and where they are not, there is one for each level of blocks. Beta is a weight of the keys that write, and
 never a divisor.
 

@@ -93,7 +93,7 @@ def delta_head_gradient_kernel(
     dk,  # [tokens, HV, K]
     da,  # [tokens, HV, K], with `a`
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
+    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of head decay, as the following
     d_total,  # [chunks, HV, K]
     cu_seqlens,
     T,

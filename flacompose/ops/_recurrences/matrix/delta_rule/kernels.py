@@ -140,7 +140,7 @@ def delta_factor_kernel(
     k,  # [tokens, H, K]
     a,  # [tokens, H, K], the keys that read; `k` if it is None
     beta,  # [tokens, HV]
-    sums,  # [chunks, HV, C], running sums of the gates of heads, as `gate_kernel` of scalar decay gives them
+    sums,  # [chunks, HV, C], running sums of the gates of heads, as `gate_kernel` of head decay gives them
     rest,  # [chunks, HV, C]
     W,  # [tokens, HV, K]
     P,  # [chunks, HV, C, C], transposed

@@ -141,7 +141,7 @@ def _gates_of_channels(g: Tensor | None, gk: Tensor) -> Tensor:
 
 
 def chunk_size(bfloat16: bool, of_channels: bool) -> int:
-    """Tokens of a chunk. Where gates are of channels, chunks are those of vector decay."""
+    """Tokens of a chunk. Where gates are of channels, chunks are those of channel decay."""
     return channel_decay.CHUNK if of_channels else 64 if bfloat16 else 32
 
 

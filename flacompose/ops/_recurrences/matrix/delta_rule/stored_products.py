@@ -150,7 +150,7 @@ def delta_stored_product_gradient_kernel(
     dk,  # [tokens, HV, K]
     da,  # [tokens, HV, K], with `a`
     dbeta,  # [tokens, tiles of K, HV], to be added up
-    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of scalar decay, as the following
+    d_sums,  # [chunks, 3 * tiles of K, HV, C], for `gate_gradient_kernel` of head decay, as the following
     d_total,  # [chunks, HV, K]
     cu_seqlens,
     T,

@@ -1,4 +1,4 @@
-"""Chunked PyTorch for scalar decay: what every device without a Triton kernel runs.
+"""Chunked PyTorch for head decay: what every device without a Triton kernel runs.
 
     S_t = exp(g_t + g_gamma) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 

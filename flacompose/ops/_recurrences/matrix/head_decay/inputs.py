@@ -1,4 +1,4 @@
-"""What the ops of scalar decay take and return."""
+"""What the ops of head decay take and return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of scalar decay: a sweep over a sequence, its state in registers.
+"""The Triton kernel of head decay: a sweep over a sequence, its state in registers.
 
 The output and three gradients are one sum, the roles of q, k, v and do exchanged, forwards or backwards in time:
 

@@ -1,4 +1,4 @@
-"""The registered ops of scalar decay: `inputs` lists their arguments, `eager` states the recurrence."""
+"""The registered ops of head decay: `inputs` lists their arguments, `eager` states the recurrence."""
 
 from __future__ import annotations
 
