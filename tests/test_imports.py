@@ -1,4 +1,4 @@
-"""No module imports itself by way of others, not even within a function."""
+"""No module imports itself by way of others, not even within a function; and the names of kernels."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def test_no_circles(package: str) -> None:
     graph = {name: imported(path, name, modules) for name, path in modules.items()}
     assert sum(map(len, graph.values())) > len(modules)  # the imports were found
     TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+
+
+def test_kernels_have_names_of_their_own() -> None:
+    """A profile shows a kernel by its name alone."""
+    names = [
+        node.name
+        for path in (ROOT / "flacompose").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.decorator_list
+    ]
+    assert len(names) > 50 and len({*names}) == len(names), [x for x in names if names.count(x) > 1]

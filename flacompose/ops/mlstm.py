@@ -12,7 +12,7 @@ from torch import Tensor
 from flacompose._errors import TypeError
 from flacompose.ops._arguments import require
 from flacompose.ops._arguments.call import check
-from flacompose.ops._arguments.intermediate_states import last, recurrent_form
+from flacompose.ops._arguments.intermediate_states import recurrent_form
 from flacompose.ops._recurrences.elementwise.stabilizer import op as stabilizer
 from flacompose.ops._recurrences.fused.mlstm import op as token
 from flacompose.ops._recurrences.fused.normalizer import op as normalizer
@@ -170,4 +170,4 @@ def _run(
         o = o.to(out_dtype)
     if not output_final_state:
         return o, None
-    return o, (C, n, m if output_states is None else last(m_t, output_states))
+    return o, (C, n, m if output_states is None else last_of_rows(m_t, output_states))

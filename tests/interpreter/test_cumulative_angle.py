@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_turns import assert_right
+from test_cumulative_angle import assert_right
 from unregistered import launch_of
 
 from flacompose.ops._recurrences.elementwise.cumulative_angle import cuda, op

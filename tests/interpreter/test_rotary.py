@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_rotation import assert_right
+from test_rotary import assert_right
 from unregistered import launch_of
 
 from flacompose.ops._recurrences.fused.rotary import cuda, op

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import flat
-from test_running_max import assert_right, draw
+from test_stabilizer import assert_right, draw
 
 from flacompose.ops._recurrences.elementwise.stabilizer import cuda
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import flat, part
-from test_stretches import CASES, MATRICES, Case, drawn, packed
+from test_transitions import CASES, MATRICES, Case, drawn, packed
 
 from flacompose.ops._launch import sequences
 from flacompose.ops._recurrences.elementwise.selective_scan import cuda as selective_scan

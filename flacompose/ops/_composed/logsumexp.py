@@ -8,12 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flacompose.ops._arguments.intermediate_states import last
 from flacompose.ops._parallel.exchange import logsumexps
 from flacompose.ops._parallel.ranks import shared, sharing
 from flacompose.ops._tensors.dtensor import by_shard
 from flacompose.ops._tensors.dtype import upcast
-from flacompose.ops._tensors.packed import bounds, inside, sequence_count, sequence_of
+from flacompose.ops._tensors.packed import bounds, inside, last_of_rows, sequence_count, sequence_of
 from flacompose.ops._tensors.sizes import always_true
 
 LOWEST = -1e300  # stands for -inf, of which differences and derivatives would be NaN
@@ -72,7 +71,7 @@ def running_logsumexp(
     if after is not None:
         z = after
     elif output_states is not None:
-        z = last(total, output_states)
+        z = last_of_rows(total, output_states)
     elif cu_seqlens is None:
         z = total[:, -1]
     else:
