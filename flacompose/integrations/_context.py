@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flacompose._torch import reorders_tokens, sdpa_is_plain
-from flacompose.integrations import _modeling
+from flacompose.integrations.modeling.arguments import finder_of_caches
 from flacompose.integrations.transformers import recurrent_layers, runs_on
 from flacompose.ops._ranks import Ranks, bounds_of_rank, check_device, lengths_of_ranks, shared
 
@@ -64,7 +64,7 @@ def _wrap(module: Any, ranks: Ranks, made: Callable[[Callable[..., Any]], Callab
 
 def _shared_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a recurrent layer of this rank's tokens."""
-    cache_in = _modeling.finder_of_caches()
+    cache_in = finder_of_caches()
 
     @wraps(forward)
     def shared_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,27 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from flacompose.integrations import _modeling, _tested
+from flacompose.integrations import _tested
+from flacompose.integrations.modeling import (
+    bamba,
+    falcon_h1,
+    glm5_next,
+    inkling,
+    kimi_linear,
+    lfm2,
+    mamba,
+    mamba2,
+    minimax,
+    qwen3_next,
+    recurrent_gemma,
+    rwkv,
+    xlstm,
+    zaya,
+)
+from flacompose.integrations.modeling.convolution import convolve, convolve_step
+from flacompose.integrations.modeling.delta_rule import delta_rule, step
+from flacompose.integrations.modeling.forward import plain_layer_forward
+from flacompose.integrations.modeling.mamba_scan import no_fused_block, selective_scan, ssd, state_space_step
 from flacompose.layers.joint import join
 from flacompose.ops import chunk_gated_delta_rule, chunk_kda
 
@@ -29,27 +49,23 @@ class Function(NamedTuple):
     op: str | None = None
 
 
-def _delta_rule(form: Callable[..., Any]) -> Function:
-    return Function(_modeling.delta_rule(form), form.__name__)
-
-
 # By the names in modeling files, which look them up when they call them, whether transformers has bound a name to
 # PyTorch, to flash-linear-attention, to mamba-ssm or to a kernel of the hub.
 FUNCTIONS: Mapping[str, Function] = {
-    "causal_conv1d_fn": Function(_modeling.convolve, "causal_conv1d"),
-    "causal_conv1d_update": Function(_modeling.convolve_step, "causal_conv1d"),
-    "torch_chunk_gated_delta_rule": _delta_rule(chunk_gated_delta_rule),
+    "causal_conv1d_fn": Function(convolve, "causal_conv1d"),
+    "causal_conv1d_update": Function(convolve_step, "causal_conv1d"),
+    "torch_chunk_gated_delta_rule": Function(delta_rule(chunk_gated_delta_rule), "chunk_gated_delta_rule"),
     "torch_recurrent_gated_delta_rule": Function(
-        _modeling.delta_rule_step("g"), "fused_recurrent_gated_delta_rule"
+        delta_rule(partial(step, "g")), "fused_recurrent_gated_delta_rule"
     ),
-    "chunk_kimi_delta_attention": _delta_rule(chunk_kda),
-    "recurrent_kimi_delta_attention": Function(_modeling.delta_rule_step("gk"), "fused_recurrent_kda"),
-    "mamba2_chunk_scan": Function(_modeling.ssd, "mamba_chunk_scan_combined"),
-    "mamba2_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
-    "mamba2_split_conv1d_scan_combined": Function(_modeling.no_fused_block),
-    "mamba_selective_scan": Function(_modeling.selective_scan, "selective_scan_fn"),
-    "mamba_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
-    "mamba_inner_fn": Function(_modeling.no_fused_block),
+    "chunk_kimi_delta_attention": Function(delta_rule(chunk_kda), "chunk_kda"),
+    "recurrent_kimi_delta_attention": Function(delta_rule(partial(step, "gk")), "fused_recurrent_kda"),
+    "mamba2_chunk_scan": Function(ssd, "mamba_chunk_scan_combined"),
+    "mamba2_selective_state_update": Function(state_space_step, "selective_state_update"),
+    "mamba2_split_conv1d_scan_combined": Function(no_fused_block),
+    "mamba_selective_scan": Function(selective_scan, "selective_scan_fn"),
+    "mamba_selective_state_update": Function(state_space_step, "selective_state_update"),
+    "mamba_inner_fn": Function(no_fused_block),
 }
 # The recurrence of MiniMax is written out in its forward. The other forwards call modules of theirs for it.
 FORWARD_OPS = {
@@ -60,65 +76,17 @@ FORWARD_OPS = {
     "xLSTMLayer": "chunk_mlstm",
 }
 
-
-def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
-    """By the names of single classes, what `functions` has by the names of several."""
-    return {name: function for names, function in functions.items() for name in names.split()}
-
-
-# How `_modeling.checked` calls the forward of a class that calls them: where a recurrence is written out in it, where
-# it makes copies of queries and keys for an op that needs none, where it keeps bounds or states to itself.
-FORWARDS = _of_classes(
-    {
-        "MiniMaxLightningAttention": _modeling.lightning,
-        "RecurrentGemmaRecurrentBlock": _modeling.real_gated,
-        "RwkvSelfAttention": _modeling.weighted,
-        "ZayaCCAProjection": _modeling.compressed,
-        "xLSTMLayer": _modeling.stabilised,
-        "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
-        "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
-        "KimiLinearDeltaAttention": _modeling.projected,
-        "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer "
-        "Zamba2MambaMixer": _modeling.limited,
-        "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer": _modeling.scanned,
-        "Inkling2ShortConvolution InklingShortConvolution Lfm2MoeShortConv "
-        "Lfm2ShortConv": _modeling.convolved_apart,
-    }
-)
-
-# What stands in for the forward of a module around them, made of that forward: of those that call them without the
-# bounds of packed sequences, and of those that mix such sequences and are no op of this library.
-AROUND = _of_classes(
-    {
-        "BambaModel": _modeling.counting,
-        "KimiLinearModel OlmoHybridModel Qwen3NextModel Qwen3_5MoeTextModel Qwen3_5TextModel": _modeling.maskless,
-        "RecurrentGemmaForCausalLM": _modeling.returning,
-        "RecurrentGemmaModel": _modeling.numbering,
-        "RwkvBlock": _modeling.masking("attention", "feed_forward"),
-        "RwkvFeedForward": _modeling.shifting,
-        "RwkvForCausalLM": _modeling.masking("rwkv"),
-        "RwkvModel": _modeling.masking("blocks", make=_modeling.rwkv_state),
-        "Glm5NextTextAttention Inkling2DynamicShortConvolution": _modeling.refusing,
-        "FalconMambaForCausalLM Mamba2ForCausalLM MambaForCausalLM": _modeling.passing_to("backbone"),
-        "FalconMambaModel MambaModel": _modeling.passing_to("layers"),
-        "FalconMambaBlock MambaBlock": _modeling.passing_to("mixer"),
-        "JambaMambaDecoderLayer": _modeling.passing_to("mamba"),
-        "Lfm2DecoderLayer Lfm2MoeDecoderLayer": _modeling.passing_to("conv"),
-        "Inkling2FullAttention Inkling2SlidingAttention InklingAttention": _modeling.passing_to(
-            "k_sconv", "v_sconv"
-        ),
-        "Inkling2FullDecoderLayer Inkling2SlidingDecoderLayer": _modeling.passing_to(
-            "post_attention_convolution", "post_mlp_convolution"
-        ),
-        "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
-        "KimiLinearAttention KimiLinearMLP Qwen3NextAttention Qwen3NextMLP Qwen3_5Attention "
-        "Qwen3_5MLP": _modeling.joined,
-        "ZayaAttention": _modeling.passing_to("qkv_proj"),
-        "xLSTMForCausalLM": _modeling.whole,
-        "xLSTMModel": _modeling.remembering,
-        "xLSTMBlock": _modeling.passing_to("mlstm_layer", keys=(*_modeling.PACKED, "attention_mask")),
-    }
-)
+# By the names of classes, the function that makes the forward in place of theirs: the tables of the files of models.
+# Classes that call functions above, and need nothing else, get `plain_layer_forward`.
+FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    name: replacement
+    for model in (
+        bamba, falcon_h1, glm5_next, inkling, kimi_linear, lfm2, mamba, mamba2, minimax, qwen3_next, recurrent_gemma,
+        rwkv, xlstm, zaya,
+    )
+    for names, replacement in model.FORWARDS.items()
+    for name in names.split()
+}  # fmt: skip
 
 # The projections of a class that read the same input, those with few outputs last. Kimi's `f_a_proj` reads it too, but
 # the module of the forget gate calls it.
@@ -465,10 +433,8 @@ def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
 
 
 def _replacement(owner: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes the forward that stands in for that of a class."""
-    if owner.__name__ in AROUND:
-        return AROUND[owner.__name__]
-    return partial(_modeling.checked, FORWARDS.get(owner.__name__, _modeling.unchanged))
+    """The function that makes the forward in place of a class's."""
+    return FORWARDS.get(owner.__name__, plain_layer_forward)
 
 
 def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
@@ -560,7 +526,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]
     """The modules of `model` whose forwards call functions of `FUNCTIONS`, or are replaced by one of this library.
 
     Gives the path, the module, the class in transformers that has the forward, and the names of the functions:
-    ``forward`` where the whole forward is replaced, none of a module of `AROUND`.
+    ``forward`` where the whole forward is replaced, none of a module around it.
     """
     for path, module in model.named_modules():
         for owner in _files_classes(type(module)):
@@ -573,7 +539,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]
 def recurrent_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type]]:
     """The path, the module and the class in transformers of each layer that hands on something from token to token."""
     for path, module, owner, names in _layers(model):
-        if names or AROUND.get(owner.__name__) is _modeling.shifting:
+        if names or FORWARDS.get(owner.__name__) is rwkv.rwkv_channel_mixing_forward:
             yield path, module, owner
 
 
@@ -585,7 +551,7 @@ def _called(owner: type) -> list[str] | None:
         return ["forward"]
     forward: Any = inspect.unwrap(_forward(owner)[1])
     names = [name for name in forward.__code__.co_names if name in FUNCTIONS and name in forward.__globals__]
-    return names if names or owner.__name__ in AROUND else None
+    return names if names or owner.__name__ in FORWARDS else None
 
 
 def _files_classes(kind: type) -> list[type]:
