@@ -43,7 +43,7 @@ OLDEST, NEWEST = (5, 17), (5, 24)
 
 
 class Function(NamedTuple):
-    """What stands in for a function of a modeling file, and the op of this library that it calls."""
+    """The replacement of a function of a modeling file, and the op of this library that it calls."""
 
     function: Callable[..., Any]
     op: str | None = None
@@ -88,8 +88,8 @@ FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     for name in names.split()
 }  # fmt: skip
 
-# The projections of a class that read the same input, those with few outputs last. Kimi's `f_a_proj` reads it too, but
-# the module of the forget gate calls it.
+# The projections of a class that read the same input, with small ones last. Kimi's `f_a_proj` reads it too, but the
+# module of the forget gate calls it.
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 JOINABLE = {
     "KimiLinearAttention": ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
@@ -103,8 +103,8 @@ JOINABLE = {
     "Qwen3_5MLP": _MLP,
 }
 
-# A function that their forwards call. It is bound to one that does the same, since what is compiled asks whether the
-# functions that it calls are the same as before, and does not ask that of forwards.
+# A function that their forwards call. It is bound to one that does the same, since the guards of a compiled model ask
+# whether the functions that it calls are the same as before, and do not ask that of forwards.
 REBOUND = "apply_mask_to_padding_states"
 
 MODELS = tuple(_tested.LAYERS)
@@ -166,13 +166,13 @@ class Row(NamedTuple):
 
     layer: str  # its name in the model
     kind: str  # its class
-    function: str  # the name of what it calls, in transformers
-    runs_on: str  # the op of this library, or what transformers has bound the name to
+    function: str  # its name in transformers
+    runs_on: str  # the op of this library, or the function that transformers has bound the name to
     why: str  # why it is not an op of this library; empty if it is
 
 
 class Enabled:
-    """What `enable` and `accelerate` return: undone by `disable`, or on leaving a ``with`` block."""
+    """A handle of `enable` or `accelerate`, which is undone by `disable`, or on leaving a ``with`` block."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo: Callable[[], None] | None = undo
@@ -195,7 +195,7 @@ def enable() -> Enabled:
 
     Models that were loaded before and models that will be are meant, on CPU and CUDA, in training, in generation, under
     `torch.compile` and in `torch.export`, whatever else is installed: the names that modeling files call are bound to
-    the functions of this library. No weight and no configuration changes. What has been compiled before is compiled
+    the functions of this library. No weight and no configuration changes. A model that was compiled before is compiled
     again. A module whose forward another library has wrapped before, such as accelerate's hooks, keeps that forward,
     with other functions by the names that it calls; `runs_on` says where that is not enough.
 
@@ -224,7 +224,7 @@ def enable() -> Enabled:
     return handle
 
 
-# The handles that are not disabled, and what modeling files and their classes had before the first of them.
+# The handles that are not disabled, and the values in modeling files and their classes before the first of them.
 _enabled: list[Enabled] = []
 _originals: dict[tuple[ModuleType | type, str], Any] = {}
 _lock = Lock()  # of both
@@ -242,9 +242,8 @@ def _disable(handle: Enabled) -> None:
 def accelerate(model: nn.Module) -> Enabled:
     """Run the recurrences of one model of transformers on the ops of this library, and leave other models alone.
 
-    Each layer gets a class of the same name with a forward of its own: that of its class, with other functions by the
-    names that it calls. Copies of an accelerated model, and what is loaded from a pickle of one, are accelerated too,
-    and stay so.
+    Each layer gets a class of the same name with a forward of its own: the forward of its class, with other functions
+    by the names that it calls. Copies and pickles of an accelerated model are accelerated too, and stay so.
 
     Args:
         model: A model of transformers, or any module that contains layers of one.
@@ -339,7 +338,7 @@ def _empty(kind: Any) -> nn.Module:
 
 
 def runs_on(model: nn.Module) -> list[Row]:
-    """What each recurrent layer of a model of transformers calls, and what that runs on now.
+    """List the functions that each recurrent layer of a model of transformers calls, and the op that each runs on now.
 
     Args:
         model: A model of transformers, or any module that contains layers of one, or of classes derived from these.
@@ -390,7 +389,7 @@ def _check(model: object) -> None:
 
 
 def _chain(layer: nn.Module) -> list[Callable[..., Any]]:
-    """The functions that a call of a layer goes through: its forward, what that wraps, and so on."""
+    """The functions that a call of a layer goes through: its forward, the function that it wraps, and so on."""
     forward = vars(layer).get("forward", type(layer).forward)
     chain = [getattr(forward, "__func__", forward)]
     while hasattr(chain[-1], "__wrapped__"):
@@ -419,7 +418,7 @@ def _enclosed(function: Any) -> dict[str, Any]:
 
 
 def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
-    """What `enable` replaces: where it is, its name there, and the function that makes its replacement of it."""
+    """The places that `enable` changes: a module or class, a name there, and a function of the old value."""
     for module in _modeling_files():
         if _difference(module):
             continue
@@ -481,7 +480,7 @@ def _modeling_files() -> Iterator[ModuleType]:
 
 
 def _installed() -> tuple[int, ...]:
-    """The version of transformers that is installed, without what follows its second number."""
+    """The first two numbers of the version of transformers that is installed."""
     import transformers
 
     return tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -544,7 +543,7 @@ def recurrent_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type]]:
 
 
 def _called(owner: type) -> list[str] | None:
-    """Those of `FUNCTIONS` that the forward of a class calls; None if this library does not replace that forward."""
+    """The names of `FUNCTIONS` that the forward of a class calls; None if this library does not replace it."""
     if owner not in _files_classes(owner):
         return None
     if owner.__name__ in FORWARD_OPS:
@@ -571,7 +570,7 @@ def _forward(kind: type) -> tuple[type, Callable[..., Any]]:
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of `function`, and of what it wraps, that finds those of `FUNCTIONS` by the names that it calls."""
+    """A copy of `function`, and of the one that it wraps, that calls the functions of `FUNCTIONS` by their names."""
     assert isinstance(function, FunctionType)
     inner = getattr(function, "__wrapped__", None)
     scope, closure = function.__globals__, function.__closure__

@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     )
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x [B, T, D]`` with padded rows left-aligned. What is in places without a token is replaced by zeros."""
+        """``x [B, T, D]`` with padded rows left-aligned, and zeros in places without a token."""
         if self.order is not None:
             x = take(x, self.order)
         return self.masked(x)

@@ -91,7 +91,7 @@ def _mixer_forward(
         mask = kwargs.get("attention_mask")
         continued = cache is not None and cache.has_previous_state(layer.layer_idx)
         if continued and mask is not None:
-            kwargs["attention_mask"] = mask = mask[:, -T:]  # Mamba gives that of the cached tokens too
+            kwargs["attention_mask"] = mask = mask[:, -T:]  # Mamba's has the cached tokens too
         if bounds is None and (not continued or T == 1):
             return forward(layer, hidden_states, *args, **kwargs)
         return scanned(layer, hidden_states, mask, cache, bounds)

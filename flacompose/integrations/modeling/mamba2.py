@@ -15,7 +15,7 @@ def mamba2_mixer_forward(
 ) -> Any:
     """Give the function for one token the limits of time steps, which transformers gives to that for several alone.
 
-    The forward passes on to it what it is given by other names than its own.
+    The forward passes arguments on to that function whose names it does not know.
     """
     if is_decoding(layer, cache, hidden_states):
         kwargs["dt_limit"] = layer.time_step_limit

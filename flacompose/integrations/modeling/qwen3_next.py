@@ -1,4 +1,4 @@
-"""Qwen3-Next, and what Qwen3.5, Qwen4, OLMo hybrid and Kimi Linear share with it."""
+"""Qwen3-Next, Qwen3.5, Qwen4 and OLMo hybrid: groups of value heads, masks, and projections that are joined."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class RwkvState(list[Tensor]):
 
 
 def _first_state(model: Any, x: Tensor) -> RwkvState:
-    """The states before the first token. Those of transformers all have `hidden_size` channels."""
+    """The states before the first token. In transformers all of them have `hidden_size` channels."""
     sizes = [model.config.hidden_size] * 2 + [model.config.attention_hidden_size] * 3
     wide = dtype_of_states(model, x)
     dtypes = [model.get_input_embeddings().weight.dtype] * 2 + [wide] * 3

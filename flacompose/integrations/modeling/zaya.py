@@ -14,10 +14,10 @@ from flacompose.ops import causal_conv1d
 
 @layer_forward
 def zaya_projection_forward(forward: Forward, layer: Any, _: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of ZAYA's projection to queries, keys and values, which mixes tokens in three of its modules.
+    """Keep packed sequences apart in three modules of the projection to queries, keys and values, which mix tokens.
 
-    The first, a convolution of each channel, is an op. The second mixes the channels of a head too, and the third gives
-    the part of a value that the next token uses: packed sequences are kept apart in them here.
+    The first, a convolution of each channel, is an op. The second mixes the channels of a head too. The third gives the
+    part of a value that the next token uses.
     """
     bounds, depthwise, heads = bounds_of(kwargs), layer.conv_qk_depthwise, layer.conv_qk_grouped
     weight, bias = depthwise.weight.squeeze(1), depthwise.bias
@@ -40,7 +40,7 @@ def zaya_projection_forward(forward: Forward, layer: Any, _: Any, /, *args: Any,
         return y.mT
 
     def of_heads(x: Tensor) -> Tensor:
-        # What is before a sequence is, as in front of a row, the convolution of zeros, which is its bias.
+        # The inputs before a sequence are, as in front of a row, the convolution of zeros, which is its bias.
         T, W = x.shape[-1], heads.weight.shape[-1]
         number, past = sequences(T), bias[:, None].expand(-1, W - 1)[None]
         history, numbers = torch.cat([past, x], -1), torch.nn.functional.pad(number, (W - 1, 0), value=-1)
