@@ -76,8 +76,8 @@ FORWARD_OPS = {
     "xLSTMLayer": "chunk_mlstm",
 }
 
-# By the names of classes, the function that makes the forward in place of theirs: the tables of the files of models.
-# Classes that call functions above, and need nothing else, get `plain_layer_forward`.
+# The tables of all models: by the names of classes, functions from the forward of a class to the one that replaces it.
+# Other classes that call functions above get `plain_layer_forward`.
 FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     name: replacement
     for model in (

@@ -16,8 +16,8 @@ from flacompose.integrations.modeling.mamba_scan import state_space_step
 def falcon_h1_mixer_forward(forward: Forward) -> Forward:
     """Compute one token here.
 
-    Transformers gives its function for one token no limits of time steps, and leaves no way to. With `mamba_rms_norm`
-    it multiplies each row by the gates of all rows.
+    Transformers gives its function for one token no limits of time steps, and no other argument through which they
+    could come. In 5.17, with `mamba_rms_norm`, it multiplies each row by the gates of all rows.
     """
     from transformers.integrations.accelerate import force_accelerate_hooks
 

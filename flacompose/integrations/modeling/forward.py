@@ -64,10 +64,10 @@ def module_forward(compute: Callable[..., Any]) -> Callable[[Forward], Forward]:
 
 
 def layer_forward(compute: Callable[..., Any]) -> Callable[[Forward], Forward]:
-    """The same for a recurrent layer, which refuses the two things that a cache cannot have before it is written to.
+    """`module_forward` for a recurrent layer: before a cache is written to, two things that it cannot have are refused.
 
-    These are packed sequences, and a record of the past, by which `Cache.crop` would take tokens back out of the
-    convolution's state and leave that of the recurrence as it is.
+    These are packed sequences, and a record of the past, by which `Cache.crop` would take tokens back out of the state
+    of the convolution and leave the state of the recurrence as it is.
     """
 
     @module_forward

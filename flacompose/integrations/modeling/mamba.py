@@ -19,10 +19,12 @@ from flacompose.ops import selective_scan_fn
 
 
 def mamba_mixer_forward(forward: Forward) -> Forward:
+    """For Mamba, Falcon Mamba and Jamba."""
     return _mixer_forward(forward, lambda xz: xz.chunk(2, -1), _mamba_parameters, ["conv1d", "dt_proj"])
 
 
 def zamba_mixer_forward(forward: Forward) -> Forward:
+    """For Zamba, whose input projection has the channels of the scan and of the gate in turns."""
     return _mixer_forward(
         forward, lambda xz: xz.unflatten(-1, (-1, 2)).unbind(-1), _zamba_parameters, ["conv1d"]
     )
@@ -53,15 +55,17 @@ def _mixer_forward(
     parameters: Callable[[Any, Tensor], tuple[Tensor, Tensor | None, Tensor, Tensor]],
     read: list[str],
 ) -> Forward:
-    """`split` takes the input projection apart into the scan's input and its gate, `parameters` makes the others of it.
+    """Compute packed sequences and prompts in pieces here, and everything else by `forward`.
 
-    `read` are the modules whose weights are read without a call. Accelerate may have to load them first.
+    `split` takes the input projection apart into the scan's input and its gate. `parameters` makes the other arguments
+    of the scan's input. `read` are modules whose weights are read without a call: accelerate may have to load them.
     """
     from transformers.integrations.accelerate import force_accelerate_hooks
 
     @force_accelerate_hooks(read)
     def scanned(layer: Any, x: Tensor, mask: Tensor | None, cache: Any, bounds: Tensor | None) -> Tensor:
-        (dtype, T), conv, state = (x.dtype, x.shape[1]), layer.conv1d, None
+        dtype, T, conv = x.dtype, x.shape[1], layer.conv1d
+        state: Any = None
         u, z = split(layer.in_proj(masked(x, mask)))
         u = u.mT
         if cache is not None:

@@ -13,9 +13,9 @@ from flacompose.integrations.modeling.forward import Forward, layer_forward, pas
 def mamba2_mixer_forward(
     forward: Forward, layer: Any, cache: Any, /, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Give the function for one token the limits of time steps, which transformers gives to that for several alone.
+    """Give the function for one token the limits of time steps. Transformers gives them to the one for several only.
 
-    The forward passes arguments on to that function whose names it does not know.
+    The forward passes every keyword that it does not know on to that function.
     """
     if is_decoding(layer, cache, hidden_states):
         kwargs["dt_limit"] = layer.time_step_limit

@@ -28,9 +28,9 @@ def recurrent_gemma_block_forward(
     """The recurrent block, in place of its forward: ops for its convolution and its loop over tokens.
 
     Its states are in a layer of the cache. Transformers keeps them in the module, where they belong to the last call,
-    beams do not reorder them, and a prompt in pieces loses the state of the convolution. `tokens` is 0 at
-    pads, which transformers would read; between tokens and after them, the convolution reads them as zeros. A token at
-    position 0 is not preceded by any, and neither is the first that is no pad, or the first of a packed sequence.
+    beams do not reorder them, and a prompt in pieces loses the state of the convolution. `tokens` is 0 at pads, which
+    transformers would read; between tokens and after them, the convolution reads them as zeros. A token at position 0
+    has no tokens before it, and neither has the first that is no pad, nor the first of a packed sequence.
     """
     from flacompose.integrations.modeling.caches import recurrent_layer
 
