@@ -454,7 +454,7 @@ def _name(ours: str, config: RecurrentConfig) -> str:
 def _mode(attn_mode: Any) -> str:
     """The mode of the layer, which changes no value."""
     _check.one_of("config: attn_mode", attn_mode, ("chunk", "fused_chunk", "parallel", "fused_recurrent"))
-    # The second and the third are further kernels of the peer for the function that "chunk" is.
+    # The second and the third are further kernels of the peer for the same function as "chunk".
     return "fused_recurrent" if attn_mode == "fused_recurrent" else "chunk"
 
 

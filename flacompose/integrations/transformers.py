@@ -441,7 +441,7 @@ def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
 
 
 def _while_enabled(replacement: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is the replacement until `disable`: hooks that wrap it keep it for longer."""
+    """A forward that calls the replacement until `disable`, then the original: hooks that wrap it keep it longer."""
     replaced = replacement(original)
 
     @wraps(original)

@@ -17,7 +17,7 @@ from flacompose.ops._dtype import upcast
 
 
 class DeltaLayer(RecurrentLayer):
-    """A layer with `num_v_heads` heads of values, whose neighbours share one of queries and keys."""
+    """A layer with `num_v_heads` heads of values, neighbours of which share a head of queries and keys."""
 
     allow_neg_eigval = False
 

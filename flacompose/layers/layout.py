@@ -120,7 +120,7 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     _check.same_device("attention_mask", attention_mask, hidden_states)
     attention_mask = distributed_like(hidden_states, attention_mask)
     is_token = attention_mask[:, attention_mask.shape[1] - T :] != 0
-    ordinal = is_token.long().cumsum(1)  # how many tokens there are up to and with this one
+    ordinal = is_token.long().cumsum(1)  # the number of tokens up to this one, itself included
     lengths = is_token.sum(1)
     place = distributed_like(ordinal, torch.arange(T, device=ordinal.device)).expand_as(ordinal)
     inverse_order = torch.where(is_token, ordinal - 1, lengths[:, None] + place - ordinal)

@@ -234,7 +234,7 @@ class ShortConvolution(nn.Module):
         return ys, new.to(x.dtype)
 
     def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token: the new state is all that it reads."""
+        """One token, whose output is a sum over the new state."""
         state = torch.cat([state[:, :, 1:], x.transpose(1, 2)], dim=2)
         return (upcast(state) * self.weight[:, 0]).sum(2)[:, None], state
 

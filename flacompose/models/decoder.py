@@ -135,7 +135,7 @@ class Decoder:
 
     @property
     def state(self) -> Any:
-        """A copy of the state that is held, that after the last token."""
+        """A copy of the state after the last token."""
         return pytree.tree_unflatten([x.clone() for x in self._state], self._structure)
 
     def load(self, state: Any) -> None:

@@ -6,6 +6,6 @@
 - `arguments` reads caches, bounds and masks from the arguments of a forward. `forward` has the parts that forwards of
   several models are made of, and `caches` the caches that transformers lacks.
 - Every other file is named for a model. Its table `FORWARDS` has, by the names of classes, functions that take the
-  forward of the class and return the forward that replaces it. A layer whose forward calls the functions above, and that
-  is in no table, gets `plain_layer_forward`.
+  forward of the class and return the forward that replaces it. A layer that is in no table, and whose forward calls the
+  functions above, gets `plain_layer_forward`.
 """
