@@ -71,6 +71,6 @@ def _activated(y: Tensor, activation: str | None) -> Tensor:
 
 
 class Bounds(NamedTuple):
-    """The bounds of packed sequences, in place of the number of each token's sequence."""
+    """The bounds of packed sequences, as `seq_idx` of forwards that pass that on to `convolve` and do not read it."""
 
     cu_seqlens: Tensor | None
