@@ -35,25 +35,30 @@ from flacompose.ops._recurrences.matrix.delta_rule import (
     launches,
     state_passing,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import backward as hopper_backward
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import (
-    channel_block_gradients as hopper_channel_block_gradients,
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.backward import hopper_backward_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
+    hopper_channel_block_gradient_kernel,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import channel_factors as hopper_channel_factors
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import channel_gradients as hopper_channel_gradients
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_factors as hopper_head_factors
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_gradients as hopper_head_gradients
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import state_passing as hopper_state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_gradients import (
+    hopper_channel_gradient_kernel,
+)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
+    hopper_head_factor_kernel,
+    hopper_inverse_kernel,
+)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.state_passing import hopper_state_passing_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.inputs import Inputs
 
 CPU = torch.device("cpu")
-OF_HEADS = {hopper_head_factors.hopper_head_factor_kernel, hopper_head_gradients.hopper_head_gradient_kernel}
-FORWARDS = {hopper_head_factors.hopper_inverse_kernel, hopper_state_passing.hopper_state_passing_kernel}
-JOINT = {hopper_backward.hopper_backward_kernel}
+OF_HEADS = {hopper_head_factor_kernel, hopper_head_gradient_kernel}
+FORWARDS = {hopper_inverse_kernel, hopper_state_passing_kernel}
+JOINT = {hopper_backward_kernel}
 OF_CHANNELS = {
-    hopper_channel_factors.hopper_channel_factor_kernel,
-    hopper_channel_gradients.hopper_channel_gradient_kernel,
-    hopper_channel_block_gradients.hopper_channel_block_gradient_kernel,
+    hopper_channel_factor_kernel,
+    hopper_channel_gradient_kernel,
+    hopper_channel_block_gradient_kernel,
 }
 KERNELS = {
     "chunk_delta_rule": OF_HEADS | FORWARDS,
@@ -290,8 +295,8 @@ def test_what_is_mild_in_blocks(gates: Tensor, chunk: int, tiles: list[int], mem
     noted = {}
 
     def emulate(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
-        taken = kernel is hopper_channel_block_gradients.hopper_channel_block_gradient_kernel
-        if taken or kernel is hopper_channel_factors.hopper_channel_factor_kernel:
+        taken = kernel is hopper_channel_block_gradient_kernel
+        if taken or kernel is hopper_channel_factor_kernel:
             kwargs["mild"].fill_(memory)
         run(kernel, grid, *args, **kwargs)
         if taken:

@@ -50,15 +50,20 @@ from flacompose.ops._recurrences.matrix.delta_rule.gradients import (
     delta_add_heads_kernel,
     delta_head_gradient_kernel,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import backward as hopper_backward
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import (
-    channel_block_gradients as hopper_channel_block_gradients,
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.backward import hopper_backward_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
+    hopper_channel_block_gradient_kernel,
 )
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import channel_factors as hopper_channel_factors
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import channel_gradients as hopper_channel_gradients
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_factors as hopper_head_factors
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_gradients as hopper_head_gradients
-from flacompose.ops._recurrences.matrix.delta_rule.hopper import state_passing as hopper_state_passing
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import hopper_channel_factor_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_gradients import (
+    hopper_channel_gradient_kernel,
+)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
+    hopper_head_factor_kernel,
+    hopper_inverse_kernel,
+)
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
+from flacompose.ops._recurrences.matrix.delta_rule.hopper.state_passing import hopper_state_passing_kernel
 from flacompose.ops._recurrences.matrix.delta_rule.kernels import (
     delta_backward_state_passing_kernel,
     delta_factor_kernel,
@@ -265,12 +270,12 @@ def test_gluon_on_hopper(
     (pairs,) = (kernel for kernel, x in launches if "beta" in x and "P" in x)
     on_hopper = chip == HOPPER and dtype == torch.bfloat16 and not into_graph
     has_pairs = on_hopper and K != 80 and unaligned not in ("q", "k")
-    assert pairs is (hopper_head_factors.hopper_head_factor_kernel if has_pairs else delta_factor_kernel)
+    assert pairs is (hopper_head_factor_kernel if has_pairs else delta_factor_kernel)
     if has_pairs and V != 80 and unaligned != "do":
-        assert found == [(hopper_head_gradients.hopper_head_gradient_kernel, 2, i, i > 0) for i in range(3)]
+        assert found == [(hopper_head_gradient_kernel, 2, i, i > 0) for i in range(3)]
     else:
         ((kernel, *others),) = found
-        assert kernel is not hopper_head_gradients.hopper_head_gradient_kernel and others == [6, None, None]
+        assert kernel is not hopper_head_gradient_kernel and others == [6, None, None]
 
 
 @pytest.mark.parametrize(
@@ -311,13 +316,9 @@ def test_gluon_sweeps_forwards(change: str, taken: bool) -> None:
         launches, (o, _) = launched(lambda: flat(delta_rule, "chunk")(*args), change == "graph")
     assert o.shape == v.shape
     kernels = {kernel for kernel, _ in launches}
-    assert (
-        (hopper_head_factors.hopper_inverse_kernel in kernels)
-        == (hopper_state_passing.hopper_state_passing_kernel in kernels)
-        == taken
-    )
+    assert (hopper_inverse_kernel in kernels) == (hopper_state_passing_kernel in kernels) == taken
     assert (delta_state_passing_kernel in kernels) != taken
-    sweeps = [x for kernel, x in launches if kernel is hopper_state_passing.hopper_state_passing_kernel]
+    sweeps = [x for kernel, x in launches if kernel is hopper_state_passing_kernel]
     assert all(x["v_token"] % 8 == 0 and x["q"] is q and x["k"] is k for x in sweeps)
     # Of a long row, the states that segments end at, what they do to any other, and the outputs.
     assert [(x["IDENTITY"], x["o"] is not None) for x in sweeps] == (
@@ -332,7 +333,7 @@ def test_heads_are_added_after_states_are_free(wanted: str, sums: int) -> None:
     are_free: list[bool] = []
 
     def record(kernel: Any, *_: Any, **arguments: Any) -> None:
-        if kernel is hopper_backward.hopper_backward_kernel:
+        if kernel is hopper_backward_kernel:
             states.append(weakref.ref(arguments["states"]))
         elif kernel is delta_add_heads_kernel:
             are_free.append(states[0]() is None)
@@ -383,7 +384,7 @@ def test_gluon_joins_sweep_and_gradients(change: str, taken: bool, monkeypatch: 
             lambda: flat(delta_rule, "backward")(*args, v, None, [*mask, *[False] * 5]), change == "graph"
         )
     kernels = {kernel for kernel, _ in launches}
-    assert (hopper_backward.hopper_backward_kernel in kernels) == taken
+    assert (hopper_backward_kernel in kernels) == taken
     assert (
         delta_backward_state_passing_kernel in kernels or delta_both_directions_kernel in kernels
     ) != taken
@@ -405,7 +406,7 @@ def test_gluon_is_imported_where_it_is_launched() -> None:
 
 @pytest.mark.parametrize(
     ("group", "kernel"),
-    [(4, hopper_head_gradients.hopper_head_gradient_kernel), (5, delta_head_gradient_kernel)],
+    [(4, hopper_head_gradient_kernel), (5, delta_head_gradient_kernel)],
 )
 def test_gluon_adds_up_few_heads(group: int, kernel: Any) -> None:
     """Each is a rounding of the sum."""
@@ -437,8 +438,8 @@ def test_gluon_reads_by_any_vector_before_and_after_the_decay(
         assert {delta_factor_kernel, delta_head_gradient_kernel} <= kernels
     else:
         assert {
-            hopper_head_factors.hopper_head_factor_kernel,
-            hopper_head_gradients.hopper_head_gradient_kernel,
+            hopper_head_factor_kernel,
+            hopper_head_gradient_kernel,
         } <= kernels
     told = [
         x for kernel, x in launches if kernel.__name__.endswith(("_factor_kernel", "_head_gradient_kernel"))
@@ -543,10 +544,10 @@ def test_gluon_of_channels(chip: Chip, K: int, V: int, unaligned: str | None) ->
     with tables_of(chip):
         launches, _ = launched(lambda: flat(delta_rule, "backward")(*args))
     in_gluon = (
-        hopper_channel_gradients.hopper_channel_gradient_kernel,
-        hopper_channel_block_gradients.hopper_channel_block_gradient_kernel,
+        hopper_channel_gradient_kernel,
+        hopper_channel_block_gradient_kernel,
     )
-    pairs_in_gluon = hopper_channel_factors.hopper_channel_factor_kernel
+    pairs_in_gluon = hopper_channel_factor_kernel
     pairs = [x for x in launches if x[0] in (pairs_in_gluon, delta_channel_factor_kernel)]
     gradients = [
         x

@@ -1,8 +1,8 @@
 """Models of transformers whose tokens are shared out among ranks, for `flacompose.distributed.context_parallel`.
 
-Their recurrent layers call ops of this library, which hand on states, and their convolutions, from rank to rank. What
-is between these layers does not mix tokens, but for softmax attention. PyTorch's own `context_parallel` computes that
-across the same ranks, where a model calls `scaled_dot_product_attention` within it.
+Their recurrent layers call ops of this library, which hand on the states of recurrences and convolutions from rank to
+rank. Of the modules between these layers, only softmax attention mixes tokens. PyTorch's own `context_parallel`
+computes it across the same ranks, where a model calls `scaled_dot_product_attention` within it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flacompose._torch import reorders_tokens, sdpa_is_plain
-from flacompose.integrations import _modeling
+from flacompose.integrations.modeling.arguments import finder_of_caches
 from flacompose.integrations.transformers import recurrent_layers, runs_on
 from flacompose.ops._parallel.ranks import Ranks, bounds_of_rank, check_device, lengths_of_ranks, shared
 
@@ -57,14 +57,14 @@ def share(model: nn.Module, ranks: Ranks) -> bool:
 
 
 def _wrap(module: Any, ranks: Ranks, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Give the module the forward that is `made` of that of its class, as a method, so that copies call their own."""
+    """Give the module the forward that `made` returns for its class's, as a method, so that copies call their own."""
     module.ranks = ranks
     vars(module)["forward"] = MethodType(made(type(module).forward), module)
 
 
 def _shared_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a recurrent layer of this rank's tokens."""
-    cache_in = _modeling.finder_of_caches()
+    cache_in = finder_of_caches()
 
     @wraps(forward)
     def shared_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Keys of configs of flash-linear-attention that have no effect on what a model computes."""
+"""Keys of configs of flash-linear-attention that have no effect on the logits of a model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ WITHOUT_EFFECT = frozenset(
     A_init_range chunk_size conv_init dt_init_floor dt_init_scheme dt_max dt_min dt_scale rescale_prenorm_residual
     residual_in_fp32
     """.split()
-    # what models of older versions had, or did not have: their parameters, which must all be there, tell it
+    # parts that models of older versions had, or did not have: their parameters, which must all be there, tell it
     + """
     conv_size gate_low_rank_dim norm_first share_conv_kernel use_gk use_glu use_gv use_norm use_output_gate
     use_output_norm use_short_conv
     """.split()
-    # what models of Comba hand to no layer: all of them have a correction and an inner decay
+    # options that models of Comba hand to no layer: all of them have a correction and an inner decay
     + "correction_factor use_inner_decay use_output_correction".split()
-    # what every config of transformers may hold, in its versions 4 and 5
+    # keys that every config of transformers may hold, in its versions 4 and 5
     + """
     _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures
     auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size

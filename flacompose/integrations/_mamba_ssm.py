@@ -1,4 +1,4 @@
-"""Configs of mamba-ssm's language models, as those that flash-linear-attention would have of the same models."""
+"""Configs of mamba-ssm's language models, translated to configs of flash-linear-attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_of_mamba_ssm(config: Mapping[str, Any]) -> bool:
 
 
 def as_fla(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What lacks here has the default of mamba-ssm; what is wrong in a layer is found when that is made."""
+    """A missing key has the default of mamba-ssm; a wrong argument of a layer is found when the layer is made."""
     given = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
     for key, value in _FIXED.items():
         if given.pop(key, value) != value:

@@ -1,8 +1,9 @@
-"""What the integration relies on in the modeling files of transformers, as all tested versions have it.
+"""The classes, names and parameters of transformers' modeling files on which the integration relies.
 
-With a version that is not tested, `difference` compares its files with that, by names alone: the classes whose forwards
-are replaced, what these forwards use, and the parameters of the functions that are replaced. It sees what is renamed,
-moved or added, and not that a function means something else by the same names.
+All tested versions have them. `difference` compares the files of a version that is not tested with them, by names
+alone: the classes whose forwards are replaced, the names that these forwards use, and the parameters of the functions
+that are replaced. It sees a name that is renamed, moved or added, and not a function that means something else by the
+same names.
 """
 
 from __future__ import annotations
@@ -15,22 +16,29 @@ from typing import Any
 CONVOLUTION = "causal_conv1d_fn causal_conv1d_update"
 GATED_DELTA = f"{CONVOLUTION} torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule"
 KDA = f"{CONVOLUTION} chunk_kimi_delta_attention recurrent_kimi_delta_attention"
-SCAN = f"{CONVOLUTION} mamba_selective_scan mamba_selective_state_update D"
+SCAN = (
+    f"{CONVOLUTION} mamba_selective_scan mamba_selective_state_update D activation conv1d conv_kernel_size in_proj "
+    "out_proj ssm_state_size time_step_rank update_conv_state update_recurrent_state"
+)
+PROJECTED, NORMED = "x_proj dt_proj", "x_proj dt_proj b_layernorm c_layernorm dt_layernorm"
 SSD = (
     f"{CONVOLUTION} mamba2_chunk_scan mamba2_selective_state_update mamba2_split_conv1d_scan_combined "
-    "time_step_limit D"
+    "time_step_limit"
 )
 QKV, MLP = "q_proj k_proj v_proj", "gate_proj up_proj"
 MASKED = "config create_causal_mask layer_types"
 # The classes of each file whose forwards are replaced, and the names that these forwards must use: functions that are
-# replaced, attributes that a replacement changes, modules that it passes bounds to.
+# replaced, attributes that a replacement changes or uses, modules that it passes bounds to.
 LAYERS: Mapping[str, Mapping[str, str]] = {
     "bailing_hybrid": {"BailingHybridDeltaAttention": KDA},
     "bamba": {"BambaMixer": SSD, "BambaModel": ""},
-    "falcon_h1": {"FalconH1Mixer": SSD},
+    "falcon_h1": {
+        "FalconH1Mixer": f"{SSD} D activation conv1d conv_dim dt_bias head_dim in_proj intermediate_size "
+        "mamba_rms_norm mup_vector n_groups norm num_heads out_proj ssm_in_multiplier ssm_state_size",
+    },
     "falcon_mamba": {
-        "FalconMambaMixer": f"{SCAN} mamba_inner_fn", "FalconMambaBlock": "mixer", "FalconMambaModel": "layers",
-        "FalconMambaForCausalLM": "backbone",
+        "FalconMambaMixer": f"{SCAN} {NORMED} mamba_inner_fn", "FalconMambaBlock": "mixer",
+        "FalconMambaModel": "layers", "FalconMambaForCausalLM": "backbone",
     },
     "glm5_next": {"Glm5NextTextLinearAttention": KDA, "Glm5NextTextAttention": ""},
     "granitemoehybrid": {"GraniteMoeHybridMambaLayer": SSD},
@@ -44,7 +52,7 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
         "Inkling2FullDecoderLayer": "post_attention_convolution post_mlp_convolution",
         "Inkling2SlidingDecoderLayer": "post_attention_convolution post_mlp_convolution",
     },
-    "jamba": {"JambaMambaMixer": SCAN, "JambaMambaDecoderLayer": "mamba"},
+    "jamba": {"JambaMambaMixer": f"{SCAN} {NORMED}", "JambaMambaDecoderLayer": "mamba"},
     "kimi_linear": {
         "KimiLinearDeltaAttention": KDA, "KimiLinearModel": MASKED,
         "KimiLinearAttention": "q_proj q_a_proj kv_a_proj_with_mqa", "KimiLinearMLP": MLP,
@@ -53,7 +61,7 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
     "lfm2_moe": {"Lfm2MoeShortConv": CONVOLUTION, "Lfm2MoeDecoderLayer": "conv"},
     "lfm3": {"Lfm3ShortConv": CONVOLUTION},
     "mamba": {
-        "MambaMixer": f"{SCAN} mamba_inner_fn", "MambaBlock": "mixer", "MambaModel": "layers",
+        "MambaMixer": f"{SCAN} {PROJECTED} mamba_inner_fn", "MambaBlock": "mixer", "MambaModel": "layers",
         "MambaForCausalLM": "backbone",
     },
     "mamba2": {"Mamba2Mixer": SSD, "Mamba2ForCausalLM": "backbone"},
@@ -86,7 +94,7 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
         "xLSTMLayer": "mlstm_backend", "xLSTMBlock": "mlstm_layer", "xLSTMModel": "blocks config embeddings",
         "xLSTMForCausalLM": "config",
     },
-    "zamba": {"ZambaMambaMixer": SCAN},
+    "zamba": {"ZambaMambaMixer": f"{SCAN} dt_proj_bias dt_proj_weight n_mamba_heads x_proj_weight"},
     "zamba2": {"Zamba2MambaMixer": SSD},
     "zaya": {
         "ZayaCCAProjection": "conv_kernel_size conv_qk_depthwise conv_qk_grouped v_proj_delayed",
@@ -94,7 +102,7 @@ LAYERS: Mapping[str, Mapping[str, str]] = {
     },
 }  # fmt: skip
 
-# What forwards of layers use beside functions that are replaced. A recurrence that moves into a forward brings others.
+# The names that forwards of layers use beside functions that are replaced. A recurrence in a forward brings others.
 NAMES = """
     A_log D F a_proj activation allow_neg_eigval append apply_mask_to_padding_states b_layernorm b_proj bias
     c_layernorm cat chunk chunk_size config contiguous conv conv1d conv_dim conv_idx conv_kernel_size
@@ -109,7 +117,7 @@ NAMES = """
     update_conv_state update_recurrent_state use_associative_scan use_bias use_conv_bias use_mambapy v_proj
     value_dim variance_epsilon view weight x_proj x_proj_weight
 """
-# Those of MiniMax's layer, whose forward is replaced as a whole.
+# The names in the forward of MiniMax's layer, which is replaced as a whole.
 MINIMAX_NAMES = """
     F act_fn append apply_mask_to_padding_states block_size cat device diagonal_decay dtype exp get_linear_cache
     head_dim key_decay layer_idx matmul min norm num_attention_heads out_proj output_gate qkv_proj query_decay
@@ -120,7 +128,7 @@ XLSTM_NAMES = """
     qk_dim qkv_opreact soft_cap tensor_split v v_dim weight_mode
 """
 
-# By classes whose forwards use other names, these.
+# The names that forwards of other layers use, by their classes.
 OF_ONE = {
     "MiniMaxLightningAttention": MINIMAX_NAMES,
     "RecurrentGemmaRecurrentBlock": f"{NAMES} conv1d_state conv1d_width device hidden_size lru_width pad sum zeros",

@@ -23,14 +23,14 @@ from flacompose.models.weights import check_names, read_by, read_json, read_safe
 
 
 class _Family(NamedTuple):
-    """The models of one `model_type`: their layer, and what their config holds."""
+    """The models of one `model_type`: their layer, and the keys of their config."""
 
     layer: str
     # Arguments of the layer that are keys of the config.
     options: str
-    # Defaults of keys where they are not those of the layer or, of what is no argument of it, those of `_COMMON`.
+    # Defaults that differ from the layer's or, for keys that are no arguments of it, from `_COMMON`.
     defaults: dict[str, Any] = {}
-    # Keys of older versions, or that the models of 0.6 no longer read, with the one value that says what they do.
+    # Keys of older versions, or that the models of 0.6 no longer read, with the one value that agrees with 0.6.
     fixed: dict[str, Any] = {}
     # Arguments of the layer that no key changes.
     constant: dict[str, Any] = {}
@@ -160,13 +160,13 @@ _FAMILIES = {
 
 
 def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> RecurrentConfig:
-    """What a model of flash-linear-attention 0.6 is made of, from its config.
+    """The `RecurrentConfig` of a model of flash-linear-attention 0.6, from its config.
 
     Args:
         config: The content of its ``config.json``, which is ``to_dict()`` of the peer's config, or the path of that
-            file. That of a model of mamba-ssm, which has `d_model` and no `model_type`, is taken too. What it lacks has
-            the peer's default. Keys without an effect on logits are passed over, as those of
-            kernels to choose, of losses and of generation.
+            file. The config of a model of mamba-ssm, which has `d_model` and no `model_type`, is taken too. A missing
+            key has the peer's default. Keys without an effect on logits, which choose kernels, losses or how text is
+            generated, are passed over.
 
     Raises:
         ValueError: If `model_type` is none of "gla", "retnet", "gsa", "rwkv6", "rwkv7", "hgrn2", "delta_net",
@@ -179,7 +179,7 @@ def config_from_fla(config: Mapping[str, Any] | str | os.PathLike[str]) -> Recur
 
 
 def _given(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The content of `config`, that of mamba-ssm as the peer would have it."""
+    """The content of `config`, translated to the peer's if it is of mamba-ssm."""
     if isinstance(config, Mapping):
         return as_fla(config) if is_of_mamba_ssm(config) else config
     expected = "config must be a mapping or the path of a config.json"
@@ -308,7 +308,7 @@ def load_fla(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> RecurrentLM:
-    """Load what ``save_pretrained`` of a model of flash-linear-attention 0.6, or of mamba-ssm, has written.
+    """Load a folder that ``save_pretrained`` of a model of flash-linear-attention 0.6, or of mamba-ssm, has written.
 
     Args:
         directory: It holds ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``, or the index of several
@@ -353,7 +353,7 @@ def _loaded(
     dtype: torch.dtype | None,
     copy: bool,
 ) -> RecurrentLM:
-    """`model`, which has no values yet, with those of `state_dict`; `given` is the config that it is made of."""
+    """`model`, which has no values yet, with the values of `state_dict`; `given` is the config that it is made of."""
     config = model.config
     names = {_name(name, config): name for name in model.state_dict()}  # the peer's, and ours
     weights = dict(state_dict)
@@ -395,7 +395,7 @@ def _split_mixtures(weights: dict[str, Tensor]) -> None:
 
 
 def _assumed(given: Mapping[str, Any], config: RecurrentConfig) -> str:
-    """What an error about parameters begins with, where the reason may be a size that the config does not give."""
+    """The beginning of an error about parameters, where the reason may be a size that the config does not give."""
     absent = [key for key in ("vocab_size", "hidden_size", "num_hidden_layers") if key not in given]
     sizes = ", ".join(f"{key}, taken to be {getattr(config, key)}" for key in absent)
     return f"config lacks {sizes}; " if absent else ""
@@ -421,7 +421,7 @@ def _other_names(names: Mapping[str, str], weights: Mapping[str, Tensor]) -> str
 def _same_dtype(model: RecurrentLM) -> None:
     """Check that the modules of PyTorch, which compute in the dtype of their input, have one dtype.
 
-    What else has parameters here, as norms and convolutions, takes those of any dtype.
+    The other modules with parameters, as norms and convolutions, compute with parameters of any dtype.
     """
     expected = model.embeddings.weight.dtype
     for path, module in model.named_modules():
@@ -454,12 +454,12 @@ def _name(ours: str, config: RecurrentConfig) -> str:
 def _mode(attn_mode: Any) -> str:
     """The mode of the layer, which changes no value."""
     _check.one_of("config: attn_mode", attn_mode, ("chunk", "fused_chunk", "parallel", "fused_recurrent"))
-    # The second and the third are further kernels of the peer for the function that "chunk" is.
+    # The second and the third are further kernels of the peer for the same function as "chunk".
     return "fused_recurrent" if attn_mode == "fused_recurrent" else "chunk"
 
 
 def _value_dim(value_dim: Any, num_hidden_layers: Any) -> Any:
-    """That of every layer, of a list of one for each."""
+    """One size for all layers, also where the config has a list of one for each layer."""
     if not isinstance(value_dim, (tuple, list)):
         return value_dim
     if len(value_dim) != num_hidden_layers or any(size != value_dim[0] for size in value_dim):
@@ -471,7 +471,7 @@ def _value_dim(value_dim: Any, num_hidden_layers: Any) -> Any:
 
 
 def _intermediate_size(values: Mapping[str, Any], model_type: str) -> Any:
-    """That of the config, or what the peer computes in its place."""
+    """The `intermediate_size` of the config, or the size that the peer computes if there is none."""
     name = "expand" if model_type == "mamba" else "hidden_ratio"
     size, ratio = values["intermediate_size"], values[name]
     if size is not None:
@@ -498,7 +498,7 @@ def _in_folder(folder: Path, file: str, required: bool = False) -> Path | None:
 
 
 def _weights(directory: Any, find: Find) -> dict[str, Tensor]:
-    """Those in `directory`, of whose files `find` gives the paths, or None."""
+    """The tensors in `directory`; `find` returns the path of a file in it, or None."""
     readers = {"model.safetensors": read_safetensors, "pytorch_model.bin": _pickle}
     for name, read in readers.items():
         if (file := find(name)) is not None:

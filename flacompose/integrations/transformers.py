@@ -15,7 +15,27 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
-from flacompose.integrations import _modeling, _tested
+from flacompose.integrations import _tested
+from flacompose.integrations.modeling import (
+    bamba,
+    falcon_h1,
+    glm5_next,
+    inkling,
+    kimi_linear,
+    lfm2,
+    mamba,
+    mamba2,
+    minimax,
+    qwen3_next,
+    recurrent_gemma,
+    rwkv,
+    xlstm,
+    zaya,
+)
+from flacompose.integrations.modeling.convolution import convolve, convolve_step
+from flacompose.integrations.modeling.delta_rule import delta_rule, step
+from flacompose.integrations.modeling.forward import plain_layer_forward
+from flacompose.integrations.modeling.mamba_scan import no_fused_block, selective_scan, ssd, state_space_step
 from flacompose.layers.joint import join
 from flacompose.ops import chunk_gated_delta_rule, chunk_kda
 
@@ -23,33 +43,29 @@ OLDEST, NEWEST = (5, 17), (5, 24)
 
 
 class Function(NamedTuple):
-    """What stands in for a function of a modeling file, and the op of this library that it calls."""
+    """The replacement of a function of a modeling file, and the op of this library that it calls."""
 
     function: Callable[..., Any]
     op: str | None = None
 
 
-def _delta_rule(form: Callable[..., Any]) -> Function:
-    return Function(_modeling.delta_rule(form), form.__name__)
-
-
 # By the names in modeling files, which look them up when they call them, whether transformers has bound a name to
 # PyTorch, to flash-linear-attention, to mamba-ssm or to a kernel of the hub.
 FUNCTIONS: Mapping[str, Function] = {
-    "causal_conv1d_fn": Function(_modeling.convolve, "causal_conv1d"),
-    "causal_conv1d_update": Function(_modeling.convolve_step, "causal_conv1d"),
-    "torch_chunk_gated_delta_rule": _delta_rule(chunk_gated_delta_rule),
+    "causal_conv1d_fn": Function(convolve, "causal_conv1d"),
+    "causal_conv1d_update": Function(convolve_step, "causal_conv1d"),
+    "torch_chunk_gated_delta_rule": Function(delta_rule(chunk_gated_delta_rule), "chunk_gated_delta_rule"),
     "torch_recurrent_gated_delta_rule": Function(
-        _modeling.delta_rule_step("g"), "fused_recurrent_gated_delta_rule"
+        delta_rule(partial(step, "g")), "fused_recurrent_gated_delta_rule"
     ),
-    "chunk_kimi_delta_attention": _delta_rule(chunk_kda),
-    "recurrent_kimi_delta_attention": Function(_modeling.delta_rule_step("gk"), "fused_recurrent_kda"),
-    "mamba2_chunk_scan": Function(_modeling.ssd, "mamba_chunk_scan_combined"),
-    "mamba2_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
-    "mamba2_split_conv1d_scan_combined": Function(_modeling.no_fused_block),
-    "mamba_selective_scan": Function(_modeling.selective_scan, "selective_scan_fn"),
-    "mamba_selective_state_update": Function(_modeling.state_space_step, "selective_state_update"),
-    "mamba_inner_fn": Function(_modeling.no_fused_block),
+    "chunk_kimi_delta_attention": Function(delta_rule(chunk_kda), "chunk_kda"),
+    "recurrent_kimi_delta_attention": Function(delta_rule(partial(step, "gk")), "fused_recurrent_kda"),
+    "mamba2_chunk_scan": Function(ssd, "mamba_chunk_scan_combined"),
+    "mamba2_selective_state_update": Function(state_space_step, "selective_state_update"),
+    "mamba2_split_conv1d_scan_combined": Function(no_fused_block),
+    "mamba_selective_scan": Function(selective_scan, "selective_scan_fn"),
+    "mamba_selective_state_update": Function(state_space_step, "selective_state_update"),
+    "mamba_inner_fn": Function(no_fused_block),
 }
 # The recurrence of MiniMax is written out in its forward. The other forwards call modules of theirs for it.
 FORWARD_OPS = {
@@ -60,68 +76,20 @@ FORWARD_OPS = {
     "xLSTMLayer": "chunk_mlstm",
 }
 
+# The tables of all models: by the names of classes, functions from the forward of a class to the one that replaces it.
+# Other classes that call functions above get `plain_layer_forward`.
+FORWARDS: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    name: replacement
+    for model in (
+        bamba, falcon_h1, glm5_next, inkling, kimi_linear, lfm2, mamba, mamba2, minimax, qwen3_next, recurrent_gemma,
+        rwkv, xlstm, zaya,
+    )
+    for names, replacement in model.FORWARDS.items()
+    for name in names.split()
+}  # fmt: skip
 
-def _of_classes(functions: Mapping[str, Callable[..., Any]]) -> Mapping[str, Callable[..., Any]]:
-    """By the names of single classes, what `functions` has by the names of several."""
-    return {name: function for names, function in functions.items() for name in names.split()}
-
-
-# How `_modeling.checked` calls the forward of a class that calls them: where a recurrence is written out in it, where
-# it makes copies of queries and keys for an op that needs none, where it keeps bounds or states to itself.
-FORWARDS = _of_classes(
-    {
-        "MiniMaxLightningAttention": _modeling.lightning,
-        "RecurrentGemmaRecurrentBlock": _modeling.real_gated,
-        "RwkvSelfAttention": _modeling.weighted,
-        "ZayaCCAProjection": _modeling.compressed,
-        "xLSTMLayer": _modeling.stabilised,
-        "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet "
-        "Qwen4ExpTextGatedDeltaNet": _modeling.grouped,
-        "KimiLinearDeltaAttention": _modeling.projected,
-        "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer "
-        "Zamba2MambaMixer": _modeling.limited,
-        "FalconMambaMixer JambaMambaMixer MambaMixer ZambaMambaMixer": _modeling.scanned,
-        "Inkling2ShortConvolution InklingShortConvolution Lfm2MoeShortConv "
-        "Lfm2ShortConv": _modeling.convolved_apart,
-    }
-)
-
-# What stands in for the forward of a module around them, made of that forward: of those that call them without the
-# bounds of packed sequences, and of those that mix such sequences and are no op of this library.
-AROUND = _of_classes(
-    {
-        "BambaModel": _modeling.counting,
-        "KimiLinearModel OlmoHybridModel Qwen3NextModel Qwen3_5MoeTextModel Qwen3_5TextModel": _modeling.maskless,
-        "RecurrentGemmaForCausalLM": _modeling.returning,
-        "RecurrentGemmaModel": _modeling.numbering,
-        "RwkvBlock": _modeling.masking("attention", "feed_forward"),
-        "RwkvFeedForward": _modeling.shifting,
-        "RwkvForCausalLM": _modeling.masking("rwkv"),
-        "RwkvModel": _modeling.masking("blocks", make=_modeling.rwkv_state),
-        "Glm5NextTextAttention Inkling2DynamicShortConvolution": _modeling.refusing,
-        "FalconMambaForCausalLM Mamba2ForCausalLM MambaForCausalLM": _modeling.passing_to("backbone"),
-        "FalconMambaModel MambaModel": _modeling.passing_to("layers"),
-        "FalconMambaBlock MambaBlock": _modeling.passing_to("mixer"),
-        "JambaMambaDecoderLayer": _modeling.passing_to("mamba"),
-        "Lfm2DecoderLayer Lfm2MoeDecoderLayer": _modeling.passing_to("conv"),
-        "Inkling2FullAttention Inkling2SlidingAttention InklingAttention": _modeling.passing_to(
-            "k_sconv", "v_sconv"
-        ),
-        "Inkling2FullDecoderLayer Inkling2SlidingDecoderLayer": _modeling.passing_to(
-            "post_attention_convolution", "post_mlp_convolution"
-        ),
-        "InklingDecoderLayer": _modeling.passing_to("attn_sconv", "mlp_sconv"),
-        "KimiLinearAttention KimiLinearMLP Qwen3NextAttention Qwen3NextMLP Qwen3_5Attention "
-        "Qwen3_5MLP": _modeling.joined,
-        "ZayaAttention": _modeling.passing_to("qkv_proj"),
-        "xLSTMForCausalLM": _modeling.whole,
-        "xLSTMModel": _modeling.remembering,
-        "xLSTMBlock": _modeling.passing_to("mlstm_layer", keys=(*_modeling.PACKED, "attention_mask")),
-    }
-)
-
-# The projections of a class that read the same input, those with few outputs last. Kimi's `f_a_proj` reads it too, but
-# the module of the forget gate calls it.
+# The projections of a class that read the same input, with small ones last. Kimi's `f_a_proj` reads it too, but the
+# module of the forget gate calls it.
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 JOINABLE = {
     "KimiLinearAttention": ("q_proj", "q_a_proj", "kv_a_proj_with_mqa"),
@@ -135,8 +103,8 @@ JOINABLE = {
     "Qwen3_5MLP": _MLP,
 }
 
-# A function that their forwards call. It is bound to one that does the same, since what is compiled asks whether the
-# functions that it calls are the same as before, and does not ask that of forwards.
+# A function that their forwards call. It is bound to one that does the same, since the guards of a compiled model ask
+# whether the functions that it calls are the same as before, and do not ask that of forwards.
 REBOUND = "apply_mask_to_padding_states"
 
 MODELS = tuple(_tested.LAYERS)
@@ -198,13 +166,13 @@ class Row(NamedTuple):
 
     layer: str  # its name in the model
     kind: str  # its class
-    function: str  # the name of what it calls, in transformers
-    runs_on: str  # the op of this library, or what transformers has bound the name to
+    function: str  # its name in transformers
+    runs_on: str  # the op of this library, or the function that transformers has bound the name to
     why: str  # why it is not an op of this library; empty if it is
 
 
 class Enabled:
-    """What `enable` and `accelerate` return: undone by `disable`, or on leaving a ``with`` block."""
+    """A handle of `enable` or `accelerate`, which is undone by `disable`, or on leaving a ``with`` block."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo: Callable[[], None] | None = undo
@@ -227,7 +195,7 @@ def enable() -> Enabled:
 
     Models that were loaded before and models that will be are meant, on CPU and CUDA, in training, in generation, under
     `torch.compile` and in `torch.export`, whatever else is installed: the names that modeling files call are bound to
-    the functions of this library. No weight and no configuration changes. What has been compiled before is compiled
+    the functions of this library. No weight and no configuration changes. A model that was compiled before is compiled
     again. A module whose forward another library has wrapped before, such as accelerate's hooks, keeps that forward,
     with other functions by the names that it calls; `runs_on` says where that is not enough.
 
@@ -256,7 +224,7 @@ def enable() -> Enabled:
     return handle
 
 
-# The handles that are not disabled, and what modeling files and their classes had before the first of them.
+# The handles that are not disabled, and the values in modeling files and their classes before the first of them.
 _enabled: list[Enabled] = []
 _originals: dict[tuple[ModuleType | type, str], Any] = {}
 _lock = Lock()  # of both
@@ -274,9 +242,8 @@ def _disable(handle: Enabled) -> None:
 def accelerate(model: nn.Module) -> Enabled:
     """Run the recurrences of one model of transformers on the ops of this library, and leave other models alone.
 
-    Each layer gets a class of the same name with a forward of its own: that of its class, with other functions by the
-    names that it calls. Copies of an accelerated model, and what is loaded from a pickle of one, are accelerated too,
-    and stay so.
+    Each layer gets a class of the same name with a forward of its own: the forward of its class, with other functions
+    by the names that it calls. Copies and pickles of an accelerated model are accelerated too, and stay so.
 
     Args:
         model: A model of transformers, or any module that contains layers of one.
@@ -371,7 +338,7 @@ def _empty(kind: Any) -> nn.Module:
 
 
 def runs_on(model: nn.Module) -> list[Row]:
-    """What each recurrent layer of a model of transformers calls, and what that runs on now.
+    """List the functions that each recurrent layer of a model of transformers calls, and the op that each runs on now.
 
     Args:
         model: A model of transformers, or any module that contains layers of one, or of classes derived from these.
@@ -422,7 +389,7 @@ def _check(model: object) -> None:
 
 
 def _chain(layer: nn.Module) -> list[Callable[..., Any]]:
-    """The functions that a call of a layer goes through: its forward, what that wraps, and so on."""
+    """The functions that a call of a layer goes through: its forward, the function that it wraps, and so on."""
     forward = vars(layer).get("forward", type(layer).forward)
     chain = [getattr(forward, "__func__", forward)]
     while hasattr(chain[-1], "__wrapped__"):
@@ -451,7 +418,7 @@ def _enclosed(function: Any) -> dict[str, Any]:
 
 
 def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
-    """What `enable` replaces: where it is, its name there, and the function that makes its replacement of it."""
+    """The places that `enable` changes: a module or class, a name there, and a function of the old value."""
     for module in _modeling_files():
         if _difference(module):
             continue
@@ -465,10 +432,8 @@ def _places() -> Iterator[tuple[ModuleType | type, str, Callable[[Any], Any]]]:
 
 
 def _replacement(owner: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes the forward that stands in for that of a class."""
-    if owner.__name__ in AROUND:
-        return AROUND[owner.__name__]
-    return partial(_modeling.checked, FORWARDS.get(owner.__name__, _modeling.unchanged))
+    """The function that makes the forward in place of a class's."""
+    return FORWARDS.get(owner.__name__, plain_layer_forward)
 
 
 def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
@@ -476,7 +441,7 @@ def _instead(function: Callable[..., Any], _: Any) -> Callable[..., Any]:
 
 
 def _while_enabled(replacement: Callable[[Any], Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that is the replacement until `disable`: hooks that wrap it keep it for longer."""
+    """A forward that calls the replacement until `disable`, then the original: hooks that wrap it keep it longer."""
     replaced = replacement(original)
 
     @wraps(original)
@@ -515,7 +480,7 @@ def _modeling_files() -> Iterator[ModuleType]:
 
 
 def _installed() -> tuple[int, ...]:
-    """The version of transformers that is installed, without what follows its second number."""
+    """The first two numbers of the version of transformers that is installed."""
     import transformers
 
     return tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -560,7 +525,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]
     """The modules of `model` whose forwards call functions of `FUNCTIONS`, or are replaced by one of this library.
 
     Gives the path, the module, the class in transformers that has the forward, and the names of the functions:
-    ``forward`` where the whole forward is replaced, none of a module of `AROUND`.
+    ``forward`` where the whole forward is replaced, none of a module around it.
     """
     for path, module in model.named_modules():
         for owner in _files_classes(type(module)):
@@ -573,19 +538,19 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type, list[str]]
 def recurrent_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, type]]:
     """The path, the module and the class in transformers of each layer that hands on something from token to token."""
     for path, module, owner, names in _layers(model):
-        if names or AROUND.get(owner.__name__) is _modeling.shifting:
+        if names or FORWARDS.get(owner.__name__) is rwkv.rwkv_channel_mixing_forward:
             yield path, module, owner
 
 
 def _called(owner: type) -> list[str] | None:
-    """Those of `FUNCTIONS` that the forward of a class calls; None if this library does not replace that forward."""
+    """The names of `FUNCTIONS` that the forward of a class calls; None if this library does not replace it."""
     if owner not in _files_classes(owner):
         return None
     if owner.__name__ in FORWARD_OPS:
         return ["forward"]
     forward: Any = inspect.unwrap(_forward(owner)[1])
     names = [name for name in forward.__code__.co_names if name in FUNCTIONS and name in forward.__globals__]
-    return names if names or owner.__name__ in AROUND else None
+    return names if names or owner.__name__ in FORWARDS else None
 
 
 def _files_classes(kind: type) -> list[type]:
@@ -605,7 +570,7 @@ def _forward(kind: type) -> tuple[type, Callable[..., Any]]:
 
 
 def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of `function`, and of what it wraps, that finds those of `FUNCTIONS` by the names that it calls."""
+    """A copy of `function`, and of the one that it wraps, that calls the functions of `FUNCTIONS` by their names."""
     assert isinstance(function, FunctionType)
     inner = getattr(function, "__wrapped__", None)
     scope, closure = function.__globals__, function.__closure__

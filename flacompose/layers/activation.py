@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(argument: str, name: str) -> Callable[[Tensor], Tensor]:
-    """The activation called ``name``; ``argument`` is what the user passed it as."""
+    """The activation called ``name``, which the user passed as ``argument``."""
     why = " (bias_gelu takes a bias, which this layer does not have)" if name == "bias_gelu" else ""
     _check.one_of(argument, name, ACTIVATIONS, why)
     return ACTIVATIONS[name]

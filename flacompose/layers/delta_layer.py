@@ -1,4 +1,4 @@
-"""What the layers of the gated delta rule have in common: their heads, and the gated norm of each head."""
+"""The heads of layers of the gated delta rule, and the gated norm of each head."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flacompose.ops._tensors.dtype import upcast
 
 
 class DeltaLayer(RecurrentLayer):
-    """A layer with `num_v_heads` heads of values, whose neighbours share one of queries and keys."""
+    """A layer with `num_v_heads` heads of values, neighbours of which share a head of queries and keys."""
 
     allow_neg_eigval = False
 
     def _set_heads(
         self, num_heads: int, num_v_heads: int | None, head_dim: int, expand_v: float
     ) -> tuple[int, int, int, int]:
-        """Check these arguments, keep what follows from them, and return ``H, HV, K, V``."""
+        """Check these arguments, set the attributes of heads, and return ``H, HV, K, V``."""
         HV, V, parts = value_heads(num_heads, num_v_heads, head_dim, expand_v)
         H, K = num_heads, head_dim
         if H * K > 4 * self.hidden_size:
@@ -46,7 +46,7 @@ class DeltaLayer(RecurrentLayer):
         conv: tuple[tuple[int, int], ...],
         factory: Factory,
     ) -> None:
-        """Make the norm of each head, gated by what `gate` projects the input to, and say what the state is."""
+        """Make the norm of each head, gated by a projection `gate` of the input, and the shapes of the state."""
         HV, V, parts = self.num_v_heads, self.head_v_dim, self.value_parts
         if gate is not None:
             self.g_proj = gate
@@ -64,7 +64,7 @@ class DeltaLayer(RecurrentLayer):
         return (outputs if self.use_short_conv else tuple(F.silu(y) for y in outputs)), conv
 
     def _in_heads(self, v: Tensor, *of_keys: Tensor) -> list[Tensor]:
-        """``v [B, T, HV * V]`` in heads, those of its parts, and each of `of_keys` in those that go with them.
+        """``v [B, T, HV * V]`` in heads, a head for each part of one, and `of_keys` in the heads that go with them.
 
         ``[B, T, H * K]`` is put in heads, ``[B, T, H, K]`` is in heads already.
         """
@@ -73,7 +73,7 @@ class DeltaLayer(RecurrentLayer):
         return [v.unflatten(-1, (heads, -1)), *(sharded_like_values(y, v, heads) for y in keys)]
 
     def _gate_of_keys(self, b: Tensor) -> Tensor:
-        """How much of what the state holds for a key is replaced: up to 1, or to 2 with `allow_neg_eigval`."""
+        """The share of a key's value in the state that is replaced: at most 1, or 2 with `allow_neg_eigval`."""
         gate = upcast(b).sigmoid()
         return 2 * gate if self.allow_neg_eigval else gate
 

@@ -81,7 +81,7 @@ class ELUFeatureMap(nn.Module):
 
 
 def squares_and_products(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``x [..., K]`` the squares of the channels, and the products of each with all that follow it."""
+    """The squares of the channels of ``x [..., K]``, and the products of each with all that follow it."""
     # By slices, since DTensor has no rule for an index by a plain tensor.
     products = [x[..., i : i + 1] * x[..., i + 1 :] for i in range(x.shape[-1] - 1)]
     return x.square(), torch.cat(products, -1) if products else x[..., :0]
@@ -137,7 +137,7 @@ class QuadraticFeatureMap(nn.Module):
         return torch.cat([squares, products * 2**0.5], -1)
 
 
-# Each map by its name: what makes it for a head size, and the size of its output as a multiple of that.
+# Each map by its name: the function that makes it for a head size, and the multiple of this size that it outputs.
 FEATURE_MAPS: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "hedgehog": (HedgehogFeatureMap, 2),
     "t2r": (T2RFeatureMap, 1),

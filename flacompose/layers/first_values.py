@@ -55,7 +55,7 @@ def orthogonal_(x: Tensor, gain: float) -> None:
 
 @torch.no_grad()
 def copy_(x: Tensor, values: Tensor) -> None:
-    """Copy plain `values` into `x`, the shards of which get those of the first rank."""
+    """Copy plain `values` into `x`; if `x` is sharded, the values of the first rank."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is not None:
         from torch.distributed.tensor import distribute_tensor  # slow to import, and here already imported

@@ -1,4 +1,4 @@
-"""The output of GLA and of its kin: each head normed, then gated."""
+"""The output of GLA and similar layers: each head normed, then gated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from flacompose.layers.recurrent import Factory, RecurrentLayer
 
 
 class GatedOutputLayer(RecurrentLayer):
-    """A layer whose heads are normed and gated, in one step or in two, which round twice and have other names."""
+    """A layer whose heads are normed and gated: by one module, or by a norm and a product, which round twice.
+
+    The two ways have other names of parameters.
+    """
 
     num_heads: int
 

@@ -98,7 +98,7 @@ class GriffinRecurrentBlock(RecurrentLayer):
 
 
 class RGLRUGates(nn.Module):
-    """What makes the recurrence and the input gates of the RG-LRU, before their sigmoids, and its rates of decay."""
+    """The recurrence and the input gates of the RG-LRU, before their sigmoids, and its rates of decay."""
 
     def __init__(self, width: int, blocks: int, factory: Factory) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class RGLRUGates(nn.Module):
             nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``(r, i, a_param)``: the gates of ``x``, all ``[B, T, D]``, and what rates are the softplus of, ``[D]``."""
+        """``(r, i, a_param)``: the gates of ``x``, ``[B, T, D]``, and the rates before their softplus, ``[D]``."""
         blocks = in_heads(x, self.input_gate_weight.shape[0])
 
         def gate(weight: Tensor, bias: Tensor) -> Tensor:

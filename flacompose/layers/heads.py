@@ -1,4 +1,4 @@
-"""How many heads a layer has and how large they are."""
+"""The numbers and sizes of a layer's heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def heads_of(
     """Check these arguments of a layer, return the heads of queries, those of keys and values, and their sizes K, V.
 
     The heads of queries have all of ``hidden_size * expand_k`` channels. With `rotary` positions, K must be even.
-    Without `wide_keys`, K is at most what the ops take.
+    Without `wide_keys`, K is at most the largest size that the ops take.
     """
     _check.count("num_heads", heads)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -105,7 +105,7 @@ def value_heads(
 
 
 def in_heads(x: Tensor, heads: int) -> Tensor:
-    """``[..., heads * D]`` as ``[..., heads, D]``, where the number of ranks need not divide that of these heads."""
+    """``[..., heads * D]`` as ``[..., heads, D]``. The number of ranks need not divide the number of heads."""
     return unflatten(x, -1, (heads, -1))
 
 

@@ -28,14 +28,14 @@ class Joinable(nn.Module):
     joint_proj: nn.Module
 
     def _projections(self, x: Tensor) -> list[Any]:
-        """What `x` becomes in each child that `joinable` names, in the same order; None for a child that is absent."""
+        """The output for `x` of each child that `joinable` names, in the same order; None for an absent child."""
         given: Any = split(self.joint_proj(x), self.joint_sizes, -1) if self.joint_sizes else x
         children = [self._modules.get(path.partition(".")[0]) for path in self.joinable]
         return [None if child is None else child(given) for child in children]
 
 
 class Part(nn.Module):
-    """What stands in the place of a joined map: of the parts of the joint product, it returns that map's."""
+    """A module in the place of a joined map, which returns the map's part of the joint product."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -57,12 +57,12 @@ def join_projections(module: nn.Module) -> None:
     """Make those projections of each layer in `module` that read the same input one matrix product.
 
     It changes `module` in place. A layer computes what it computed before, up to rounding, with fewer kernels. That is
-    for calls of few tokens, as in generation, where most of the time of a product is that of reading its weight, or of
+    for calls of few tokens, as in generation, where most of the time of a product is spent on reading its weight or on
     launching its kernel. A layer of `flacompose.layers`, and in a model also a feed-forward network and
     softmax attention, gets one ``nn.Linear`` called ``joint_proj``:
 
-    - Its rows are those of the queries, keys, values, output gates, decays and whatever else the layer projects its
-      input to. Of a low-rank pair it has the first matrix. Rows of zeros fill it up to a multiple of 8.
+    - It has the rows of the queries, keys, values, output gates, decays and of any other projection of the layer's
+      input. Of a low-rank pair it has the first matrix. Rows of zeros fill it up to a multiple of 8.
     - If one of these projections has a bias, so has ``joint_proj``, with zeros for the others, which training changes.
     - A module without parameters takes the place of each of these projections.
     - Layers that mix their inputs, as those of RWKV6 and RWKV7, and layers that have one projection from the start, as
@@ -96,7 +96,7 @@ def join_projections(module: nn.Module) -> None:
 
 
 def join(module: nn.Module, found: Mapping[str, Any]) -> None:
-    """Join the maps of the modules that were `found` in `module`, by their paths: `Joinable`, or with what that has."""
+    """Join the maps of the modules `found` in `module`, by their paths: each has the attributes of a `Joinable`."""
     places = _places(module)
     separate = {path: m for path, m in found.items() if not m.joint_sizes and len(joined_paths(m)) > 1}
     for path, layer in separate.items():
@@ -177,7 +177,7 @@ def _name(x: object) -> str:
 
 
 def _kinds(m: nn.Linear) -> dict[str, set[Any]]:
-    """What has to be the same of all parameters of all maps."""
+    """The properties that all parameters of all maps must share."""
     parameters = list(m.parameters())
     return {
         "dtype": {p.dtype for p in parameters},

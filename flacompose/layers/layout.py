@@ -33,7 +33,7 @@ class Layout(NamedTuple):
     )
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x [B, T, D]`` with padded rows left-aligned. What is in places without a token is replaced by zeros."""
+        """``x [B, T, D]`` with padded rows left-aligned, and zeros in places without a token."""
         if self.order is not None:
             x = take(x, self.order)
         return self.masked(x)
@@ -120,7 +120,7 @@ def _padded(hidden_states: Tensor, attention_mask: Tensor) -> Layout:
     _check.same_device("attention_mask", attention_mask, hidden_states)
     attention_mask = distributed_like(hidden_states, attention_mask)
     is_token = attention_mask[:, attention_mask.shape[1] - T :] != 0
-    ordinal = is_token.long().cumsum(1)  # how many tokens there are up to and with this one
+    ordinal = is_token.long().cumsum(1)  # the number of tokens up to this one, itself included
     lengths = is_token.sum(1)
     place = distributed_like(ordinal, torch.arange(T, device=ordinal.device)).expand_as(ordinal)
     inverse_order = torch.where(is_token, ordinal - 1, lengths[:, None] + place - ordinal)

@@ -174,8 +174,8 @@ class Mamba2(RecurrentLayer):
         A = rates(self.A_log, dt)
         B, C = sharded_like_values(B, dt, H), sharded_like_values(C, dt, H)
         gated_after = self.norm is not None and self.norm_before_gate
-        # What the op gates has the dtype of x, and a large gate takes it out of float16's range. A norm brings it back,
-        # so in front of one float16 is gated here, in float32.
+        # The gated output of the op has the dtype of x, and a large gate takes it out of float16's range. In front of a
+        # norm, which brings it back into range, float16 is therefore gated here, in float32.
         gated_here = self.norm is not None and not gated_after and x.dtype == torch.float16
         gate = None if gated_after or gated_here else in_heads(z, H)
 

@@ -11,8 +11,8 @@ def number(name: str) -> Any:
     """A property for the attribute `name` of a module: a number that is fixed in a graph, and guarded.
 
     With ``dynamic=True`` Dynamo takes a float of a module for an input of the graph. Where an operator needs its value,
-    as the clamp does, it hands the graph to the backend, finds out, and begins again. What a tuple of a module holds is
-    a constant, so this is where the property keeps the number.
+    as the clamp does, Dynamo learns this from the backend, and traces again. A number in a tuple of a module is a
+    constant, so the property keeps it there.
     """
     held = f"_{name}"
 

@@ -1,4 +1,4 @@
-"""What all layers have in common: a state that goes in and comes out, and a layout of their tokens."""
+"""The base of all layers: a state that goes in and comes out, and a layout of their tokens."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class StatefulLayer(Joinable):
     # Where the layout has `num_states`, each part of the new state has that many after its first axis. A layer may have
     # more results, of the tokens: [B, T, D] each.
     _compute: Callable[..., tuple[Any, ...]]
-    # Those that share out the tokens, as `context_parallel` sets it.
+    # The ranks that share the tokens, which `context_parallel` sets.
     ranks: Ranks | None = None
 
     def __init__(self, hidden_size: int) -> None:
@@ -189,7 +189,7 @@ class StatefulLayer(Joinable):
             return self._computed(hidden_states, state, tokens, *others)
         with shared(self.ranks):
             check_device(self.ranks, "hidden_states", hidden_states)
-            # What is wrong is found here, before the ranks wait for each other.
+            # Errors are found here, before the ranks wait for each other.
             tokens = self._layout(hidden_states, state, attention_mask, cu_seqlens, num_states)
             if cu_seqlens is not None:
                 own = bounds_of_rank(self.ranks, cu_seqlens, hidden_states.shape[1])
@@ -199,7 +199,7 @@ class StatefulLayer(Joinable):
     def _computed(
         self, hidden_states: Tensor, state: RecurrentState | None, tokens: Layout, *others: Any
     ) -> tuple[Any, ...]:
-        """What a call returns, once its arguments are checked."""
+        """The results of a call, once its arguments are checked."""
         if state is None:
             state = self.state_shapes.absent()
         elif hasattr(hidden_states, "device_mesh"):
@@ -247,8 +247,8 @@ class RecurrentLayer(StatefulLayer):
         _check.count("conv_size", conv_size)
         self.mode = mode
         self.layer_idx: Any = layer_idx  # layers that use it say what it may be
-        # What a call reads in place of `layer_idx`: the compiler makes a graph for each value that is read, and blocks
-        # that are compiled one by one shall share one.
+        # A call reads this in place of `layer_idx`: the compiler makes a graph for each value that is read, and blocks
+        # that are compiled one by one shall share a graph.
         self.is_first = layer_idx == 0
 
     def _keep_flags(self, **flags: bool) -> None:

@@ -32,10 +32,10 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def positions(x: Tensor, start: Tensor | None, tokens: Layout) -> tuple[Tensor, Tensor]:
-    """The position of each token of ``x [B, T, D]``, ``[B, T]``, and that of the next of each sequence, ``[N]``, int64.
+    """Positions, int64, of the tokens of ``x [B, T, D]``, ``[B, T]``, and of the next token of each sequence, ``[N]``.
 
-    In a call for several states, the latter are those of the next token after each of them, ``[N, n]``.
-    ``start [N]`` holds those of the first tokens, or is None for zeros. Those of pads have no meaning.
+    In a call for several states, the second has the next token after each state, ``[N, n]``. ``start [N]`` holds the
+    positions of the first tokens, or is None for zeros. The positions of pads have no meaning.
     """
     T, cu_seqlens = x.shape[1], tokens.cu_seqlens
     N = sequence_count(x, cu_seqlens)

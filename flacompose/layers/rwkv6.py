@@ -132,7 +132,7 @@ class RWKV6Attention(RecurrentLayer):
         return self.o_proj((self.g_norm(o) * gate).flatten(2)), RecurrentState(recurrent, shift=shift)
 
     def _mix(self, x: Tensor, delta: Tensor) -> Tensor:
-        """How much of the token before goes into each of r, w, k, v and g, ``[5, B * T, hidden_size]``."""
+        """The weights of the token before in each of r, w, k, v and g, ``[5, B * T, hidden_size]``."""
         lerp, tanh, up = self.x_proj
         low = tanh(lerp(x, delta))  # [B, T, 5 * R], the five parts side by side
         # Each part is multiplied by its own columns of the weight of `up`. The module is called, once, on five copies,
@@ -152,7 +152,7 @@ def _linear(inputs: int, outputs: int, **factory: Any) -> nn.Linear:
 
 
 class LerpLinear(nn.Module):
-    """A projection of tokens mixed by `mu` with those before them."""
+    """A projection of tokens, each mixed by `mu` with the token before it."""
 
     def __init__(self, input_dim: int, output_dim: int, **factory: Any) -> None:
         super().__init__()

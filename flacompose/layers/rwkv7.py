@@ -324,7 +324,7 @@ def place_of(layer_idx: int | None, num_hidden_layers: int | None) -> tuple[int,
 
 
 def first_mix_(x: Tensor, power: float) -> None:
-    """How much of the token before: all in the first of the channels ``x [..., D]``, ever less in those that follow."""
+    """Weights of the token before, of the channels ``x [..., D]``: 1 in the first, ever less in the following ones."""
     D = x.shape[-1]
     i = torch.arange(D, device=x.device, dtype=torch.float32)
     copy_(x, (1 - (i / D) ** power).expand(x.shape))

@@ -63,7 +63,7 @@ class ShortConvolution(nn.Module):
 
     bias: nn.Parameter | None
 
-    # Those that share out the tokens, as `context_parallel` sets it.
+    # The ranks that share the tokens, which `context_parallel` sets.
     ranks: Ranks | None = None
 
     @explained
@@ -234,7 +234,7 @@ class ShortConvolution(nn.Module):
         return ys, new.to(x.dtype)
 
     def _step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token: the new state is all that it reads."""
+        """One token, whose output is a sum over the new state."""
         state = torch.cat([state[:, :, 1:], x.transpose(1, 2)], dim=2)
         return (upcast(state) * self.weight[:, 0]).sum(2)[:, None], state
 
@@ -277,7 +277,7 @@ class ShortConvolution(nn.Module):
         return y, _as_state(torch.where((source >= begin[:, None])[:, :, None], last, old))
 
     def _from_state(self, state: Tensor, begin: Tensor, end: Tensor, T: int) -> Tensor:
-        """``[1, T, D]``: what the state adds to the first ``W - 1`` tokens of each packed sequence."""
+        """The contribution of the state, ``[1, T, D]``, to the first ``W - 1`` tokens of each packed sequence."""
         _, D, W = state.shape
         y = self._sums(F.pad(upcast(state).transpose(1, 2), (0, 0, 0, W - 1)), W - 1)  # [N, W - 1, D]
         token = begin[:, None] + torch.arange(W - 1, device=state.device)  # [N, W - 1]

@@ -1,4 +1,4 @@
-"""What a layer carries from one call to the next."""
+"""The state that a layer carries from one call to the next."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class RecurrentState(NamedTuple):
     ) -> RecurrentState:
         """The state on `device`, for a layer whose parameters have `dtype`, as `init_state` makes it for these.
 
-        So `dtype` is that of `conv`, `shift` and `cache`, while `recurrent` and `normalizer` become float32, or float64
+        So `conv`, `shift` and `cache` become `dtype`, while `recurrent` and `normalizer` become float32, or float64
         if `dtype` is. Positions stay int64. A part that does not change is returned itself. To give every part the
         same dtype, for instance to store a state in half the memory, use `map`; layers take any floating dtype.
 
@@ -132,15 +132,15 @@ class RecurrentStates(NamedTuple):
     A call with ``num_states=n`` returns it. Layers do not take it: a call goes on from one state.
 
     Attributes:
-        recurrent: As that of a [RecurrentState][flacompose.layers.RecurrentState], with an axis of ``n`` states after
-            the first axis: ``[N, n, H, K, V]``, in HGRN ``[N, n, D]``. Likewise all others but `cache`.
+        recurrent: As in a [RecurrentState][flacompose.layers.RecurrentState], with an axis of ``n`` states after the
+            first axis: ``[N, n, H, K, V]``, in HGRN ``[N, n, D]``. Likewise all others but `cache`.
         conv: ``[N, n, D, W]`` each.
         normalizer: ``[N, n, H, K]`` or ``[N, n, H, M]``.
         position: ``[N, n]``.
         shift: ``[N, n, hidden_size]``.
-        cache: One for all ``n`` states, ``[N, L, H, D]`` each: that after the last token, which holds the keys and
-            values of all tokens before it. A state with a smaller `position` does not see those of later tokens, and
-            what follows takes their places.
+        cache: One for all ``n`` states, ``[N, L, H, D]`` each: the cache after the last token, which holds the keys and
+            values of all tokens. A state with a smaller `position` does not see later tokens, and the next tokens take
+            their places.
     """
 
     recurrent: Any
@@ -162,7 +162,7 @@ class RecurrentStates(NamedTuple):
             TypeError: If `index` is none of these.
             RuntimeError: From PyTorch on a CPU, if a number in a tensor is out of range.
         """
-        # All but `cache`, of which there is one. PyTorch 2.11 does not compile `_replace` of what the graph makes.
+        # All but `cache`, of which there is one. PyTorch 2.11 does not compile `_replace` of a tuple made in the graph.
         parts = self[:-1]
         N, n = pytree.tree_leaves(parts)[0].shape[:2]
         if isinstance(index, Tensor):
@@ -195,7 +195,7 @@ for kind in (RecurrentState, RecurrentStates):
 
 
 def kind_of(x: Any) -> str:
-    """What `x` is, where a `RecurrentState` was expected."""
+    """The type of `x`, for an error where a `RecurrentState` was expected."""
     several = ", several states, of which at(index) gives one" if isinstance(x, RecurrentStates) else ""
     return f"{type(x).__name__}{several}"
 

@@ -1,4 +1,4 @@
-"""What Based and ReBased have in common: linear attention whose outputs are means of values, of many features."""
+"""The base of Based and ReBased: linear attention of many features whose outputs are weighted means of values."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from flacompose.ops._tensors.dtype import autocast_on, upcast
 
 
 class WeightedMeanLayer(RecurrentLayer):
-    """A layer that divides what linear attention reads by the sum of its weights and `eps`.
+    """A layer that divides the output of linear attention by the sum of its weights and `eps`.
 
-    The sum is what is read of one value more, which is 1 for every token, so that it needs no second recurrence.
+    One more value, which is 1 for every token, has this sum as its output, so that it needs no second recurrence.
     """
 
     chunk_modes = ("parallel", "fused_chunk")

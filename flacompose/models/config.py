@@ -1,4 +1,4 @@
-"""What a language model is made of."""
+"""The configuration of a language model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ATTENTION = ("layers", "num_heads", "num_kv_heads", "qkv_bias", "window_size", 
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """What a `RecurrentLM` is made of: plain values, which ``dataclasses.asdict`` and JSON keep.
+    """The configuration of a `RecurrentLM`: plain values, which ``dataclasses.asdict`` and JSON keep.
 
     Args:
         vocab_size: Number of tokens.
@@ -29,8 +29,8 @@ class RecurrentConfig:
         num_hidden_layers: Number of blocks.
         intermediate_size: Width between the two projections of a feed-forward network. Needed unless there is none.
         layer: Name of the class in `flacompose.layers` that mixes tokens, as "GatedLinearAttention".
-        layer_options: Arguments of that class, but for `hidden_size`, `layer_idx` and `num_hidden_layers`; `norm_eps`
-            is that of the model unless it is among them.
+        layer_options: Arguments of that class, but for `hidden_size`, `layer_idx` and `num_hidden_layers`. Without a
+            `norm_eps` among them, the layer has the model's.
         feed_forward: "swiglu", ``(silu(x W_gate) * (x W_up)) W_down``, "rwkv6" or "rwkv7", the channel mixing of
             RWKV6 or of RWKV7, or "none", as in Mamba, whose blocks are the layer alone.
         feed_forward_act: Activation in the channel mixing: "relu", "sigmoid", "logsigmoid", "silu" or "swish",
@@ -139,7 +139,7 @@ class RecurrentConfig:
                 seen.add(index)
 
     def layer_arguments(self, layer_idx: int) -> dict[str, Any]:
-        """Those of the layer in the block `layer_idx`: what the model gives and it takes, and `layer_options`."""
+        """The arguments of the layer in the block `layer_idx`: sizes of the model, and `layer_options`."""
         given = {"hidden_size": self.hidden_size, "norm_eps": self.norm_eps, "layer_idx": layer_idx}
         known = inspect.signature(self.layer_class).parameters
         return {name: x for name, x in given.items() if name in known} | dict(self.layer_options)

@@ -26,7 +26,7 @@ class Decoder:
     of tokens and state that ``torch.compile`` takes with ``fullgraph=True``. If the function also chooses the token,
     that is part of the graph too.
 
-    What to know of it:
+    Mind the following:
 
     - It compiles, and tunes kernels, for the shape of its tokens. On a CPU that happens at the first call; on a GPU the
       model is called, compiled and recorded while the decoder is made, which changes no random numbers that are drawn
@@ -40,7 +40,7 @@ class Decoder:
     Args:
         model: ``model(tokens, state)`` returns ``(outputs, state)``. The new state has the structure, the shapes and
             the dtypes of the old one, and `outputs` is a tensor or a pytree of tensors.
-        tokens: An example of what one call reads, as ``[B, 1]`` of token ids, or ``[B, 1, hidden_size]`` for a layer.
+        tokens: Example tokens of one call, as ``[B, 1]`` of token ids, or ``[B, 1, hidden_size]`` for a layer.
         state: The state to begin with, a pytree of tensors on the device of the tokens: as a call of the model with the
             prompt returned it, or `init_state`.
         options: Options for Inductor, as ``torch.compile`` takes them. They are added to those of the decoder, which
@@ -82,7 +82,7 @@ class Decoder:
 
         inductor: dict[str, Any] = {
             "coordinate_descent_tuning": True,
-            # PyTorch 2.11 pads what a joined projection gives, and then copies the queries, keys and values out of it.
+            # PyTorch 2.11 pads the output of a joined projection, and then copies queries, keys and values out of it.
             "comprehensive_padding": False,
             # A pass that was chosen for all of Inductor stays.
             "post_grad_custom_pre_pass": config.post_grad_custom_pre_pass or StatesInPlace(),
@@ -135,7 +135,7 @@ class Decoder:
 
     @property
     def state(self) -> Any:
-        """A copy of the state that is held, that after the last token."""
+        """A copy of the state after the last token."""
         return pytree.tree_unflatten([x.clone() for x in self._state], self._structure)
 
     def load(self, state: Any) -> None:
@@ -164,8 +164,8 @@ class Decoder:
         outputs = pytree.tree_map(apart, outputs)
         for name, old, x in zip(self._names, self._state, new, strict=True):
             _check_kept(name, x, old)
-        # What a kernel has written where it belongs stays. What is part of the old state is copied from there before
-        # any of it is replaced.
+        # A state that a kernel has written where it belongs stays. One that shares memory with the old state is copied
+        # before any of that is replaced.
         moved = {i: apart(x) for i, x in enumerate(new) if not x.is_set_to(self._state[i])}
         if moved:
             torch._foreach_copy_([self._state[i] for i in moved], list(moved.values()))

@@ -1,4 +1,4 @@
-"""What follows the layer of a block: a network of each token, in RWKV6 and RWKV7 also of the token before it."""
+"""The feed-forward networks that follow the layers of blocks; those of RWKV6 and RWKV7 also read the token before."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SwiGLU(Joinable):
 
     def forward(self, x: Tensor) -> Tensor:
         y, up = self._projections(x)
-        y = F.silu(y)  # under names of their own, what is no longer needed would stay in memory
+        y = F.silu(y)  # the same name again, so that no tensor stays in memory for longer
         y = y * up
         return self.down_proj(y)
 

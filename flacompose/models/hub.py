@@ -1,4 +1,4 @@
-"""What of the Hugging Face Hub can be said without the package huggingface_hub, which is slow to import."""
+"""Names of repositories of the Hugging Face Hub, without the package huggingface_hub, which is slow to import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_of_hub(name: str | os.PathLike[str]) -> bool:
 
 
 def import_mixin(what: str) -> ModuleType:
-    """`flacompose.models.hub_mixin`; `what` says what needs it, where a package is missing."""
+    """Import `flacompose.models.hub_mixin`. If a package is missing, the error says that `what` needs it."""
     try:
         from flacompose.models import hub_mixin
     except ImportError as error:

@@ -32,7 +32,7 @@ model = RecurrentLM.from_pretrained("...")
 class Saved(
     PyTorchModelHubMixin, library_name="flacompose", pipeline_tag="text-generation", model_card_template=CARD
 ):
-    """A `RecurrentLM` as the mixin takes it, which saves what is called `module`."""
+    """A `RecurrentLM` as the mixin takes it, which saves the attribute `module`."""
 
     def __init__(self, model: Any) -> None:
         for name, x in model.state_dict().items():
@@ -48,7 +48,7 @@ class Saved(
             raise FileNotFoundError(
                 f"{model_id!r} must be a folder, or a repository of the Hub with a config.json"
             )
-        # Without values first, since that is cheap and finds what is wrong with the config.
+        # Without values first, which is cheap and finds errors in the config.
         model = model_class(_config(config), device="meta", dtype=dtype)
         if os.path.isdir(model_id):
             file = Path(model_id, WEIGHTS)
@@ -87,7 +87,7 @@ def downloaded(repo_id: str, revision: str | None, file: str, required: bool = F
     """Where a file of a repository of the Hub lies now; None if it has no such file, which may be `required`."""
     try:
         return Path(hf_hub_download(repo_id, file, revision=revision))
-    # The last of these says that there is no connection, of what was never downloaded: the repository may have it.
+    # `LocalEntryNotFoundError` says that there is no connection, and the file was never downloaded.
     except (RepositoryNotFoundError, LocalEntryNotFoundError) as error:
         raise _not_found(repo_id, error) from error
     except EntryNotFoundError as error:

@@ -113,7 +113,7 @@ class RecurrentLM(nn.Module):
 
     Each block is a layer and a feed-forward network, each after a norm and beside a residual connection, or a layer
     alone, as in Mamba; embeddings are before the blocks, a norm and a projection to logits after them. The state of the
-    model is that of its layers, a tuple of `RecurrentState`: one for each block, or two with the channel mixing of
+    model is a tuple of its layers' states, `RecurrentState`: one for each block, or two with the channel mixing of
     RWKV6 or RWKV7, which has one too.
     With layers of RWKV7, the values of the first of them go to all others within a call; softmax attention before or
     between them passes these values on.
@@ -121,7 +121,7 @@ class RecurrentLM(nn.Module):
     The model compiles with ``fullgraph=True`` and exports at any length, as its layers do.
 
     Args:
-        config: What the model is made of.
+        config: The sizes and layers of the model.
         device: Device of the parameters.
         dtype: Dtype of the parameters. Default: PyTorch's default; float32 for those that layers keep so.
 
@@ -130,7 +130,7 @@ class RecurrentLM(nn.Module):
         TypeError: If `config` is no `RecurrentConfig`, or `dtype` no float dtype, or from a layer.
     """
 
-    # Those that share out the tokens, as `context_parallel` sets it.
+    # The ranks that share the tokens, which `context_parallel` sets.
     ranks: Ranks | None = None
 
     def __init__(
@@ -249,7 +249,7 @@ class RecurrentLM(nn.Module):
             IndexError: From PyTorch on a CPU, if a token is not below `vocab_size`.
         """
         _check.indices("input_ids", input_ids)
-        # Of ranks that share the tokens, one may have none.
+        # A rank may have none of the tokens that ranks share.
         sizes = input_ids.shape if self.ranks is None else input_ids.shape[:1]
         if input_ids.ndim != 2 or _check.is_empty(sizes):
             raise ValueError(f"input_ids must have shape [B, T], none 0, got {tuple(input_ids.shape)}")
@@ -527,7 +527,7 @@ class RecurrentLM(nn.Module):
         return state
 
     def _naming_the_entry(self, error: StateError) -> Exception:
-        """The `error` of a layer, which calls "state" what is an entry of the model's state."""
+        """The `error` of a layer, with the name of an entry of the model's state in place of "state"."""
         message, shapes = error.args
         kind = TypeError if isinstance(error, builtins.TypeError) else ValueError
         for i, layer in enumerate(self._stateful()):
@@ -536,7 +536,7 @@ class RecurrentLM(nn.Module):
         return error
 
     def _lower_bounds(self) -> list[Tensor | None]:
-        """Of the forget gates of each block: a cumulative softmax over the blocks, 0 in the first."""
+        """The lower bounds of each block's forget gates: a cumulative softmax over the blocks, 0 in the first."""
         if not hasattr(self, "lower_bounds"):
             return [None] * len(self.layers)
         parts = self.lower_bounds.softmax(

@@ -38,7 +38,7 @@ class SoftmaxAttention(StatefulLayer):
     ``cu_seqlens`` goes on from a state that holds any.
 
     Args:
-        hidden_size: Size of the input and of the output, that of all heads together.
+        hidden_size: Size of the input, of the output, and of all heads together.
         num_heads: Number of heads.
         num_kv_heads: Number of heads of keys and values, each shared by neighbouring heads of queries.
             Default: `num_heads`.
@@ -104,7 +104,7 @@ class SoftmaxAttention(StatefulLayer):
                 f"cache of {past.cache[0].shape[1]} places: put the sequences in rows, with an attention_mask"
             )
         ranks = sharing()
-        if ranks is None:  # those of ranks have been checked
+        if ranks is None:  # else the bounds have been checked
             tokens = tokens._replace(cu_seqlens=verified(cu_seqlens, x.shape[1]))
             cu_seqlens = tokens.cu_seqlens
         q, k, v = self._projections(x)
@@ -130,7 +130,7 @@ class SoftmaxAttention(StatefulLayer):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor, first: bool) -> Tensor:
         """Attention of ``q [B, T, H, D]``, tokens whose own keys are at `position` along ``L`` of ``k [B, L, HKV, D]``.
 
-        In the `first` call, the keys are those of these tokens alone.
+        In the `first` call, only these tokens have keys.
         """
         groups = self.num_heads // self.num_kv_heads
         q, k, v = (y.transpose(1, 2) for y in (q, repeat_heads(k, groups), repeat_heads(v, groups)))
@@ -157,7 +157,7 @@ class SoftmaxAttention(StatefulLayer):
     def _attend_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Attention of ``q [1, T, H, D]`` to ``k`` and ``v [1, L, HKV, D]`` within each sequence.
 
-        The ``L`` keys are those of the ``T`` tokens, or of the tokens of all ranks.
+        The ``L`` keys belong to the ``T`` tokens, or to the tokens of all ranks.
         """
         groups, T, L = self.num_heads // self.num_kv_heads, q.shape[1], k.shape[1]
         k, v = repeat_heads(k, groups), repeat_heads(v, groups)

@@ -50,7 +50,7 @@ def generate(
 
 
 def _proposed(assistant: Model, state: Any, token: Tensor, number: int) -> Tensor:
-    """``[B, 1 + number]``: `token` and those that follow it. The state after them is not kept."""
+    """``[B, 1 + number]``: `token` and the tokens that follow it. The state after them is not kept."""
     read = [token]
     for _ in range(number):
         logits, state = assistant(read[-1][:, None], state, last_only=True)

@@ -18,7 +18,7 @@ from flacompose._inductor import CustomGraphPass, kernel_side_table, triton_kern
 def replaceable(state: Tensor) -> Tensor:
     """`state`, in memory that may be overwritten after it is read. `StatesInPlace` takes this out of the graph again.
 
-    It tells the state that a graph is given from its other inputs: parameters, buffers, what a function closes over,
+    It tells the state that a graph is given from its other inputs: parameters, buffers, variables from an outer scope,
     and the operands of a graph within the graph.
     """
     return state.clone()
@@ -61,7 +61,7 @@ class StatesInPlace(CustomGraphPass):
         output.args = (tuple(results),)
 
     def _read_by(self, new: Any, states: set[Node]) -> Node | None:
-        """The one of `states` that the kernel with the result `new` reads, if `new` may overwrite it; else None."""
+        """The state in `states` that the kernel with the result `new` reads, if `new` may overwrite it; else None."""
         if not isinstance(new, Node) or new.target is not operator.getitem:
             return None
         launch, name = cast(Any, new.args)
@@ -81,7 +81,7 @@ class StatesInPlace(CustomGraphPass):
         return old if (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype) else None
 
     def uuid(self) -> str:
-        """What Inductor's cache knows this pass by."""
+        """The key of this pass in Inductor's cache."""
         return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
-from flacompose.integrations import _modeling  # noqa: E402
+from flacompose.integrations.modeling import convolution, delta_rule, qwen3_next  # noqa: E402
 
 ACTIVATIONS = {None: lambda x: x, "silu": F.silu, "swish": F.silu, "gelu": F.gelu}
 B, D, W = 2, 5, 4
@@ -47,7 +47,7 @@ def test_steps(
     weight, bias = weights[0], weights[1] if has_bias else None
     x, state = torch.randn(B, D, T, device=device), torch.randn(B, D, L, device=device)
     history = torch.cat([state, x], -1)
-    y = _modeling.convolve_step(x, state, weight, bias, activation)
+    y = convolution.convolve_step(x, state, weight, bias, activation)
     expected = ACTIVATIONS[activation](convolved(history, weight, bias)[..., -T:])
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
     assert torch.equal(state, history[..., -L:])
@@ -63,7 +63,7 @@ def test_numbers_of_sequences(
     x = torch.randn(B, D, 9, device=device, requires_grad=True)
     lengths = [[2, 6, 1], [9]]
     index = torch.tensor([[0] * 2 + [1] * 6 + [2], [0] * 9], dtype=torch.int32, device=device)
-    y = _modeling.convolve(x, weight, bias, activation, seq_idx=index)
+    y = convolution.convolve(x, weight, bias, activation, seq_idx=index)
     rows = [
         torch.cat([convolved(part, weight, bias) for part in row[None].split(parts, -1)], -1)
         for row, parts in zip(x, lengths, strict=True)
@@ -85,7 +85,7 @@ def test_without_numbers(
     activation: str | None, weights: tuple[Tensor, Tensor], device: torch.device
 ) -> None:
     x = torch.randn(B, D, 9, device=device)
-    y = _modeling.convolve(x, *weights, activation=activation)
+    y = convolution.convolve(x, *weights, activation=activation)
     torch.testing.assert_close(y, ACTIVATIONS[activation](convolved(x, *weights)), atol=1e-5, rtol=1e-5)
 
 
@@ -116,7 +116,9 @@ def test_what_is_compiled_without_a_mask(case: dict[str, Any], monkeypatch: pyte
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return kwargs
 
-    found = _modeling.maskless(forward)(SimpleNamespace(config=config), *case.get("args", ()), **given)
+    found = qwen3_next.qwen3_next_model_forward(forward)(
+        SimpleNamespace(config=config), *case.get("args", ()), **given
+    )
     assert found == (
         given if case else {"attention_mask": {"linear_attention": None, "full_attention": None}}
     )
@@ -127,9 +129,12 @@ def test_what_is_compiled_without_a_mask(case: dict[str, Any], monkeypatch: pyte
 def test_gates_are_stacked(of_g: torch.dtype, compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the compiler makes one kernel of both, and neither is rounded for that."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
-    monkeypatch.setattr(_modeling.delta_op, "update", lambda *inputs: (inputs, None))
+    monkeypatch.setattr(delta_rule.delta_op, "update", lambda *inputs: (inputs, None))
     q, g, beta = torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, dtype=of_g), torch.randn(2, 1, 3)
-    given, _ = _modeling.delta_rule_step("g")(q, q, q, g, beta)
+    without_state: Any = dict(
+        initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None
+    )
+    given, _ = delta_rule.step("g", q, q, q, g, beta, **without_state)
     found = given[3:5]
     assert all(map(torch.equal, found, (beta, g)))
     in_one = found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()

@@ -43,7 +43,8 @@ from .tiny import DOORS, TINY, tiny
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
-from flacompose.integrations import _modeling  # noqa: E402
+from flacompose.integrations.modeling import xlstm  # noqa: E402
+from flacompose.integrations.modeling.arguments import finder_of_caches  # noqa: E402
 from flacompose.integrations.transformers import (  # noqa: E402
     FUNCTIONS,
     MODELS,
@@ -349,19 +350,42 @@ def test_prefill_in_chunks(name: str, model: nn.Module) -> None:
     assert torch.equal(chunked, whole)
 
 
-@pytest.mark.parametrize("name", SSD_MODELS)
-@torch.no_grad()
-def test_limited_steps(name: str, model: nn.Module) -> None:
-    """The time step of a single token is kept within the same limits as those of several."""
+def limited(model: nn.Module) -> None:
+    """Set limits of time steps, and weights with which most steps are outside, and tell in the logits."""
     for layer in recurrent(model):
         layer.time_step_limit = (0.5, 0.6)
-        # Most steps are then outside, and tell in the logits.
         layer.in_proj.weight.mul_(8)
         layer.out_proj.weight.mul_(8)
+
+
+@pytest.mark.parametrize(
+    "name,options", [*((name, {}) for name in SSD_MODELS), ("falcon_h1", {"mamba_rms_norm": True})], ids=str
+)
+@torch.no_grad()
+def test_limited_steps(
+    name: str, options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time step of a single token is kept within the same limits as those of several."""
+    model = sized(name, options, monkeypatch).to(device)
+    limited(model)
     ids = prompt(model, 9, batch=2)
     with enable():
         actual = in_pieces(model, ids, [6, 1, 1, 1])
     torch.testing.assert_close(actual.double(), Uncached(model)(ids), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba", "zamba"])
+@torch.no_grad()
+def test_offloaded(name: str, model: nn.Module, device: torch.device) -> None:
+    """Weights that accelerate loads for a call are there where a layer reads them without one."""
+    accelerate_library = pytest.importorskip("accelerate")
+    if name == "falcon_h1":
+        limited(model)
+    ids = prompt(model, 9, batch=2)
+    truth = Uncached(model)(ids)
+    with enable():
+        accelerate_library.cpu_offload(model, execution_device=device)
+        torch.testing.assert_close(in_pieces(model, ids, [5, 3, 1]).double(), truth, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["minimax"])
@@ -386,10 +410,9 @@ def test_rows_of_a_cache(name: str, model: nn.Module) -> None:
 def test_a_cache_is_found_once(name: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer looks through its arguments once, with what was imported when its forward was made."""
     made, found = [], []
-    make = _modeling.finder_of_caches
 
     def counted() -> Callable:
-        find = make()
+        find = finder_of_caches()
         made.append(find)
 
         def counting(*given: object) -> object:
@@ -398,7 +421,7 @@ def test_a_cache_is_found_once(name: str, model: nn.Module, monkeypatch: pytest.
 
         return counting
 
-    monkeypatch.setattr(_modeling, "finder_of_caches", counted)
+    monkeypatch.setattr("flacompose.integrations.modeling.forward.finder_of_caches", counted)
     ids = prompt(model, 3)
     with enable():
         before = len(made)
@@ -972,7 +995,7 @@ def test_no_pieces(name: str, model: nn.Module) -> None:
 def test_xlstm_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where transformers takes the blocks of the package xlstm, they are told nothing that they do not know."""
     monkeypatch.setattr(modeling("xlstm"), "external_xlstm", True)
-    assert _modeling.remembering(nn.Module.forward) is nn.Module.forward
+    assert xlstm.xlstm_model_forward(nn.Module.forward) is nn.Module.forward
 
 
 @pytest.mark.parametrize("name", ["mamba", "xlstm"])

@@ -76,12 +76,12 @@ class Launches(InverseSweeps):
             **self.vectors, **products, **gates, **self.arguments, **self.reading, K=self.K, C=self.C
         )
         if hopper.takes(self.chip, self.of_keys, self.K):
-            from flacompose.ops._recurrences.matrix.delta_rule.hopper import (
-                head_factors as hopper_head_factors,
+            from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import (
+                hopper_head_factor_kernel,
             )
 
             del arguments["DOT"]
-            launch(hopper_head_factors.hopper_head_factor_kernel, grid, **arguments, num_warps=4, maxnreg=168)
+            launch(hopper_head_factor_kernel, grid, **arguments, num_warps=4, maxnreg=168)
         else:
             config = pair_config(self.bfloat16)
             launch(delta_factor_kernel, grid, **arguments, rest=self.gates["rest"], **config)
@@ -122,12 +122,12 @@ class Launches(InverseSweeps):
         # Wider tiles of strong gates spill three times as many registers.
         strong = {"BK": min(config["BK"], 64)}
         if hopper.takes(self.chip, self.of_keys, self.K):
-            from flacompose.ops._recurrences.matrix.delta_rule.hopper import (
-                channel_factors as hopper_channel_factors,
+            from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_factors import (
+                hopper_channel_factor_kernel,
             )
 
             taken = {name: x for name, x in arguments.items() if name != "DOT"}
-            launch(hopper_channel_factors.hopper_channel_factor_kernel, (programs,), **taken, num_warps=4)
+            launch(hopper_channel_factor_kernel, (programs,), **taken, num_warps=4)
             config |= strong | {"MILD": False, "IN_BLOCKS": False}
             launch(delta_channel_factor_kernel, (programs,), **arguments, **config)
         else:

@@ -21,15 +21,13 @@ class InverseSweeps(Sweeps):
 
     def inverses(self) -> None:
         """Fill the `Y` that the sweeps of `hopper_sweep` take."""
-        from flacompose.ops._recurrences.matrix.delta_rule.hopper import head_factors as hopper_head_factors
-
-        self.HK = self.q.shape[2]
+        from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_inverse_kernelself.HK = self.q.shape[2]
         Y = self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype)
         self.factors |= {"q": self.q, "k": self.k, "Y": Y}
         if self.gates["sums"] is not None:
             self.bound_growth(tiles=1)
         launch(
-            hopper_head_factors.hopper_inverse_kernel,
+            hopper_inverse_kernel,
             (self.chunks * self.HV,),
             k=self.k,
             beta=self.beta,
@@ -49,9 +47,7 @@ class InverseSweeps(Sweeps):
         if not self.takes_inverses:
             super()._sweep(V, IDENTITY, **tensors)
             return
-        from flacompose.ops._recurrences.matrix.delta_rule.hopper import state_passing as hopper_state_passing
-
-        V = self.V if V is None else V
+        from flacompose.ops._recurrences.matrix.delta_rule.hopper.state_passing import hopper_state_passing_kernelV = self.V if V is None else V
         given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "ends", "final"))
         given |= tensors
         factors = {name: self.factors[name] for name in ("q", "k", "Y")}
@@ -59,7 +55,7 @@ class InverseSweeps(Sweeps):
         shared = self._of_sweeps(given["ends"])
         del shared["DOT"], shared["READ_BEFORE"]
         launch(
-            hopper_state_passing.hopper_state_passing_kernel,
+            hopper_state_passing_kernel,
             (self.parts * self.N * self.HV,),
             **given,
             **factors,

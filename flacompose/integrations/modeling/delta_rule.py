@@ -1,0 +1,44 @@
+"""The delta rules of modeling files: the gated one and KDA, of whole sequences and of one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flacompose.integrations.modeling.arguments import bounds_of, unwritten
+from flacompose.ops._recurrences.matrix.delta_rule import op as delta_op
+
+
+def delta_rule(form: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of modeling files in place of which `form` is called, an op or `step` below."""
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
+        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        return form(
+            query, key, value, g, beta,
+            initial_state=unwritten(initial_state), output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, cu_seqlens=bounds_of(kwargs),
+        )  # fmt: skip
+
+    return attention
+
+
+def step(
+    gate: str, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
+    output_final_state: bool, use_qk_l2norm_in_kernel: bool, **given: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """One token: `gate` is "g" for decays of heads, "gk" of channels."""
+    # The compiler makes one kernel for both gates, as they are stacked. Neither may be rounded for that.
+    exact = g.shape == beta.shape and torch.promote_types(g.dtype, beta.dtype) == g.dtype
+    if exact and torch.compiler.is_compiling():
+        g, beta = torch.stack((g, beta.to(g.dtype))).unbind()
+    given |= {gate: g}
+    inputs = delta_op.Inputs(query, key, value, beta, scale=query.shape[-1] ** -0.5, **given)
+    o, state = delta_op.update(*inputs, int(use_qk_l2norm_in_kernel))
+    return o, state if output_final_state else None

@@ -1,0 +1,7 @@
+"""GLM-5-Next: its sparse attention mixes packed sequences."""
+
+from __future__ import annotations
+
+from flacompose.integrations.modeling.forward import unpacked_forward
+
+FORWARDS = {"Glm5NextTextAttention": unpacked_forward}
