@@ -86,7 +86,9 @@ class GradientLaunches(Launches):
             K=self.K,
         )
         if on_hopper:
-            from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import hopper_head_gradient_kernel
+            from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_gradients import (
+                hopper_head_gradient_kernel,
+            )
 
             del arguments["DOT"]
             # One of the heads of values that share keys after the other: each adds to what was stored before.
@@ -148,7 +150,9 @@ class GradientLaunches(Launches):
 
         It returns the gradients of queries, keys and `beta` of each head of values, and what `gate_gradient` takes.
         """
-        from flacompose.ops._recurrences.matrix.delta_rule.hopper.backward import hopper_backward_kernelHV, tiles = self.HV, self.K // 64
+        from flacompose.ops._recurrences.matrix.delta_rule.hopper.backward import hopper_backward_kernel
+
+        HV, tiles = self.HV, self.K // 64
         starts = self.reverse_starts(do, d_final)
         # A program has read W and r of a chunk when it stores dq and dv in their place.
         dq = self.factors["W"]
@@ -238,8 +242,12 @@ class GradientLaunches(Launches):
         of_tiles = {**products, "mild": self.per_chunk(HV, parts, dtype=torch.int8)}
         programs = parts * self.chunks * HV
         if hopper.takes(self.chip, (*self.of_keys, swept.do), self.K, self.V):
-            from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import hopper_channel_block_gradient_kernel
-            from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_gradients import hopper_channel_gradient_kernel
+            from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_block_gradients import (
+                hopper_channel_block_gradient_kernel,
+            )
+            from flacompose.ops._recurrences.matrix.delta_rule.hopper.channel_gradients import (
+                hopper_channel_gradient_kernel,
+            )
 
             taken = {name: x for name, x in arguments.items() if name != "DOT"}
             taken |= {"mild_chunks": self.mild_chunks, "BK": config["BK"], "num_warps": 4}

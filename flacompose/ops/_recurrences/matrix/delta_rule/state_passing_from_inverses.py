@@ -21,7 +21,9 @@ class InverseSweeps(Sweeps):
 
     def inverses(self) -> None:
         """Fill the `Y` that the sweeps of `hopper_sweep` take."""
-        from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_inverse_kernelself.HK = self.q.shape[2]
+        from flacompose.ops._recurrences.matrix.delta_rule.hopper.head_factors import hopper_inverse_kernel
+
+        self.HK = self.q.shape[2]
         Y = self.per_chunk(self.HV, self.C, self.C, dtype=self.dtype)
         self.factors |= {"q": self.q, "k": self.k, "Y": Y}
         if self.gates["sums"] is not None:
@@ -47,7 +49,11 @@ class InverseSweeps(Sweeps):
         if not self.takes_inverses:
             super()._sweep(V, IDENTITY, **tensors)
             return
-        from flacompose.ops._recurrences.matrix.delta_rule.hopper.state_passing import hopper_state_passing_kernelV = self.V if V is None else V
+        from flacompose.ops._recurrences.matrix.delta_rule.hopper.state_passing import (
+            hopper_state_passing_kernel,
+        )
+
+        V = self.V if V is None else V
         given: dict[str, Tensor | None] = dict.fromkeys(("v", "initial", "o", "ends", "final"))
         given |= tensors
         factors = {name: self.factors[name] for name in ("q", "k", "Y")}
