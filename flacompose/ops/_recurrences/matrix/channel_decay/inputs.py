@@ -1,4 +1,4 @@
-"""What the ops of vector decay take and return."""
+"""The signature of vector decay: its arguments and results."""
 
 from __future__ import annotations
 
